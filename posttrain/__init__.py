@@ -1,0 +1,98 @@
+"""posttrain: reinforcement-learning post-training for language models. The front door.
+
+    import posttrain
+
+    def reward(task, reply):
+        return float(reply.strip() == task["answer"])
+
+    run = posttrain.rl(model="runs/sft", tasks="train.jsonl", env=reward, algorithm="grpo", steps=200)
+    print(run.metrics[-1]["reward"], run.checkpoint)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from posttrain.types import Completion, Invalid, Reply, Rollout, Sampling, Task, Turn, UserError
+
+if TYPE_CHECKING:
+    from posttrain.run import Evaluated, Run
+
+__version__ = "0.1.0"
+__all__ = [
+    "Completion",
+    "Invalid",
+    "Reply",
+    "Rollout",
+    "Sampling",
+    "Task",
+    "Turn",
+    "UserError",
+    "evaluate",
+    "rl",
+    "sft",
+]
+
+Rows = str | Iterable[Mapping[str, Any]]
+
+
+def sft(tasks: Rows, **options: Any) -> Run:
+    """Supervised fine-tuning. `tasks`: a path, or rows with "prompt" and "response" (or chat "messages").
+
+    The options are the fields of `posttrain.config.SFT`. Raises UserError for a mistake of the caller's.
+    """
+    from posttrain import run
+    from posttrain.config import SFT
+
+    named, rows = _named(tasks)
+    return run.sft(_fill(SFT, {**options, "tasks": named}), rows)
+
+
+def rl(tasks: Rows, env: str | Callable[..., Any], model: str, **options: Any) -> Run:
+    """Reinforcement learning. `env`: a reward function (task, reply) -> float, an environment, or the name of one.
+
+    The options are the fields of `posttrain.config.RL`, such as algorithm="grpo", steps=200, prompts=16, group=8.
+    """
+    from posttrain import run
+    from posttrain.config import RL
+
+    named, rows = _named(tasks)
+    name, function = (env, None) if isinstance(env, str) else (getattr(env, "__qualname__", repr(env)), env)
+    return run.rl(_fill(RL, {**options, "tasks": named, "env": name, "model": str(model)}), rows, function)
+
+
+def evaluate(tasks: Rows, env: str | Callable[..., Any], model: str, **options: Any) -> Evaluated:
+    """Play every task some times: mean reward, accuracy and pass@k with 95% intervals.
+
+    The options are the fields of `posttrain.config.Evaluation`, such as samples=8, k=(1, 4, 8), against="runs/sft".
+    """
+    from posttrain import run
+    from posttrain.config import Evaluation
+
+    named, rows = _named(tasks)
+    name, function = (env, None) if isinstance(env, str) else (getattr(env, "__qualname__", repr(env)), env)
+    return run.evaluate(_fill(Evaluation, {**options, "tasks": named, "env": name, "model": str(model)}), rows, function)
+
+
+def _named(tasks: Rows) -> tuple[str, list[Task] | None]:
+    if isinstance(tasks, str):
+        return tasks, None
+    if not isinstance(tasks, Iterable):
+        return str(tasks), None  # a Path
+    rows = [dict(t) for t in tasks]
+    return f"{len(rows)} rows in memory", rows
+
+
+def _fill(kind: Any, options: dict[str, Any]) -> Any:
+    """The configuration of these options. Raises UserError with a suggestion for one that does not exist."""
+    import difflib
+    from dataclasses import fields
+
+    known = [f.name for f in fields(kind)]
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
+            raise UserError(f"unknown option {name!r}{hint}")
+    return kind(**options)

@@ -1,0 +1,5 @@
+"""`python -m posttrain` is the command `posttrain`."""
+
+from posttrain.cli import entry
+
+entry()

@@ -1,0 +1,225 @@
+"""The parts that algorithms are made of, one idea each: advantages, surrogates, aggregations, KL penalties.
+
+A part is a frozen dataclass that is called; its fields are its settings and `formula` says in plain mathematics what it
+computes with them. Parts see the scoreboard or flat tensors of scored tokens, never a mask, a prompt or a world size.
+
+    N    scored tokens of a micro-batch    S = B    rollouts of the optimizer batch    n_i    sampled tokens of rollout i
+    lp   current log-probability           old      the learner's before the update    ref    the frozen reference's
+    R    reward of a rollout               A        advantage                          r      exp(lp - old)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.types import Scores, Stats
+
+# -- advantage: Scores -> [S] -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Baselined:
+    """R minus a baseline, over a scale. Seven papers differ only in these two choices.
+
+    baseline  `group`: mean of the rollout's group (DeepSeekMath, arXiv 2402.03300, section 4.1.2); `others`: mean of the
+              rest of its group (RLOO, arXiv 2402.14740, eq. 7); `batch`: mean of all rollouts (Williams 1992); `none`.
+    scale     `group`, `batch`: sample standard deviation (n - 1) + eps; `none` (Dr. GRPO, arXiv 2503.20783, section 3.2).
+
+    A group whose rewards are all equal has advantage exactly 0 under a group baseline, whatever the rounding.
+    """
+
+    baseline: Literal["none", "batch", "group", "others"] = "group"
+    scale: Literal["none", "batch", "group"] = "none"
+    eps: float = 1e-6
+
+    @property
+    def needs_group(self) -> bool:
+        return self.baseline in ("group", "others") or self.scale == "group"
+
+    @property
+    def formula(self) -> str:
+        of = {"none": "", "batch": " - mean(batch)", "group": " - mean(group)", "others": " - mean(others of the group)"}
+        scale = "" if self.scale == "none" else f" / (std({self.scale}) + {self.eps:g})"
+        numerator = f"R_i{of[self.baseline]}"
+        return f"({numerator}){scale}" if scale else numerator
+
+    def __call__(self, scores: Scores) -> Tensor:
+        reward = scores.reward.double()
+        _, group, size = scores.group.unique(return_inverse=True, return_counts=True)
+        count = size[group].double()  # [S], rollouts in the own group
+        assert not self.needs_group or bool((size > 1).all()), "a group of one has no baseline"
+
+        def over_group(x: Tensor) -> Tensor:  # the own group's sum of x, for every rollout
+            return torch.zeros(len(size), dtype=x.dtype).index_add_(0, group, x)[group]
+
+        group_mean = over_group(reward) / count
+        baseline = {
+            "none": lambda: torch.zeros_like(reward),
+            "batch": lambda: reward.mean().expand_as(reward),
+            "group": lambda: group_mean,
+            "others": lambda: (over_group(reward) - reward) / (count - 1),
+        }[self.baseline]()
+        advantage = reward - baseline
+        if self.scale == "group":
+            variance = over_group((reward - group_mean).square()) / (count - 1)
+            advantage = advantage / (variance.sqrt() + self.eps)
+        elif self.scale == "batch":
+            advantage = advantage / ((reward.std() if len(reward) > 1 else reward.new_zeros(())) + self.eps)
+        if self.baseline in ("group", "others"):
+            advantage = advantage.masked_fill(equal_rewards(scores), 0.0)
+        return advantage.float()
+
+
+def equal_rewards(scores: Scores) -> Tensor:
+    """bool [S]: whether all rewards of the rollout's group are equal, so that it tells nothing."""
+    reward = scores.reward.double()
+    _, group = scores.group.unique(return_inverse=True)
+    groups = int(group.max()) + 1 if len(group) else 0
+    high = torch.full((groups,), -torch.inf, dtype=torch.float64).scatter_reduce_(0, group, reward, "amax")
+    low = torch.full((groups,), torch.inf, dtype=torch.float64).scatter_reduce_(0, group, reward, "amin")
+    scale = torch.maximum(high.abs(), low.abs()).clamp_min(1.0)
+    return (high - low <= 1e-8 * scale)[group]
+
+
+# -- surrogate: (r, lp, A) [N] -> what is maximised [N] ---------------------------------------------------------------
+
+
+class Surrogate:
+    """What is maximised for each token."""
+
+    formula: str
+
+    def __call__(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def measure(self, ratio: Tensor, advantage: Tensor, stats: Stats) -> None:
+        """Add what this part wants logged."""
+
+
+@dataclass(frozen=True)
+class LogProbability(Surrogate):
+    """lp A: the score-function estimator (REINFORCE, Williams 1992, eq. 4)."""
+
+    formula: ClassVar[str] = "lp A"  # type: ignore[misc]
+
+    def __call__(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
+        return logp * advantage
+
+
+@dataclass(frozen=True)
+class ImportanceRatio(Surrogate):
+    """r A: importance sampling without a clip (TRPO's surrogate, arXiv 1502.05477, eq. 14)."""
+
+    formula: ClassVar[str] = "r A"  # type: ignore[misc]
+
+    def __call__(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
+        return ratio * advantage
+
+
+@dataclass(frozen=True)
+class Clip(Surrogate):
+    """min(r A, clip(r, 1 - low, 1 + high) A): the pessimistic bound (PPO, arXiv 1707.06347, eq. 7)."""
+
+    low: float = 0.2
+    high: float = 0.2
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        return f"min(r A, clip(r, {1 - self.low:g}, {1 + self.high:g}) A)"
+
+    def __call__(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
+        return torch.minimum(ratio * advantage, ratio.clamp(1 - self.low, 1 + self.high) * advantage)
+
+    def measure(self, ratio: Tensor, advantage: Tensor, stats: Stats) -> None:
+        """Shares of the tokens that the clip leaves without a gradient."""
+        low = ((ratio < 1 - self.low) & (advantage < 0)).sum().item()
+        high = ((ratio > 1 + self.high) & (advantage > 0)).sum().item()
+        stats.add("ratio/clipped_low", low, ratio.numel())
+        stats.add("ratio/clipped_high", high, ratio.numel())
+
+
+# -- aggregation: Scores -> the weight of each token of a rollout [S] -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SequenceMean:
+    """Every rollout counts the same, its tokens share (DeepSeekMath, arXiv 2402.03300, eq. 3)."""
+
+    formula: ClassVar[str] = "1 / (B n_i)"
+
+    def __call__(self, scores: Scores) -> Tensor:
+        return 1.0 / (len(scores.length) * scores.length)
+
+
+@dataclass(frozen=True)
+class TokenMean:
+    """Every token counts the same (DAPO, arXiv 2503.14476, eq. 12)."""
+
+    formula: ClassVar[str] = "1 / sum_j n_j"
+
+    def __call__(self, scores: Scores) -> Tensor:
+        return (1.0 / scores.length.sum()).expand_as(scores.length)
+
+
+@dataclass(frozen=True)
+class SequenceSum:
+    """The log-probability of the whole response, averaged over rollouts (REINFORCE, RLOO)."""
+
+    formula: ClassVar[str] = "1 / B"
+
+    def __call__(self, scores: Scores) -> Tensor:
+        return torch.full_like(scores.length, 1.0 / len(scores.length))
+
+
+@dataclass(frozen=True)
+class ConstantLength:
+    """Like the sequence sum, over a fixed length: the recipe's token budget, never the padded width.
+
+    Dr. GRPO (arXiv 2503.20783, section 3.2 and listing 1, MAX_TOKENS).
+    """
+
+    length: int | None = None  # None: the run's max_tokens, filled in when the run is configured
+
+    @property
+    def formula(self) -> str:
+        return f"1 / (B {self.length or 'max_tokens'})"
+
+    def __call__(self, scores: Scores) -> Tensor:
+        assert self.length, "the length is filled in when the run is configured"
+        return torch.full_like(scores.length, 1.0 / (len(scores.length) * self.length))
+
+
+# -- KL to the reference ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KL:
+    """A penalty on leaving the reference, per token, with x = ref - lp (Schulman 2020, "Approximating KL divergence").
+
+    k1 = -x: unbiased, high variance. k2 = x^2 / 2: biased, low variance; its gradient is that of the reverse KL on policy.
+    k3 = exp(x) - 1 - x: unbiased, low variance; but in the loss its *gradient* is not that of the reverse KL.
+
+    `loss`: beta k is subtracted from what is maximised, token by token. `reward`: beta times the sum of k over the
+    response is subtracted from the rollout's reward, before advantages.
+    """
+
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    beta: float = 0.04
+    where: Literal["loss", "reward"] = "loss"
+
+    @property
+    def formula(self) -> str:
+        return {"k1": "(lp - ref)", "k2": "(ref - lp)^2 / 2", "k3": "(exp(ref - lp) - 1 - (ref - lp))"}[self.estimator]
+
+    def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
+        """[N], [N] -> [N], in nats."""
+        x = ref_logp - logp
+        if self.estimator == "k1":
+            return -x
+        if self.estimator == "k2":
+            return x.square() / 2
+        return x.exp() - 1 - x

@@ -1,0 +1,263 @@
+"""Every option of every verb: frozen dataclasses, one field an option, documented where it is declared.
+
+The command line, recipes (TOML) and the Python front door all fill in these and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from posttrain.types import UserError
+
+Precision = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where the rows come from and how they become tasks."""
+
+    tasks: str = ""
+    """Rows: a .jsonl, .json, .csv or .parquet file, a folder, or the name of a dataset."""
+    split: str | None = None
+    """Which split of a dataset that has several."""
+    limit: int | None = None
+    """Read only the first so many rows."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """What the columns are called: --fields.prompt question --fields.answer solution."""
+    prompt_template: str | None = None
+    """The prompt as made from columns: "Question: {question}\\nAnswer:"."""
+    response_template: str | None = None
+    """The response as made from columns (sft)."""
+    env: str = ""
+    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math,
+    word-problems). In sft only its row_to_task is used, if it has one."""
+
+
+@dataclass(frozen=True)
+class Training(Data):
+    """What every kind of training has."""
+
+    model: str | None = None
+    """Folder of a Hugging Face checkpoint, of one of our runs, or a model's name. In sft: leave it out to start from
+    scratch with the sizes below."""
+    out: str = "runs/latest"
+    """The run directory to make."""
+    resume: bool = False
+    """Continue the run in --out from its newest undamaged checkpoint, exactly."""
+    overwrite: bool = False
+    """Delete a run that is already in --out."""
+    seed: int = 0
+    """Decides data order, sampling and initial weights."""
+    held_out: float = 0.0
+    """Share of the tasks kept out of training and used for evaluation."""
+    eval_every: int = 0
+    """Steps between evaluations on the held-out tasks (0: before and after training only)."""
+    save_every: int = 50
+    """Steps between checkpoints; one more is made at the end."""
+    keep: int = 2
+    """How many checkpoints stay on the disk."""
+    tokens_per_microbatch: int = 8192
+    """How many tokens go through the model at once: the memory of an update. Changes no result, only speed and memory."""
+    lr: float = 1e-5
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up; linear and cosine end at 0."""
+    warmup: int = 0
+    """Updates over which the learning rate rises."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's moment decay rates."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm (0: not at all)."""
+    precision: Precision = "float32"
+    """Arithmetic of forward and backward passes; weights and moments stay in float32."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 ..."""
+    threads: int | None = None
+    """Processor threads; left out: PyTorch's choice."""
+    quiet: bool = False
+    """No progress display."""
+
+
+@dataclass(frozen=True)
+class SFT(Training):
+    """Supervised fine-tuning: imitate the responses of a dataset."""
+
+    out: str = "runs/sft"
+    """The run directory to make."""
+    epochs: float = 1.0
+    """Passes over the rows."""
+    rows: int = 16
+    """Rows per optimizer update."""
+    mask_prompt: bool = True
+    """Learn the responses only; --no-mask-prompt: the prompts too."""
+    lr: float = 1e-4
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the learning rate falls after the warm-up; linear and cosine end at 0."""
+    hidden: int = 128
+    """From scratch: width of the residual stream."""
+    layers: int = 4
+    """From scratch: number of layers."""
+    heads: int = 4
+    """From scratch: query heads."""
+    kv_heads: int | None = None
+    """From scratch: key-value heads; left out: as many as query heads."""
+    intermediate: int | None = None
+    """From scratch: width of the feed-forward layers; left out: 8/3 of hidden, rounded up to a multiple of 32."""
+    context: int = 512
+    """From scratch: most tokens of prompt and reply together."""
+    tokenizer: str = "bpe"
+    """From scratch: bpe or characters, trained on the rows; or a folder to take one from."""
+    vocab: int = 4096
+    """From scratch: most entries of the tokenizer to train."""
+
+
+@dataclass(frozen=True)
+class RL(Training):
+    """Reinforcement learning: sample replies, score them, make good ones likelier."""
+
+    out: str = "runs/rl"
+    """The run directory to make."""
+    algorithm: str = "grpo"
+    """A row of the table: see `posttrain algorithms`."""
+    steps: int = 200
+    """Training steps."""
+    prompts: int = 16
+    """Tasks per step."""
+    group: int = 8
+    """Rollouts per task."""
+    max_tokens: int = 256
+    """Most tokens of a reply."""
+    temperature: float = 1.0
+    """Of sampling; log-probabilities are taken under the same temperature."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a reply."""
+    top_p: float = 1.0
+    """Must stay 1 in training: see the message when it is not."""
+    top_k: int = 0
+    """Must stay 0 in training."""
+    lr: float = 1e-6
+    """Peak learning rate of AdamW."""
+    clip_low: float | None = None
+    """The ratio is clipped at 1 - this; left out: the algorithm's."""
+    clip_high: float | None = None
+    """The ratio is clipped at 1 + this; left out: the algorithm's."""
+    kl: float | None = None
+    """Coefficient of the KL penalty to the starting model (0: none, and no reference is kept); left out: the algorithm's."""
+    epochs: int | None = None
+    """Passes over the rollouts of a step; left out: the algorithm's."""
+    minibatches: int | None = None
+    """Optimizer updates per pass; left out: the algorithm's."""
+    eval_tasks: str | None = None
+    """Rows to evaluate on, instead of a held-out share of --tasks."""
+    eval_samples: int = 1
+    """Replies per held-out task in each evaluation."""
+    eval_limit: int = 500
+    """At most so many held-out tasks are played in an evaluation."""
+    correct: float = 1.0
+    """A reply counts as correct (in accuracy and pass@k) from this reward on."""
+    env_workers: int = 1
+    """Processes that play and score (0: none; everything runs here, without a time limit, for debuggers)."""
+    env_seconds: float = 10.0
+    """Time limit of one call of the environment; beyond it the reward is invalid."""
+    slots: int = 256
+    """Most replies sampled at once: the memory of the key-value cache."""
+
+
+@dataclass(frozen=True)
+class Evaluation(Data):
+    """Play held-out tasks and say how well it goes, with intervals."""
+
+    model: str = ""
+    """Folder of a checkpoint or of a run."""
+    against: str | None = None
+    """A second checkpoint: the two are compared task by task."""
+    samples: int = 8
+    """Replies per task."""
+    k: tuple[int, ...] = (1, 4, 8)
+    """pass@k for these k."""
+    temperature: float = 1.0
+    """Of sampling; 0: greedy."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this probability."""
+    top_k: int = 0
+    """Sample from so many likeliest tokens (0: all)."""
+    max_tokens: int = 256
+    """Most tokens of a reply."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a reply."""
+    correct: float = 1.0
+    """A reply counts as correct from this reward on."""
+    seed: int = 0
+    """Decides the samples."""
+    held_out: float = 0.0
+    """Use only this held-out share of the tasks, as training with the same --held-out and --split-seed does."""
+    split_seed: int = 0
+    """The --seed of the training run whose held-out share is meant."""
+    out: str | None = None
+    """A .json file for all figures and rewards."""
+    env_workers: int = 1
+    """Processes that play and score."""
+    env_seconds: float = 10.0
+    """Time limit of one call of the environment."""
+    slots: int = 256
+    """Most replies sampled at once."""
+    precision: Precision = "float32"
+    """Arithmetic of the forward passes."""
+    device: str = "auto"
+    """auto, cpu, cuda ..."""
+    threads: int | None = None
+    """Processor threads; left out: PyTorch's choice."""
+
+
+def validate(config: Training | Evaluation) -> None:
+    """Refuse numbers that make no sense, in one line each. What depends on data or model is checked where it is loaded."""
+    positive = (
+        *("steps", "prompts", "group", "rows", "epochs", "max_tokens", "tokens_per_microbatch", "save_every", "keep"),
+        *("lr", "slots", "samples", "hidden", "layers", "heads", "context", "threads", "limit", "env_seconds", "minibatches"),
+    )
+    for name in positive:
+        value = getattr(config, name, None)
+        if value is not None and value <= 0:
+            raise UserError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+    for name in ("eval_every", "warmup", "env_workers", "temperature", "top_k", "weight_decay", "max_grad_norm", "kl"):
+        value = getattr(config, name, None)
+        if value is not None and value < 0:
+            raise UserError(f"--{name.replace('_', '-')} must be 0 or more, not {value}")
+    if not 0 <= config.held_out < 1:
+        raise UserError(f"--held-out is a share of the tasks, at least 0 and below 1, not {config.held_out}")
+    if not config.tasks:
+        raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
+    if not isinstance(config, SFT) and not config.env:
+        raise UserError("--env is missing: what scores the replies, such as my.py:reward or a built-in name (gsm8k)")
+    if not isinstance(config, SFT) and not config.model:
+        raise UserError("--model is missing: the folder of a checkpoint, or of a run of posttrain sft")
+    if isinstance(config, RL):
+        _validate_rl(config)
+    if isinstance(config, Evaluation) and max(config.k, default=1) > config.samples:
+        raise UserError(f"pass@{max(config.k)} needs at least {max(config.k)} samples per task, not {config.samples}")
+
+
+def _validate_rl(config: RL) -> None:
+    if config.temperature == 0:
+        raise UserError("--temperature 0 is greedy: all rollouts of a group would be equal and teach nothing")
+    if config.top_p != 1 or config.top_k != 0:
+        raise UserError(
+            "--top-p and --top-k change the distribution that is sampled, and the gradient would be that of another one: "
+            "leave them at 1 and 0 in training (evaluation takes them)"
+        )
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Names of the options in which two recorded configurations differ."""
+    return sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """The options by name, as JSON would give them back."""
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    return {k: list(v) if isinstance(v, tuple) else dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}

@@ -1,0 +1,1 @@
+"""Rollout engines: what samples. `engine.py` is the protocol (see posttrain.types.Engine)."""

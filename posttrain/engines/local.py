@@ -1,0 +1,370 @@
+"""The embedded rollout engine: continuous batching over a key-value cache, with the learner's own weights.
+
+Requests wait in line until a slot of the cache is free. The prompt of a group is computed once and copied into the
+slots of its members. Running requests occupy the first slots, so one decoding step is one dense forward over them.
+
+    B    running requests (slots in use)    P    prompt tokens    M    tokens a slot can hold
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.engines.sampler import sample, uniform
+from posttrain.models.attention import SegmentAttention
+from posttrain.models.decoder import Decoder
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.types import Completion, Layout, Sampling, StopReason, UserError
+
+PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
+
+
+@dataclass(frozen=True)
+class _Request:
+    id: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass
+class _Prefix:
+    """A computed prompt, kept while requests that begin with it wait."""
+
+    k: Tensor  # [layers, kv_heads, P, size]
+    v: Tensor
+    logits: Tensor  # [V], of the first token to sample
+
+
+class LocalEngine:
+    """See `posttrain.types.Engine`. One per learner; not thread-safe.
+
+    `slots`: how many requests run at once. `context`: tokens of prompt and reply together, at most the model's.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        slots: int = 256,
+        precision: str = "float32",
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.slots = slots
+        self.context = model.config.context
+        self.version = 0
+        self.device = model.head.device
+        self.precision = precision
+        self.eos_ids = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
+        self.eos = torch.tensor(self.eos_ids, dtype=torch.int64, device=self.device)
+        self.waiting: deque[_Request] = deque()
+        self.prefixes: dict[tuple[int, ...], _Prefix] = {}
+        self.running: list[_Request] = []  # [B], request of each slot
+        self._rows = _Rows(self.device)
+        self._cache: Tensor | None = None  # [2, layers, slots, kv_heads, M, size]
+
+    def load(self, weights: Any, version: int) -> None:
+        """The weights are the learner's own module: only the version is noted."""
+        assert weights is self.model, "the embedded engine shares the learner's weights"
+        assert not self.running and not self.waiting, "weights change between batches of rollouts, not within one"
+        self.version = version
+        self.prefixes.clear()
+
+    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Queue one request. Raises UserError if the prompt leaves no room for a reply."""
+        if not prompt:
+            raise UserError("an empty prompt: there is nothing to continue; give the task a prompt or the tokenizer a BOS")
+        if len(prompt) >= self.context:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens leaves no room in the model's context of {self.context}: "
+                "shorten it, or leave such rows out"
+            )
+        self.waiting.append(_Request(id, tuple(prompt), sampling))
+
+    def poll(self) -> list[Completion]:
+        """Decode until at least one request has finished; [] when nothing is running or waiting."""
+        with torch.inference_mode(), self._autocast():
+            while self.running or self.waiting:
+                free = self.slots - len(self.running)
+                # Admitting a few at a time would interrupt decoding often; wait for a batch of free slots.
+                if self.waiting and (not self.running or free >= max(1, self.slots // 8)):
+                    self._admit(free)
+                else:
+                    self._decode()
+                if done := self._finished():
+                    return done
+        return []
+
+    def close(self) -> None:
+        self.waiting.clear()
+        self.prefixes.clear()
+        self.running.clear()
+        self._cache = None
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def _admit(self, free: int) -> None:
+        """Move requests from the line into free slots and sample their first token."""
+        requests = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
+        self._make_room(requests)
+        self._prefill([p for p in dict.fromkeys(r.prompt for r in requests) if p not in self.prefixes])
+        first = len(self.running)
+        self.running.extend(requests)
+        by_prompt: dict[tuple[int, ...], list[int]] = {}
+        for slot, request in enumerate(requests, first):
+            by_prompt.setdefault(request.prompt, []).append(slot)
+        for prompt, slots in by_prompt.items():
+            prefix = self.prefixes[prompt]
+            index = torch.tensor(slots, device=self.device)
+            # One prompt, copied to the slots of all its requests.
+            self._keys[:, index, :, : len(prompt)] = prefix.k[:, None]
+            self._values[:, index, :, : len(prompt)] = prefix.v[:, None]
+        self._rows.append(requests, self.context)
+        logits = torch.stack([self.prefixes[r.prompt].logits for r in requests])
+        self._choose(logits, slice(first, len(self.running)))
+        still = Counter(r.prompt for r in self.waiting)
+        self.prefixes = {p: x for p, x in self.prefixes.items() if still[p]}
+
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> None:
+        while prompts:
+            size, take = 0, 0
+            while take < len(prompts) and (take == 0 or size + len(prompts[take]) <= PREFILL_TOKENS):
+                size += len(prompts[take])
+                take += 1
+            self._prefill_batch(prompts[:take])
+            prompts = prompts[take:]
+
+    def _prefill_batch(self, prompts: list[tuple[int, ...]]) -> None:
+        length = [len(p) for p in prompts]
+        start = [sum(length[:i]) for i in range(len(length))]
+        layout = Layout(
+            torch.tensor([t for p in prompts for t in p], device=self.device),
+            torch.cat([torch.arange(n) for n in length]).to(self.device),
+            tuple(start),
+            tuple(length),
+            (-1,) * len(prompts),
+        )
+        attention = SegmentAttention(layout)
+        keys, values = [], []
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys.append(k)
+            values.append(v)
+            return attention(layer, q, k, v)
+
+        hidden = self.model(layout.tokens, layout.position, attend)
+        last = torch.tensor([s + n - 1 for s, n in zip(start, length, strict=True)], device=self.device)
+        logits = hidden[last] @ self.model.head.T
+        k, v = torch.stack(keys).transpose(1, 2), torch.stack(values).transpose(1, 2)  # [layers, kv_heads, T, size]
+        for i, prompt in enumerate(prompts):
+            span = slice(start[i], start[i] + length[i])
+            self.prefixes[prompt] = _Prefix(k[:, :, span], v[:, :, span], logits[i])
+
+    def _make_room(self, requests: list[_Request]) -> None:
+        """Grow the cache to what these requests can need: M to the longest of them, slots to as many as run at once."""
+        config = self.model.config
+        longest = max(min(len(r.prompt) + r.sampling.max_tokens, self.context) for r in requests)
+        needed = min(self.slots, len(self.running) + len(requests) + len(self.waiting))
+        have = (0, 0) if self._cache is None else (self._cache.shape[2], self._cache.shape[4])
+        if needed <= have[0] and longest <= have[1]:
+            return
+        shape = (max(needed, have[0]), max(64 * math.ceil(longest / 64), have[1]))
+        dtype = torch.bfloat16 if self.precision == "bfloat16" else self.model.head.dtype
+        cache = torch.zeros(
+            (2, config.layers, shape[0], config.kv_heads, shape[1], config.head_size), dtype=dtype, device=self.device
+        )
+        if self._cache is not None:
+            cache[:, :, : have[0], :, : have[1]] = self._cache
+        self._cache = cache
+
+    # -- decoding -----------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        """One token for every running request."""
+        count, rows = len(self.running), self._rows
+        slot, length = rows.slot[:count], rows.length[:count]  # length: tokens in the cache, so also the new position
+        longest = rows.longest + 1
+        config = self.model.config
+        repeat = config.heads // config.kv_heads
+        visible = (torch.arange(longest, device=self.device)[None, :] <= length[:, None])[:, None, None, :]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self._keys[layer], self._values[layer]
+            keys[slot, :, length] = k.to(keys.dtype)
+            values[slot, :, length] = v.to(values.dtype)
+            # The query heads that share a key-value head are laid as its queries: nothing is repeated.
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q.view(count, config.kv_heads, repeat, config.head_size).to(keys.dtype),
+                keys[:count, :, :longest],
+                values[:count, :, :longest],
+                attn_mask=visible,
+            )
+            return out.reshape(q.shape)
+
+        hidden = self.model(rows.token[:count], length, attend)
+        rows.advance(count)
+        self._choose(hidden @ self.model.head.T, slice(0, count))
+
+    def _choose(self, logits: Tensor, rows: slice) -> None:
+        """Sample the next token of these slots from logits [rows, V] and note which requests are finished."""
+        state = self._rows
+        draw = uniform(state.seed[rows], state.count[rows])
+        token, logp = sample(
+            logits,
+            draw,
+            state.temperature[rows],
+            state.top_p[rows] if state.any_top_p else None,
+            state.top_k[rows] if state.any_top_k else None,
+        )
+        state.record(rows, token, logp, torch.isin(token, self.eos))
+
+    def _finished(self) -> list[Completion]:
+        """Take finished requests out of their slots, and keep the rest in the first ones."""
+        state, count = self._rows, len(self.running)
+        ended = state.ended[:count].tolist()
+        stopped = self._reached_stop(count)
+        out = [slot for slot in range(count) if ended[slot] or slot in stopped]
+        if not out:
+            return []
+        completions = [self._completion(slot, StopReason.STOP if slot in stopped else None) for slot in out]
+        keep = sorted(set(range(count)) - set(out))
+        # Fill the holes among the first len(keep) slots from the slots behind them.
+        holes = [slot for slot in out if slot < len(keep)]
+        movers = [slot for slot in keep if slot >= len(keep)]
+        if holes:
+            to, source = torch.tensor(holes, device=self.device), torch.tensor(movers, device=self.device)
+            filled = int(state.length[source].max())
+            self._keys[:, to, :, :filled] = self._keys[:, source, :, :filled]
+            self._values[:, to, :, :filled] = self._values[:, source, :, :filled]
+            state.move(source, to)
+            for hole, mover in zip(holes, movers, strict=True):
+                self.running[hole] = self.running[mover]
+        del self.running[len(keep) :]
+        state.size = len(keep)
+        state.longest = int(state.length[: len(keep)].max()) if keep else 0
+        return completions
+
+    def _reached_stop(self, count: int) -> set[int]:
+        """Slots whose text has just reached one of their stop strings."""
+        slots = [s for s in range(count) if self.running[s].sampling.stop]
+        if not slots:
+            return set()
+        counts = self._rows.count[:count].tolist()
+        reached = set()
+        for slot in slots:
+            stops = self.running[slot].sampling.stop
+            # A token is at least one byte of text, so a stop string that ends here lies within these tokens.
+            window = max(len(s.encode()) for s in stops) + 4
+            tail = self._rows.tokens[slot, max(0, counts[slot] - window) : counts[slot]].tolist()
+            text = self.tokenizer.decode(tail)
+            if any(s in text for s in stops):
+                reached.add(slot)
+        return reached
+
+    def _completion(self, slot: int, stop: StopReason | None) -> Completion:
+        state, request = self._rows, self.running[slot]
+        count = int(state.count[slot])
+        tokens = state.tokens[slot, :count].tolist()
+        if stop is None and tokens[-1] in self.eos_ids:
+            stop = StopReason.EOS
+        elif stop is None:
+            budget_spent = count >= request.sampling.max_tokens
+            stop = StopReason.LENGTH if budget_spent else StopReason.CONTEXT
+        text = self.tokenizer.decode(tokens[:-1] if stop is StopReason.EOS else tokens)
+        if stop is StopReason.STOP:
+            text = text[: min(text.find(s) + len(s) for s in request.sampling.stop if s in text)]
+        return Completion(request.id, tokens, state.logp[slot, :count].tolist(), text, stop, self.version)
+
+    # -- storage ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _keys(self) -> Tensor:
+        assert self._cache is not None
+        return self._cache[0]
+
+    @property
+    def _values(self) -> Tensor:
+        assert self._cache is not None
+        return self._cache[1]
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+
+class _Rows:
+    """What is known of each running request, one row per slot, on the device: a decoding step touches no Python list."""
+
+    _COLUMNS = ("token", "length", "count", "seed", "budget", "temperature", "top_p", "top_k", "ended")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.size = 0
+        self.any_top_p = self.any_top_k = False
+        integers = torch.zeros(0, dtype=torch.int64, device=device)
+        floats = torch.zeros(0, dtype=torch.float32, device=device)
+        self.slot = integers  # 0, 1, 2, ...
+        self.token = integers  # the last token sampled
+        self.length = integers  # tokens in the cache
+        self.count = integers  # tokens sampled
+        self.budget = integers  # tokens that may be sampled
+        self.seed = integers
+        self.temperature, self.top_p, self.top_k = floats, floats, integers
+        self.ended = torch.zeros(0, dtype=torch.bool, device=device)
+        self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [slots, tokens sampled]
+        self.logp = torch.zeros(0, 0, dtype=torch.float32, device=device)
+        self.longest = 0  # the greatest `length`, known without asking the device
+
+    def append(self, requests: list[_Request], context: int) -> None:
+        sampling = [r.sampling for r in requests]
+        room = [context - len(r.prompt) for r in requests]
+        budget = [min(s.max_tokens, left) for s, left in zip(sampling, room, strict=True)]
+        new = {
+            "token": torch.zeros(len(requests), dtype=torch.int64),
+            "length": torch.tensor([len(r.prompt) for r in requests]),
+            "count": torch.zeros(len(requests), dtype=torch.int64),
+            "seed": torch.tensor([s.seed for s in sampling]),
+            "budget": torch.tensor(budget),
+            "temperature": torch.tensor([s.temperature for s in sampling], dtype=torch.float32),
+            "top_p": torch.tensor([s.top_p for s in sampling], dtype=torch.float32),
+            "top_k": torch.tensor([s.top_k for s in sampling]),
+            "ended": torch.zeros(len(requests), dtype=torch.bool),
+        }
+        for name, column in new.items():
+            setattr(self, name, torch.cat([getattr(self, name)[: self.size], column.to(self.device)]))
+        total, width = self.size + len(requests), max(self.tokens.shape[1], max(budget))
+        for name in ("tokens", "logp"):
+            table = getattr(self, name)
+            grown = torch.zeros(total, width, dtype=table.dtype, device=self.device)
+            grown[: self.size, : table.shape[1]] = table[: self.size]
+            setattr(self, name, grown)
+        self.size = total
+        self.slot = torch.arange(total, device=self.device)
+        self.any_top_p = self.any_top_p or any(s.top_p < 1 for s in sampling)
+        self.any_top_k = self.any_top_k or any(s.top_k > 0 for s in sampling)
+        self.longest = int(self.length.max())
+
+    def record(self, rows: slice, token: Tensor, logp: Tensor, eos: Tensor) -> None:
+        count = self.count[rows]
+        self.token[rows] = token
+        self.tokens[self.slot[rows], count] = token
+        self.logp[self.slot[rows], count] = logp
+        self.count[rows] = count + 1
+        self.ended[rows] = eos | (count + 1 >= self.budget[rows])
+
+    def advance(self, count: int) -> None:
+        """The last token of the first `count` requests went into the cache."""
+        self.length[:count] += 1
+        self.longest += 1
+
+    def move(self, source: Tensor, to: Tensor) -> None:
+        for name in (*self._COLUMNS, "tokens", "logp"):
+            column = getattr(self, name)
+            column[to] = column[source]

@@ -1,0 +1,58 @@
+"""Sums that a small model learns in minutes: generated tasks, exact reward.
+
+Every possible prompt belongs to one of two halves, told by its hash: training tasks and held-out tasks of the same kind
+can never meet, whatever the seeds.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import re
+from hashlib import sha256
+
+from posttrain.types import Task, UserError
+
+HELD_OUT = 0.1  # share of all possible prompts
+
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_INTEGER = re.compile(r"-?[0-9]{1,100}")
+
+
+def tasks(count: int, seed: int, *, digits: int = 2, operators: str = "+", held_out: bool = False) -> list[Task]:
+    """`count` tasks with distinct prompts, on operands of exactly `digits` digits; the same for the same arguments.
+
+    >>> tasks(1, seed=0)
+    [{'id': '86+87', 'prompt': '86+87=', 'answer': '173', 'response': '173'}]
+    """
+    if digits < 1 or not operators or set(operators) - set(_OPERATORS):
+        raise UserError(f"arithmetic tasks need digits >= 1 and operators out of {''.join(_OPERATORS)!r}")
+    low = 10 ** (digits - 1) if digits > 1 else 0
+    operands = 10**digits - low
+    size = operands * operands * len(operators)
+    rng = random.Random(seed)
+    drawn = min(size, int(count / (HELD_OUT if held_out else 1 - HELD_OUT) * 1.2) + 100)
+    while True:
+        found = []
+        for index in rng.sample(range(size), drawn):
+            index, which = divmod(index, len(operators))
+            left, right = (low + part for part in divmod(index, operands))
+            question = f"{left}{operators[which]}{right}"
+            if _is_held_out(question) == held_out:
+                answer = str(_OPERATORS[operators[which]](left, right))
+                found.append({"id": question, "prompt": question + "=", "answer": answer, "response": answer})
+        if len(found) >= count:
+            return found[:count]
+        if drawn == size:
+            raise UserError(f"only {len(found)} such tasks exist: ask for fewer than {count}, or for more digits")
+        drawn = min(size, 2 * drawn)
+
+
+def reward(task: Task, reply: str) -> float:
+    """1.0 if the reply is the integer, and nothing else but white space, else 0.0."""
+    number = _INTEGER.fullmatch(reply.strip())
+    return float(number is not None and int(number[0]) == int(task["answer"]))
+
+
+def _is_held_out(question: str) -> bool:
+    return int.from_bytes(sha256(question.encode()).digest()[:4], "big") < HELD_OUT * 2**32

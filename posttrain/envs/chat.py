@@ -1,0 +1,48 @@
+"""Decides which tokens a turn adds to a transcript. What the policy sampled is never decoded and tokenised again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from posttrain.types import Completion, StopReason, Turn, UserError
+
+_MARK = "\u2063reply\u2063"  # stands for a sampled reply when the template is asked what surrounds one
+
+
+class Texts(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    chat_template: str | None
+
+    def encode(self, text: str, start: bool = False) -> list[int]: ...
+    def render(self, messages: Sequence[Mapping[str, str]], generation: bool = True) -> str: ...
+
+
+class Conversation:
+    """The text side of one episode: turns in, tokens to observe out."""
+
+    def __init__(self, tokenizer: Texts) -> None:
+        self.tokenizer = tokenizer
+        self.messages: list[Mapping[str, str]] = []
+        self.first = True
+
+    def show(self, turn: Turn, last: Completion | None) -> list[int]:
+        """Tokens that put `turn` before the policy; `last` is what it sampled just before, if anything."""
+        first, self.first = self.first, False
+        if turn.messages is None:
+            return self.tokenizer.encode(turn.text or "", start=first)
+        if first:
+            self.messages = list(turn.messages)
+            return self.tokenizer.encode(self.tokenizer.render(self.messages, generation=True), start=True)
+        # The template decides what stands between a reply and the next message: ask it with a mark in the reply's place.
+        before = [*self.messages, {"role": "assistant", "content": _MARK}]
+        closed = self.tokenizer.render(before, generation=False)
+        opened = self.tokenizer.render([*before, *turn.messages], generation=True)
+        if not opened.startswith(closed) or closed.count(_MARK) != 1:
+            raise UserError("this chat template rewrites earlier messages: use it with one turn, or yield text, not messages")
+        after = self.tokenizer.encode(opened[closed.index(_MARK) + len(_MARK) :])
+        if last is not None and last.stop is StopReason.EOS and after[:1] == list(last.tokens[-1:]):
+            after = after[1:]  # the end of the reply is there already: the policy sampled it
+        self.messages = [*before[:-1], {"role": "assistant", "content": last.text if last else ""}, *turn.messages]
+        return after

@@ -1,0 +1,186 @@
+"""Tries an environment on a few tasks before a run is spent on it, and decides what is wrong with it.
+
+Each task is played with its own answer, if it has one, and with replies of the kinds that models do produce: nothing,
+junk, very much, other scripts. Each case is played twice. An environment is in order if every case has a reward, the
+rewards differ, and the second time gives what the first gave.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.envs.host import Done, Event, Host
+from posttrain.types import Invalid, Reply, Task, Turn, UserError
+
+STANDARD = {
+    "empty": "",
+    "junk": "}{ ))) <<answer>> \\boxed{ ```",
+    "very long": "so we get 12, " * 4000,
+    "unicode": "答えは４２ です \N{GRINNING FACE} \u0661\u0662 \u200b\x00 \N{LATIN SMALL LETTER E WITH ACUTE}",
+}
+TASKS = 4  # more only take longer to read
+TURNS = 8  # the reply is repeated that often; many environments wait for a word that it does not contain
+
+
+@dataclass(frozen=True)
+class Case:
+    """One task played with one reply, given again on every turn."""
+
+    task: str  # its id
+    kind: str  # of reply
+    reply: str
+    shown: tuple[str, ...]  # what the environment showed, turn by turn
+    result: Done | None  # None: it still asked after `TURNS` turns
+    seconds: float  # of its slowest call
+    repeats: bool  # whether the second time went the same way
+
+
+@dataclass(frozen=True)
+class Report:
+    """The cases in the order they were played, task by task."""
+
+    cases: tuple[Case, ...]
+
+    @property
+    def invalid(self) -> list[Case]:
+        return [case for case in self.cases if case.result and isinstance(case.result.reward, Invalid)]
+
+    @property
+    def rewards(self) -> list[float]:
+        found = [case.result.reward for case in self.cases if case.result]
+        return [reward for reward in found if not isinstance(reward, Invalid)]
+
+    @property
+    def constant(self) -> bool:
+        """Whether no two replies to a task were told apart: what a group of rollouts would learn from."""
+        if not self.rewards:
+            return False  # a different complaint
+        by_task: dict[str, set[float]] = {}
+        for case in self.cases:
+            if case.result and not isinstance(case.result.reward, Invalid):
+                by_task.setdefault(case.task, set()).add(case.result.reward)
+        return len({case.kind for case in self.cases}) > 1 and all(len(seen) == 1 for seen in by_task.values())
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.rewards) and not self.invalid and not self.constant and all(c.repeats for c in self.cases)
+
+    def lines(self) -> list[str]:
+        """The cases, then what they amount to."""
+        lines: list[str] = []
+        task = None
+        for case in self.cases:
+            if case.task != task:
+                task = case.task
+                lines.append(f"task {task}: {_cut(case.shown[0], 90) if case.shown else 'shows nothing'}")
+            lines.append(f"  {case.kind:<12} {_cut(case.reply, 30):<32} {_outcome(case)}   {_duration(case.seconds)}")
+            lines.extend(f"  {'':<12} then shows {_cut(text, 90)}" for text in case.shown[1:3])
+        return [*lines, "", *self._verdicts()]
+
+    def _verdicts(self) -> list[str]:
+        lines = []
+        total = len(self.cases)
+        if self.invalid:
+            assert self.invalid[0].result is not None and isinstance(self.invalid[0].result.reward, Invalid)
+            reason = self.invalid[0].result.reward.reason
+            lines.append(f"invalid on {len(self.invalid)} of {total}: {reason}")
+        if self.constant:
+            same = f" ({self.rewards[0]:g})" if len(set(self.rewards)) == 1 else ""
+            lines.append(f"the reward is the same for every reply{same}: nothing can be learned from it")
+        if different := [case for case in self.cases if not case.repeats]:
+            where = f"task {different[0].task}, {different[0].kind}"
+            lines.append(
+                f"two calls disagree on {len(different)} of {total} ({where}): seed what is random from the task"
+            )
+        if unfinished := sum(case.result is None for case in self.cases):
+            lines.append(f"still asking after {TURNS} turns on {unfinished} of {total}")
+        slowest = max(self.cases, key=lambda case: case.seconds)
+        lines.append(f"slowest call {_duration(slowest.seconds)} (task {slowest.task}, {slowest.kind})")
+        if self.rewards:
+            low, high = min(self.rewards), max(self.rewards)
+            lines.append(f"rewards from {low:g} to {high:g} over {len(self.rewards)} of {total} cases")
+        lines.append("in order" if self.ok else "not in order")
+        return lines
+
+
+def check(
+    env_spec: str | Callable[..., Any],
+    tasks: list[Task],
+    replies: list[str] | None = None,
+    seconds: float = 10.0,
+) -> Report:
+    """Play the first few tasks with `replies`, or with the sample replies. `seconds`: the limit of one call.
+
+    Raises UserError if there are no tasks, or if the environment does not import.
+    """
+    if not tasks:
+        raise UserError("there are no tasks to check the environment with")
+    cases: list[Case] = []
+    with Host(env_spec, workers=1, seconds=seconds) as host:
+        for number, task in enumerate(tasks[:TASKS]):
+            for kind, reply in _sample_replies(task, replies):
+                shown, result, slowest = _play(host, task, reply)
+                repeats = True
+                if not (result and isinstance(result.reward, Invalid)):  # it may have taken all of its time
+                    shown_again, result_again, slowest_again = _play(host, task, reply)
+                    repeats = (shown, result) == (shown_again, result_again)
+                    slowest = max(slowest, slowest_again)
+                name = str(task.get("id", number))
+                cases.append(Case(name, kind, reply, tuple(map(_text, shown)), result, slowest, repeats))
+    return Report(tuple(cases))
+
+
+def _sample_replies(task: Task, replies: Sequence[str] | None) -> list[tuple[str, str]]:
+    if replies is not None:
+        return [(f"reply {number}", reply) for number, reply in enumerate(replies, 1)]
+    own = [(key, str(task[key])) for key in ("response", "answer") if isinstance(task.get(key), str | int | float)]
+    return [*own, *STANDARD.items()]
+
+
+def _play(host: Host, task: Task, reply: str) -> tuple[list[Turn], Done | None, float]:
+    """One episode -> its turns, its end if it came within `TURNS`, and the seconds of its slowest call."""
+    host.ready()  # a worker that starts anew is not the environment's time
+    shown: list[Turn] = []
+    event, slowest = _timed(host, lambda: host.start(0, task))
+    while isinstance(event, Turn):
+        shown.append(event)
+        if len(shown) > TURNS:
+            host.drop(0)
+            return shown, None, slowest
+        event, seconds = _timed(host, lambda: host.send(0, Reply(reply)))
+        slowest = max(slowest, seconds)
+    return shown, event, slowest
+
+
+def _timed(host: Host, ask: Callable[[], None]) -> tuple[Event, float]:
+    began = time.perf_counter()
+    ask()
+    [(_, event)] = host.poll(None)
+    return event, time.perf_counter() - began
+
+
+def _text(turn: Turn) -> str:
+    if turn.messages is None:
+        return turn.text or ""
+    return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in turn.messages)
+
+
+def _outcome(case: Case) -> str:
+    if case.result is None:
+        return "no end"
+    reward = case.result.reward
+    if isinstance(reward, Invalid):
+        return f"invalid: {reward.reason}"
+    parts = ", ".join(f"{name} {value:g}" for name, value in case.result.rewards.items())
+    return f"reward {reward:g}" + (f" ({parts})" if parts else "")
+
+
+def _cut(text: str, width: int) -> str:
+    return quoted if len(quoted := repr(text)) <= width else quoted[: width - 3] + "..."
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"

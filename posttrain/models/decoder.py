@@ -1,0 +1,208 @@
+"""The native language model: one configurable decoder-only transformer.
+
+It covers Llama 2 and 3, Mistral, Qwen2 / 2.5, Qwen3 and what is stored under those types (SmolLM). It decides two
+things. Tokens lie flat, `[T]`, without batch dimension or padding. And attention is plugged in from outside: packed
+training, prefill and cached decoding are three `attend` functions over this one model.
+
+    T  tokens of one forward pass, of any number of sequences laid end to end
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from posttrain.types import UserError
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [T, heads, head_size], k and v [T, kv_heads, head_size]) -> [T, heads, head_size]. q and k come rotated."""
+
+ROPE_TYPES = ("linear", "llama3")
+"""What `rope_scaling["rope_type"]` may be; no scaling is None."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a decoder.
+
+    Raises UserError when the numbers do not fit together.
+    """
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    context: int  # most tokens of one sequence
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: dict[str, Any] | None = None  # "rope_type" is one of ROPE_TYPES, and the numbers it needs
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of q and of k, before the rotation (Qwen3)
+    tied: bool = False  # the output head is the embedding
+    family: str = "llama"  # the Hugging Face model_type; `new_decoder` chooses it itself
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise UserError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.head_size % 2:
+            raise UserError(f"head_size ({self.head_size}) must be even: rotary embeddings turn pairs of dimensions")
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension, in float32 for narrower inputs."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Layer(nn.Module):
+    """One transformer block: attention and SwiGLU, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.heads, self.kv_heads, self.head_size = config.heads, config.kv_heads, config.head_size
+        self.eps = config.norm_eps
+        width = config.heads * config.head_size
+        self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.qkv = nn.Linear(config.hidden, width + 2 * config.kv_heads * config.head_size, bias=config.qkv_bias)
+        self.qk_norm = nn.Parameter(torch.empty(2, config.head_size)) if config.qk_norm else None  # rows: q, k
+        self.o = nn.Linear(width, config.hidden, bias=config.o_bias)
+        self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.gate_up = nn.Linear(config.hidden, 2 * config.intermediate, bias=config.mlp_bias)
+        self.down = nn.Linear(config.intermediate, config.hidden, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """[T, hidden] -> [T, hidden]; cos and sin as `Decoder.rotary` makes them."""
+        heads, kv_heads = self.heads, self.kv_heads
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (heads + 2 * kv_heads, self.head_size))
+        # q and k go through norm and rotation as one tensor: half the operations
+        qk, v = qkv.split((heads + kv_heads, kv_heads), 1)
+        if self.qk_norm is not None:
+            weight = torch.cat((self.qk_norm[:1].expand(heads, -1), self.qk_norm[1:].expand(kv_heads, -1)))
+            qk = functional.rms_norm(qk, (self.head_size,), None, self.eps) * weight
+        # under autocast the tables are wider than qkv: attention gets q, k and v of one type
+        qk = torch.addcmul(qk * cos, qk.roll(self.head_size // 2, -1), sin).type_as(v)
+        q, k = qk.split((heads, kv_heads), 1)
+        x = x + self.o(attend(self.number, q, k, v).flatten(1))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
+        return x + self.down(functional.silu(gate) * up)
+
+
+class Decoder(nn.Module):
+    """The model. Its parameters come uninitialised: make one with `new_decoder` or `models.folder.load_model`."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.source: dict[str, Any] = {}  # the config.json it came from, so that a save keeps what is unknown here
+        self.generation: dict[str, Any] = {}  # its generation_config.json
+        self.eos_ids: tuple[int, ...] = ()  # every token id that ends a reply
+        self.embed = nn.Embedding(config.vocab, config.hidden)
+        self.layers = nn.ModuleList(Layer(config, number) for number in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        self.output = None if config.tied else nn.Parameter(torch.empty(config.vocab, config.hidden))
+        # not a buffer: a model cast to bfloat16 must keep its float32 frequencies
+        self._frequency: dict[torch.device, Tensor] = {}
+
+    @property
+    def head(self) -> Tensor:
+        """Weight of the output head, [vocab, hidden]: logits = hidden @ head.T. The embedding when tied."""
+        return self.embed.weight if self.output is None else self.output
+
+    def forward(self, tokens: Tensor, position: Tensor, attend: Attend) -> Tensor:
+        """Hidden states after the final norm, float [T, hidden], of tokens int64 [T] at position int64 [T]."""
+        x = self.embed(tokens)
+        cos, sin = self.rotary(position, x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return self.norm(x)
+
+    def rotary(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Tables (cos, sin), each [T, 1, head_size]: rotated(x) = x * cos + x.roll(head_size // 2) * sin.
+
+        The sign of the rotation is in the first half of sin. Angles are float32 whatever the dtype of the result.
+        """
+        if position.device not in self._frequency:
+            self._frequency[position.device] = rotary_frequency(self.config).to(position.device)
+        angle = position[:, None, None].float() * self._frequency[position.device]
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+def rotary_frequency(config: DecoderConfig) -> Tensor:
+    """Radians per position of each pair of dimensions, float32 [head_size / 2] (arXiv 2104.09864), scaled if asked."""
+    exponent = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
+    frequency = 1.0 / config.rope_theta**exponent
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency
+    if scaling["rope_type"] == "linear":
+        return frequency / scaling["factor"]
+    assert scaling["rope_type"] == "llama3", "the checkpoint reader refuses other kinds"
+    # Llama 3.1: dimensions that turn often within the original context stay, those that turn rarely are slowed down
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequency * (kept + (1.0 - kept) / scaling["factor"])
+
+
+def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The plain `Attend` of one sequence: every token sees itself and what is before it."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return attended[0].transpose(0, 1)
+
+
+def new_decoder(config: DecoderConfig, seed: int) -> Decoder:
+    """A freshly initialised float32 model on the CPU; equal seeds give equal weights, the global RNG is not touched.
+
+    Weights are normal(0, 0.02), those that write to the residual stream divided by sqrt(2 * layers) (GPT-2); norms are
+    1 and biases 0. Raises UserError if no Hugging Face family could store such a model.
+    """
+    with torch.device("meta"):  # no memory, and no draw from the global RNG
+        model = Decoder(replace(config, family=storable_family(config)))
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    residual = 0.02 / math.sqrt(2 * config.layers)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            elif name.endswith(".bias"):
+                parameter.zero_()
+            else:
+                deviation = residual if name.endswith((".o.weight", ".down.weight")) else 0.02
+                parameter.normal_(0.0, deviation, generator=generator)
+    return model
+
+
+def storable_family(config: DecoderConfig) -> str:
+    """The Hugging Face model_type whose checkpoints hold just these biases and norms."""
+    if config.qk_norm and config.qkv_bias == config.o_bias and not config.mlp_bias:
+        return "qwen3"
+    if config.qkv_bias and not (config.o_bias or config.mlp_bias or config.qk_norm):
+        return "qwen2"
+    if config.qkv_bias == config.o_bias and not config.qk_norm:
+        return "llama"
+    raise UserError(
+        "no Hugging Face family stores this mix of qkv_bias, o_bias, mlp_bias and qk_norm: set qkv_bias alone (qwen2), "
+        "qk_norm alone or with both attention biases (qwen3), or both attention biases or none (llama)"
+    )

@@ -1,0 +1,334 @@
+"""Text to tokens and back, and chat messages to text. A thin layer over the `tokenizers` library.
+
+It decides what a text means that is not the first of its context. SentencePiece-like tokenizers put a space before
+every text they are given and take it away from every text they return, which is right once, at the start of a context.
+Prompts that grow by turns and replies that are decoded alone are continuations: for them the space is neither invented
+nor lost, so that decode(a) + decode(b) is what the model saw as a + b.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tokenizers
+from tokenizers import Regex, decoders, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
+from tokenizers.trainers import BpeTrainer
+
+from posttrain.types import UserError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unk|>"
+# How a text is cut before byte pairs are merged: words with what precedes them, single digits, punctuation, line ends,
+# spaces. It is Qwen2's, because beside a qwen2 model transformers cuts in this way whatever tokenizer.json says.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A trained tokenizer with its special tokens and chat template."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], chat_template: str | None = None
+    ) -> None:
+        """Of a `tokenizers` tokenizer, the raw tokenizer_config.json and the text of the chat template."""
+        backend.no_truncation()  # a limit stored in tokenizer.json would cut texts in silence
+        backend.no_padding()
+        self.config = dict(config)
+        self.chat_template = chat_template
+        self.special = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.backend = backend
+        self._continuation = _continuation(backend)
+        self._opening = _opening(backend)
+        self.eos_id, self.bos_id, self.pad_id = (self._id(name) for name in ("eos_token", "bos_token", "pad_token"))
+
+    def _id(self, name: str) -> int | None:
+        return self.backend.token_to_id(self.special[name]) if name in self.special else None
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """The tokenizer of a checkpoint folder, or of a Hugging Face model name.
+
+        Raises UserError if the folder holds no tokenizer or a damaged one.
+        """
+        folder = checkpoint_folder(folder)
+        file = folder / "tokenizer.json"
+        if not file.exists():
+            return _load_with_transformers(folder)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # `tokenizers` raises bare Exception
+            raise UserError(f"{file} is damaged, copy it again: {_one_line(error)}") from None
+        config = read_json(folder / "tokenizer_config.json", optional=True)
+        named = read_json(folder / "special_tokens_map.json", optional=True)  # older checkpoints name them here
+        config = {**{name: named[name] for name in NAMED_TOKENS if name in named}, **config}
+        return cls(backend, config, _stored_template(folder, config))
+
+    @classmethod
+    def train(
+        cls,
+        texts: Iterable[str],
+        vocab: int,
+        kind: Literal["bpe", "characters"] = "bpe",
+        special: Sequence[str] = (),
+    ) -> Tokenizer:
+        """A new tokenizer of at most `vocab` tokens; equal texts give equal tokenizers.
+
+        "bpe" is byte-level with digits split one by one: it round-trips every text. "characters" knows the most
+        frequent characters of the texts and maps all others to "<|unk|>"; beside a qwen2 model transformers reads it by
+        PreTrainedTokenizerFast only, as its AutoTokenizer takes every tokenizer there for Qwen's. Ids 0 and 1 are
+        "<|pad|>" and "<|eos|>"; the given special tokens follow. Raises UserError if `vocab` is too small.
+        """
+        if kind == "bpe":
+            backend = _train_bpe(texts, vocab, [PAD, EOS, *special])
+        elif kind == "characters":
+            backend = _train_characters(texts, vocab, [PAD, EOS, UNKNOWN, *special])
+        else:
+            raise UserError(f'kind is "bpe" or "characters", not {kind!r}')
+        backend.add_special_tokens([PAD, EOS, *([UNKNOWN] if kind == "characters" else []), *special])
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": PAD,
+            "eos_token": EOS,
+            "unk_token": UNKNOWN if kind == "characters" else None,  # absent, transformers may add one of its own
+            "clean_up_tokenization_spaces": False,
+        }
+        return cls(backend, config)
+
+    def encode(self, text: str, start: bool = False) -> list[int]:
+        """Token ids. Special tokens written in the text are recognised.
+
+        start=True: the text opens a context, and gets what the tokenizer puts there, such as a beginning-of-sequence
+        token (unless the text, as rendered by a chat template, opens with it already) and its leading space.
+        start=False: the text continues a context, and is encoded as it stands.
+        """
+        if not start:
+            return self._continuation.encode(text, add_special_tokens=False).ids
+        ids = self.backend.encode(text, add_special_tokens=False).ids
+        return ids if ids[: len(self._opening)] == self._opening else self._opening + ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these tokens as they stand in a context: special tokens visible, a leading space kept."""
+        return self._continuation.decode(tokens, skip_special_tokens=False)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], generation: bool = True) -> str:
+        """The text of chat messages by the checkpoint's template; generation=True ends where the model is to reply.
+
+        Raises UserError if there is no template, or if the template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise UserError(
+                "this tokenizer has no chat template: put chat_template.jinja into its folder, or prompt with text"
+            )
+        from jinja2 import TemplateError
+
+        try:
+            return _compiled(self.chat_template).render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=generation,
+                **self.special,
+            )
+        except (TemplateError, TypeError) as error:  # TypeError: such as a content of None
+            raise UserError(f"the chat template cannot render these messages: {_one_line(error)}") from None
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, for transformers.AutoTokenizer too."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = dict(self.config)
+        if self.chat_template is not None:
+            (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+            config.pop("chat_template", None)
+        self.backend.save(str(folder / "tokenizer.json"))
+        write_json(folder / "tokenizer_config.json", config)
+
+
+def checkpoint_folder(name: str | Path) -> Path:
+    """The local folder of a checkpoint: a path, or else a Hugging Face model name, downloaded if that is possible.
+
+    Raises UserError if it is neither.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
+        raise UserError(f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json")
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(str(name)))
+    except Exception as error:  # no network, no such model, no access, disk full: the way out is the same
+        raise UserError(
+            f"{name}: no such folder, and as a Hugging Face model it cannot be downloaded here "
+            f"({type(error).__name__}): give a local checkpoint folder"
+        ) from None
+
+
+def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    """The object in a JSON file; {} for an absent one if it is optional. Raises UserError if absent or damaged."""
+    if optional and not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: give a Hugging Face checkpoint folder") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged, copy it again: {_one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is damaged, copy it again: it should hold a JSON object")
+    return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _token_text(token: str | Mapping[str, Any] | None) -> str | None:
+    """A special token stands in tokenizer_config.json as its text, or as an object with its text and flags."""
+    return token["content"] if isinstance(token, Mapping) else token
+
+
+def _stored_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _load_with_transformers(folder: Path) -> Tokenizer:
+    """Older checkpoints hold vocab.json + merges.txt, or a SentencePiece model, which only transformers can convert."""
+    if not any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "tokenizer_config.json")):
+        raise UserError(f"{folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json into it")
+    try:
+        from transformers import AutoTokenizer
+
+        backend = AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
+    except Exception as error:  # whatever keeps it from converting, the way out is the same
+        raise UserError(
+            f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {_one_line(error)}"
+        ) from None
+    config = read_json(folder / "tokenizer_config.json", optional=True)
+    # what is saved is the converted tokenizer.json: a class that builds itself from the old files must not be asked for
+    return Tokenizer(
+        backend, {**config, "tokenizer_class": "PreTrainedTokenizerFast"}, _stored_template(folder, config)
+    )
+
+
+def _opening(backend: tokenizers.Tokenizer) -> list[int]:
+    """The ids that the post-processor puts before a text; what it puts after it would end the context at its start."""
+    encoding = backend.encode("a", add_special_tokens=True)
+    opening = []
+    for id, sequence in zip(encoding.ids, encoding.sequence_ids, strict=True):
+        if sequence is not None:
+            break
+        opening.append(id)
+    return opening
+
+
+def _continuation(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same tokenizer without the space it puts before a text and strips from a decoded one."""
+    description = json.loads(backend.to_str())
+    changed = {
+        **description,
+        **{part: _as_it_stands(description[part]) for part in ("normalizer", "pre_tokenizer", "decoder")},
+    }
+    return backend if changed == description else tokenizers.Tokenizer.from_str(json.dumps(changed))
+
+
+def _as_it_stands(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A part of tokenizer.json that neither adds nor strips a leading space."""
+    if part is None or part["type"] == "Prepend" or (part["type"] == "Strip" and part.get("content") == " "):
+        return None
+    if part["type"] == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    if part["type"] == "ByteLevel":
+        return {**part, "add_prefix_space": False}
+    if part["type"] == "Sequence":
+        key = next(key for key in ("normalizers", "pretokenizers", "decoders") if key in part)
+        return {**part, key: [kept for each in part[key] if (kept := _as_it_stands(each)) is not None]}
+    return part
+
+
+def _train_bpe(texts: Iterable[str], vocab: int, special: list[str]) -> tokenizers.Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab < len(alphabet) + len(special):
+        raise UserError(f"vocab is {vocab}: bytes and special tokens alone need {len(alphabet) + len(special)}")
+    backend = tokenizers.Tokenizer(BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), byte_level])
+    backend.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(texts, trainer)
+    return backend
+
+
+def _train_characters(texts: Iterable[str], vocab: int, special: list[str]) -> tokenizers.Tokenizer:
+    if vocab <= len(special):
+        raise UserError(f"vocab is {vocab}: special tokens alone need {len(special)}, and characters come on top")
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    frequent = sorted(counts, key=lambda character: (-counts[character], character))[: vocab - len(special)]
+    ids = {token: id for id, token in enumerate([*special, *sorted(frequent)])}
+    backend = tokenizers.Tokenizer(WordLevel(ids, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return backend
+
+
+@lru_cache(maxsize=8)
+def _compiled(chat_template: str) -> Template:
+    """The template under the conventions of transformers, in a sandbox: it comes from wherever the checkpoint did."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTag(Extension):
+        """{% generation %} ... {% endgeneration %} marks the model's words for other libraries: here, a mere scope."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def strftime_now(format: str) -> str:
+        return datetime.now().strftime(format)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:  # jinja's own escapes HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment.from_string(chat_template)

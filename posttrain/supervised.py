@@ -1,0 +1,113 @@
+"""The source of supervised fine-tuning: demonstrations become transcripts, transcripts become micro-batches.
+
+    N    scored tokens of a micro-batch: the tokens to imitate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.data.pack import cut, lay
+from posttrain.data.tasks import order
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.types import Batch, Completion, Outputs, Stats, Step, StopReason, Task, Transcript, UserError
+
+
+def likelihood_objective(outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+    """Negative log-likelihood of the scored tokens, each weighing 1 / tokens of the optimizer batch."""
+    nll = -outputs.logp
+    stats.add("nll", nll.detach().sum().item(), nll.numel())
+    return (batch.weight * nll).sum()
+
+
+def demonstrate(
+    task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int], context: int, mask_prompt: bool = True
+) -> Transcript:
+    """The transcript of a demonstration: `prompt` and `response`, or chat `messages` whose assistant turns are imitated.
+
+    Prompt and response are tokenised apart, as they are when the response is sampled. A response ends with the
+    end-of-sequence token, which is part of what is imitated. Raises UserError if nothing is left to imitate or if the
+    row is longer than the context: rows are never cut silently.
+    """
+    transcript = Transcript()
+
+    def imitate(tokens: list[int]) -> None:
+        transcript.sample(Completion(0, tokens, [0.0] * len(tokens), "", StopReason.EOS, 0))
+
+    if "messages" in task:
+        before = ""
+        for i, message in enumerate(task["messages"]):
+            if message["role"] != "assistant":
+                continue
+            shown = tokenizer.render(task["messages"][:i], generation=True)
+            whole = tokenizer.render(task["messages"][: i + 1], generation=False)
+            if not (shown.startswith(before) and whole.startswith(shown)):
+                raise UserError(
+                    f"row {task['id']!r}: this chat template rewrites earlier messages, so the reply's tokens are not known"
+                )
+            transcript.observe(tokenizer.encode(shown[len(before) :], start=not before))
+            reply = tokenizer.encode(whole[len(shown) :])
+            ends = [i for i, token in enumerate(reply) if token in eos_ids]
+            end = ends[-1] + 1 if ends else len(reply)  # what the template puts after the end of a turn is not sampled
+            imitate(reply[:end] if ends else [*reply, eos_ids[0]])
+            transcript.observe(reply[end:])
+            before = whole
+    else:
+        transcript.observe(tokenizer.encode(task["prompt"], start=True))
+        imitate([*tokenizer.encode(task["response"]), eos_ids[0]])
+    if not mask_prompt:
+        whole_text, transcript = transcript, Transcript()
+        transcript.observe(whole_text.tokens[:1])
+        imitate(whole_text.tokens[1:])
+    if not transcript.n_sampled or transcript.sampled[0]:
+        raise UserError(f"row {task['id']!r} has nothing to learn: no reply after a prompt of at least one token")
+    if len(transcript) > context:
+        raise UserError(
+            f"row {task['id']!r} has {len(transcript)} tokens, the model's context holds {context}: "
+            "shorten it, leave it out, or give the model a longer context"
+        )
+    return transcript
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """See `posttrain.types.Source`: `rows` demonstrations a step, in a new order each epoch, the last step of it short."""
+
+    transcripts: Sequence[Transcript]
+    rows: int
+    tokens_per_microbatch: int
+    seed: int
+    device: torch.device
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.transcripts) // self.rows)
+
+    def produce(self, number: int) -> Step:
+        epoch, part = divmod(number - 1, self.steps_per_epoch)
+        permutation = order(len(self.transcripts), epoch, self.seed)
+        chosen = permutation[part * self.rows : (part + 1) * self.rows]
+        stats = Stats()
+        stats.add("epoch", epoch + (part + 1) / self.steps_per_epoch)
+        return Step(number, [lambda: self.batches([self.transcripts[i] for i in chosen])], stats)
+
+    def batches(self, transcripts: Sequence[Transcript]) -> list[Batch]:
+        """Micro-batches of these rows, every scored token weighing 1 / (scored tokens of all of them)."""
+        rows = [[t] for t in sorted(transcripts, key=len)]
+        tokens = sum(t.n_sampled for t in transcripts)
+        batches = []
+        for index in cut(rows, self.tokens_per_microbatch):
+            batch = lay([rows[i] for i in index], index, self.device)
+            batches.append(replace(batch, weight=torch.full_like(batch.weight, 1 / tokens), sampler_logp=None))
+        return batches
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass

@@ -1,0 +1,77 @@
+"""The only training loop: a source of steps x an objective. Everything else hooks in after a step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from posttrain.learners.local import LocalLearner
+from posttrain.types import Objective, Source, Stats, Step
+
+Hook = Callable[["Trained"], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a hook sees of a finished step."""
+
+    step: Step
+    stats: Stats  # of source and updates
+    seconds: dict[str, float]  # "rollout" (the source's part), "update"
+    last: bool  # whether training ends here, as planned or by interruption
+
+
+def train(
+    learner: LocalLearner,
+    source: Source,
+    objective: Objective,
+    hooks: Sequence[Hook],
+    *,
+    first: int,
+    steps: int,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> int:
+    """Run steps `first` to `steps`; returns the number of the last one done. Stops early after an interruption."""
+    number = first - 1
+    while number < steps:
+        number += 1
+        begin = time.perf_counter()
+        step = source.produce(number)
+        produced = time.perf_counter()
+        stats = Stats(step.stats)
+        for build in step.updates:
+            stats.merge(learner.update(build(), objective))
+        seconds = {"rollout": produced - begin, "update": time.perf_counter() - produced}
+        last = number == steps or interrupted()
+        for hook in hooks:
+            hook(Trained(step, stats, seconds, last))
+        if last:
+            break
+    return number
+
+
+@contextmanager
+def interruptible(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Within it, the first Ctrl-C (or SIGTERM) asks for an end after the running step, the second one ends at once."""
+    asked = False
+
+    def ask(signum: int, frame: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        say("interrupted: finishing this step, then saving (once more: stop at once, the last checkpoint stays)")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)

@@ -1,0 +1,124 @@
+"""Decides what a piece of text says as a number, exactly: numbers are rationals, so 0.5 is 1/2.
+
+A percent sign, a currency sign and words after the number are units and are dropped: "50%", "$50" and "50 apples" are
+50. Words that change the value ("5 million", "5 or 6") make it no number.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+LONGEST = 400  # characters of a number: beyond it is junk, and slow to convert
+
+_MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\uff0d\ufe63", "-"))
+_DIGITS = str.maketrans({chr(0xFF10 + i): str(i) for i in range(10)} | {"\u2044": "/"})
+_VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
+_THIN_SPACE = re.compile("(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3}(?![0-9]))")
+
+_WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+_DECIMAL = rf"(?:{_WHOLE}(?:\.[0-9]*)?|\.[0-9]+)"
+_EXPONENT = r"(?:[eE](?P<e>[+-]?[0-9]{1,3})| ?[x*\u00d7] ?10 ?(?:\^|\*\*) ?\{?(?P<ten>[+-]?[0-9]{1,3})\}?)"
+_CURRENCY = r"[$\u20ac\u00a3\u00a5\u20b9]"
+_NUMBER = re.compile(
+    rf"(?P<sign>[+-]?) ?{_CURRENCY}? ?(?P<inner>[+-]?)"
+    rf"(?:(?P<whole>{_WHOLE}) (?:and )?(?P<part>[0-9]+) ?/ ?(?P<parts>[0-9]+)"
+    rf"|(?P<top>{_DECIMAL}) ?/ ?(?P<bottom>{_DECIMAL})"
+    rf"|(?P<decimal>{_DECIMAL}){_EXPONENT}?)"
+    rf" ?(?:%|{_CURRENCY})?\.?(?P<unit>(?<![.]).*)"
+)
+_UNIT_WORD = re.compile(r"[A-Za-z\u00b0\u00b5.]+(?:/[A-Za-z]+)?(?:\^?[23]|[\u00b2\u00b3])?,?")
+_LETTER_UNITS = frozenset("mgshlLCFKJNWVa\u00b0")
+# Words that are no unit: they change the value, join several, or belong to a sentence.
+_NOT_UNITS = re.compile(
+    r"hundred|thousand|million|billion|trillion|bn|mil|mn|dozen|hal(f|ves)|(third|quarter|fourth|fifth|tenth)s?|squared|"
+    r"cubed|factorial|pi|sqrt|and|or|to|plus|minus|times|over|divided|by|mod|is|are|was|were|not|if|but|than|maybe|"
+    r"perhaps|either|both|versus|vs|am|pm",
+    re.IGNORECASE,
+)
+_IN_TEXT = re.compile(
+    rf"(?<![\w.])(?:(?<![0-9)\]] )(?P<sign>[+-]))?(?:{_CURRENCY})?(?P<top>{_DECIMAL})(?:/(?P<bottom>{_DECIMAL}))?"
+)
+
+
+def read_number(text: str) -> Fraction | None:
+    """The number that `text` is, as a whole; None if it is not one number.
+
+    Reads thousands separators, currency, percent, units, fractions, mixed numbers, scientific notation, Unicode minus.
+
+    >>> read_number("-$1,250.50"), read_number("2 3/4 cups"), read_number("5 or 6")
+    (Fraction(-2501, 2), Fraction(11, 4), None)
+    """
+    if len(text) > LONGEST:
+        return None
+    match = _NUMBER.fullmatch(" ".join(_plain(text).split()))
+    if match is None or not _is_unit(match["unit"]) or (match["sign"] and match["inner"]):
+        return None
+    value = _value(match)
+    return -value if value is not None and "-" in (match["sign"], match["inner"]) else value
+
+
+def gsm8k_answer(text: str) -> str | None:
+    """What follows the last `####` up to the end of its line, the form of GSM8K; None if there is nothing."""
+    _, marker, after = text.rpartition("####")
+    answer = after.split("\n", 1)[0].strip()
+    return answer if marker and answer else None
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number that stands in a text, None if there is none. "10 - 3" ends with 3, "(-3)" and "= -3" with -3."""
+    last = None
+    for match in _IN_TEXT.finditer(_plain(text)):
+        last = match
+    if last is None or len(last[0]) > LONGEST:
+        return None
+    bottom = _fraction(last["bottom"] or "1")
+    value = _fraction(last["top"]) / bottom if bottom else _fraction(last["top"])
+    return -value if last["sign"] == "-" else value
+
+
+def written_tolerance(gold: str) -> Fraction:
+    """The relative tolerance that a written gold asks for: 1e-9 for a decimal of 10 or more digits, else 0.
+
+    Such a decimal (0.6666666666666666) is a rational that a computer rounded; a shorter one (0.67) is meant.
+    """
+    digits = gold.replace(",", "").strip().lstrip("+-").lstrip("0.")
+    significant = sum(character.isdigit() for character in digits)
+    return Fraction(1, 10**9) if "." in gold and significant >= 10 else Fraction(0)
+
+
+def equal_numbers(value: Fraction, gold: Fraction, tolerance: Fraction | float = Fraction(0)) -> bool:
+    """Exact equality, or up to `tolerance` relative to the gold."""
+    return abs(value - gold) <= Fraction(tolerance) * abs(gold)
+
+
+def _plain(text: str) -> str:
+    """ASCII minus, digits and fractions for their Unicode forms."""
+    text = text.translate(_MINUS).translate(_DIGITS)
+    if text.isascii():
+        return text
+    text = _VULGAR.sub(lambda found: " " + str(Fraction(unicodedata.numeric(found[0])).limit_denominator(10)), text)
+    return _THIN_SPACE.sub("", text)
+
+
+def _is_unit(text: str) -> bool:
+    words = text.split()
+    if len(words) > 5 or not all(_UNIT_WORD.fullmatch(word) for word in words):
+        return False
+    names = [re.split(r"[^A-Za-z\u00b0\u00b5]", word.replace(".", ""))[0] for word in words]
+    return all(not _NOT_UNITS.fullmatch(name) and (len(name) > 1 or name in _LETTER_UNITS) for name in names if name)
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    if match["whole"]:
+        parts = int(match["parts"])
+        return _fraction(match["whole"]) + Fraction(int(match["part"]), parts) if parts else None
+    if match["top"]:
+        bottom = _fraction(match["bottom"])
+        return _fraction(match["top"]) / bottom if bottom else None
+    return _fraction(match["decimal"]) * Fraction(10) ** int(match["e"] or match["ten"] or 0)
+
+
+def _fraction(text: str) -> Fraction:
+    return Fraction(text.replace(",", "").rstrip("."))

@@ -1,0 +1,112 @@
+"""`check` finds what would spoil a run, and finds nothing in an environment that is in order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.envs.check import TASKS, TURNS, Report, check
+from posttrain.types import Reply, UserError
+
+TASKS_OF_TWO: list[dict[str, Any]] = [
+    {"id": "a", "prompt": "1+1=", "answer": "2"},
+    {"id": "b", "prompt": "2+2=", "answer": 4},
+]
+
+
+def said(report: Report) -> str:
+    return "\n".join(report.lines())
+
+
+def test_a_sound_reward_is_in_order() -> None:
+    report = check(lambda task, reply: {"correct": str(task["answer"]) == reply}, TASKS_OF_TWO)
+    assert report.ok and said(report).endswith("in order")
+    assert [case.kind for case in report.cases[:5]] == ["answer", "empty", "junk", "very long", "unicode"]
+    assert report.rewards == [1, 0, 0, 0, 0] * 2
+    assert "'1+1='" in said(report) and "reward 1 (correct 1)" in said(report)
+
+
+def test_a_reward_that_is_always_the_same_is_found() -> None:
+    report = check(lambda task, reply: 0.5, TASKS_OF_TWO)
+    assert not report.ok
+    assert "the reward is the same for every reply (0.5): nothing can be learned from it" in said(report)
+
+
+def test_a_reward_that_differs_between_tasks_only_is_found() -> None:
+    report = check(lambda task, reply: float(task["answer"]), TASKS_OF_TWO)
+    assert not report.ok and "the same for every reply:" in said(report)
+
+
+def test_invalid_cases_are_counted_with_the_reason() -> None:
+    report = check(lambda task, reply: 1 / len(reply), TASKS_OF_TWO[:1])
+    assert not report.ok and len(report.invalid) == 1
+    assert "invalid on 1 of 5: ZeroDivisionError" in said(report)
+
+
+def test_a_hang_is_found_and_the_rest_is_still_checked() -> None:
+    def reward(task: Any, reply: str) -> float:
+        while not reply:
+            time.sleep(0.01)
+        return float(len(reply))
+
+    report = check(reward, TASKS_OF_TWO[:1], seconds=0.5)
+    assert [case.kind for case in report.invalid] == ["empty"] and len(report.rewards) == 4
+    assert "did not return within 0.5 s" in said(report)
+    assert max(case.seconds for case in report.cases if case.kind != "empty") < 0.5
+
+
+def test_a_reward_that_changes_its_mind_is_found() -> None:
+    seen: list[str] = []
+
+    def reward(task: Any, reply: str) -> float:
+        seen.append(reply)
+        return float(len(seen))
+
+    report = check(reward, TASKS_OF_TWO[:1])
+    assert not report.ok and "two calls disagree on 5 of 5" in said(report)
+
+
+def test_slow_calls_are_timed() -> None:
+    def reward(task: Any, reply: str) -> float:
+        time.sleep(0.05)
+        return float(len(reply))
+
+    report = check(reward, TASKS_OF_TWO[:1], ["a", "bb"])
+    assert all(0.05 <= case.seconds < 1 for case in report.cases)
+    assert report.ok and "slowest call" in said(report)
+
+
+def test_an_environment_of_many_turns_hears_the_reply_on_each_and_need_not_end() -> None:
+    def env(task: Any) -> Generator[str, Reply, float]:
+        reply = yield "start"
+        for turn in range(3):
+            if reply == "stop":
+                return 1.0
+            reply = yield f"turn {turn}"
+        while reply == "on":
+            reply = yield "still here"
+        return 0.0
+
+    report = check(env, TASKS_OF_TWO[:1], ["stop", "other", "on"])
+    stop, other, on = report.cases
+    assert stop.shown == ("start",) and other.shown == ("start", "turn 0", "turn 1", "turn 2")
+    assert on.result is None and report.rewards == [1.0, 0.0] and report.ok
+    assert f"still asking after {TURNS} turns on 1 of 3" in said(report)
+
+
+def test_only_the_first_tasks_are_played() -> None:
+    report = check(lambda task, reply: float(len(reply)), TASKS_OF_TWO * 10, ["a", "bb"])
+    assert len(report.cases) == 2 * TASKS
+
+
+def test_the_users_mistakes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no tasks"):
+        check("arithmetic", [])
+    with pytest.raises(UserError, match="there is no file"):
+        check(f"{tmp_path}/my.py:reward", TASKS_OF_TWO)
+    with pytest.raises(UserError, match='needs "prompt"'):
+        check(lambda task, reply: 1.0, [{"id": "a"}])

@@ -1,0 +1,223 @@
+"""What users name is found or refused with the fix; what they return is read or Invalid, never a silent 0."""
+
+from __future__ import annotations
+
+import math
+import operator
+import subprocess
+import sys
+import threading
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.envs.load import (
+    BUILTIN,
+    is_generator_env,
+    lift,
+    load_converter,
+    load_env,
+    pack_env,
+    read_turn,
+    read_verdict,
+    unpack_env,
+)
+from posttrain.types import Invalid, Reply, Turn, UserError
+
+MY = """
+from neighbour import SCORE
+
+def reward(task, reply):
+    return SCORE
+
+def env(task):
+    reply = yield "a"
+    return 1.0
+
+def row_to_task(row):
+    return {"prompt": row["question"]}
+
+limit = 3
+
+class Judge:
+    def __call__(self, task, reply):
+        return 0.25
+
+judge = Judge()
+
+async def later(task, reply):
+    return 1.0
+
+def backwards(reply):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def my(tmp_path: Path) -> Path:
+    (tmp_path / "neighbour.py").write_text("SCORE = 0.75")
+    (tmp_path / "my.py").write_text(MY)
+    return tmp_path / "my.py"
+
+
+def refusal(spec: object) -> str:
+    with pytest.raises(UserError) as caught:
+        load_env(spec)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_file_is_imported_under_a_private_name_and_finds_its_neighbours(my: Path) -> None:
+    reward = load_env(f"{my}:reward")
+    assert reward({}, "x") == 0.75
+    assert "my" not in sys.modules
+    assert load_env(f"{my}:reward") is reward  # imported once
+
+
+def test_a_relative_path_is_relative_to_the_working_directory(my: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(my.parent)
+    assert load_env("my.py:judge")({}, "x") == 0.25
+
+
+def test_a_module_is_found_by_its_dotted_name() -> None:
+    assert load_env("operator:add") is operator.add
+
+
+def test_functions_stand_for_themselves() -> None:
+    function = lambda task, reply: 1.0  # noqa: E731
+    assert load_env(function) is function
+
+
+def test_a_converter_beside_the_environment_is_found(my: Path) -> None:
+    convert = load_converter(f"{my}:reward")
+    assert convert is not None and convert({"question": "q"}) == {"prompt": "q"}
+    assert load_converter(load_env(f"{my}:reward")) is convert
+    assert load_converter("operator:add") is None
+
+
+def test_a_missing_file_is_refused_with_a_suggestion(my: Path) -> None:
+    assert "did you mean 'my.py'" in refusal(f"{my.parent}/mi.py:reward")
+    assert "there is no file" in refusal("/no/such/folder/my.py:reward")
+
+
+def test_a_file_that_does_not_import_shows_its_own_error_and_line(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("import json\n\njson.loads('{')\n")
+    (tmp_path / "b.py").write_text("x = 1\ndef f(:\n")
+    (tmp_path / "c.py").write_text("import no_such_thing\n")
+    (tmp_path / "d.py").write_text("exit()\n")
+    assert "JSONDecodeError" in refusal(f"{tmp_path}/a.py:f") and "(a.py:3)" in refusal(f"{tmp_path}/a.py:f")
+    assert "SyntaxError" in refusal(f"{tmp_path}/b.py:f") and "(b.py:2)" in refusal(f"{tmp_path}/b.py:f")
+    assert "no_such_thing" in refusal(f"{tmp_path}/c.py:f") and "(c.py:1)" in refusal(f"{tmp_path}/c.py:f")
+    assert "SystemExit" in refusal(f"{tmp_path}/d.py:f")
+
+
+def test_a_missing_module_is_told_from_one_that_misses_something() -> None:
+    assert "there is no module 'no_such_package.thing'" in refusal("no_such_package.thing:f")
+
+
+def test_a_missing_name_lists_what_there_is(my: Path) -> None:
+    message = refusal(f"{my}:rewards")
+    assert "did you mean 'reward'" in message and "backwards" in message and "env" in message
+
+
+def test_an_unknown_built_in_lists_them_all() -> None:
+    message = refusal("gsm8")
+    assert "did you mean 'gsm8k'" in message
+    assert all(name in message for name in BUILTIN)
+
+
+def test_a_file_without_a_name_says_what_to_write() -> None:
+    assert "write my.py:reward" in refusal("my.py")
+    assert "write my.py:reward" in refusal("my.py:")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("limit", "3 (int), not a function"), ("Judge", "is a class"), ("later", "async"), ("backwards", "(task, reply)")],
+)
+def test_what_cannot_be_called_as_an_environment_is_refused(my: Path, name: str, said: str) -> None:
+    assert said in refusal(f"{my}:{name}")
+
+
+def test_environments_are_told_from_rewards(my: Path) -> None:
+    assert is_generator_env(load_env(f"{my}:env"))
+    assert not is_generator_env(load_env(f"{my}:reward"))
+    assert not is_generator_env(load_env(f"{my}:judge"))
+
+
+def test_a_lifted_reward_shows_the_task_once_and_returns_what_the_reward_returned() -> None:
+    env = lift(lambda task, reply: {"length": len(reply)})
+    episode = env({"prompt": "p", "stop": ["\n"]})
+    assert next(episode) == Turn(text="p", stop=("\n",))
+    with pytest.raises(StopIteration) as end:
+        episode.send(Reply("four"))
+    assert end.value.value == {"length": 4}
+    messages = [{"role": "user", "content": "c"}]
+    assert next(env({"messages": messages, "prompt": "p"})) == Turn(messages=messages)
+    with pytest.raises(UserError, match='needs "prompt"'):
+        next(env({"id": "7", "question": "q"}))
+
+
+@pytest.mark.parametrize("one", [1, True, 1.0, numpy.float32(1), numpy.int64(1), numpy.ones(1)[0], Decimal(1)])
+def test_every_kind_of_number_is_a_reward(one: object) -> None:
+    reward, parts = read_verdict(one)
+    assert reward == 1.0 and type(reward) is float and parts == {}
+
+
+NO_REWARDS = [None, "1.0", "", b"1", 1j, object(), [1.0], numpy.ones(2), math.nan, math.inf, -math.inf, 10**400]
+NO_REWARDS += [{}, {"a": None}, {"a": math.nan}, {"a": "1"}, {"a": 1e308, "b": 1e308}]
+
+
+@pytest.mark.parametrize("value", NO_REWARDS)
+def test_everything_else_is_invalid_with_a_reason(value: object) -> None:
+    reward, parts = read_verdict(value)
+    assert isinstance(reward, Invalid) and parts == {}
+    assert "expected a finite number" in reward.reason and "\n" not in reward.reason
+
+
+def test_a_dict_is_summed_unless_it_names_the_reward() -> None:
+    assert read_verdict({"a": 1, "b": 0.5}) == (1.5, {"a": 1.0, "b": 0.5})
+    assert read_verdict({"a": 1, "reward": 0.25}) == (0.25, {"a": 1.0})
+
+
+def test_the_reason_of_an_invalid_is_kept() -> None:
+    assert read_verdict(Invalid("sandbox is down")) == (Invalid("sandbox is down"), {})
+
+
+@given(st.dictionaries(st.text(min_size=1), st.floats(-1e6, 1e6), min_size=1))
+def test_the_reward_of_parts_does_not_depend_on_their_order(parts: dict[str, float]) -> None:
+    assert read_verdict(parts)[0] == read_verdict(dict(reversed(parts.items())))[0]
+
+
+NO_TURNS: list[Any] = [3, None, Turn(), Turn("a", messages=[]), Turn("a", reward=math.nan), Turn("a", max_tokens=0)]
+NO_TURNS += [Turn(3), Turn("a", stop="</a>"), Turn(messages=[{"role": "user", "content": 3}])]  # type: ignore[arg-type, dict-item]
+
+
+@pytest.mark.parametrize("value", NO_TURNS)
+def test_what_is_not_a_turn_is_invalid(value: object) -> None:
+    assert isinstance(read_turn(value), Invalid)
+
+
+def test_a_function_of_a_file_travels_by_its_place_and_a_closure_by_value(my: Path) -> None:
+    reward = load_env(f"{my}:reward")
+    assert pack_env(reward) == f"{my}:reward"
+    scale = 3.0
+    packed = pack_env(lambda task, reply: scale * len(reply))
+    assert isinstance(packed, bytes) and unpack_env(packed)({}, "ab") == 6.0
+
+
+def test_what_cannot_travel_is_refused_with_the_fix() -> None:
+    lock = threading.Lock()
+    with pytest.raises(UserError, match="cannot be sent to a worker"):
+        pack_env(lambda task, reply: float(lock.locked()))
+
+
+def test_environments_need_no_torch_to_be_loaded_and_played() -> None:
+    code = "import sys; import posttrain.envs.check; sys.exit('torch' in sys.modules or 'cloudpickle' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0

@@ -356,8 +356,9 @@ class _Rows:
         self.token[rows] = token
         self.tokens[self.slot[rows], count] = token
         self.logp[self.slot[rows], count] = logp
-        self.count[rows] = count + 1
-        self.ended[rows] = eos | (count + 1 >= self.budget[rows])
+        sampled = count + 1  # a new tensor: `count` is a view of what is written next
+        self.count[rows] = sampled
+        self.ended[rows] = eos | (sampled >= self.budget[rows])
 
     def advance(self, count: int) -> None:
         """The last token of the first `count` requests went into the cache."""

@@ -41,7 +41,7 @@ def sample(
     top, best = logits.max(-1)
     mass = (logits - top[:, None]).exp_()
     cumulative = mass.cumsum(-1)
-    total = cumulative[:, -1]
+    total = cumulative[:, -1].contiguous()
     # The first entry whose cumulative mass exceeds the draw. A draw may round up to the total: the last entry with mass.
     token = torch.searchsorted(cumulative, (draw * total)[:, None], right=True).squeeze(-1)
     last = torch.searchsorted(cumulative, total[:, None]).squeeze(-1)
@@ -53,7 +53,7 @@ def sample(
 
 def _truncate(logits: Tensor, top_p: Tensor | None, top_k: Tensor | None) -> Tensor:
     """-inf outside the kept set: the top_k likeliest tokens, then the smallest set of those with mass >= top_p."""
-    ordered, order = logits.sort(-1, descending=True, stable=True)
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)[None, :]
     if top_k is not None:
         ordered = ordered.masked_fill((top_k > 0)[:, None] & (rank >= top_k[:, None]), float("-inf"))

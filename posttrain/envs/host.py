@@ -104,8 +104,8 @@ class Worker:
 class Host:
     """Episodes of one environment: `start` and `send` ask, `poll` brings the answers, in the order they come.
 
-    `env` is a name as in `load_env`, a reward or a generator function. With `workers=0` everything runs in this
-    process, at once and in the caller's thread: for a debugger. There is then no time limit.
+    `env` is a name as in `load_env`, a reward or a generator function; `seconds` is the limit of one step. With
+    `workers=0` everything runs in this process, at once and in the caller's thread, without limit: for a debugger.
     """
 
     def __init__(self, env: str | Callable[..., Any], workers: int = 1, seconds: float = 10.0) -> None:
@@ -162,7 +162,7 @@ class Host:
         """
         end = None if timeout is None else time.monotonic() + timeout
         while True:
-            self._exchange(end)
+            self._exchange(time.monotonic() if self._events else end)
             if self._events or not self.pending or (end is not None and time.monotonic() >= end):
                 break
         events, self._events = self._events, []
@@ -231,9 +231,7 @@ class Host:
             self._dispatch(number)
         now = time.monotonic()
         limits = [limit for worker in self._workers if (limit := self._limit(worker)) is not None]
-        until = (
-            now if self._events or not self._workers else min([*limits, *([] if end is None else [end])], default=now)
-        )
+        until = min([*limits, *([] if end is None else [end])], default=now)
         readable = wait([worker.connection for worker in self._workers], max(0.0, until - now))
         for number, worker in enumerate(self._workers):
             limit = self._limit(worker)

@@ -178,7 +178,8 @@ def pack_env(env: str | Callable[..., Any]) -> str | bytes:
     if by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
-        return cloudpickle.dumps(env)
+        packed: bytes = cloudpickle.dumps(env)
+        return packed
     except Exception as error:  # whatever the objects it refers to raise
         reason = describe_error(error, None)
         raise UserError(
@@ -261,7 +262,7 @@ def _importable(name: str) -> bool:
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
 
-def _checked(function: Any, label: str) -> Callable[..., Any]:
+def _checked(function: object, label: str) -> Callable[..., Any]:
     if not callable(function):
         raise UserError(f"{label} is {_short(function)}, not a function")
     if inspect.isclass(function):

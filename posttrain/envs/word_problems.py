@@ -69,16 +69,17 @@ def expression(equation: str) -> str | None:
     ('(12-8)*2', '32+42-35', '8-2')
     """
     left, equals, right = equation.partition("=")
-    sides = (_parse(left), _parse(right)) if equals else ("x", _parse(equation))
-    if sides[0] is None or sides[1] is None or sum(_count_x(side) for side in sides) != 1:
+    tree, known = (_parse(left), _parse(right)) if equals else ("x", _parse(equation))
+    if tree is None or known is None or _count_x(tree) + _count_x(known) != 1:
         return None
-    tree, known = sides if _count_x(sides[0]) else (sides[1], sides[0])
-    while tree != "x":
+    if _count_x(known):
+        tree, known = known, tree
+    while not isinstance(tree, str):
         tree, known = _invert(tree, known)
     return _write(known)
 
 
-def _invert(tree: Tree, known: Tree) -> tuple[Tree, Tree]:
+def _invert(tree: tuple[str, Tree, Tree], known: Tree) -> tuple[Tree, Tree]:
     """Takes the outermost operation off the side that contains x, and applies its inverse to the other."""
     operation, left, right = tree
     if _count_x(left):

@@ -93,16 +93,17 @@ class Layer(nn.Module):
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (heads + 2 * kv_heads, self.head_size))
         # q and k go through norm and rotation as one tensor: half the operations
-        qk, v = qkv.split((heads + kv_heads, kv_heads), 1)
+        qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
         if self.qk_norm is not None:
             weight = torch.cat((self.qk_norm[:1].expand(heads, -1), self.qk_norm[1:].expand(kv_heads, -1)))
             qk = functional.rms_norm(qk, (self.head_size,), None, self.eps) * weight
         # under autocast the tables are wider than qkv: attention gets q, k and v of one type
         qk = torch.addcmul(qk * cos, qk.roll(self.head_size // 2, -1), sin).type_as(v)
-        q, k = qk.split((heads, kv_heads), 1)
+        q, k = qk.split_with_sizes((heads, kv_heads), 1)
         x = x + self.o(attend(self.number, q, k, v).flatten(1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        return x + self.down(functional.silu(gate) * up)
+        x = x + self.down(functional.silu(gate) * up)
+        return x
 
 
 class Decoder(nn.Module):
@@ -128,11 +129,12 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, position: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm, float [T, hidden], of tokens int64 [T] at position int64 [T]."""
-        x = self.embed(tokens)
+        x: Tensor = self.embed(tokens)
         cos, sin = self.rotary(position, x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
-        return self.norm(x)
+        x = self.norm(x)
+        return x
 
     def rotary(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tables (cos, sin), each [T, 1, head_size]: rotated(x) = x * cos + x.roll(head_size // 2) * sin.
@@ -154,13 +156,13 @@ def rotary_frequency(config: DecoderConfig) -> Tensor:
     if scaling is None:
         return frequency
     if scaling["rope_type"] == "linear":
-        return frequency / scaling["factor"]
+        return frequency / float(scaling["factor"])
     assert scaling["rope_type"] == "llama3", "the checkpoint reader refuses other kinds"
     # Llama 3.1: dimensions that turn often within the original context stay, those that turn rarely are slowed down
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequency * (kept + (1.0 - kept) / scaling["factor"])
+    kept: Tensor = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequency * (kept + (1.0 - kept) / float(scaling["factor"]))
 
 
 def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -230,12 +230,12 @@ def _read_rope(folder: Path, source: Mapping[str, Any]) -> tuple[float, dict[str
 
 def _read_context(source: Mapping[str, Any]) -> int:
     """Within the sliding window, windowed attention is full attention: the context ends there."""
-    context = source.get("max_position_embeddings", 2048)
+    context: int = source.get("max_position_embeddings", 2048)
     layers = source["num_hidden_layers"]
     windowed = source["model_type"] == "mistral" or (
         bool(source.get("use_sliding_window")) and source.get("max_window_layers", 28) < layers
     )
-    window = source.get("sliding_window") if windowed else None
+    window: int | None = source.get("sliding_window") if windowed else None
     return min(context, window) if window else context
 
 
@@ -246,7 +246,7 @@ def _token_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
 def _split(parameter: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
     """One view of the parameter for each piece, in the shape of the piece."""
     rows = [shape[0] for _, shape in pieces]
-    return parameter.view(sum(rows), *pieces[0][1][1:]).split(rows)
+    return parameter.view(sum(rows), *pieces[0][1][1:]).split_with_sizes(rows)
 
 
 def _weight_files(folder: Path) -> list[Path]:

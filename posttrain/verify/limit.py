@@ -74,8 +74,11 @@ class Workers:
 
     def take(self) -> Worker:
         with self.lock:
-            if self.idle:
-                return self.idle.pop()
+            worker = self.idle.pop() if self.idle else None
+        if worker is not None:
+            if worker.process.poll() is None:
+                return worker
+            self.drop(worker)  # the system killed it meanwhile
         worker = Worker()
         with self.lock:
             self.alive.add(worker)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import Any
 
 from posttrain.types import Invalid
 from posttrain.verify.format import between
@@ -21,7 +22,7 @@ from posttrain.verify.numeric import equal_numbers, gsm8k_answer, read_number, w
 LONGEST = 1000  # characters of an answer; a longer one is wrong, unless the gold is long itself
 DEEPEST = 20  # levels of brackets of an answer; the parser's time explodes with them
 
-_BOX = re.compile(r"\\f?boxed\s*")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _STATED = re.compile(r"(?i)\b(?:answer|result|solution)\**\s*(?:is|was|:|=)(?:\s*:)?")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*)|\n|,?\s+(?:because|since|which|so|as)\b")
 
@@ -38,7 +39,7 @@ _SPELLINGS = [
     for pattern, replacement in [
         (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![a-zA-Z])\.?", ""),
         (r",\s*\\!\s*|\{,\}", ""),  # thousands
-        (r"\\[!,;: ]|~|\\q?quad(?![a-zA-Z])", " "),
+        (r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![a-zA-Z])", " "),
         (r"\\(?:mbox|textrm|textbf|textit|textnormal|mathrm|mathbf|mathsf)(?![a-zA-Z])", r"\\text"),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\frac\s*([0-9])\s*([0-9])", r"\\frac{\1}{\2}"),
@@ -66,6 +67,8 @@ _MIXED = re.compile(
     r"(-?)\s*(\d+)?\s*(-?)\s*\\frac\s*\{\s*(-?[\d,]+)\s*\}\s*\{\s*(-?[\d,]+)\s*\}(?:\s*\\text\{[^{}]*\})?"
 )
 _IN_BASE = re.compile(r"([0-9A-Za-z]+)\s*_\s*\{?\s*([0-9]+)\s*\}?")
+_BRACKETED = re.compile(r"(\\\{|[(\[]).*(?:\\\}|[)\]])")
+_NAME = re.compile(r"^([A-Za-z])\s*=\s*")
 _WORDS = re.compile(r"[A-Za-z]{3,}(?:[ ,]+[A-Za-z]{3,})*|\(?[A-Z]\)?")
 
 
@@ -188,21 +191,26 @@ def _compare_exactly(answer: str, gold: str) -> float | None:
         return 0.0
     if r"\text" in gold or _WORDS.fullmatch(gold):
         same = _words(answer, gold) == _words(gold, gold)
-        if same or r"\text" in gold:  # else "abc" may be a product
+        if same or len(gold) == 1 or not gold.isalpha():  # else it may be a product: "abc"
             return float(same)
+    answer_name, gold_name = _NAME.match(answer), _NAME.match(gold)
+    if answer_name and gold_name and answer_name[1] != gold_name[1]:
+        return 0.0
     answer_number, gold_number = _rational(answer), _rational(gold)
     if answer_number is not None and gold_number is not None:
         tolerance = written_tolerance(gold)
-        factors = (Fraction(1),)
+        factors = [Fraction(1)]
         if ("%" in gold) != ("%" in answer):
-            factors = (Fraction(1), Fraction(100) if "%" in gold else Fraction(1, 100))
+            factors.append(Fraction(100) if "%" in gold else Fraction(1, 100))
         return float(any(equal_numbers(answer_number * factor, gold_number, tolerance) for factor in factors))
     answer_base, gold_base = _IN_BASE.fullmatch(answer), _IN_BASE.fullmatch(gold)
     if answer_base and gold_base:
         return float(answer_base.groups() == gold_base.groups())
-    if answer.startswith(r"\{") != gold.startswith(r"\{") and answer[:1] in "(\\[" and gold[:1] in "(\\[":
-        return 0.0 if answer.endswith((")", "]", r"\}")) and gold.endswith((")", "]", r"\}")) else None
-    return None
+    answer_bracket, gold_bracket = _BRACKETED.fullmatch(answer), _BRACKETED.fullmatch(gold)
+    if answer_bracket is None or gold_bracket is None or r"\cup" in answer + gold:
+        return None
+    # A set is neither a tuple nor an interval: math-verify takes (1,2) for {1,2}.
+    return 0.0 if (answer_bracket[1] == r"\{") != (gold_bracket[1] == r"\{") else None
 
 
 def _depth(text: str) -> int:
@@ -222,7 +230,7 @@ def _words(text: str, gold: str) -> list[str]:
 
 
 def _rational(text: str) -> Fraction | None:
-    text = re.sub(r"^[A-Za-z]\s*=\s*", "", text).replace("%", "").strip()
+    text = _NAME.sub("", text).replace("%", "").strip()
     match = _MIXED.fullmatch(text)
     if match is None:
         return read_number(text) if r"\text" not in text else None
@@ -237,7 +245,7 @@ def _compare_symbolically(answer: str, gold: str) -> float | Invalid:
     """Runs in the limited process. math-verify's own time limits are alarm signals: off."""
     import math_verify
 
-    def parse(text: str) -> list[object]:
+    def parse(text: str) -> Any:
         return math_verify.parse(
             "$" + text.replace("$", "").replace("\n", " ") + "$",
             [math_verify.LatexExtractionConfig()],

@@ -26,9 +26,9 @@ _NUMBER = re.compile(
     rf"(?:(?P<whole>{_WHOLE}) (?:and )?(?P<part>[0-9]+) ?/ ?(?P<parts>[0-9]+)"
     rf"|(?P<top>{_DECIMAL}) ?/ ?(?P<bottom>{_DECIMAL})"
     rf"|(?P<decimal>{_DECIMAL}){_EXPONENT}?)"
-    rf" ?(?:%|{_CURRENCY})?\.?(?P<unit>(?<![.]).*)"
+    rf" ?(?:%|{_CURRENCY})?(?:\.| ?(?<!\.)(?<!\. )(?P<unit>[^0-9 ].*))?"
 )
-_UNIT_WORD = re.compile(r"[A-Za-z\u00b0\u00b5.]+(?:/[A-Za-z]+)?(?:\^?[23]|[\u00b2\u00b3])?,?")
+_UNIT_WORD = re.compile(r"[A-Za-z\u00b0\u00b5][A-Za-z\u00b0\u00b5.]*(?:/[A-Za-z]+)?(?:\^?[23]|[\u00b2\u00b3])?,?")
 _LETTER_UNITS = frozenset("mgshlLCFKJNWVa\u00b0")
 # Words that are no unit: they change the value, join several, or belong to a sentence.
 _NOT_UNITS = re.compile(
@@ -53,7 +53,7 @@ def read_number(text: str) -> Fraction | None:
     if len(text) > LONGEST:
         return None
     match = _NUMBER.fullmatch(" ".join(_plain(text).split()))
-    if match is None or not _is_unit(match["unit"]) or (match["sign"] and match["inner"]):
+    if match is None or not _is_unit(match["unit"] or "") or (match["sign"] and match["inner"]):
         return None
     value = _value(match)
     return -value if value is not None and "-" in (match["sign"], match["inner"]) else value

@@ -1,0 +1,70 @@
+"""What tests share: tiny real models, tokenizers and rollouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.types import Completion, Rollout, StopReason, Transcript
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    if not DATA.is_dir():
+        pytest.skip(f"needs the data folder {DATA}")
+    return DATA
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>"], 64, "characters")
+
+
+@pytest.fixture
+def model(tokenizer: Tokenizer) -> Decoder:
+    """A tiny decoder with grouped-query attention whose replies have all lengths."""
+    return tiny(tokenizer)
+
+
+def tiny(tokenizer: Tokenizer, seed: int = 0, dtype: torch.dtype = torch.float32, context: int = 64) -> Decoder:
+    config = DecoderConfig(
+        vocab=tokenizer.vocab_size, hidden=32, layers=2, heads=4, kv_heads=2, head_size=8, intermediate=48,
+        context=context, tied=True,
+    )  # fmt: skip
+    model = new_decoder(config, seed).to(dtype)
+    assert tokenizer.eos_id is not None
+    model.eos_ids = (tokenizer.eos_id,)
+    with torch.no_grad():
+        for parameter in model.parameters():  # far from uniform, so that mistakes show
+            if parameter.ndim == 2:
+                parameter.mul_(6)
+    return model
+
+
+def make_rollouts(generator: torch.Generator, groups: int, size: int, vocab: int) -> list[Rollout]:
+    """Rollouts of ragged lengths with random tokens and rewards; some with two turns and tool text between them."""
+
+    def ints(low: int, high: int, n: int) -> list[int]:
+        return torch.randint(low, high, (n,), generator=generator).tolist()
+
+    rollouts = []
+    for group in range(groups):
+        prompt = ints(3, vocab, ints(1, 9, 1)[0])
+        for _ in range(size):
+            transcript = Transcript()
+            transcript.observe(prompt)
+            for turn in range(ints(1, 3, 1)[0]):
+                if turn:
+                    transcript.observe(ints(3, vocab, ints(1, 5, 1)[0]))
+                tokens = ints(3, vocab, ints(1, 8, 1)[0])
+                logp = (-torch.rand(len(tokens), generator=generator) * 3).tolist()
+                transcript.sample(Completion(0, tokens, logp, "", StopReason.EOS, 0))
+            reward = float(torch.rand(1, generator=generator))
+            rollouts.append(Rollout({"id": str(group)}, f"g{group}", [transcript], reward))
+    return rollouts

@@ -1,0 +1,190 @@
+"""The embedded engine samples exactly what the learner scores, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import tiny
+
+from posttrain.data.pack import lay
+from posttrain.engines.local import LocalEngine
+from posttrain.engines.sampler import sample, uniform
+from posttrain.learners.local import LocalLearner, Optimization
+from posttrain.models.decoder import Decoder, causal
+from posttrain.models.folder import load_model
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.types import Completion, Sampling, StopReason, Transcript, UserError
+
+
+def complete(engine: LocalEngine, prompts: list[list[int]], sampling: list[Sampling]) -> dict[int, Completion]:
+    for id, (prompt, how) in enumerate(zip(prompts, sampling, strict=True)):
+        engine.submit(id, prompt, how)
+    done: dict[int, Completion] = {}
+    while len(done) < len(prompts):
+        done.update({c.id: c for c in engine.poll()})
+    assert engine.poll() == []
+    return done
+
+
+def ragged(count: int, **how: object) -> tuple[list[list[int]], list[Sampling]]:
+    """Prompts of three groups with four or more members each, and budgets of all sizes."""
+    prompts = [[5 + (i % 3) * 7 + j for j in range(2 + 3 * (i % 3))] for i in range(count)]
+    return prompts, [Sampling(seed=100 + i, max_tokens=3 + i % 17, **how) for i in range(count)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_engine_log_probabilities_equal_the_learners(model: Decoder, tokenizer: Tokenizer, temperature: float) -> None:
+    prompts, how = ragged(30, temperature=temperature)
+    done = complete(LocalEngine(model, tokenizer, slots=8), prompts, how)
+    transcripts = []
+    for i, prompt in enumerate(prompts):
+        transcripts.append(Transcript())
+        transcripts[i].observe(prompt)
+        transcripts[i].sample(done[i])
+    learner = LocalLearner(model, Optimization(), temperature=temperature)
+    batch = lay([[t] for t in transcripts], range(len(prompts)))
+    (outputs,) = learner.evaluate([batch])
+    assert batch.sampler_logp is not None
+    assert (outputs.logp - batch.sampler_logp).abs().max() < 1e-5
+    assert len({len(c.tokens) for c in done.values()}) > 5, "lengths are to be ragged"
+
+
+def test_engine_agrees_with_the_learner_on_a_pretrained_model(data) -> None:  # type: ignore[no-untyped-def]
+    folder = data / "models" / "stories260K"
+    model, tokenizer = load_model(folder), Tokenizer.load(folder)
+    prompt = tokenizer.encode("Once upon a time", start=True)
+    done = complete(LocalEngine(model, tokenizer, slots=4), [prompt] * 6, [Sampling(seed=i, max_tokens=60) for i in range(6)])
+    for completion in done.values():
+        tokens = torch.tensor([*prompt, *completion.tokens])
+        hidden = model(tokens, torch.arange(len(tokens)), causal)
+        logp = (hidden @ model.head.T).log_softmax(-1)[len(prompt) - 1 : -1]
+        own = logp.gather(-1, torch.tensor(completion.tokens)[:, None]).squeeze(-1)
+        assert (own - torch.tensor(completion.logp)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("slots", [1, 3, 64])
+def test_rollout_does_not_depend_on_what_else_is_in_the_batch(model: Decoder, tokenizer: Tokenizer, slots: int) -> None:
+    prompts, how = ragged(24)
+    alone = [complete(LocalEngine(model, tokenizer), [p], [s])[0] for p, s in zip(prompts, how, strict=True)]
+    together = complete(LocalEngine(model, tokenizer, slots=slots), prompts, how)
+    backwards = complete(LocalEngine(model, tokenizer, slots=slots), prompts[::-1], how[::-1])
+    for i, single in enumerate(alone):
+        assert together[i].tokens == single.tokens == backwards[len(alone) - 1 - i].tokens
+        assert together[i].stop == single.stop
+        assert torch.allclose(torch.tensor(together[i].logp), torch.tensor(single.logp), atol=1e-5)
+
+
+def test_prompt_of_a_group_is_computed_once(model: Decoder, tokenizer: Tokenizer) -> None:
+    engine, fed = LocalEngine(model, tokenizer, slots=4), []
+    forward = model.forward
+
+    def counting(tokens, position, attend):  # type: ignore[no-untyped-def]
+        fed.append(tokens.tolist())
+        return forward(tokens, position, attend)
+
+    model.forward = counting  # type: ignore[method-assign]
+    prompt = list(range(5, 25))
+    complete(engine, [prompt] * 12, [Sampling(seed=i, max_tokens=2 + i % 3) for i in range(12)])
+    assert sum(tokens == prompt for tokens in fed) == 1
+
+
+def test_sampling_follows_the_distribution(model: Decoder, tokenizer: Tokenizer) -> None:
+    count, prompt = 4000, [7, 9, 11]
+    done = complete(LocalEngine(model, tokenizer, slots=512), [prompt] * count, [Sampling(seed=i, max_tokens=1) for i in range(count)])
+    hidden = model(torch.tensor(prompt), torch.arange(3), causal)[-1]
+    expected = (hidden @ model.head.T).softmax(-1)
+    seen = torch.bincount(torch.tensor([c.tokens[0] for c in done.values()]), minlength=len(expected)) / count
+    assert (seen - expected).abs().max() < 4 * (0.25 / count) ** 0.5
+
+
+def test_truncated_sampling_reports_the_truncated_distribution() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(3, 1)
+    temperature, draw = torch.tensor([1.0, 1.0, 0.5]), torch.tensor([0.99, 0.99, 0.0])
+    token, logp = sample(logits, draw, temperature, torch.tensor([0.6, 1.0, 1.0]), torch.tensor([0, 2, 0]))
+    assert token.tolist() == [0, 1, 0]
+    assert logp[0] == 0.0  # the nucleus of 0.6 is one token
+    assert torch.isclose(logp[1], torch.tensor([2.0, 1.0]).log_softmax(-1)[1])
+    assert torch.isclose(logp[2], (logits[2] / 0.5).log_softmax(-1)[0])
+
+
+def test_greedy_takes_the_likeliest_token() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    token, logp = sample(logits, torch.tensor([0.999]), torch.tensor([0.0]), None, None)
+    assert token.item() == 1 and logp.item() == 0.0
+
+
+def test_a_draw_never_gives_a_token_without_mass() -> None:
+    logits = torch.tensor([[0.0, float("-inf"), 0.0, float("-inf")]]).repeat(2, 1)
+    token, _ = sample(logits, torch.tensor([0.5, 1.0]), torch.ones(2), None, None)
+    assert token.tolist() == [2, 2]
+
+
+def test_uniform_numbers_are_uniform_and_independent() -> None:
+    seed = torch.arange(20000) * 7919
+    first, second = uniform(seed, torch.zeros(20000, dtype=torch.int64)), uniform(seed, torch.ones(20000, dtype=torch.int64))
+    assert 0 <= first.min() and first.max() < 1
+    assert abs(first.mean() - 0.5) < 0.01 and abs(first.var() - 1 / 12) < 0.003
+    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.03
+    assert abs(torch.corrcoef(torch.stack([first[:-1], first[1:]]))[0, 1]) < 0.03
+
+
+def test_every_end_id_ends_a_reply_and_stays_in_it(model: Decoder, tokenizer: Tokenizer) -> None:
+    model.eos_ids = (20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30)
+    done = complete(LocalEngine(model, tokenizer), [[7, 8]] * 40, [Sampling(seed=i, max_tokens=40) for i in range(40)])
+    ended = [c for c in done.values() if c.stop is StopReason.EOS]
+    assert len({c.tokens[-1] for c in ended}) > 3
+    assert all(c.tokens[-1] in model.eos_ids for c in ended)
+    assert all(not set(c.tokens[:-1]) & set(model.eos_ids) for c in done.values())
+    assert all(tokenizer.decode(c.tokens[:-1]) == c.text for c in ended)
+
+
+def test_reply_ends_with_its_stop_string_and_says_so(model: Decoder, tokenizer: Tokenizer) -> None:
+    model.eos_ids = (1,)
+    stops = tuple("0123456789")
+    done = complete(LocalEngine(model, tokenizer, slots=5), [[7, 8]] * 20, [Sampling(seed=i, max_tokens=50, stop=stops) for i in range(20)])
+    stopped = [c for c in done.values() if c.stop is StopReason.STOP]
+    assert stopped
+    for completion in stopped:
+        assert completion.text.endswith(stops) and sum(completion.text.count(s) for s in stops) == 1
+
+
+def test_truncation_is_told_apart_by_budget_and_context(tokenizer: Tokenizer) -> None:
+    model = tiny(tokenizer, context=12)
+    model.eos_ids = (10**6,)  # never sampled
+    sampling = [Sampling(seed=1, max_tokens=4), Sampling(seed=1, max_tokens=400)]
+    done = complete(LocalEngine(model, tokenizer), [[7] * 5, [7] * 5], sampling)
+    assert [done[0].stop, len(done[0].tokens)] == [StopReason.LENGTH, 4]
+    assert [done[1].stop, len(done[1].tokens)] == [StopReason.CONTEXT, 7]
+
+
+def test_prompt_longer_than_the_context_is_refused_in_one_line(model: Decoder, tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match="64") as error:
+        LocalEngine(model, tokenizer).submit(0, [5] * 64, Sampling())
+    assert "\n" not in str(error.value)
+
+
+def test_completion_echoes_the_version_of_its_weights(model: Decoder, tokenizer: Tokenizer) -> None:
+    engine = LocalEngine(model, tokenizer)
+    engine.load(model, 7)
+    assert complete(engine, [[5, 6]], [Sampling(max_tokens=2)])[0].version == 7
+    with pytest.raises(AssertionError):
+        engine.load(tiny(tokenizer), 8)
+
+
+def test_engine_uses_the_weights_of_the_learner_at_once(model: Decoder, tokenizer: Tokenizer) -> None:
+    engine = LocalEngine(model, tokenizer)
+    before = complete(engine, [[5, 6, 7]], [Sampling(seed=3, max_tokens=12)])[0]
+    with torch.no_grad():
+        model.layers[0].down.weight.mul_(3)
+    engine.load(model, 1)
+    after = complete(engine, [[5, 6, 7]], [Sampling(seed=3, max_tokens=12)])[0]
+    fresh = complete(LocalEngine(model, tokenizer), [[5, 6, 7]], [Sampling(seed=3, max_tokens=12)])[0]
+    assert after.tokens != before.tokens and replace(after, version=0) == fresh
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_engine_runs_in_every_precision(model: Decoder, tokenizer: Tokenizer, precision: str) -> None:
+    prompts, how = ragged(6)
+    assert len(complete(LocalEngine(model, tokenizer, precision=precision), prompts, how)) == 6

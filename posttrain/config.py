@@ -5,9 +5,10 @@ The command line, recipes (TOML) and the Python front door all fill in these and
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar
 
 from posttrain.types import UserError
 
@@ -17,6 +18,18 @@ Precision = Literal["float32", "bfloat16"]
 @dataclass(frozen=True)
 class Data:
     """Where the rows come from and how they become tasks."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Notes which options were given: when a run is resumed, one left at its default is no wish to change it."""
+        config = super().__new__(cls)
+        object.__setattr__(config, "_given", frozenset(options))  # no field: equal options are equal configurations
+        return config
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The names of the options that were given, whatever their values."""
+        given: frozenset[str] = self.__dict__["_given"]
+        return given
 
     tasks: str = ""
     """Rows: a .jsonl, .json, .csv or .parquet file, a folder, or the name of a dataset."""
@@ -214,6 +227,16 @@ class Evaluation(Data):
     """Processor threads; left out: PyTorch's choice."""
 
 
+VERBS: dict[str, type[Data]] = {"sft": SFT, "rl": RL, "eval": Evaluation}
+"""The verbs that take a configuration; a recipe has a table for each."""
+
+OF_ONE_CALL = frozenset({"out", "resume", "overwrite", "quiet"})
+"""Options that a continued run does not take over."""
+
+FREE_TO_CHANGE = frozenset({"steps", "save_every", "keep", "threads", "env_workers", "env_seconds"})
+"""Options that a continued run takes over unless they are given anew."""
+
+
 def validate(config: Training | Evaluation) -> None:
     """Refuse numbers that make no sense, in one line each. What depends on data or model is checked where it is loaded."""
     positive = (
@@ -252,12 +275,28 @@ def _validate_rl(config: RL) -> None:
         )
 
 
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Names of the options in which two recorded configurations differ."""
-    return sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
+AnyTraining = TypeVar("AnyTraining", bound=Training)
+
+
+def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
+    """The options of a run that is resumed: as recorded in run.json, but for what may change and is given in `config`.
+
+    Raises UserError if another option is given with another value.
+    """
+    now = as_dict(config)
+    fixed = config.given - OF_ONE_CALL - FREE_TO_CHANGE
+    differing = ", ".join(f"{name} was {recorded.get(name)!r}" for name in sorted(fixed) if now[name] != recorded.get(name))
+    if differing:
+        raise UserError(f"cannot resume {config.out} with other options ({differing}): leave them out, or give another --out")
+    if unknown := sorted(recorded.keys() - now.keys()):
+        raise UserError(f"cannot resume {config.out}: another version of posttrain wrote it, with options {', '.join(unknown)}")
+    kept = {name: value for name, value in recorded.items() if name not in OF_ONE_CALL and name not in config.given}
+    chosen = {**{name: getattr(config, name) for name in OF_ONE_CALL | config.given}, **kept}
+    return type(config)(**{name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()})
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """The options by name, as JSON would give them back."""
+    """The options by name, as they are read back from JSON: tuples are lists, paths are text."""
     values = {f.name: getattr(config, f.name) for f in fields(config)}
-    return {k: list(v) if isinstance(v, tuple) else dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return plain

@@ -7,7 +7,8 @@ thin layers over them.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 
 from posttrain import checkpoint as checkpoints
 from posttrain.algorithms.policy import adjust, find, policy_objective
-from posttrain.config import RL, SFT, Data, Evaluation, Training, as_dict, changed, validate
-from posttrain.data.tasks import hold_out, load_rows, to_tasks
+from posttrain.config import RL, SFT, AnyTraining, Data, Evaluation, Training, as_dict, continued, validate
+from posttrain.data.rows import load_rows
+from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.display import Display
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.host import Host
@@ -34,8 +36,8 @@ from posttrain.supervised import Demonstrations, demonstrate, likelihood_objecti
 from posttrain.train import Trained, interruptible, train
 from posttrain.types import Invalid, Rollout, Sampling, Source, Stats, Task, UserError
 
-FREE_TO_CHANGE = {"steps", "out", "resume", "overwrite", "quiet", "save_every", "keep", "threads"}
-"""Options that a resumed run may have otherwise than the run it continues."""
+RUN_FILES = ("run.json", "metrics.jsonl", "timing.jsonl", "rollouts", "tensorboard", "checkpoints", "curves.png")
+"""What --overwrite deletes: what a run makes, and nothing else that may stand in the folder."""
 
 
 @dataclass
@@ -334,35 +336,75 @@ def load_tasks(
         load_env(spec)  # its mistakes are told before anything heavy starts
     if tasks is not None:
         return list(to_tasks(tasks, need=need))
+    convert = load_converter(spec) if spec is not None else None
     return list(
         to_tasks(
             load_rows(config.tasks, config.split, config.limit),
             fields=config.fields,
             prompt_template=config.prompt_template,
             response_template=config.response_template,
-            convert=load_converter(spec) if spec is not None else None,
+            convert=_demonstrations_only(convert) if convert and "response" in need else convert,
             need=need,
         )
     )
 
 
-def open_run(config: Training) -> tuple[Record, Path | None]:
-    """The run directory, and the checkpoint to resume from."""
-    folder = Path(config.out)
-    verb = type(config).__name__.lower()
+def _demonstrations_only(convert: Callable[[Task], Task | None]) -> Callable[[Task], Task | None]:
+    """Leave out rows that make a task but no demonstration of it, such as problems without a worked solution."""
+
+    def converted(row: Task) -> Task | None:
+        task = convert(row)
+        return task if task and ("response" in task or "messages" in task) else None
+
+    return converted
+
+
+def begin(config: AnyTraining) -> tuple[AnyTraining, Path | None]:
+    """The options as the run has them, and the checkpoint to go on from. Nothing is written or deleted yet.
+
+    Raises UserError if --out holds a run and none is expected there, or the other way round.
+    """
+    folder, holds_run = Path(config.out), (Path(config.out) / "run.json").exists()
+    if config.resume and config.overwrite:
+        raise UserError("--resume continues the run in --out and --overwrite deletes it: give one of them")
     if not config.resume:
-        if config.overwrite and (folder / "run.json").exists():
-            shutil.rmtree(folder)
-        return Record.create(folder, as_dict(config), verb, {}), None
-    before = read_run(folder)
-    differing = [k for k in changed(before["config"], as_dict(config)) if k not in FREE_TO_CHANGE]
-    if differing:
-        told = ", ".join(f"{k} was {before['config'].get(k)!r}" for k in differing)
-        raise UserError(f"cannot resume {folder} with other options ({told}): give the recorded ones, or another --out")
+        if holds_run and not config.overwrite:
+            raise UserError(f"{folder} already holds a run: --resume continues it, --overwrite deletes it, or choose another --out")
+        return config, None
+    if not holds_run:
+        raise UserError(f"{folder} holds no run to resume: leave out --resume to begin one there, or give the --out of one")
+    run, verb = read_run(folder), type(config).__name__.lower()
+    if run["verb"] != verb:
+        raise UserError(f"{folder} is a run of posttrain {run['verb']}: resume it with that verb")
     newest = checkpoints.newest(folder, print)
     if newest is None:
         print(f"{folder} has no checkpoint yet: starting over")
-    return Record.resume(folder, checkpoints.step_of(newest) if newest else -1), newest
+    return continued(config, run["config"]), newest
+
+
+def open_run(config: SFT | RL, resumed: Path | None, extra: dict[str, Any]) -> Record:
+    """The run directory, ready to be written: new, or with what was recorded since the checkpoint taken out."""
+    folder = Path(config.out)
+    with writing(folder):
+        if config.resume:
+            return Record.resume(folder, checkpoints.step_of(resumed) if resumed else -1)
+        if config.overwrite:
+            for inside in (config.model, config.tasks):
+                if inside and Path(inside).resolve().is_relative_to(folder.resolve()):
+                    raise UserError(f"--overwrite would delete {inside}, which this run needs: choose another --out")
+            for name in RUN_FILES:
+                shutil.rmtree(folder / name, ignore_errors=True)
+                (folder / name).unlink(missing_ok=True)
+        return Record.create(folder, as_dict(config), type(config).__name__.lower(), extra)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Within it, a disk that is full or not writable is a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error
 
 
 def resolve(model: str) -> Path:

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.tasks import hold_out, load_rows, order, to_tasks
+from posttrain.data.rows import load_rows
+from posttrain.data.tasks import hold_out, order, to_tasks
 from posttrain.types import UserError
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -460,6 +461,6 @@ def test_real_instructions_keep_every_response_of_a_repeated_prompt_on_one_side(
 def test_reading_data_imports_no_torch() -> None:
     import subprocess
 
-    code = "import sys, posttrain.data.tasks as t; t.load_rows([{}]); sys.exit('torch' in sys.modules)"
+    code = "import sys, posttrain.data.tasks, posttrain.data.rows as r; r.load_rows([{}]); sys.exit('torch' in sys.modules)"
     root = Path(__file__).resolve().parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

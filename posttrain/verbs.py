@@ -1,0 +1,173 @@
+"""What the verbs of the command do: options in, a call of the front door, figures on the screen, an exit code out.
+
+Nothing heavy is imported before the verb that needs it runs, so that its --help answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from posttrain.config import RL, SFT, Evaluation
+from posttrain.types import UserError
+
+if TYPE_CHECKING:
+    from posttrain.run import Run
+
+Options = Parameter(
+    name="*",
+    consume_multiple=True,
+    negative_iterable=(),
+    show_default=lambda value: "none" if value in ("", (), {}) else value,
+)
+
+
+def sft(*, config: Annotated[SFT, Options] = SFT()) -> int:  # noqa: B008  frozen
+    """Supervised fine-tuning: imitate the responses of a dataset."""
+    from posttrain import run
+
+    return _ended("sft", run.sft(config))
+
+
+def rl(*, config: Annotated[RL, Options] = RL()) -> int:  # noqa: B008
+    """Reinforcement learning from a reward function, a verifier or an environment."""
+    from posttrain import run
+
+    return _ended("rl", run.rl(config))
+
+
+def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
+    """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares two checkpoints."""
+    from posttrain import run
+    from posttrain.display import table
+
+    found = run.evaluate(config)
+    names = [n for n in found.figures if isinstance(found.figures[n], dict)]
+
+    def row(name: str, figures: dict[str, Any]) -> list[str]:
+        return [name, *(_interval(figures[n]) for n in names)]
+
+    rows = [row(config.model, found.figures)]
+    if found.against is not None:
+        rows.append(row(config.against or "", found.against))
+    table(f"{found.figures['tasks']} tasks, {config.samples} samples each", ["model", *names], rows)
+    if found.difference is not None:
+        print(f"difference in accuracy, task by task: {_interval(found.difference)} (95% interval)")
+    if found.invalid:
+        print(f"{found.invalid} rewards were invalid and left out")
+    if config.out:
+        content = {
+            "figures": found.figures,
+            "against": found.against,
+            "difference": found.difference,
+            "rewards": found.rewards,
+        }
+        try:
+            Path(config.out).parent.mkdir(parents=True, exist_ok=True)
+            Path(config.out).write_text(json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"--out {config.out} cannot be written: {error.strerror}") from error
+    return 0
+
+
+def chat(
+    model: str, *, system: str | None = None, temperature: float = 0.7, max_tokens: int = 256, device: str = "auto"
+) -> int:
+    """Talk to a checkpoint (to one without a chat template: give it text to continue).
+
+    Parameters
+    ----------
+    model
+        Folder of a checkpoint or of a run.
+    system
+        A system message.
+    temperature
+        Of sampling; 0: greedy.
+    max_tokens
+        Most tokens of a reply.
+    device
+        auto, cpu, cuda ...
+    """
+    from posttrain.dialogue import converse
+
+    converse(model, system, temperature, max_tokens, device)
+    return 0
+
+
+def algorithms(name: str | None = None) -> int:
+    """The table of algorithms, or one of them in plain mathematics.
+
+    Parameters
+    ----------
+    name
+        One row.
+    """
+    from posttrain.algorithms.policy import TABLE, find
+    from posttrain.display import table
+
+    if name is not None:
+        print("\n".join(find(name).describe()))
+        return 0
+    columns = ["name", "advantage", "objective per token", "weight of a token", "paper"]
+    rows = [
+        [r.name, r.advantage.formula, r.surrogate.formula, getattr(r.aggregate, "formula", ""), r.paper]
+        for r in TABLE.values()
+    ]
+    table("Algorithms", columns, rows)
+    return 0
+
+
+def check(*, env: str, tasks: str, replies: str | None = None, limit: int = 4, seconds: float = 10.0) -> int:
+    """Run a reward or an environment against sample replies, before any training.
+
+    Parameters
+    ----------
+    env
+        my.py:reward, package.module:name, or a built-in name.
+    tasks
+        Rows, as for rl.
+    replies
+        A text file of sample replies, one a line; left out: the task's own answer and some hostile ones.
+    limit
+        How many rows to read; the first few tasks are tried.
+    seconds
+        Time limit of one call.
+    """
+    from posttrain.data.rows import load_rows
+    from posttrain.data.tasks import to_tasks
+    from posttrain.envs.check import check as run_check
+    from posttrain.envs.load import load_converter
+
+    chosen = to_tasks(load_rows(tasks, limit=limit), convert=load_converter(env))
+    lines = None
+    if replies is not None:
+        try:
+            lines = Path(replies).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--replies {replies} cannot be read as text: {error}") from error
+    report = run_check(env, chosen, lines, seconds)
+    print("\n".join(report.lines()))
+    return 0 if report.ok else 2
+
+
+def _ended(verb: str, run: Run) -> int:
+    final = run.final
+    shown = ("reward", "accuracy", "eval/accuracy", "nll", "eval/loss", "kl")
+    figures = ", ".join(f"{name} {final[name]:.4g}" for name in shown if final.get(name) is not None)
+    print(": ".join(["interrupted" if run.interrupted else "done", *filter(None, [figures])]))
+    print(f"checkpoint  {run.checkpoint}")
+    print(f"curves      {run.path / 'curves.png'}")
+    if verb == "rl":
+        print(f"rollouts    {run.path / 'rollouts'}")
+    if run.interrupted:
+        print(f"continue    posttrain {verb} --out {run.path} --resume")
+        return 130
+    print(f"talk to it  posttrain chat {run.path}")
+    return 0
+
+
+def _interval(figure: dict[str, float]) -> str:
+    return f"{figure['mean']:.3f} [{figure['low']:.3f}, {figure['high']:.3f}]"

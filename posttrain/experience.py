@@ -1,6 +1,6 @@
 """The source of reinforcement learning: play -> score -> filter -> credit -> pack -> weight.
 
-    S    rollouts of an optimizer batch    N    scored tokens of a micro-batch
+S    rollouts of an optimizer batch    N    scored tokens of a micro-batch
 """
 
 from __future__ import annotations
@@ -154,10 +154,16 @@ class Experience:
         old: list[Tensor] | None,
         reference: list[Tensor] | None,
     ) -> list[Batch]:
-        """The micro-batches of one update, their weights from the scoreboard of exactly these rollouts."""
+        """The micro-batches of one update, their weights from the scoreboard of exactly these rollouts.
+
+        Rollouts with advantage 0 have a gradient of 0 when nothing but the advantage moves a token: then they are not
+        even fed. They still count in every denominator.
+        """
         rows = torch.tensor(chosen)
         weight = torch.zeros(len(rollouts))
         weight[rows] = self.algorithm.aggregate(Scores(scores.reward[rows], scores.group[rows], scores.length[rows]))
+        if not self.algorithm.moves_every_token:
+            chosen = [i for i in chosen if advantage[i] != 0]
         batches = []
         for batch in self._microbatches(rollouts, chosen):
             device = batch.weight.device
@@ -192,6 +198,8 @@ def describe(rollouts: Sequence[Rollout], correct: float) -> Stats:
         stats.add("invalid", invalid)
         stats.add("truncated", rollout.stop.truncated)
         stats.add("length", rollout.n_sampled)
+        # E[-log p] is the entropy: this estimates it, without bias, from the log-probabilities that sampling gave anyway.
+        stats.add("entropy", -sum(sum(t.logp) for t in rollout.transcripts), rollout.n_sampled)
         if not isinstance(rollout.reward, Invalid):
             stats.add("reward", rollout.reward)
             stats.add("accuracy", rollout.reward >= correct - 1e-6)

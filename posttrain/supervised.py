@@ -1,6 +1,6 @@
 """The source of supervised fine-tuning: demonstrations become transcripts, transcripts become micro-batches.
 
-    N    scored tokens of a micro-batch: the tokens to imitate
+N    scored tokens of a micro-batch: the tokens to imitate
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ def test_engine_agrees_with_the_learner_on_a_pretrained_model(data) -> None:  # 
     folder = data / "models" / "stories260K"
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     prompt = tokenizer.encode("Once upon a time", start=True)
-    done = complete(LocalEngine(model, tokenizer, slots=4), [prompt] * 6, [Sampling(seed=i, max_tokens=60) for i in range(6)])
+    done = complete(
+        LocalEngine(model, tokenizer, slots=4), [prompt] * 6, [Sampling(seed=i, max_tokens=60) for i in range(6)]
+    )
     for completion in done.values():
         tokens = torch.tensor([*prompt, *completion.tokens])
         hidden = model(tokens, torch.arange(len(tokens)), causal)
@@ -92,7 +94,11 @@ def test_prompt_of_a_group_is_computed_once(model: Decoder, tokenizer: Tokenizer
 
 def test_sampling_follows_the_distribution(model: Decoder, tokenizer: Tokenizer) -> None:
     count, prompt = 4000, [7, 9, 11]
-    done = complete(LocalEngine(model, tokenizer, slots=512), [prompt] * count, [Sampling(seed=i, max_tokens=1) for i in range(count)])
+    done = complete(
+        LocalEngine(model, tokenizer, slots=512),
+        [prompt] * count,
+        [Sampling(seed=i, max_tokens=1) for i in range(count)],
+    )
     hidden = model(torch.tensor(prompt), torch.arange(3), causal)[-1]
     expected = (hidden @ model.head.T).softmax(-1)
     seen = torch.bincount(torch.tensor([c.tokens[0] for c in done.values()]), minlength=len(expected)) / count
@@ -123,7 +129,10 @@ def test_a_draw_never_gives_a_token_without_mass() -> None:
 
 def test_uniform_numbers_are_uniform_and_independent() -> None:
     seed = torch.arange(20000) * 7919
-    first, second = uniform(seed, torch.zeros(20000, dtype=torch.int64)), uniform(seed, torch.ones(20000, dtype=torch.int64))
+    first, second = (
+        uniform(seed, torch.zeros(20000, dtype=torch.int64)),
+        uniform(seed, torch.ones(20000, dtype=torch.int64)),
+    )
     assert 0 <= first.min() and first.max() < 1
     assert abs(first.mean() - 0.5) < 0.01 and abs(first.var() - 1 / 12) < 0.003
     assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.03
@@ -143,7 +152,11 @@ def test_every_end_id_ends_a_reply_and_stays_in_it(model: Decoder, tokenizer: To
 def test_reply_ends_with_its_stop_string_and_says_so(model: Decoder, tokenizer: Tokenizer) -> None:
     model.eos_ids = (1,)
     stops = tuple("0123456789")
-    done = complete(LocalEngine(model, tokenizer, slots=5), [[7, 8]] * 20, [Sampling(seed=i, max_tokens=50, stop=stops) for i in range(20)])
+    done = complete(
+        LocalEngine(model, tokenizer, slots=5),
+        [[7, 8]] * 20,
+        [Sampling(seed=i, max_tokens=50, stop=stops) for i in range(20)],
+    )
     stopped = [c for c in done.values() if c.stop is StopReason.STOP]
     assert stopped
     for completion in stopped:

@@ -42,8 +42,7 @@ def scores_of(reward: Sequence[float], group: Sequence[int], length: Sequence[in
 def outputs_of(model: Decoder, batch: Batch, temperature: float = 1.0) -> Outputs:
     layout = batch.layout
     hidden = model(layout.tokens, layout.position, SegmentAttention(layout))
-    logp, entropy = token_logp(hidden[batch.at], model.head, batch.target, temperature, entropy=True)
-    return Outputs(logp, entropy)
+    return Outputs(token_logp(hidden[batch.at], model.head, batch.target, temperature))
 
 
 def gradient(
@@ -77,7 +76,9 @@ def gradient(
     return total, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def noisy_logps(model: Decoder, rollouts: Sequence[Rollout], generator: torch.Generator, noise: float) -> dict[int, torch.Tensor]:
+def noisy_logps(
+    model: Decoder, rollouts: Sequence[Rollout], generator: torch.Generator, noise: float
+) -> dict[int, torch.Tensor]:
     """Log-probabilities near the model's own, one tensor per rollout."""
     found = {}
     for rollout in rollouts:
@@ -148,7 +149,13 @@ def test_loss_and_gradient_equal_a_loop_written_transcription(row: Algorithm) ->
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**31), groups=st.integers(1, 4), size=st.integers(2, 5), row=st.sampled_from(ROWS), data=st.data())
+@given(
+    seed=st.integers(0, 2**31),
+    groups=st.integers(1, 4),
+    size=st.integers(2, 5),
+    row=st.sampled_from(ROWS),
+    data=st.data(),
+)
 def test_gradient_is_the_same_under_any_cut_order_and_packing(seed, groups, size, row, data) -> None:  # type: ignore[no-untyped-def]
     generator = torch.Generator().manual_seed(seed)
     model = tiny(WORDS, dtype=torch.float64)
@@ -201,9 +208,7 @@ def test_chunked_log_probabilities_and_gradients_equal_the_plain_ones(monkeypatc
     plain = (hidden @ head.T / 0.7).log_softmax(-1)
     expected = torch.autograd.grad((plain[torch.arange(37), target] * weight).sum(), (hidden, head))
     monkeypatch.setattr("posttrain.models.likelihood.CHUNK_LOGITS", 200)
-    logp, entropy = token_logp(hidden, head, target, 0.7, entropy=True)
-    assert entropy is not None and not entropy.requires_grad
-    assert torch.allclose(entropy, -(plain.exp() * plain).sum(-1), atol=1e-12)
+    logp = token_logp(hidden, head, target, 0.7)
     found = torch.autograd.grad((logp * weight).sum(), (hidden, head))
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found, expected, strict=True))
 
@@ -238,7 +243,10 @@ def test_golden_clip(advantage: float, ratio: float, value: float, moves: bool) 
 
 def test_golden_kl_estimators() -> None:
     sampled = torch.randn(400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for mean, true, spread in ((0.1, 0.005, {"k1": 20, "k2": 1.42, "k3": 1.42}), (1.0, 0.5, {"k1": 2, "k2": 1.73, "k3": 1.7})):
+    for mean, true, spread in (
+        (0.1, 0.005, {"k1": 20, "k2": 1.42, "k3": 1.42}),
+        (1.0, 0.5, {"k1": 2, "k2": 1.73, "k3": 1.7}),
+    ):
         lp, ref = -(sampled**2) / 2, -((sampled - mean) ** 2) / 2
         for name, expected in spread.items():
             k = KL(name)(lp, ref)  # type: ignore[arg-type]

@@ -42,7 +42,12 @@ class Baselined:
 
     @property
     def formula(self) -> str:
-        of = {"none": "", "batch": " - mean(batch)", "group": " - mean(group)", "others": " - mean(others of the group)"}
+        of = {
+            "none": "",
+            "batch": " - mean(batch)",
+            "group": " - mean(group)",
+            "others": " - mean(others of the group)",
+        }
         scale = "" if self.scale == "none" else f" / (std({self.scale}) + {self.eps:g})"
         numerator = f"R_i{of[self.baseline]}"
         return f"({numerator}){scale}" if scale else numerator

@@ -50,6 +50,11 @@ class Algorithm:
         """Whether the rollouts of a step serve one update only, so that old and current log-probabilities coincide."""
         return self.epochs * self.minibatches == 1
 
+    @property
+    def moves_every_token(self) -> bool:
+        """Whether a token can have a gradient though its advantage is 0."""
+        return self.kl is not None and self.kl.where == "loss"
+
     def describe(self) -> list[str]:
         """The objective in plain mathematics, one line each."""
         penalty = f" - {self.kl.beta:g} k" if self.kl and self.kl.where == "loss" else ""
@@ -168,8 +173,6 @@ def policy_objective(row: Algorithm) -> Objective:
                 stats.add("ratio/first", ratio.double().sum().item(), count)
             stats.add("ratio", ratio.double().sum().item(), count)
             row.surrogate.measure(ratio, advantage, stats)
-            if outputs.entropy is not None:
-                stats.add("entropy", outputs.entropy.sum().item(), count)
             if batch.sampler_logp is not None:
                 # How far the engine's numbers are from the learner's: estimates KL(sampler || learner), unclipped.
                 gap = old - batch.sampler_logp

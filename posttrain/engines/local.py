@@ -81,7 +81,9 @@ class LocalEngine:
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """Queue one request. Raises UserError if the prompt leaves no room for a reply."""
         if not prompt:
-            raise UserError("an empty prompt: there is nothing to continue; give the task a prompt or the tokenizer a BOS")
+            raise UserError(
+                "an empty prompt: there is nothing to continue; give the task a prompt or the tokenizer a BOS"
+            )
         if len(prompt) >= self.context:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens leaves no room in the model's context of {self.context}: "

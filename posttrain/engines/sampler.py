@@ -1,6 +1,6 @@
 """Decides which token comes next: one uniform number per row, and the log-probability under what was sampled from.
 
-    B    rows (one per running request)    V    vocabulary
+B    rows (one per running request)    V    vocabulary
 """
 
 from __future__ import annotations

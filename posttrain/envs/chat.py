@@ -40,7 +40,9 @@ class Conversation:
         closed = self.tokenizer.render(before, generation=False)
         opened = self.tokenizer.render([*before, *turn.messages], generation=True)
         if not opened.startswith(closed) or closed.count(_MARK) != 1:
-            raise UserError("this chat template rewrites earlier messages: use it with one turn, or yield text, not messages")
+            raise UserError(
+                "this chat template rewrites earlier messages: use it with one turn, or yield text, not messages"
+            )
         after = self.tokenizer.encode(opened[closed.index(_MARK) + len(_MARK) :])
         if last is not None and last.stop is StopReason.EOS and after[:1] == list(last.tokens[-1:]):
             after = after[1:]  # the end of the reply is there already: the policy sampled it

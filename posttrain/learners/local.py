@@ -1,6 +1,6 @@
 """The learner of one process: forward, backward, clip, step. It knows neither rewards nor algorithms.
 
-    N    scored tokens of a micro-batch
+N    scored tokens of a micro-batch
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Optimization:
 class LocalLearner:
     """See `posttrain.types.Learner`.
 
-    `temperature` divides the logits here and nowhere else, for current, old and reference log-probabilities and for
-    entropies alike (the engine divides its own).
+    `temperature` divides the logits here and nowhere else, for current, old and reference log-probabilities alike (the
+    engine divides its own).
     """
 
     def __init__(
@@ -64,14 +64,12 @@ class LocalLearner:
         temperature: float = 1.0,
         precision: str = "float32",
         reference: Decoder | None = None,
-        measure_entropy: bool = True,
     ) -> None:
         self.model = model
         self.reference = reference
         self.optimization = optimization
         self.temperature = temperature
         self.precision = precision
-        self.measure_entropy = measure_entropy
         self.version = 0
         self.device = model.head.device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -107,6 +105,9 @@ class LocalLearner:
             loss = objective(self._outputs(self.model, batch), batch, stats)
             loss.backward()
             stats.add("loss", loss.item(), 0)
+        for parameter in self.parameters:
+            if parameter.grad is None:  # nothing to learn here is a gradient of 0, not the absence of an update
+                parameter.grad = torch.zeros_like(parameter)
         limit = self.optimization.max_grad_norm
         norm = nn.utils.clip_grad_norm_(self.parameters, limit if limit > 0 else math.inf)
         stats.add("loss", 0.0, 1)
@@ -156,11 +157,8 @@ class LocalLearner:
         layout = batch.layout
         with self._autocast():
             hidden = model(layout.tokens, layout.position, SegmentAttention(layout)).index_select(0, batch.at)
-            logp, entropy = token_logp(
-                hidden, model.head, batch.target, self.temperature, self.measure_entropy and torch.is_grad_enabled()
-            )
-        return Outputs(logp=logp, entropy=entropy)
+            logp = token_logp(hidden, model.head, batch.target, self.temperature)
+        return Outputs(logp=logp)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
-

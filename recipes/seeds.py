@@ -1,0 +1,106 @@
+"""Run a recipe for several seeds and write down what came out: every seed, the mean, an interval.
+
+    python recipes/seeds.py wordproblems --seeds 0 1 2 --also ../shared/data/wordproblems/svamp.jsonl
+
+For each seed: recipes/NAME.py (if there is one; it prepares data), then the verbs of recipes/NAME.toml in order. Runs go
+to runs/NAME/seed-K/, the figures to runs/NAME/results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5% quantile for n seeds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("recipe")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--also", help="further tasks to evaluate on, all of them")
+    parser.add_argument("--threads", default="2")
+    options = parser.parse_args()
+    results = {str(seed): one(options, seed) for seed in options.seeds}
+    path = Path("runs") / options.recipe / "results.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    results = {**before, **results}
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(report(results))
+
+
+def one(options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """All verbs of the recipe with this seed."""
+    recipe = tomllib.loads((HERE / f"{options.recipe}.toml").read_text())
+    folder = Path("runs") / options.recipe / f"seed-{seed}"
+    config = ["--config", str(HERE / f"{options.recipe}.toml"), "--threads", options.threads]
+    found: dict[str, Any] = {"seconds": {}}
+
+    def run(name: str, *words: str) -> None:
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, *words], check=True)
+        found["seconds"][name] = round(time.perf_counter() - begin, 1)
+
+    demonstrations = folder / "demonstrations.jsonl"
+    if (HERE / f"{options.recipe}.py").exists() and "sft" in recipe:
+        run("data", str(HERE / f"{options.recipe}.py"), "--seed", str(seed), "--out", str(demonstrations))
+    if "sft" in recipe:
+        own = ["--tasks", str(demonstrations)] if demonstrations.exists() else []
+        run("sft", *_verb("sft"), *config, *own, "--seed", str(seed), "--out", str(folder / "sft"), "--overwrite")
+    start = str(folder / "sft") if "sft" in recipe else recipe["rl"]["model"]
+    run("rl", *_verb("rl"), *config, "--seed", str(seed), "--model", start, "--out", str(folder / "rl"), "--overwrite")
+    both = ["--model", str(folder / "rl"), "--against", start, "--seed", str(seed), "--split-seed", str(seed)]
+    run("eval", *_verb("eval"), *config, *both, "--out", str(folder / "eval.json"))
+    found["eval"] = _figures(folder / "eval.json")
+    if options.also:
+        also = ["--tasks", options.also, "--held-out", "0", "--out", str(folder / "also.json")]
+        run("also", *_verb("eval"), *config, *both, *also)
+        found["also"] = _figures(folder / "also.json")
+    return found
+
+
+def report(results: dict[str, Any]) -> str:
+    """A Markdown table: a row a seed and set of tasks, then the mean gain over seeds with its 95% interval (Student)."""
+    lines = ["| seed | tasks | before | after | difference | 95% interval | seconds |", "|---|---|---|---|---|---|---|"]
+    for name in ("eval", "also"):
+        gains = []
+        for seed, found in sorted(results.items()):
+            if name not in found:
+                continue
+            f = found[name]
+            gain = f["difference"]
+            gains.append(gain["mean"])
+            lines.append(
+                f"| {seed} | {'held-out' if name == 'eval' else 'also'} | {f['before']:.3f} | {f['after']:.3f} "
+                f"| {gain['mean']:+.3f} | [{gain['low']:+.3f}, {gain['high']:+.3f}] | {sum(found['seconds'].values()):.0f} |"
+            )
+        if len(gains) > 1:
+            mean = sum(gains) / len(gains)
+            spread = (sum((g - mean) ** 2 for g in gains) / (len(gains) - 1)) ** 0.5
+            half = STUDENT[len(gains)] * spread / len(gains) ** 0.5
+            lines.append(f"| all | | | | {mean:+.3f} | [{mean - half:+.3f}, {mean + half:+.3f}] | |")
+    return "\n".join(lines)
+
+
+def _verb(verb: str) -> list[str]:
+    return ["-m", "posttrain", verb]
+
+
+def _figures(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text())
+    return {
+        "before": content["against"]["accuracy"]["mean"],
+        "after": content["figures"]["accuracy"]["mean"],
+        "difference": content["difference"],
+    }
+
+
+if __name__ == "__main__":
+    main()

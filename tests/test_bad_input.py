@@ -1,0 +1,292 @@
+"""Every mistake of a user's is one line on stderr that says the fix, exit code 2, and nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny
+
+from posttrain.cli import main
+from posttrain.envs import arithmetic
+from posttrain.models.folder import save_model
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.record import Record
+
+GOOD = """
+def reward(task, reply):
+    return sum(c.isdigit() for c in reply) / (len(reply) + 1)
+"""
+REWARDS = {
+    "raises": "raise KeyError('anwser')",
+    "nan": "return float('nan')",
+    "text": "return 'good'",
+    "nothing": "pass",
+    "endless": "while True: pass",
+    "dies": "import os; os._exit(3)",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Iterator[Path]:
+    """A folder with good and bad data, models, recipes and rewards; the current one for all tests here."""
+    folder = tmp_path_factory.mktemp("bad-input")
+    rows = arithmetic.tasks(20, seed=0, digits=1)
+    write_rows(folder / "rows.jsonl", rows)
+    write_rows(folder / "long.jsonl", [*rows, {"prompt": "1+" * 40, "response": "1", "answer": "1"}])
+    (folder / "empty.jsonl").touch()
+    (folder / "broken.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
+    (folder / "env.py").write_text(GOOD)
+    for name, body in REWARDS.items():
+        (folder / f"{name}.py").write_text(f"def reward(task, reply):\n    {body}\n")
+    (folder / "unfinished.py").write_text("def reward(task, reply:\n")
+    recipes = {
+        "typo.toml": "[rl]\nstesp = 3\n",
+        "table.toml": "[train]\nsteps = 3\n",
+        "other.toml": "[sft]\nrows = 3\n",
+        "type.toml": '[rl]\nsteps = "many"\n',
+        "malformed.toml": "[rl\nsteps = 3\n",
+        "binary.toml": "\x00\x01",
+    }
+    for name, text in recipes.items():
+        (folder / name).write_text(text)
+    save_model(tiny(tokenizer), folder / "start", tokenizer)
+    save_endless(folder / "no-eos", tokenizer)
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+    torch.set_num_threads(threads)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def save_endless(folder: Path, tokenizer: Tokenizer) -> None:
+    """A model whose checkpoint names no end-of-sequence token anywhere."""
+    save_model(tiny(tokenizer), folder, tokenizer)
+    for name, key in (
+        ("generation_config", "eos_token_id"),
+        ("config", "eos_token_id"),
+        ("tokenizer_config", "eos_token"),
+    ):
+        content = json.loads((folder / f"{name}.json").read_text())
+        content.pop(key, None)
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def words(verb: str, **options: Any) -> list[str]:
+    """A command that works, but for the options that are given here."""
+    usual: dict[str, dict[str, Any]] = {
+        "sft": {"tasks": "rows.jsonl", "tokenizer": "characters", "hidden": 16, "layers": 1, "rows": 8, "quiet": ""},
+        "rl": {"tasks": "rows.jsonl", "model": "start", "env": "env.py:reward", "steps": 4, "prompts": 3, "group": 3,
+               "max-tokens": 8, "lr": 1e-2, "quiet": ""},
+        "eval": {"tasks": "rows.jsonl", "model": "start", "env": "env.py:reward", "samples": 1, "k": 1, "max-tokens": 8},
+        "check": {"tasks": "rows.jsonl", "env": "env.py:reward"},
+    }  # fmt: skip
+    threads = {"threads": 1, "out": "never"} if verb in ("sft", "rl") else {}
+    chosen = {**usual.get(verb, {}), **threads, **{name.replace("_", "-"): value for name, value in options.items()}}
+    return [verb, *(part for name, value in chosen.items() for part in (f"--{name}", str(value)) if part)]
+
+
+def refused(capfd: pytest.CaptureFixture[str], arguments: list[str], *parts: str) -> str:
+    """The one line with which a command ends; the file descriptors are watched, so worker processes are heard too."""
+    capfd.readouterr()
+    code = main(arguments)
+    said = capfd.readouterr().err
+    assert code == 2, said
+    assert said.count("\n") == 1 and said.startswith("posttrain: "), said
+    assert "Traceback" not in said and len(said) < 500
+    for part in parts:
+        assert part in said, said
+    return said
+
+
+CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "missing model": (words("rl", model="nowhere"), ("nowhere: no such folder", "give a")),
+    "missing model in eval": (words("eval", model="nowhere"), ("nowhere: no such folder",)),
+    "missing model in chat": (["chat", "nowhere"], ("nowhere: no such folder",)),
+    "missing tasks": (words("rl", tasks="rosw.jsonl"), ("no file rosw.jsonl", "did you mean 'rows.jsonl'?")),
+    "missing tasks in sft": (words("sft", tasks="rosw.jsonl"), ("did you mean 'rows.jsonl'?",)),
+    "no tasks at all": (["rl", "--env", "env.py:reward"], ("--tasks is missing",)),
+    "malformed row": (words("rl", tasks="broken.jsonl"), ("broken.jsonl:2: not valid JSON",)),
+    "empty dataset": (words("sft", tasks="empty.jsonl"), ("empty.jsonl has no rows",)),
+    "unknown column": (
+        [*words("sft"), "--fields.prompt", "promt"],
+        ("rows.jsonl:1: no column 'promt'", "did you mean 'prompt'?"),
+    ),
+    "long prompt": (words("rl", tasks="long.jsonl"), ("has 80 tokens", "context holds 64", "shorten it")),
+    "long prompt in eval": (words("eval", tasks="long.jsonl"), ("has 80 tokens", "context holds 64")),
+    "long row": (words("sft", tasks="long.jsonl", context=32), ("has 82 tokens", "context holds 32", "shorten it")),
+    "no end of sequence": (words("rl", model="no-eos"), ("end-of-sequence", "set eos_token_id")),
+    "no end of sequence in sft": (words("sft", model="no-eos"), ("end-of-sequence", "set eos_token_id")),
+    "no end of sequence in eval": (words("eval", model="no-eos"), ("end-of-sequence", "set eos_token_id")),
+    "unknown option": (words("rl", stesp=3), ("--stesp", "Did you mean --steps?")),
+    "unknown verb": (["trian"], ("trian", "sft, rl, eval")),
+    "wrong type": (words("rl", steps="many"), ("--steps", "many")),
+    "impossible number": (words("rl", steps=0), ("--steps must be above 0, not 0",)),
+    "share above one": (words("sft", held_out=2), ("--held-out is a share",)),
+    "unknown device": (words("sft", device="gpu"), ("--device gpu cannot be used",)),
+    "unknown algorithm": (words("rl", algorithm="grop"), ("did you mean 'grpo'?", "dr-grpo, rloo")),
+    "unknown algorithm to list": (["algorithms", "ppoo"], ("there are grpo, dr-grpo",)),
+    "group of one": (words("rl", algorithm="grpo", group=1), ("--group must be at least 2, not 1",)),
+    "more prompts than tasks": (words("rl", prompts=50), ("--prompts 50", "20")),
+    "truncated sampling": (words("rl", top_p=0.9), ("--top-p", "leave them at 1")),
+    "no resume without a run": (words("rl", resume=""), ("never holds no run to resume", "leave out --resume")),
+    "resume and overwrite": (words("rl", resume="", overwrite=""), ("give one of them",)),
+    "missing recipe": (["rl", "--config", "nowhere.toml"], ("nowhere.toml", "no such file")),
+    "recipe without a name": (["rl", "--config"], ("--config needs a file",)),
+    "malformed recipe": (["rl", "--config", "malformed.toml"], ("malformed.toml: not valid TOML", "line 1")),
+    "recipe of bytes": (["rl", "--config=binary.toml"], ("binary.toml: not valid TOML",)),
+    "unknown option in a recipe": (["rl", "--config", "typo.toml"], ("[rl]", "'stesp'", "did you mean 'steps'?")),
+    "wrong type in a recipe": (["rl", "--config", "type.toml"], ("steps", "many")),
+    "unknown table": (["rl", "--config", "table.toml"], ("[train] is no table", "[sft], [rl], [eval]")),
+    "recipe of another verb": (["rl", "--config", "other.toml"], ("no table [rl]", "it has [sft]")),
+    "recipe of a verb without": (["chat", "start", "--config", "other.toml"], ("--config goes with",)),
+    "unknown built-in reward": (words("rl", env="arithmetics"), ("did you mean 'arithmetic'?",)),
+    "missing reward file": (words("rl", env="evn.py:reward"), ("no file evn.py", "did you mean 'env.py'?")),
+    "missing function": (words("rl", env="env.py:rewrad"), ("has no 'rewrad'", "did you mean 'reward'?")),
+    "reward file that does not import": (words("rl", env="unfinished.py:reward"), ("SyntaxError", "unfinished.py:1")),
+    "reward that raises": (words("rl", env="raises.py:reward"), ("KeyError: 'anwser'", "raises.py:2")),
+    "reward that raises in eval": (words("eval", env="raises.py:reward"), ("KeyError: 'anwser'", "raises.py:2")),
+    "reward not a number": (words("rl", env="nan.py:reward"), ("returned nan", "expected a finite number")),
+    "reward of text": (words("rl", env="text.py:reward"), ("returned 'good' (str)", "expected a finite number")),
+    "reward of nothing": (words("rl", env="nothing.py:reward"), ("returned None (is a return missing?)",)),
+    "reward that kills its process": (words("rl", env="dies.py:reward"), ("worker process died (exit code 3)",)),
+    "too few samples for pass@k": (words("eval", k=4), ("pass@4 needs at least 4 samples",)),
+    "eval file not writable": (words("eval", out="rows.jsonl/x.json"), ("cannot be written",)),
+    "missing replies": (words("check", replies="nowhere.txt"), ("--replies nowhere.txt cannot be read",)),
+    "system message without a template": (["chat", "start", "--system", "Be brief."], ("no chat template",)),
+    "file in the place of the run": (words("sft", out="rows.jsonl"), ("rows.jsonl",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mistake_is_one_line_with_the_fix_and_leaves_no_run_behind(
+    place: Path, capfd: pytest.CaptureFixture[str], case: str
+) -> None:
+    arguments, parts = CASES[case]
+    refused(capfd, arguments, *parts)
+    assert not (place / "never").exists(), "the next try needs no --overwrite"
+
+
+def test_reward_that_never_returns_ends_within_its_limits(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    begin = time.monotonic()
+    refused(capfd, words("rl", env="endless.py:reward", env_seconds=0.2), "did not return within 0.2 s")
+    assert time.monotonic() - begin < 15
+    assert not (place / "never").exists()
+
+
+def test_run_in_the_way_is_kept_until_overwriting_is_asked_for(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(words("sft", out="there", epochs=1)) == 0
+    (place / "there" / "notes.txt").write_text("mine")
+    before = (place / "there" / "metrics.jsonl").read_bytes()
+    refused(capfd, words("sft", out="there"), "--resume continues it, --overwrite deletes it, or choose another --out")
+    refused(capfd, words("rl", out="there", resume=""), "there is a run of posttrain sft")
+    refused(capfd, words("rl", out="there", overwrite="", model="nowhere"), "no such folder")
+    refused(capfd, words("rl", out="there", overwrite="", model="there"), "--overwrite would delete there")
+    assert (place / "there" / "metrics.jsonl").read_bytes() == before
+    assert main(words("sft", out="there", epochs=2, overwrite="")) == 0
+    assert (place / "there" / "metrics.jsonl").read_bytes() != before
+    assert (place / "there" / "notes.txt").read_text() == "mine", "only what a run makes is deleted"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place: Path) -> dict[str, bytes]:
+    assert main(words("rl", out="undisturbed", save_every=50)) == 0
+    return results(place / "undisturbed")
+
+
+def results(run: Path) -> dict[str, bytes]:
+    files = [run / "metrics.jsonl", *run.glob("rollouts/*"), *run.glob("checkpoints/step-000004/**/*")]
+    return {str(p.relative_to(run)): p.read_bytes() for p in files if p.is_file()}
+
+
+def test_reward_that_breaks_in_the_middle_loses_no_step(
+    place: Path, capfd: pytest.CaptureFixture[str], undisturbed: dict[str, bytes]
+) -> None:
+    """Steps 1 and 2 work, most of step 3 does not: step 2 is saved, and the mended reward goes on from there."""
+    breaking = f"calls = 0\n{GOOD}\n\nworks = reward\n\n\ndef reward(task, reply):\n"
+    breaking += "    global calls\n    calls += 1\n    assert calls < 22, 'worn out'\n    return works(task, reply)\n"
+    file = place / "breaking.py"
+    file.write_text(breaking)
+    said = refused(
+        capfd, words("rl", env="breaking.py:reward", out="broken", save_every=50), "worn out", "breaking.py:"
+    )
+    assert "continue after step 2 with posttrain rl --out broken --resume" in said
+    assert [p.name for p in (place / "broken" / "checkpoints").iterdir()] == ["step-000002"]
+    file.write_text(GOOD)
+    assert main(["rl", "--out", "broken", "--resume", "--quiet"]) == 0
+    assert results(place / "broken") == undisturbed
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def on_call(number: int, act: Callable[..., Any]) -> Callable[..., Any]:
+    """`act`, but the call of that number finds the disk full."""
+    calls = iter(range(1, 10_000))
+    return lambda *a, **k: (full if next(calls) == number else act)(*a, **k)
+
+
+@pytest.mark.parametrize(
+    ("writer", "call", "kept"),
+    [("rollouts", 3, 2), ("metrics", 4, 2), ("flush", 2, 2), ("save", 2, 2), ("save", 1, None), ("close", 1, 4)],
+)
+def test_full_disk_is_one_line_and_the_run_resumes_identically(
+    place: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    undisturbed: dict[str, bytes],
+    writer: str,
+    call: int,
+    kept: int | None,
+) -> None:
+    run = f"full-{writer}-{call}"
+    with monkeypatch.context() as patch:
+        if writer == "save":
+            patch.setattr("posttrain.course.save_model", on_call(call, save_model))
+        else:
+            patch.setattr(Record, writer, on_call(call, getattr(Record, writer)))
+        said = refused(capfd, words("rl", out=run, save_every=2), "No space left on device")
+    saved = sorted(p.name for p in (place / run / "checkpoints").iterdir())
+    if kept is None:
+        assert saved in ([], ["step-000002"])
+    else:
+        assert saved[-1] == f"step-{kept:06d}" and not [name for name in saved if "draft" in name]
+        assert "--resume" in said or writer == "close"
+    assert main(["rl", "--out", run, "--resume", "--quiet"]) == 0
+    assert results(place / run) == undisturbed
+
+
+def test_disk_that_is_really_full_is_one_line(place: Path) -> None:
+    """With a limit on the size of files as the disk: small files fit, the weights do not."""
+    code = f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, {resource.RLIM_INFINITY})); "
+    code += f"from posttrain.cli import main; sys.exit(main({words('rl', out='limited')!r}))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
+    assert "could not save checkpoint" in ran.stderr and "File too large" in ran.stderr
+    assert not list((place / "limited" / "checkpoints").iterdir()), "no half of a checkpoint stays"
+    shutil.rmtree(place / "limited")
+
+
+def test_own_crash_is_shown_as_such_and_the_record_is_closed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: Any) -> None:
+        raise AssertionError("our own mistake")
+
+    monkeypatch.setattr("posttrain.learners.local.LocalLearner.update", crash)
+    monkeypatch.setattr(Record, "close", full)  # what fails while cleaning up hides nothing
+    with pytest.raises(AssertionError, match="our own mistake"):
+        main(words("rl", out="crashed"))

@@ -1,0 +1,212 @@
+"""The source of reinforcement learning: what is kept, what is dropped, and what a step is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_rollouts, tiny
+
+from posttrain.algorithms.policy import Algorithm, adjust, find, policy_objective
+from posttrain.engines.local import LocalEngine
+from posttrain.envs.host import Host
+from posttrain.experience import Experience, Size, describe, usable
+from posttrain.learners.local import LocalLearner, Optimization
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.train import train
+from posttrain.types import Invalid, Rollout, Sampling, Stats, Task, UserError
+
+TASKS = [{"id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
+
+
+def digits(task: Task, reply: str) -> float:
+    return sum(c.isdigit() for c in reply) / 8
+
+
+def source(
+    tokenizer: Tokenizer,
+    row: Algorithm,
+    env: Callable[..., Any] = digits,
+    seed: int = 0,
+    budget: int = 64,
+    **optimization: Any,
+) -> Experience:
+    model = tiny(tokenizer)
+    reference = tiny(tokenizer, seed=1) if row.kl else None
+    return Experience(
+        tasks=TASKS,
+        host=Host(env, 0),
+        engine=LocalEngine(model, tokenizer, slots=7),
+        learner=LocalLearner(model, Optimization(**{"lr": 1e-3, **optimization}), reference=reference),
+        tokenizer=tokenizer,
+        algorithm=row,
+        sampling=Sampling(max_tokens=8),
+        size=Size(prompts=3, group=4, tokens_per_microbatch=budget),
+        seed=seed,
+    )
+
+
+def row(name: str, **how: Any) -> Algorithm:
+    return adjust(find(name), max_tokens=8, group=4, **how)
+
+
+def weights(learner: LocalLearner) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in learner.model.parameters()]).clone()
+
+
+def run(experience: Experience, steps: int = 2) -> tuple[torch.Tensor, list[dict[str, float]]]:
+    seen: list[dict[str, float]] = []
+    objective = policy_objective(experience.algorithm)
+    train(experience.learner, experience, objective, [lambda t: seen.append(t.stats.means())], first=1, steps=steps)
+    return weights(experience.learner), seen
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr-grpo", "rloo", "reinforce-baseline"])
+def test_step_does_not_depend_on_the_microbatch_budget(tokenizer: Tokenizer, name: str) -> None:
+    one, _ = run(source(tokenizer, row(name), budget=10_000))
+    many, _ = run(source(tokenizer, row(name), budget=20))
+    assert (one - many).abs().max() < 1e-5
+
+
+def test_first_update_of_a_step_is_on_policy_and_later_ones_have_their_own_ratio(tokenizer: Tokenizer) -> None:
+    _, seen = run(source(tokenizer, row("dr-grpo", epochs=2, minibatches=2), lr=1e-2), steps=1)
+    assert seen[0]["ratio/first"] == 1.0 and seen[0]["ratio"] != 1.0
+    assert seen[0]["ratio/clipped_low"] + seen[0]["ratio/clipped_high"] > 0
+
+
+def test_every_rollout_serves_once_per_epoch(tokenizer: Tokenizer) -> None:
+    experience = source(tokenizer, row("grpo", epochs=2, minibatches=3))
+    step = experience.produce(1)
+    served = [i for build in step.updates for batch in build() for i in batch.rollout.unique().tolist()]
+    assert len(step.updates) == 6 and sorted(served) == sorted(list(range(12)) * 2)
+
+
+def test_groups_stay_whole_within_an_update(tokenizer: Tokenizer) -> None:
+    step = source(tokenizer, row("grpo", minibatches=3)).produce(1)
+    for build in step.updates:
+        (groups,) = {tuple(sorted({i // 4 for b in build() for i in b.rollout.tolist()}))}
+        assert len(groups) == 1
+
+
+def test_weights_sum_to_one_sequence_each_whatever_the_minibatch(tokenizer: Tokenizer) -> None:
+    for build in source(tokenizer, row("grpo", minibatches=3)).produce(1).updates:
+        assert sum(b.weight.sum().item() for b in build()) == pytest.approx(1.0)
+
+
+def test_dropping_rollouts_without_advantage_changes_nothing(tokenizer: Tokenizer) -> None:
+    def coarse(task: Task, reply: str) -> float:  # whole groups of equal rewards
+        return float(len(reply) > 3) if task["id"] in "024" else 1.0
+
+    dropped, _ = run(source(tokenizer, row("dr-grpo"), coarse), steps=3)
+    experience = source(tokenizer, row("dr-grpo"), coarse)
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(Algorithm, "moves_every_token", property(lambda self: True))
+    whole, _ = run(experience, steps=3)
+    monkey.undo()
+    assert (dropped - whole).abs().max() < 1e-6
+
+
+def test_step_without_any_signal_is_still_an_update_with_gradient_zero(tokenizer: Tokenizer) -> None:
+    experience = source(tokenizer, row("dr-grpo"), lambda task, reply: 0.7)
+    before = weights(experience.learner)
+    after, seen = run(experience, steps=1)
+    assert torch.equal(before, after) and seen[0]["groups/no_signal"] == 1.0 and experience.learner.version == 1
+
+
+def test_tasks_of_an_epoch_are_all_played_once(tokenizer: Tokenizer) -> None:
+    experience = source(tokenizer, row("grpo"))
+    played = [e.task["id"] for number in (1, 2) for e in experience.episodes(number)]
+    assert sorted(set(played)) == [t["id"] for t in TASKS] and all(played.count(t["id"]) == 4 for t in TASKS)
+    again = [e.task["id"] for number in (3, 4) for e in experience.episodes(number)]
+    assert sorted(again) == sorted(played) and again != played
+
+
+def test_a_task_that_comes_twice_in_a_step_makes_two_groups(tokenizer: Tokenizer) -> None:
+    experience = source(tokenizer, row("grpo"))
+    experience.size = Size(prompts=4, group=2, tokens_per_microbatch=64)  # 6 tasks: step 2 spans two epochs
+    episodes = experience.episodes(2)
+    assert len({e.group for e in episodes}) == 4 and len({e.seed for e in episodes}) == 8
+
+
+def test_reward_penalty_of_rloo_reaches_the_advantage(tokenizer: Tokenizer) -> None:
+    plain = source(tokenizer, row("rloo", kl=0.0)).produce(1)
+    punished = source(tokenizer, row("rloo", kl=0.5)).produce(1)
+    same = [r.transcripts[0].tokens for r, _ in plain.rollouts] == [
+        r.transcripts[0].tokens for r, _ in punished.rollouts
+    ]
+    assert same and [a for _, a in plain.rollouts] != [a for _, a in punished.rollouts]
+
+
+def invalidate(rollouts: list[Rollout], *places: int) -> list[Rollout]:
+    for place in places:
+        rollouts[place].reward = Invalid("broken")
+    return rollouts
+
+
+def test_invalid_rewards_are_counted_and_left_out_and_never_zero() -> None:
+    rollouts = invalidate(make_rollouts(torch.Generator().manual_seed(0), 3, 4, 40), 0, 4, 5, 6)
+    stats = describe(rollouts, 1.0)
+    kept = usable(rollouts, stats)
+    assert [r.group for r in kept] == ["g0"] * 3 + ["g2"] * 4  # one valid of four is no group
+    assert stats["invalid"] == (4.0, 12.0) and stats["reward"][1] == 8.0 and stats["dropped"] == (5.0, 12.0)
+
+
+def test_step_with_mostly_invalid_rewards_stops_with_the_reason() -> None:
+    rollouts = invalidate(make_rollouts(torch.Generator().manual_seed(0), 2, 4, 40), 0, 1, 2, 3, 4)
+    with pytest.raises(UserError, match="5 of 8 rewards.*broken"):
+        usable(rollouts, Stats())
+
+
+def test_more_prompts_than_tasks_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match="--prompts 7.*6"):
+        Experience(
+            tasks=TASKS, host=Host(digits, 0), engine=None, learner=None, tokenizer=tokenizer,  # type: ignore[arg-type]
+            algorithm=row("grpo"), sampling=Sampling(), size=Size(7, 4, 64), seed=0,
+        )  # fmt: skip
+
+
+def test_gradient_that_is_not_finite_is_counted_and_moves_nothing(tokenizer: Tokenizer) -> None:
+    experience = source(tokenizer, row("dr-grpo"))
+    learner, objective = experience.learner, policy_objective(experience.algorithm)
+    batches = experience.produce(1).updates[0]()
+    before = weights(learner)
+    stats = learner.update(batches, lambda o, b, s: objective(o, b, s) * float("nan"))
+    assert stats["skipped"] == (1.0, 1.0) and torch.equal(before, weights(learner)) and learner.version == 0
+    assert not learner.optimizer.state
+    assert learner.update(batches, objective)["skipped"] == (0.0, 1.0) and learner.version == 1
+
+
+def test_learner_state_survives_saving_bit_for_bit(tokenizer: Tokenizer, tmp_path: Any) -> None:
+    experience = source(tokenizer, row("dr-grpo"))
+    run(experience, steps=2)
+    experience.learner.save(tmp_path)
+    other = source(tokenizer, row("dr-grpo"))
+    other.learner.model.load_state_dict(experience.learner.model.state_dict())
+    other.learner.load(tmp_path)
+    for each in (experience, other):
+        train(each.learner, each, policy_objective(each.algorithm), [], first=3, steps=4)
+    assert torch.equal(weights(experience.learner), weights(other.learner))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1, 1, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_learning_rate_rises_then_falls_to_its_end(schedule: Any, rates: list[float]) -> None:
+    plan = Optimization(lr=1.0, schedule=schedule, warmup=2, updates=6)
+    assert [plan.rate(i) for i in range(1, 7)] == pytest.approx(rates, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_policy_learns_what_the_reward_asks_for(tokenizer: Tokenizer) -> None:
+    for name in ("grpo", "dr-grpo", "rloo", "reinforce-baseline"):
+        experience = source(tokenizer, row(name, kl=0.0), lr=1e-2)
+        _, seen = run(experience, steps=40)
+        first, last = (sum(m["reward"] for m in part) / 5 for part in (seen[:5], seen[-5:]))
+        assert last > first + 0.3, (name, first, last)

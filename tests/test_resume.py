@@ -1,0 +1,227 @@
+"""A run that is killed, interrupted or damaged and then resumed ends, byte for byte, where the uninterrupted one does."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny
+
+from posttrain import checkpoint
+from posttrain.cli import main
+from posttrain.envs import arithmetic
+from posttrain.models.folder import save_model
+from posttrain.models.tokenizer import Tokenizer
+
+ENVIRONMENTS = '''
+"""Rewards that differ between the replies of a model that knows nothing, so that every step moves the weights."""
+
+from posttrain import Turn
+from posttrain.envs import arithmetic
+
+
+def digits(reply):
+    return sum(c.isdigit() for c in reply) / (len(reply) + 1)
+
+
+def reward(task, reply):
+    return {"right": arithmetic.reward(task, reply), "digits": digits(reply)}
+
+
+def dialogue(task):
+    reply = yield Turn(text=task["prompt"], stop=("1", "2", "a"), max_tokens=7)
+    shown = [reply]
+    while len(shown) < 3 and not reply.endswith("a"):
+        reply = yield Turn(text=f" {len(reply)} ", reward=0.1)
+        shown.append(reply)
+    return {"digits": sum(map(digits, shown)), "short": 1.0 / len(shown)}
+'''
+SFT = "sft --tasks rows.jsonl --tokenizer characters --hidden 32 --layers 2 --context 32 --held-out 0.1 --eval-every 3".split()
+SFT += "--epochs 4 --rows 8 --lr 1e-2 --warmup 2 --save-every 2 --tokens-per-microbatch 40 --threads 1".split()
+RL = "rl --tasks rows.jsonl --model start --held-out 0.1 --eval-every 4 --group 3 --prompts 4 --max-tokens 10".split()
+RL += "--steps 10 --lr 1e-2 --save-every 2 --tokens-per-microbatch 60 --threads 1".split()
+ONE_TURN = [*RL, "--env", "env.py:reward", "--algorithm", "grpo"]
+TURNS = [*RL, "--env", "env.py:dialogue", "--algorithm", "dr-grpo", "--epochs", "2", "--minibatches", "2"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Iterator[Path]:
+    """A folder with data, environments and a model to begin with; the current one for all tests here."""
+    folder = tmp_path_factory.mktemp("resume")
+    tasks = arithmetic.tasks(60, seed=0, digits=1, operators="+-")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    (folder / "env.py").write_text(ENVIRONMENTS)
+    save_model(tiny(tokenizer), folder / "start", tokenizer)
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(place: Path) -> Callable[[str, list[str]], dict[str, str]]:
+    """What the run of a command leaves when nothing disturbs it; each is run once, in this process."""
+    known: dict[str, dict[str, str]] = {}
+
+    def left(name: str, words: list[str]) -> dict[str, str]:
+        if name not in known:
+            assert main([*words, "--out", name, "--quiet"]) == 0
+            known[name] = traces(place / name)
+        return known[name]
+
+    return left
+
+
+def traces(run: Path) -> dict[str, str]:
+    """The checksum of everything that must be repeated: metrics, rollouts, and all of every checkpoint."""
+    files = [run / "metrics.jsonl", *run.glob("rollouts/*"), *run.glob("checkpoints/**/*")]
+    return {str(p.relative_to(run)): sha256(p.read_bytes()).hexdigest() for p in files if p.is_file()}
+
+
+def begin(*words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "posttrain", *words, "--quiet"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def disturb(process: subprocess.Popen[str], due: Callable[[], bool], delay: float, number: signal.Signals) -> int:
+    """Send a signal a little after `due`; returns the exit code. A process that is done before is left alone."""
+    end = time.monotonic() + 60
+    while not due() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.001)
+    time.sleep(delay)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    return process.returncode
+
+
+def lines(run: Path, count: int) -> Callable[[], bool]:
+    file = run / "metrics.jsonl"
+    return lambda: file.exists() and file.read_bytes().count(b"\n") >= count
+
+
+def there(*paths: Path) -> Callable[[], bool]:
+    return lambda: any(path.exists() for path in paths)
+
+
+def kill_and_resume(run: Path, words: list[str], moments: list[Callable[[], bool]]) -> None:
+    """Kill the run at each of the moments in turn, a random while after, and let it come to its end."""
+    delays = random.Random(run.name)
+    codes = []
+    for moment in moments:
+        process = begin(*words, "--out", run.name, *(["--resume"] if codes else []))
+        codes.append(disturb(process, moment, delays.choice([0.0, delays.uniform(0, 0.05)]), signal.SIGKILL))
+    assert codes[0] == -signal.SIGKILL, "the first kill is early enough to come before the end"
+    assert main(["sft" if words[0] == "sft" else "rl", "--out", run.name, "--resume", "--quiet"]) == 0
+
+
+def test_sft_killed_at_any_moment_and_resumed_is_identical(place: Path, uninterrupted) -> None:
+    run = place / "sft-killed"
+    half_written = there(run / "checkpoints" / ".step-000008.draft", run / "checkpoints" / "step-000008")
+    kill_and_resume(run, SFT, [lines(run, 2), half_written])
+    assert traces(run) == uninterrupted("sft", SFT)
+
+
+def test_rl_killed_at_any_moment_and_resumed_is_identical(place: Path, uninterrupted) -> None:
+    run = place / "rl-killed"
+    rollouts = run / "rollouts"
+    half_written = there(run / "checkpoints" / ".step-000004.draft", run / "checkpoints" / "step-000004")
+    recorded = there(rollouts / "step-000007.jsonl.tmp", rollouts / "step-000007.jsonl")
+    kill_and_resume(run, ONE_TURN, [lines(run, 1), half_written, recorded])
+    assert traces(run) == uninterrupted("rl", ONE_TURN)
+    assert json.loads((run / "run.json").read_text())["resumes"], "it was resumed"
+
+
+def test_several_turns_and_updates_per_step_killed_and_resumed_are_identical(place: Path, uninterrupted) -> None:
+    run = place / "turns-killed"
+    kill_and_resume(run, TURNS, [lines(run, 6)])
+    assert traces(run) == uninterrupted("turns", TURNS)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len({step["reward"] for step in steps[1:]}) > 1 and all(step["grad_norm"] > 0 for step in steps[1:])
+
+
+def test_ctrl_c_finishes_the_step_and_resumes_identically(place: Path, uninterrupted) -> None:
+    run = place / "rl-interrupted"
+    process = begin(*ONE_TURN, "--out", run.name)
+    assert disturb(process, lines(run, 4), 0.01, signal.SIGINT) == 130
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] < 10 and (run / "checkpoints" / f"step-{steps[-1]:06d}").is_dir(), "saved where it stopped"
+    assert (run / "curves.png").exists()
+    assert main(["rl", "--out", run.name, "--resume", "--quiet"]) == 0
+    assert traces(run) == uninterrupted("rl", ONE_TURN)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "told"),
+    [
+        (flip, "model.safetensors", "model.safetensors differs from its checksum"),
+        (truncate, "training/optimizer.safetensors", "training/optimizer.safetensors differs"),
+        (Path.unlink, "training/state.json", "training/state.json is missing"),
+        (truncate, "manifest.json", "manifest.json cannot be read"),
+    ],
+)
+def test_damaged_checkpoint_is_told_and_the_one_before_gives_the_identical_end(
+    place: Path,
+    uninterrupted,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None],
+    file: str,
+    told: str,
+) -> None:
+    expected = uninterrupted("rl", ONE_TURN)
+    run = place / f"damaged-{damage.__name__}-{Path(file).stem}"
+    shutil.copytree(place / "rl", run)
+    damage(run / "checkpoints" / "step-000010" / file)
+    capsys.readouterr()
+    assert main(["rl", "--out", run.name, "--resume", "--quiet"]) == 0
+    said = capsys.readouterr().out
+    assert f"step-000010 is damaged ({told}" in said and "using the one before it" in said
+    assert traces(run) == expected
+
+
+def test_resuming_takes_recorded_options_and_refuses_others(
+    place: Path, uninterrupted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uninterrupted("rl", ONE_TURN)
+    shutil.copytree(place / "rl", place / "longer")
+    assert main(["rl", "--out", "longer", "--resume", "--quiet", "--lr", "1e-3"]) == 2
+    assert "lr was 0.01" in capsys.readouterr().err
+    assert main(["rl", "--out", "longer", "--resume", "--quiet", "--steps", "12"]) == 0
+    assert main(["rl", "--out", "longer", "--resume", "--quiet"]) == 0  # 12 are the run's steps from now on
+    run = json.loads((place / "longer" / "run.json").read_text())
+    assert run["config"]["steps"] == 12 and run["config"]["lr"] == 0.01 and run["final"]["step"] == 12
+
+
+def test_resumed_run_keeps_the_reference_it_began_with(place: Path, uninterrupted, tokenizer: Tokenizer) -> None:
+    """--model may name a run that has gone on since: its newest checkpoint is another model by now."""
+    uninterrupted("sft", SFT)
+    shutil.copytree(place / "sft", place / "moving")
+    words = "rl --tasks rows.jsonl --model moving --env env.py:reward --group 2 --prompts 4 --max-tokens 10".split()
+    words += "--lr 1e-2 --save-every 1 --threads 1 --kl 0.5 --quiet".split()
+    assert main([*words, "--steps", "3", "--out", "whole"]) == 0
+    assert main([*words, "--steps", "2", "--out", "parted"]) == 0
+    other = tiny(tokenizer, seed=9)
+    checkpoint.save(place / "moving", 99, lambda folder: save_model(other, folder, tokenizer), keep=9)
+    assert checkpoint.resolve("moving").name == "step-000099"
+    assert main(["rl", "--model", "moving", "--out", "parted", "--resume", "--quiet", "--steps", "3"]) == 0
+    assert traces(place / "parted") == traces(place / "whole")

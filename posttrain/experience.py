@@ -130,7 +130,7 @@ class Experience:
         by_group: dict[int, list[int]] = defaultdict(list)
         for index, group in enumerate(scores.group.tolist()):
             by_group[group].append(index)
-        updates = []
+        updates: list[Callable[[], list[Batch]]] = []
         for epoch in range(self.algorithm.epochs):
             groups = order(len(by_group), epoch, seed_of(self.seed, "minibatch", number))
             parts = min(self.algorithm.minibatches, len(groups))

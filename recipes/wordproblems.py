@@ -31,12 +31,16 @@ def renumber(task: Task, rng: random.Random) -> Task | None:
     asked = set(NUMBER.findall(task["prompt"]))
     for _ in range(20):
         fresh = {n: _like(n, rng) for n in sorted(asked & set(NUMBER.findall(task["response"])))}
-        question, response = (NUMBER.sub(lambda m: fresh.get(m[0], m[0]), task[k]) for k in ("prompt", "response"))
+        question, response = (_substitute(task[key], fresh) for key in ("prompt", "response"))
         value = evaluate(response)
         if value is None or value <= 0 or (answer.denominator == 1 and value.denominator != 1):
             continue
         return {"prompt": question, "response": response, "answer": str(value)}
     return None
+
+
+def _substitute(text: str, fresh: dict[str, str]) -> str:
+    return NUMBER.sub(lambda found: fresh.get(found[0], found[0]), text)
 
 
 def _like(number: str, rng: random.Random) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -166,7 +167,7 @@ def test_gradient_is_the_same_under_any_cut_order_and_packing(seed, groups, size
     shuffled = data.draw(st.permutations(rollouts))
     borders = sorted(data.draw(st.lists(st.integers(0, len(rollouts)), max_size=5)))
     edges = [0, *borders, len(rollouts)]
-    cuts = [list(range(a, b)) for a, b in zip(edges, edges[1:], strict=False)]  # some empty, the last one partial
+    cuts = [list(range(a, b)) for a, b in pairwise(edges)]  # some empty, the last one partial
     again, same = gradient(model, row, shuffled, old, reference, cuts)
     assert abs(loss - again) < 1e-6
     assert (grad - same).abs().max() <= 1e-6 * max(1.0, grad.abs().max().item())

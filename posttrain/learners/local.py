@@ -130,11 +130,10 @@ class LocalLearner:
 
     def save(self, folder: Path) -> None:
         """Optimizer moments and counters, beside the weights that the checkpoint itself holds."""
-        names = {p: name for name, p in self.model.named_parameters()}
         moments: dict[str, Tensor] = {}
-        for parameter, state in self.optimizer.state.items():
-            for key, value in state.items():
-                moments[f"{names[parameter]}/{key}"] = value
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                moments[f"{name}/{key}"] = value
         if moments:
             save_file(moments, folder / "optimizer.safetensors")
         (folder / "learner.json").write_text(json.dumps({"version": self.version}))

@@ -35,9 +35,9 @@ class SegmentAttention:
 
     def __init__(self, layout: Layout) -> None:
         members: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for k, (length, prefix) in enumerate(zip(layout.length, layout.prefix, strict=True)):
+        for k, (own, prefix) in enumerate(zip(layout.length, layout.prefix, strict=True)):
             assert prefix < 0 or layout.prefix[prefix] < 0, "prefixes are one level deep"
-            members[_grade(length), _grade(layout.length[prefix]) if prefix >= 0 else -1].append(k)
+            members[_grade(own), _grade(layout.length[prefix]) if prefix >= 0 else -1].append(k)
         device = layout.tokens.device
         self.buckets: list[_Bucket] = []
         place = np.empty(layout.tokens.shape[0], dtype=np.int64)  # where each token's output lies among the buckets'
@@ -53,8 +53,8 @@ class SegmentAttention:
             offset += inside.size
             keys, mask = queries, None
             if prefixed >= 0:
-                keys, mask = _with_prefix(layout, segments, queries)
-                mask = torch.from_numpy(mask).to(device)
+                keys, visible = _with_prefix(layout, segments, queries)
+                mask = torch.from_numpy(visible).to(device)
             self.buckets.append(
                 _Bucket(
                     len(segments),

@@ -25,7 +25,6 @@ from posttrain.algorithms.parts import (
 from posttrain.algorithms.policy import TABLE, Algorithm, adjust, find, policy_objective
 from posttrain.data.pack import cut, lay
 from posttrain.experience import scoreboard
-from posttrain.models.attention import SegmentAttention
 from posttrain.models.decoder import Decoder, causal
 from posttrain.models.likelihood import token_logp
 from posttrain.models.tokenizer import Tokenizer
@@ -41,8 +40,7 @@ def scores_of(reward: Sequence[float], group: Sequence[int], length: Sequence[in
 
 
 def outputs_of(model: Decoder, batch: Batch, temperature: float = 1.0) -> Outputs:
-    layout = batch.layout
-    hidden = model(layout.tokens, layout.position, SegmentAttention(layout))
+    hidden = model.hidden(batch.layout)
     return Outputs(token_logp(hidden[batch.at], model.head, batch.target, temperature))
 
 

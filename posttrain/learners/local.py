@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from posttrain.models.attention import SegmentAttention
 from posttrain.models.decoder import Decoder
 from posttrain.models.likelihood import token_logp
 from posttrain.types import Batch, Objective, Outputs, Stats
@@ -153,9 +152,8 @@ class LocalLearner:
                 }
 
     def _outputs(self, model: Decoder, batch: Batch) -> Outputs:
-        layout = batch.layout
         with self._autocast():
-            hidden = model(layout.tokens, layout.position, SegmentAttention(layout)).index_select(0, batch.at)
+            hidden = model.hidden(batch.layout).index_select(0, batch.at)
             logp = token_logp(hidden, model.head, batch.target, self.temperature)
         return Outputs(logp=logp)
 

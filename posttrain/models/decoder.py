@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from posttrain.types import UserError
+from posttrain.models.attention import SegmentAttention
+from posttrain.types import Layout, UserError
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, head_size], k and v [T, kv_heads, head_size]) -> [T, heads, head_size]. q and k come rotated."""
@@ -135,6 +136,10 @@ class Decoder(nn.Module):
             x = layer(x, cos, sin, attend)
         x = self.norm(x)
         return x
+
+    def hidden(self, layout: Layout) -> Tensor:
+        """Hidden states [T, hidden] of a micro-batch. What a learner asks for: any model that answers it can be trained."""
+        return self(layout.tokens, layout.position, SegmentAttention(layout))
 
     def rotary(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tables (cos, sin), each [T, 1, head_size]: rotated(x) = x * cos + x.roll(head_size // 2) * sin.

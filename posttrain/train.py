@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
@@ -36,6 +37,8 @@ def train(
     interrupted: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run steps `first` to `steps`; returns the number of the last one done. Stops early after an interruption."""
+    gc.collect()
+    gc.freeze()  # models and libraries stay: without this, full collections walk through all of them every few steps
     number = first - 1
     while number < steps:
         number += 1
@@ -51,6 +54,7 @@ def train(
             hook(Trained(step, stats, seconds, last))
         if last:
             break
+    gc.unfreeze()
     return number
 
 

@@ -1,0 +1,149 @@
+"""The whole job through the front door: data -> imitation -> rollouts -> reward -> checkpoint -> evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import posttrain
+from posttrain.envs import arithmetic
+from posttrain.record import read_rollouts, read_run, rollout_steps
+from posttrain.run import Run
+
+TASKS = arithmetic.tasks(60, 0, digits=1)
+SMALL: dict[str, Any] = {"threads": 1, "quiet": True}
+STEPS: dict[str, Any] = {"steps": 4, "prompts": 4, "group": 4, "max_tokens": 4, "lr": 1e-3, "kl": 0.0, **SMALL}
+
+
+def even(task: posttrain.Task, reply: str) -> dict[str, float]:
+    return {"digit": 0.5 * reply[:1].isdigit(), "even": float(reply[:1] in "02468" and reply[:1] != "")}
+
+
+@pytest.fixture(scope="module")
+def imitated(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return posttrain.sft(
+        TASKS, out=str(tmp_path_factory.mktemp("sft") / "run"), hidden=32, layers=2, heads=2, context=24,
+        tokenizer="characters", epochs=6, rows=16, lr=5e-3, held_out=0.1, **SMALL,
+    )  # fmt: skip
+
+
+def digest(run: Run) -> str:
+    assert run.checkpoint is not None
+    return hashlib.sha256((run.checkpoint / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_imitation_lowers_the_held_out_loss(imitated: Run) -> None:
+    losses = [m["eval/loss"] for m in imitated.metrics if "eval/loss" in m]
+    assert len(losses) == 2 and losses[-1] < losses[0] - 0.5
+    assert imitated.final["eval/loss"] == losses[-1]
+
+
+def test_function_as_reward_gives_a_run_that_can_be_read(imitated: Run, tmp_path: Path) -> None:
+    bonus = 0.25
+
+    def closure(task: posttrain.Task, reply: str) -> float:
+        return even(task, reply)["even"] + bonus
+
+    run = posttrain.rl(TASKS, closure, str(imitated.path), out=str(tmp_path / "run"), held_out=0.1, **STEPS)
+    assert [m["step"] for m in run.metrics] == [0, 1, 2, 3, 4]
+    assert all(m["ratio/first"] == 1.0 and m["sampler/gap"] < 1e-5 and m["invalid"] == 0 for m in run.metrics[1:])
+    assert rollout_steps(run.path) == [1, 2, 3, 4]
+    for rollout in read_rollouts(run.path, 4):
+        assert rollout["reward"] in (bonus, 1 + bonus)
+        (transcript,) = rollout["transcripts"]
+        assert len(transcript["logp"]) == sum(n for _, n in transcript["sampled"])
+        assert rollout["stop"] in ("eos", "length")
+    recorded = read_run(run.path)
+    assert recorded["config"]["group"] == 4 and recorded["versions"]["torch"]
+    assert "maximise" in json.dumps(recorded)
+    assert (run.path / "curves.png").stat().st_size > 10_000 and list(run.path.rglob("*tfevents*"))
+
+
+def test_group_advantages_in_the_record_sum_to_zero(imitated: Run, tmp_path: Path) -> None:
+    run = posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / "run"), algorithm="dr-grpo", **STEPS)
+    groups: dict[str, list[float]] = {}
+    for rollout in read_rollouts(run.path, 1):
+        groups.setdefault(rollout["group"], []).append(rollout["advantage"])
+    assert len(groups) == 4 and all(len(g) == 4 and abs(sum(g)) < 1e-5 for g in groups.values())
+
+
+def test_evaluation_changes_nothing_in_training(imitated: Run, tmp_path: Path) -> None:
+    often = posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / "a"), held_out=0.2, eval_every=1, **STEPS)
+    never = posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / "b"), held_out=0.2, **STEPS)
+    assert digest(often) == digest(never)
+
+
+def test_same_seed_gives_the_same_run_and_another_seed_another(imitated: Run, tmp_path: Path) -> None:
+    a, b = (posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / n), **STEPS) for n in "ab")
+    c = posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / "c"), **{**STEPS, "seed": 1})
+    assert digest(a) == digest(b) != digest(c)
+    for name in ("metrics.jsonl", *(f"rollouts/step-{i:06d}.jsonl" for i in range(1, 5))):
+        assert (a.path / name).read_bytes() == (b.path / name).read_bytes()
+
+
+def test_checkpoint_opens_in_transformers_with_the_same_log_probabilities(imitated: Run) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    from posttrain.models.decoder import causal
+    from posttrain.models.folder import load_model
+    from posttrain.models.tokenizer import Tokenizer
+
+    assert imitated.checkpoint is not None
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(imitated.checkpoint)
+    tokens = transformers.AutoTokenizer.from_pretrained(imitated.checkpoint)("3+4=7").input_ids
+    ours, own = load_model(imitated.checkpoint), Tokenizer.load(imitated.checkpoint).encode("3+4=7", start=True)
+    assert tokens == own
+    logits = ours(torch.tensor(own), torch.arange(len(own)), causal) @ ours.head.T
+    assert (theirs(torch.tensor([own])).logits[0] - logits).abs().max() < 1e-4
+
+
+def test_evaluation_compares_two_checkpoints_on_the_same_tasks(imitated: Run, tmp_path: Path) -> None:
+    run = posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / "a"), **{**STEPS, "steps": 15, "lr": 5e-3})
+    found = posttrain.evaluate(
+        TASKS[:40],
+        even,
+        str(run.path),
+        against=str(imitated.path),
+        samples=8,
+        k=(1, 4),
+        correct=1.5,
+        max_tokens=4,
+        threads=1,
+    )
+    assert found.against is not None and found.difference is not None
+    gain = found.figures["accuracy"]["mean"] - found.against["accuracy"]["mean"]
+    assert found.difference["mean"] == pytest.approx(gain) and found.difference["low"] > 0.1
+    assert (
+        found.figures["pass@4"]["mean"]
+        >= found.figures["pass@1"]["mean"]
+        == pytest.approx(found.figures["accuracy"]["mean"])
+    )
+    itself = posttrain.evaluate(
+        TASKS[:10], even, str(run.path), against=str(run.path), samples=2, k=(1,), max_tokens=4, threads=1
+    )
+    assert itself.difference == {"mean": 0.0, "low": 0.0, "high": 0.0}
+
+
+def test_unknown_option_is_refused_with_a_suggestion(imitated: Run) -> None:
+    with pytest.raises(posttrain.UserError, match="unknown option 'promts'; did you mean 'prompts'"):
+        posttrain.rl(TASKS, even, str(imitated.path), promts=3)
+
+
+def test_bfloat16_trains_and_its_checkpoint_stays_in_float32(imitated: Run, tmp_path: Path) -> None:
+    run = posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / "a"), precision="bfloat16", **STEPS)
+    assert run.checkpoint is not None
+    assert json.loads((run.checkpoint / "config.json").read_text())["dtype"] == "float32"
+    assert all(m["ratio/first"] == 1.0 and m["skipped"] == 0 for m in run.metrics if m["step"])
+
+
+def test_reference_keeps_the_policy_near_its_start(imitated: Run, tmp_path: Path) -> None:
+    kls = []
+    for i, beta in enumerate((0.001, 2.0)):
+        how = {**STEPS, "steps": 12, "lr": 5e-3, "kl": beta}
+        kls.append(posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / str(i)), **how).final["kl"])
+    assert 0 < kls[1] < kls[0] / 2

@@ -1,12 +1,12 @@
 """posttrain: reinforcement-learning post-training for language models. The front door.
 
-    import posttrain
+import posttrain
 
-    def reward(task, reply):
-        return float(reply.strip() == task["answer"])
+def reward(task, reply):
+    return float(reply.strip() == task["answer"])
 
-    run = posttrain.rl(model="runs/sft", tasks="train.jsonl", env=reward, algorithm="grpo", steps=200)
-    print(run.metrics[-1]["reward"], run.checkpoint)
+run = posttrain.rl(model="runs/sft", tasks="train.jsonl", env=reward, algorithm="grpo", steps=200)
+print(run.metrics[-1]["reward"], run.checkpoint)
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from posttrain.types import Completion, Invalid, Reply, Rollout, Sampling, Task, Turn, UserError
 
 if TYPE_CHECKING:
-    from posttrain.run import Evaluated, Run
+    from posttrain.course import Run
+    from posttrain.run import Evaluated
 
 __version__ = "0.1.0"
 __all__ = [
@@ -72,7 +73,9 @@ def evaluate(tasks: Rows, env: str | Callable[..., Any], model: str, **options: 
 
     named, rows = _named(tasks)
     name, function = (env, None) if isinstance(env, str) else (getattr(env, "__qualname__", repr(env)), env)
-    return run.evaluate(_fill(Evaluation, {**options, "tasks": named, "env": name, "model": str(model)}), rows, function)
+    return run.evaluate(
+        _fill(Evaluation, {**options, "tasks": named, "env": name, "model": str(model)}), rows, function
+    )
 
 
 def _named(tasks: Rows) -> tuple[str, list[Task] | None]:

@@ -26,11 +26,12 @@ MANIFEST = "manifest.json"
 
 
 def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
-    """Make checkpoints/step-NNNNNN from what `write(folder)` puts there, then leave only the newest `keep`.
+    """Make checkpoints/step-NNNNNN from what `write(folder)` puts there, then leave only the newest `keep` up to it.
 
-    Raises UserError if the disk is full or not writable: the checkpoints before it are untouched.
+    Those of later steps go too: a run that saves this step has passed them over as damaged. Raises UserError if the
+    disk is full or not writable: the checkpoints before it are untouched.
     """
-    final = run / "checkpoints" / f"step-{step:06d}"
+    final = run / "checkpoints" / _name(step)
     draft = final.with_name(f".{final.name}.draft")
     try:
         shutil.rmtree(draft, ignore_errors=True)
@@ -49,10 +50,10 @@ def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path
         shutil.rmtree(draft, ignore_errors=True)
         if not _disk(error):
             raise
-        before = newest(run)
-        left = f"the last checkpoint is {before}" if before else "there is no earlier checkpoint"
-        raise UserError(f"could not save checkpoint {final}: {error}; {left}; free some space and --resume") from error
-    for old in listed(run)[:-keep]:
+        raise UserError(f"could not save checkpoint {final}: {error}") from error
+    there = listed(run)
+    number = there.index(final) + 1
+    for old in [*there[: max(0, number - keep)], *there[number:]]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -76,16 +77,32 @@ def newest(run: Path, say: Callable[[str], None] = lambda text: None) -> Path | 
 def damaged(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"{MANIFEST}: {type(error).__name__}"
-    for name, seen in files.items():
+        manifest = json.loads((folder / MANIFEST).read_text())
+        seen = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
+        if folder.name != _name(manifest["step"]):
+            return f"{MANIFEST} is that of another step"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return f"{MANIFEST} cannot be read"
+    for name, (size, checksum) in seen.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != seen["bytes"] or _sha256(path) != seen["sha256"]:
+        if path.stat().st_size != size or _sha256(path) != checksum:
             return f"{name} differs from its checksum"
     return None
+
+
+def resolve(model: str) -> Path:
+    """The checkpoint folder that a name means: a run directory stands for its newest undamaged checkpoint."""
+    path = Path(model)
+    if (path / "run.json").exists():
+        found = newest(path, print)
+        if found is None:
+            raise UserError(f"{path} is a run without a checkpoint: let it train for --save-every steps first")
+        return found
+    return path
 
 
 def step_of(folder: Path) -> int:
@@ -94,7 +111,8 @@ def step_of(folder: Path) -> int:
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
     """State that is not weights: the source's, the controllers', and torch's own random generator."""
-    (folder / "state.json").write_text(json.dumps({**state, "torch_rng": torch.get_rng_state().numpy().tobytes().hex()}))
+    rng = torch.get_rng_state().numpy().tobytes().hex()
+    (folder / "state.json").write_text(json.dumps({**state, "torch_rng": rng}))
 
 
 def load_state(folder: Path) -> dict[str, Any]:
@@ -103,6 +121,10 @@ def load_state(folder: Path) -> dict[str, Any]:
     rng = bytes.fromhex(state.pop("torch_rng"))
     torch.set_rng_state(torch.frombuffer(bytearray(rng), dtype=torch.uint8))
     return state
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 def _disk(error: BaseException) -> bool:

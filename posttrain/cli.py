@@ -1,4 +1,4 @@
-"""The command `posttrain`: its verbs, recipes and exit codes. What a verb does stands in `verbs`, imported when asked for.
+"""The command `posttrain`: its verbs, recipes and exit codes. What a verb does stands in `verbs`, imported on demand.
 
 Exit codes: 0 done, 1 our own mistake (with a traceback), 2 the user's (one line), 130 interrupted (and saved).
 """
@@ -24,6 +24,7 @@ app = App(
     help_format="plaintext",
     version=__version__,
     help_flags=["--help", "-h"],
+    suppress_keyboard_interrupt=False,  # it is told below
 )
 for _name, _function, _help in (
     ("sft", "sft", "Supervised fine-tuning: imitate the responses of a dataset."),
@@ -97,7 +98,9 @@ def _read_recipe(file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: not valid TOML: {error}") from error
     for table, options in content.items():
         if table not in VERBS or not isinstance(options, dict):
-            raise UserError(f"{file}: [{table}] is no table of a recipe; there are {', '.join(f'[{v}]' for v in VERBS)}")
+            raise UserError(
+                f"{file}: [{table}] is no table of a recipe; there are {', '.join(f'[{v}]' for v in VERBS)}"
+            )
         known = [f.name for f in fields(VERBS[table])]
         for name in options:
             if name not in known:

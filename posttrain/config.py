@@ -72,7 +72,7 @@ class Training(Data):
     keep: int = 2
     """How many checkpoints stay on the disk."""
     tokens_per_microbatch: int = 8192
-    """How many tokens go through the model at once: the memory of an update. Changes no result, only speed and memory."""
+    """How many tokens go through the model at once: the memory of an update. No result depends on it."""
     lr: float = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -160,7 +160,7 @@ class RL(Training):
     clip_high: float | None = None
     """The ratio is clipped at 1 + this; left out: the algorithm's."""
     kl: float | None = None
-    """Coefficient of the KL penalty to the starting model (0: none, and no reference is kept); left out: the algorithm's."""
+    """Coefficient of the KL penalty to the starting model (0: none, no reference is kept); left out: the row's."""
     epochs: int | None = None
     """Passes over the rollouts of a step; left out: the algorithm's."""
     minibatches: int | None = None
@@ -238,10 +238,22 @@ FREE_TO_CHANGE = frozenset({"steps", "save_every", "keep", "threads", "env_worke
 
 
 def validate(config: Training | Evaluation) -> None:
-    """Refuse numbers that make no sense, in one line each. What depends on data or model is checked where it is loaded."""
+    """Refuse numbers that make no sense, in one line each. What depends on data or model is checked elsewhere."""
     positive = (
         *("steps", "prompts", "group", "rows", "epochs", "max_tokens", "tokens_per_microbatch", "save_every", "keep"),
-        *("lr", "slots", "samples", "hidden", "layers", "heads", "context", "threads", "limit", "env_seconds", "minibatches"),
+        *(
+            "lr",
+            "slots",
+            "samples",
+            "hidden",
+            "layers",
+            "heads",
+            "context",
+            "threads",
+            "limit",
+            "env_seconds",
+            "minibatches",
+        ),
     )
     for name in positive:
         value = getattr(config, name, None)
@@ -252,7 +264,7 @@ def validate(config: Training | Evaluation) -> None:
         if value is not None and value < 0:
             raise UserError(f"--{name.replace('_', '-')} must be 0 or more, not {value}")
     if not 0 <= config.held_out < 1:
-        raise UserError(f"--held-out is a share of the tasks, at least 0 and below 1, not {config.held_out}")
+        raise UserError(f"--held-out is a share, at least 0 and below 1, not {config.held_out}")
     if not config.tasks:
         raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
     if not isinstance(config, SFT) and not config.env:
@@ -270,7 +282,7 @@ def _validate_rl(config: RL) -> None:
         raise UserError("--temperature 0 is greedy: all rollouts of a group would be equal and teach nothing")
     if config.top_p != 1 or config.top_k != 0:
         raise UserError(
-            "--top-p and --top-k change the distribution that is sampled, and the gradient would be that of another one: "
+            "--top-p and --top-k change the distribution that is sampled, and the gradient would be that of another: "
             "leave them at 1 and 0 in training (evaluation takes them)"
         )
 
@@ -284,15 +296,17 @@ def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
     Raises UserError if another option is given with another value.
     """
     now = as_dict(config)
-    fixed = config.given - OF_ONE_CALL - FREE_TO_CHANGE
-    differing = ", ".join(f"{name} was {recorded.get(name)!r}" for name in sorted(fixed) if now[name] != recorded.get(name))
+    fixed = sorted(config.given - OF_ONE_CALL - FREE_TO_CHANGE)
+    differing = [f"{name} was {recorded.get(name)!r}" for name in fixed if now[name] != recorded.get(name)]
     if differing:
-        raise UserError(f"cannot resume {config.out} with other options ({differing}): leave them out, or give another --out")
+        other = ", ".join(differing)
+        raise UserError(f"cannot resume {config.out} with other options ({other}): leave them out, or change --out")
     if unknown := sorted(recorded.keys() - now.keys()):
-        raise UserError(f"cannot resume {config.out}: another version of posttrain wrote it, with options {', '.join(unknown)}")
-    kept = {name: value for name, value in recorded.items() if name not in OF_ONE_CALL and name not in config.given}
-    chosen = {**{name: getattr(config, name) for name in OF_ONE_CALL | config.given}, **kept}
-    return type(config)(**{name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()})
+        raise UserError(f"cannot resume {config.out}: another version wrote it, with options {', '.join(unknown)}")
+    ours = OF_ONE_CALL | (config.given & FREE_TO_CHANGE)
+    kept = {name: tuple(v) if isinstance(v, list) else v for name, v in recorded.items() if name not in ours}
+    chosen: Any = {**kept, **{name: getattr(config, name) for name in ours}}
+    return type(config)(**chosen)
 
 
 def as_dict(config: Any) -> dict[str, Any]:

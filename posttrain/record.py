@@ -19,6 +19,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -31,7 +32,6 @@ from posttrain.types import Invalid, Rollout, Transcript, UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from tensorboardX import SummaryWriter
 
 Folder = str | os.PathLike[str]
 
@@ -47,6 +47,8 @@ PANELS = {
 }
 """Metric -> title in `curves`, in the order in which they are drawn."""
 
+SECONDS_BETWEEN_FLUSHES = 10.0  # of what TensorBoard shows of a run that is on
+
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's, for the colour-blind
 
 
@@ -59,7 +61,7 @@ class Record:
         self._metrics = _Journal(folder / "metrics.jsonl", step)
         self._timing = _Journal(folder / "timing.jsonl", step)
         self._unsynced: list[Path] = []  # rollout files that are not yet known to be on disk
-        self._writer: SummaryWriter | None = None
+        self._events: _Events | None = None
         self._kept = step
 
     @classmethod
@@ -82,12 +84,17 @@ class Record:
         return cls(path, -1)
 
     @classmethod
-    def resume(cls, folder: Folder, step: int) -> Record:
-        """Continue a run from its checkpoint of `step`: what was recorded of later steps is deleted."""
+    def resume(cls, folder: Folder, step: int, config: Mapping[str, Any] | None = None) -> Record:
+        """Continue a run from its checkpoint of `step`: what was recorded of later steps is deleted.
+
+        `config`: all settings as they are from now on, if some were changed.
+        """
         path = Path(folder)
         run = read_run(path)
         again = {"step": step, "start": _now(), **_circumstances()}
         kept = {name: value for name, value in run.items() if name not in ("end", "final", "resumes")}
+        kept["config"] = run["config"] if config is None else config
+        (path / "rollouts").mkdir(exist_ok=True)  # killed before `create` had made it
         _replace(path / "run.json", {**kept, "resumes": [*run.get("resumes", []), again]})
         later = [_rollout_file(path, number) for number in rollout_steps(path) if number > step]
         for file in [*later, *path.glob("rollouts/*.tmp")]:
@@ -118,6 +125,8 @@ class Record:
         """Return once all JSON written so far would outlive a power cut. Call it before a checkpoint is saved."""
         self._metrics.sync()
         self._timing.sync()
+        if self._events:
+            self._events.flush()
         for path in (*self._unsynced, self.folder / "rollouts", self.folder):
             _sync(path)
         self._unsynced.clear()
@@ -127,21 +136,52 @@ class Record:
         self.flush()
         self._metrics.close()
         self._timing.close()
-        if self._writer:
-            self._writer.close()
+        if self._events:
+            self._events.close()
         _replace(self.folder / "run.json", {**read_run(self.folder), "end": _now(), "final": final})
 
     def _draw(self, step: int, values: Mapping[str, float]) -> None:
         """Pass on to TensorBoard, which hides what an earlier attempt wrote of the steps since the resume."""
-        if self._writer is None:
-            from tensorboardX import SummaryWriter
-
+        if self._events is None:
             # The suffix, because two attempts may begin within one second, which is all their names would tell.
             suffix = f".{len(read_run(self.folder).get('resumes', []))}"
-            self._writer = SummaryWriter(str(self.folder / "tensorboard"), None, self._kept + 1, filename_suffix=suffix)
+            self._events = _Events(self.folder / "tensorboard", self._kept + 1, suffix)
+        self._events.add(step, values)
+
+
+class _Events:
+    """An event file of TensorBoard, which shows of older files only what lies before step `first`.
+
+    It is written in the caller's thread. tensorboardX's SummaryWriter has a thread for it, which dies of a full disk;
+    the queue in front of it then fills up, and the run waits for ever.
+    """
+
+    def __init__(self, folder: Path, first: int, suffix: str) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
+
+        folder.mkdir(exist_ok=True)
+        self._event, self._scalar = Event, scalar
+        self._file = EventsWriter(str(folder / "events"), suffix)
+        begin = Event(step=first, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
+        self._file.write_event(begin)
+        self._flushed = time.monotonic()
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             if math.isfinite(value):
-                self._writer.add_scalar(name, float(value), step)
+                summary = self._scalar(name, float(value))
+                self._file.write_event(self._event(step=step, wall_time=time.time(), summary=summary))
+        if time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
+            self.flush()
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class _Journal:

@@ -1,4 +1,4 @@
-"""Puts the pieces of a run together: configuration -> data, model, engine, learner, source -> the loop -> a run directory.
+"""Puts the pieces of a run together: configuration -> data, model, engine, learner, source, and off on its course.
 
 `sft`, `rl` and `evaluate` here take a configuration; the front door in `posttrain/__init__.py` and the command line are
 thin layers over them.
@@ -6,58 +6,34 @@ thin layers over them.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from posttrain import checkpoint as checkpoints
 from posttrain.algorithms.policy import adjust, find, policy_objective
-from posttrain.config import RL, SFT, AnyTraining, Data, Evaluation, Training, as_dict, continued, validate
+from posttrain.checkpoint import resolve
+from posttrain.config import RL, SFT, Data, Evaluation, Training, validate
+from posttrain.course import Course, Run, begin, start_of
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import hold_out, to_tasks
-from posttrain.display import Display
 from posttrain.engines.local import LocalEngine
-from posttrain.envs.host import Host
-from posttrain.envs.load import load_converter, load_env
+from posttrain.envs.chat import Conversation
+from posttrain.envs.host import Done, Host
+from posttrain.envs.load import load_converter, load_env, opening
 from posttrain.envs.play import Episode, play, seed_of
 from posttrain.estimate import paired_interval, summary
 from posttrain.experience import Experience, Size
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
-from posttrain.models.folder import load_model, save_model
+from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.record import Record, curves, read_metrics, read_run
 from posttrain.supervised import Demonstrations, demonstrate, likelihood_objective
-from posttrain.train import Trained, interruptible, train
-from posttrain.types import Invalid, Rollout, Sampling, Source, Stats, Task, UserError
+from posttrain.types import Invalid, Reply, Rollout, Sampling, Stats, Task, UserError
 
-RUN_FILES = ("run.json", "metrics.jsonl", "timing.jsonl", "rollouts", "tensorboard", "checkpoints", "curves.png")
-"""What --overwrite deletes: what a run makes, and nothing else that may stand in the folder."""
-
-
-@dataclass
-class Run:
-    """A finished (or interrupted) run."""
-
-    path: Path
-    checkpoint: Path | None  # the newest one: a Hugging Face folder
-    interrupted: bool = False
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """One dict per step, as in metrics.jsonl."""
-        return read_metrics(self.path)
-
-    @property
-    def final(self) -> dict[str, Any]:
-        """The final figures, as in run.json."""
-        final: dict[str, Any] = read_run(self.path).get("final", {})
-        return final
+TRIAL_TURNS = 8  # of a canned reply to an environment that may wait for a word which it does not contain
 
 
 @dataclass(frozen=True)
@@ -77,12 +53,13 @@ class Evaluated:
 
 def sft(config: SFT, tasks: Sequence[Task] | None = None) -> Run:
     """Imitate demonstrations. `tasks`: rows in memory, instead of `config.tasks`."""
+    config, resumed = begin(config)
     validate(replace(config, tasks=config.tasks or "rows in memory" * (tasks is not None)))
     device = prepare(config)
     data = load_tasks(config, tasks, need=("prompt", "response"))
     train_tasks, held_out = hold_out(data, config.held_out, config.seed) if config.held_out else (data, [])
-    record, resumed = open_run(config)
-    model, tokenizer = _start(config, train_tasks, resumed, device)
+    start = start_of(config)
+    model, tokenizer = _start(config, train_tasks, resumed or start, device)
     context, eos = model.config.context, end_tokens(model, tokenizer)
     source = Demonstrations(
         [demonstrate(t, tokenizer, eos, context, config.mask_prompt) for t in train_tasks],
@@ -93,28 +70,26 @@ def sft(config: SFT, tasks: Sequence[Task] | None = None) -> Run:
     )
     unseen = [demonstrate(t, tokenizer, eos, context, config.mask_prompt) for t in held_out]
     steps = max(1, round(source.steps_per_epoch * config.epochs))
-    learner = LocalLearner(
-        model, optimization(config, steps), precision=config.precision, measure_entropy=False
-    )
+    learner = LocalLearner(model, optimization(config, steps), precision=config.precision)
 
     def measure(stats: Stats) -> None:
-        outputs = learner.evaluate(source.batches(unseen)) if unseen else []
-        for o in outputs:
+        for o in learner.evaluate(source.batches(unseen)):
             stats.add("eval/loss", -o.logp.sum().item(), o.logp.numel())
 
     tokens = sum(t.n_sampled for t in source.transcripts)
-    lines = [
+    sizes = [
         f"model {parameters(model):,} parameters, context {context}, vocabulary {model.config.vocab}",
         f"{len(train_tasks)} rows ({tokens:,} tokens to learn), {len(held_out)} held out",
         f"{steps} steps of {config.rows} rows, micro-batches of {config.tokens_per_microbatch} tokens",
-        "minimise  - sum_t lp_t / (tokens of the step)",
     ]
-    loop = _Loop(config, record, learner, source, tokenizer, measure, lines, steps)
-    return loop.run(likelihood_objective, resumed, "sft")
+    lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
+    loop = Course(config, start, resumed, learner, source, tokenizer, measure if unseen else None, steps)
+    return loop.run(likelihood_objective, sizes, lines)
 
 
 def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] | None = None) -> Run:
     """Learn from rewards. `tasks` and `env` may be given as objects, instead of by name in `config`."""
+    config, resumed = begin(config)
     validate(
         replace(
             config,
@@ -139,12 +114,16 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
         held_out = load_tasks(replace(config, tasks=config.eval_tasks, limit=None, split=None), None, env=env)
     held_out = held_out[: config.eval_limit]
     with Host(env or config.env, config.env_workers, config.env_seconds) as host:
-        record, resumed = open_run(config)
-        model, tokenizer = _start(config, train_tasks, resumed, device)
+        rehearse(host, train_tasks)
+        start = start_of(config)
+        model, tokenizer = _start(config, train_tasks, resumed or start, device)
+        end_tokens(model, tokenizer)  # there must be one, or no reply would end
+        if host.single_turn:
+            check_prompts([*train_tasks, *held_out], tokenizer, model.config.context)
         reference = None
         if algorithm.kl:
-            assert config.model
-            reference = load_model(resolve(config.model), device=device).requires_grad_(False)
+            assert start
+            reference = load_model(start, device=device).requires_grad_(False)
         learner = LocalLearner(
             model,
             optimization(config, config.steps * algorithm.epochs * algorithm.minibatches),
@@ -178,19 +157,20 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
                 stats.add("eval/length", rollout.n_sampled)
 
         rollouts = config.prompts * config.group
-        lines = [
+        sizes = [
             f"model {parameters(model):,} parameters, context {model.config.context}, vocabulary {model.config.vocab}",
             f"{len(train_tasks)} tasks, {len(held_out)} held out",
             f"{config.steps} steps of {config.prompts} prompts x {config.group} rollouts = {rollouts} rollouts "
             f"of at most {config.max_tokens} tokens; micro-batches of {config.tokens_per_microbatch} tokens; "
             f"{min(config.slots, rollouts)} sampled at once",
-            *algorithm.describe(),
         ]
-        loop = _Loop(config, record, learner, source, tokenizer, measure if held_out else None, lines, config.steps)
-        return loop.run(policy_objective(algorithm), resumed, "rl")
+        loop = Course(config, start, resumed, learner, source, tokenizer, measure if held_out else None, config.steps)
+        return loop.run(policy_objective(algorithm), sizes, algorithm.describe())
 
 
-def evaluate(config: Evaluation, tasks: Sequence[Task] | None = None, env: Callable[..., Any] | None = None) -> Evaluated:
+def evaluate(
+    config: Evaluation, tasks: Sequence[Task] | None = None, env: Callable[..., Any] | None = None
+) -> Evaluated:
     """Play every task `samples` times. With `against`, two checkpoints play the same tasks with the same seeds."""
     validate(
         replace(
@@ -205,10 +185,12 @@ def evaluate(config: Evaluation, tasks: Sequence[Task] | None = None, env: Calla
         data = hold_out(data, config.held_out, config.split_seed)[1]
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
     with Host(env or config.env, config.env_workers, config.env_seconds) as host:
+        rehearse(host, data)
 
         def figures(folder: str) -> tuple[dict[str, Any], dict[str, list[float]], list[Rollout]]:
             path = resolve(folder)
             model, tokenizer = load_model(path, device=device), Tokenizer.load(path)
+            end_tokens(model, tokenizer)
             engine = LocalEngine(model, tokenizer, config.slots, config.precision)
             episodes = repeated(data, config.samples, config.seed)
             rollouts = play(episodes, host, engine, tokenizer, sampling, model.config.context)
@@ -216,6 +198,9 @@ def evaluate(config: Evaluation, tasks: Sequence[Task] | None = None, env: Calla
             for r in rollouts:
                 if not isinstance(r.reward, Invalid):
                     rewards[r.task["id"]].append(r.reward)
+            reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
+            if len(reasons) == len(rollouts):
+                raise UserError(f"no reward of {folder} is valid: mend --env {config.env}; the first: {reasons[0]}")
             return summary(list(rewards.values()), config.k, config.correct), rewards, rollouts
 
         own, rewards, rollouts = figures(config.model)
@@ -237,94 +222,22 @@ def evaluate(config: Evaluation, tasks: Sequence[Task] | None = None, env: Calla
 # -- what they share ---------------------------------------------------------------------------------------------------
 
 
-class _Loop:
-    """A run from its first or resumed step to its end: record, evaluate, save, show."""
-
-    def __init__(
-        self,
-        config: SFT | RL,
-        record: Record,
-        learner: LocalLearner,
-        source: Source,
-        tokenizer: Tokenizer,
-        measure: Callable[[Stats], None] | None,
-        lines: list[str],
-        steps: int,
-    ) -> None:
-        self.config, self.record, self.learner, self.source, self.tokenizer = config, record, learner, source, tokenizer
-        self.measure, self.lines, self.steps = measure, lines, steps
-        self.display = Display(quiet=config.quiet)
-        self.saved: Path | None = None
-
-    def run(self, objective: Any, resumed: Path | None, verb: str) -> Run:
-        first = 1
-        if resumed:
-            self.saved = resumed
-            self.learner.load(resumed / "training")
-            self.source.restore(checkpoints.load_state(resumed / "training")["source"])
-            first = checkpoints.step_of(resumed) + 1
-            self.display.note(f"resuming {self.record.folder} after step {first - 1}")
-        self.display.start(f"{verb} {self.record.folder}", self.steps, self.lines)
-        final: dict[str, Any] = {}
-        try:
-            with interruptible(self.display.note) as interrupted:
-                if first == 1 and self.measure:
-                    stats = Stats()
-                    self.measure(stats)
-                    self.record.metrics(0, stats.means())
-                hooks = [self._after]
-                done = first - 1
-                if first <= self.steps:
-                    done = train(
-                        self.learner, self.source, objective, hooks, first=first, steps=self.steps, interrupted=interrupted
-                    )
-                stopped = interrupted() and done < self.steps
-            final = {k: v for k, v in (read_metrics(self.record.folder) or [{}])[-1].items()}
-        finally:
-            self.display.close()
-            self.record.close(final)
-        curves(self.record.folder)
-        return Run(self.record.folder, self.saved, stopped)
-
-    def _after(self, trained: Trained) -> None:
-        number, config = trained.step.number, self.config
-        stats = trained.stats
-        due = config.eval_every and number % config.eval_every == 0
-        if self.measure and (due or number == self.steps):
-            self.measure(stats)
-        metrics = stats.means()
-        self.record.metrics(number, metrics)
-        tokens = stats["length"][0] if "length" in stats else stats["nll"][1]
-        seconds = trained.seconds
-        timing = {f"seconds/{name}": value for name, value in seconds.items()}
-        timing["tokens_per_second"] = tokens / max(1e-9, sum(seconds.values()))
-        self.record.timing(number, timing)
-        if trained.step.rollouts:
-            self.record.rollouts(number, trained.step.rollouts)
-        self.display.step(number, metrics, timing)
-        if trained.last or number % config.save_every == 0:
-            self.record.flush()
-            self.saved = checkpoints.save(self.record.folder, number, self._write, config.keep)
-
-    def _write(self, folder: Path) -> None:
-        save_model(self.learner.model, folder, self.tokenizer)
-        state = folder / "training"
-        state.mkdir()
-        self.learner.save(state)
-        checkpoints.save_state(state, {"source": self.source.state()})
-
-
 def prepare(config: Training | Evaluation) -> torch.device:
     """Threads, seed of the global generator (nothing should draw from it) and the device."""
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    if config.device != "auto":
-        try:
-            return torch.empty(0, device=config.device).device
-        except (RuntimeError, AssertionError) as error:
-            raise UserError(f"--device {config.device} cannot be used: {str(error).splitlines()[0]}") from error
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return choose_device(config.device)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; "auto": a CUDA device if there is one. Raises UserError if it cannot be used."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def load_tasks(
@@ -359,69 +272,11 @@ def _demonstrations_only(convert: Callable[[Task], Task | None]) -> Callable[[Ta
     return converted
 
 
-def begin(config: AnyTraining) -> tuple[AnyTraining, Path | None]:
-    """The options as the run has them, and the checkpoint to go on from. Nothing is written or deleted yet.
-
-    Raises UserError if --out holds a run and none is expected there, or the other way round.
-    """
-    folder, holds_run = Path(config.out), (Path(config.out) / "run.json").exists()
-    if config.resume and config.overwrite:
-        raise UserError("--resume continues the run in --out and --overwrite deletes it: give one of them")
-    if not config.resume:
-        if holds_run and not config.overwrite:
-            raise UserError(f"{folder} already holds a run: --resume continues it, --overwrite deletes it, or choose another --out")
-        return config, None
-    if not holds_run:
-        raise UserError(f"{folder} holds no run to resume: leave out --resume to begin one there, or give the --out of one")
-    run, verb = read_run(folder), type(config).__name__.lower()
-    if run["verb"] != verb:
-        raise UserError(f"{folder} is a run of posttrain {run['verb']}: resume it with that verb")
-    newest = checkpoints.newest(folder, print)
-    if newest is None:
-        print(f"{folder} has no checkpoint yet: starting over")
-    return continued(config, run["config"]), newest
-
-
-def open_run(config: SFT | RL, resumed: Path | None, extra: dict[str, Any]) -> Record:
-    """The run directory, ready to be written: new, or with what was recorded since the checkpoint taken out."""
-    folder = Path(config.out)
-    with writing(folder):
-        if config.resume:
-            return Record.resume(folder, checkpoints.step_of(resumed) if resumed else -1)
-        if config.overwrite:
-            for inside in (config.model, config.tasks):
-                if inside and Path(inside).resolve().is_relative_to(folder.resolve()):
-                    raise UserError(f"--overwrite would delete {inside}, which this run needs: choose another --out")
-            for name in RUN_FILES:
-                shutil.rmtree(folder / name, ignore_errors=True)
-                (folder / name).unlink(missing_ok=True)
-        return Record.create(folder, as_dict(config), type(config).__name__.lower(), extra)
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Within it, a disk that is full or not writable is a UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error
-
-
-def resolve(model: str) -> Path:
-    """The checkpoint folder that a name means: a run directory stands for its newest undamaged checkpoint."""
-    path = Path(model)
-    if (path / "run.json").exists():
-        newest = checkpoints.newest(path, print)
-        if newest is None:
-            raise UserError(f"{path} is a run without a checkpoint: let it train for --save-every steps first")
-        return newest
-    return path
-
-
-def _start(config: SFT | RL, tasks: Sequence[Task], resumed: Path | None, device: torch.device) -> tuple[Decoder, Tokenizer]:
-    """Model and tokenizer at the beginning of this run, or of its continuation."""
-    if resumed or config.model:
-        folder = resumed or resolve(config.model or "")
+def _start(
+    config: SFT | RL, tasks: Sequence[Task], folder: Path | None, device: torch.device
+) -> tuple[Decoder, Tokenizer]:
+    """Model and tokenizer of a checkpoint folder, or new ones."""
+    if folder:
         return load_model(folder, device=device), Tokenizer.load(folder)
     assert isinstance(config, SFT)
     texts = [text for t in tasks for text in _texts(t)]
@@ -446,7 +301,9 @@ def _start(config: SFT | RL, tasks: Sequence[Task], resumed: Path | None, device
         config.seed,
     )
     if tokenizer.eos_id is None:
-        raise UserError(f"the tokenizer in {config.tokenizer} has no end-of-sequence token: set eos_token in its config")
+        raise UserError(
+            f"the tokenizer in {config.tokenizer} has no end-of-sequence token: set eos_token in its config"
+        )
     model.eos_ids = (tokenizer.eos_id,)
     return model.to(device), tokenizer
 
@@ -457,13 +314,50 @@ def _texts(task: Task) -> list[str]:
     return [task["prompt"], task.get("response", "")]
 
 
+def rehearse(host: Host, tasks: Sequence[Task]) -> None:
+    """Play up to three tasks with a canned reply, so that a broken environment is told before anything heavy starts.
+
+    Raises UserError if none of them could be scored.
+    """
+    reasons = []
+    for task in (tasks[0], tasks[len(tasks) // 2], tasks[-1]):
+        host.ready()
+        host.start(0, task)
+        for turns in range(TRIAL_TURNS + 1):
+            [(_, event)] = host.poll(None)
+            if isinstance(event, Done):
+                break
+            if turns < TRIAL_TURNS:
+                host.send(0, Reply(str(task.get("response", task.get("answer", "")))))
+        if not isinstance(event, Done):
+            host.drop(0)
+            return
+        if not isinstance(event.reward, Invalid):
+            return
+        reasons.append(event.reward.reason)
+    raise UserError(f"the environment could score no sample reply: {reasons[0]} (try it with posttrain check)")
+
+
+def check_prompts(tasks: Sequence[Task], tokenizer: Tokenizer, context: int) -> None:
+    """Raises UserError if a task's prompt leaves no room for a reply: better now than in the middle of the run."""
+    for task in tasks:
+        length = len(Conversation(tokenizer).show(opening(task), None))
+        if not 0 < length < context:
+            what = f"has {length} tokens" if length else "is empty"
+            raise UserError(
+                f"the prompt of task {task['id']!r} {what}; the model's context holds {context} tokens with the reply: "
+                "shorten it or leave the row out"
+            )
+
+
 def end_tokens(model: Decoder, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids that end a reply. Raises UserError if there is none: nothing would ever stop."""
     if model.eos_ids:
         return model.eos_ids
     if tokenizer.eos_id is None:
         raise UserError(
-            "neither the model's generation_config.json nor its tokenizer names an end-of-sequence token: set eos_token_id"
+            "neither generation_config.json nor the tokenizer of the model names an end-of-sequence token: "
+            "set eos_token_id in the first"
         )
     return (tokenizer.eos_id,)
 

@@ -15,13 +15,13 @@ from posttrain.config import RL, SFT, Evaluation
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
-    from posttrain.run import Run
+    from posttrain.course import Run
 
 Options = Parameter(
     name="*",
     consume_multiple=True,
     negative_iterable=(),
-    show_default=lambda value: "none" if value in ("", (), {}) else value,
+    show_default=lambda value: None if value in (None, "", (), {}) else str(value),
 )
 
 

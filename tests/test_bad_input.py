@@ -28,6 +28,7 @@ def reward(task, reply):
     return sum(c.isdigit() for c in reply) / (len(reply) + 1)
 """
 REWARDS = {
+    "strict": "return 1.0 if reply == task['answer'] else Invalid('no number')",
     "raises": "raise KeyError('anwser')",
     "nan": "return float('nan')",
     "text": "return 'good'",
@@ -48,7 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Ite
     (folder / "broken.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
     (folder / "env.py").write_text(GOOD)
     for name, body in REWARDS.items():
-        (folder / f"{name}.py").write_text(f"def reward(task, reply):\n    {body}\n")
+        (folder / f"{name}.py").write_text(f"from posttrain import Invalid\ndef reward(task, reply):\n    {body}\n")
     (folder / "unfinished.py").write_text("def reward(task, reply:\n")
     recipes = {
         "typo.toml": "[rl]\nstesp = 3\n",
@@ -158,12 +159,13 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "missing reward file": (words("rl", env="evn.py:reward"), ("no file evn.py", "did you mean 'env.py'?")),
     "missing function": (words("rl", env="env.py:rewrad"), ("has no 'rewrad'", "did you mean 'reward'?")),
     "reward file that does not import": (words("rl", env="unfinished.py:reward"), ("SyntaxError", "unfinished.py:1")),
-    "reward that raises": (words("rl", env="raises.py:reward"), ("KeyError: 'anwser'", "raises.py:2")),
-    "reward that raises in eval": (words("eval", env="raises.py:reward"), ("KeyError: 'anwser'", "raises.py:2")),
+    "reward that raises": (words("rl", env="raises.py:reward"), ("KeyError: 'anwser'", "raises.py:3")),
+    "reward that raises in eval": (words("eval", env="raises.py:reward"), ("KeyError: 'anwser'", "raises.py:3")),
     "reward not a number": (words("rl", env="nan.py:reward"), ("returned nan", "expected a finite number")),
     "reward of text": (words("rl", env="text.py:reward"), ("returned 'good' (str)", "expected a finite number")),
     "reward of nothing": (words("rl", env="nothing.py:reward"), ("returned None (is a return missing?)",)),
     "reward that kills its process": (words("rl", env="dies.py:reward"), ("worker process died (exit code 3)",)),
+    "reward that judges only right answers": (words("eval", env="strict.py:reward"), ("no number", "--env")),
     "too few samples for pass@k": (words("eval", k=4), ("pass@4 needs at least 4 samples",)),
     "eval file not writable": (words("eval", out="rows.jsonl/x.json"), ("cannot be written",)),
     "missing replies": (words("check", replies="nowhere.txt"), ("--replies nowhere.txt cannot be read",)),
@@ -236,9 +238,9 @@ def full(*_: Any, **__: Any) -> None:
 
 
 def on_call(number: int, act: Callable[..., Any]) -> Callable[..., Any]:
-    """`act`, but the call of that number finds the disk full."""
+    """`act`, but from the call of that number on the disk is full."""
     calls = iter(range(1, 10_000))
-    return lambda *a, **k: (full if next(calls) == number else act)(*a, **k)
+    return lambda *a, **k: (full if next(calls) >= number else act)(*a, **k)
 
 
 @pytest.mark.parametrize(
@@ -263,10 +265,10 @@ def test_full_disk_is_one_line_and_the_run_resumes_identically(
         said = refused(capfd, words("rl", out=run, save_every=2), "No space left on device")
     saved = sorted(p.name for p in (place / run / "checkpoints").iterdir())
     if kept is None:
-        assert saved in ([], ["step-000002"])
+        assert not saved and "no step was saved" in said and "--overwrite" in said
     else:
         assert saved[-1] == f"step-{kept:06d}" and not [name for name in saved if "draft" in name]
-        assert "--resume" in said or writer == "close"
+        assert f"continue after step {kept} with posttrain rl --out {run} --resume" in said or kept == 4
     assert main(["rl", "--out", run, "--resume", "--quiet"]) == 0
     assert results(place / run) == undisturbed
 
@@ -280,6 +282,19 @@ def test_disk_that_is_really_full_is_one_line(place: Path) -> None:
     assert "could not save checkpoint" in ran.stderr and "File too large" in ran.stderr
     assert not list((place / "limited" / "checkpoints").iterdir()), "no half of a checkpoint stays"
     shutil.rmtree(place / "limited")
+
+
+@pytest.mark.timeout(20)
+def test_disk_that_is_full_for_tensorboard_alone_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    record = Record.create(tmp_path, {"seed": 0}, "rl", {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))  # events take more bytes than the line of metrics
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            record.metrics(1, {f"m{number}": 0.5 for number in range(300)})
+            record.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_own_crash_is_shown_as_such_and_the_record_is_closed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

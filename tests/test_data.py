@@ -461,6 +461,6 @@ def test_real_instructions_keep_every_response_of_a_repeated_prompt_on_one_side(
 def test_reading_data_imports_no_torch() -> None:
     import subprocess
 
-    code = "import sys, posttrain.data.tasks, posttrain.data.rows as r; r.load_rows([{}]); sys.exit('torch' in sys.modules)"
+    code = "import sys, posttrain.data.tasks as t; t.to_tasks([{'prompt': 'a'}]); sys.exit('torch' in sys.modules)"
     root = Path(__file__).resolve().parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""A run that is killed, interrupted or damaged and then resumed ends, byte for byte, where the uninterrupted one does."""
+"""A run that is killed, interrupted or damaged and resumed ends, byte for byte, where the undisturbed one does."""
 
 from __future__ import annotations
 
@@ -46,8 +46,12 @@ def dialogue(task):
         shown.append(reply)
     return {"digits": sum(map(digits, shown)), "short": 1.0 / len(shown)}
 '''
-SFT = "sft --tasks rows.jsonl --tokenizer characters --hidden 32 --layers 2 --context 32 --held-out 0.1 --eval-every 3".split()
-SFT += "--epochs 4 --rows 8 --lr 1e-2 --warmup 2 --save-every 2 --tokens-per-microbatch 40 --threads 1".split()
+Left = Callable[[str, list[str]], dict[str, str]]
+"""(name, command) -> what the uninterrupted run leaves."""
+
+SFT = "sft --tasks rows.jsonl --tokenizer characters --hidden 32 --layers 2 --context 32 --held-out 0.1".split()
+SFT += "--eval-every 3 --epochs 4 --rows 8 --lr 1e-2 --warmup 2 --save-every 2".split()
+SFT += "--tokens-per-microbatch 40 --threads 1".split()
 RL = "rl --tasks rows.jsonl --model start --held-out 0.1 --eval-every 4 --group 3 --prompts 4 --max-tokens 10".split()
 RL += "--steps 10 --lr 1e-2 --save-every 2 --tokens-per-microbatch 60 --threads 1".split()
 ONE_TURN = [*RL, "--env", "env.py:reward", "--algorithm", "grpo"]
@@ -70,7 +74,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Ite
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(place: Path) -> Callable[[str, list[str]], dict[str, str]]:
+def uninterrupted(place: Path) -> Left:
     """What the run of a command leaves when nothing disturbs it; each is run once, in this process."""
     known: dict[str, dict[str, str]] = {}
 
@@ -117,7 +121,7 @@ def there(*paths: Path) -> Callable[[], bool]:
 def kill_and_resume(run: Path, words: list[str], moments: list[Callable[[], bool]]) -> None:
     """Kill the run at each of the moments in turn, a random while after, and let it come to its end."""
     delays = random.Random(run.name)
-    codes = []
+    codes: list[int] = []
     for moment in moments:
         process = begin(*words, "--out", run.name, *(["--resume"] if codes else []))
         codes.append(disturb(process, moment, delays.choice([0.0, delays.uniform(0, 0.05)]), signal.SIGKILL))
@@ -125,14 +129,14 @@ def kill_and_resume(run: Path, words: list[str], moments: list[Callable[[], bool
     assert main(["sft" if words[0] == "sft" else "rl", "--out", run.name, "--resume", "--quiet"]) == 0
 
 
-def test_sft_killed_at_any_moment_and_resumed_is_identical(place: Path, uninterrupted) -> None:
+def test_sft_killed_at_any_moment_and_resumed_is_identical(place: Path, uninterrupted: Left) -> None:
     run = place / "sft-killed"
     half_written = there(run / "checkpoints" / ".step-000008.draft", run / "checkpoints" / "step-000008")
     kill_and_resume(run, SFT, [lines(run, 2), half_written])
     assert traces(run) == uninterrupted("sft", SFT)
 
 
-def test_rl_killed_at_any_moment_and_resumed_is_identical(place: Path, uninterrupted) -> None:
+def test_rl_killed_at_any_moment_and_resumed_is_identical(place: Path, uninterrupted: Left) -> None:
     run = place / "rl-killed"
     rollouts = run / "rollouts"
     half_written = there(run / "checkpoints" / ".step-000004.draft", run / "checkpoints" / "step-000004")
@@ -142,7 +146,7 @@ def test_rl_killed_at_any_moment_and_resumed_is_identical(place: Path, uninterru
     assert json.loads((run / "run.json").read_text())["resumes"], "it was resumed"
 
 
-def test_several_turns_and_updates_per_step_killed_and_resumed_are_identical(place: Path, uninterrupted) -> None:
+def test_several_turns_and_updates_per_step_killed_and_resumed_are_identical(place: Path, uninterrupted: Left) -> None:
     run = place / "turns-killed"
     kill_and_resume(run, TURNS, [lines(run, 6)])
     assert traces(run) == uninterrupted("turns", TURNS)
@@ -150,7 +154,7 @@ def test_several_turns_and_updates_per_step_killed_and_resumed_are_identical(pla
     assert len({step["reward"] for step in steps[1:]}) > 1 and all(step["grad_norm"] > 0 for step in steps[1:])
 
 
-def test_ctrl_c_finishes_the_step_and_resumes_identically(place: Path, uninterrupted) -> None:
+def test_ctrl_c_finishes_the_step_and_resumes_identically(place: Path, uninterrupted: Left) -> None:
     run = place / "rl-interrupted"
     process = begin(*ONE_TURN, "--out", run.name)
     assert disturb(process, lines(run, 4), 0.01, signal.SIGINT) == 130
@@ -182,7 +186,7 @@ def truncate(file: Path) -> None:
 )
 def test_damaged_checkpoint_is_told_and_the_one_before_gives_the_identical_end(
     place: Path,
-    uninterrupted,
+    uninterrupted: Left,
     capsys: pytest.CaptureFixture[str],
     damage: Callable[[Path], None],
     file: str,
@@ -200,7 +204,7 @@ def test_damaged_checkpoint_is_told_and_the_one_before_gives_the_identical_end(
 
 
 def test_resuming_takes_recorded_options_and_refuses_others(
-    place: Path, uninterrupted, capsys: pytest.CaptureFixture[str]
+    place: Path, uninterrupted: Left, capsys: pytest.CaptureFixture[str]
 ) -> None:
     uninterrupted("rl", ONE_TURN)
     shutil.copytree(place / "rl", place / "longer")
@@ -212,7 +216,7 @@ def test_resuming_takes_recorded_options_and_refuses_others(
     assert run["config"]["steps"] == 12 and run["config"]["lr"] == 0.01 and run["final"]["step"] == 12
 
 
-def test_resumed_run_keeps_the_reference_it_began_with(place: Path, uninterrupted, tokenizer: Tokenizer) -> None:
+def test_resumed_run_keeps_the_reference_it_began_with(place: Path, uninterrupted: Left, tokenizer: Tokenizer) -> None:
     """--model may name a run that has gone on since: its newest checkpoint is another model by now."""
     uninterrupted("sft", SFT)
     shutil.copytree(place / "sft", place / "moving")

@@ -1,0 +1,229 @@
+"""The course of a run, from its first or resumed step to its end: record, evaluate, save, show.
+
+Decides what a run leaves in its directory and when, how it goes on after a kill, and that nothing is lost when it ends
+before its time. A run stands on the disk as its last checkpoint and what was recorded until then; a resumed one begins
+there and repeats, byte for byte, what had come after.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain import checkpoint as checkpoints
+from posttrain.config import RL, SFT, AnyTraining, as_dict, continued
+from posttrain.display import Display
+from posttrain.learners.local import LocalLearner
+from posttrain.models.folder import save_model
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.record import Record, curves, read_metrics, read_run
+from posttrain.train import Trained, interruptible, train
+from posttrain.types import Objective, Source, Stats, UserError
+
+RUN_FILES = ("run.json", "metrics.jsonl", "timing.jsonl", "rollouts", "tensorboard", "checkpoints", "curves.png")
+"""What --overwrite deletes: what a run makes, and nothing else that may stand in the folder."""
+
+
+@dataclass
+class Run:
+    """A finished (or interrupted) run."""
+
+    path: Path
+    checkpoint: Path | None  # the newest one: a Hugging Face folder
+    interrupted: bool = False
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict per step, as in metrics.jsonl."""
+        return read_metrics(self.path)
+
+    @property
+    def final(self) -> dict[str, Any]:
+        """The final figures, as in run.json."""
+        final: dict[str, Any] = read_run(self.path).get("final", {})
+        return final
+
+
+def begin(config: AnyTraining) -> tuple[AnyTraining, Path | None]:
+    """The options as the run has them, and the checkpoint to go on from. Nothing is written or deleted yet.
+
+    Raises UserError if --out holds a run and none is expected there, or the other way round.
+    """
+    folder = Path(config.out)
+    if config.resume and config.overwrite:
+        raise UserError("--resume continues the run in --out and --overwrite deletes it: give one of them")
+    if not config.resume:
+        if any((folder / name).exists() for name in RUN_FILES) and not config.overwrite:
+            raise UserError(
+                f"{folder} already holds a run: --resume continues it, --overwrite deletes it, or choose another --out"
+            )
+        return config, None
+    if not (folder / "run.json").exists():
+        raise UserError(f"{folder} holds no run to resume: leave out --resume, or give the --out of one")
+    run, verb = read_run(folder), type(config).__name__.lower()
+    if run["verb"] != verb:
+        raise UserError(f"{folder} is a run of posttrain {run['verb']}: resume it with that verb")
+    newest = checkpoints.newest(folder, print)
+    if newest is None:
+        print(f"{folder} has no checkpoint yet: starting over")
+    return continued(config, run["config"]), newest
+
+
+def open_run(config: SFT | RL, resumed: Path | None, extra: dict[str, Any]) -> Record:
+    """The run directory, ready to be written: new, or with what was recorded since the checkpoint taken out."""
+    folder = Path(config.out)
+    with writing(folder):
+        if config.resume:
+            return Record.resume(folder, checkpoints.step_of(resumed) if resumed else -1, as_dict(config))
+        if config.overwrite:
+            for inside in (config.model, config.tasks):
+                if inside and Path(inside).resolve().is_relative_to(folder.resolve()):
+                    raise UserError(f"--overwrite would delete {inside}, which this run needs: choose another --out")
+            for name in RUN_FILES:
+                shutil.rmtree(folder / name, ignore_errors=True)
+                (folder / name).unlink(missing_ok=True)
+        return Record.create(folder, as_dict(config), type(config).__name__.lower(), extra)
+
+
+def start_of(config: SFT | RL) -> Path | None:
+    """The checkpoint that the run begins, or began, with (None: from scratch). A name may mean another one by now."""
+    if config.resume:
+        recorded: str | None = read_run(config.out)["initial"]
+        return Path(recorded) if recorded else None
+    return checkpoints.resolve(config.model) if config.model else None
+
+
+class Course:
+    """A run from its first or resumed step to its end: record, evaluate, save, show."""
+
+    def __init__(
+        self,
+        config: SFT | RL,
+        start: Path | None,
+        resumed: Path | None,
+        learner: LocalLearner,
+        source: Source,
+        tokenizer: Tokenizer,
+        measure: Callable[[Stats], None] | None,
+        steps: int,
+    ) -> None:
+        self.config, self.learner, self.source, self.tokenizer = config, learner, source, tokenizer
+        self.measure, self.steps, self.start = measure, steps, start
+        self.verb, self.folder = type(config).__name__.lower(), Path(config.out)
+        self.display = Display(quiet=config.quiet)
+        self.saved = resumed  # the newest checkpoint
+        self.done = 0  # the last whole step: trained and recorded
+        self.whole: tuple[int, dict[str, Any]] = (0, {})  # the learner's version and the source's state after that step
+
+    def run(self, objective: Objective, sizes: list[str], formula: list[str]) -> Run:
+        """Train to the end or to an interruption. `sizes` and `formula` say of what and how; shown and recorded."""
+        told = {"initial": str(self.start) if self.start else None, "sizes": sizes, "objective": formula}
+        self.record = open_run(self.config, self.saved, told)
+        if self.saved:
+            self.learner.load(self.saved / "training")
+            self.source.restore(checkpoints.load_state(self.saved / "training")["source"])
+            self.done = checkpoints.step_of(self.saved)
+            self.display.note(f"resuming {self.folder} after step {self.done}")
+        self.whole = (self.learner.version, self.source.state())
+        self.display.start(f"{self.verb} {self.folder}", self.steps, [*sizes, *formula, _options(self.config)])
+        try:
+            with interruptible(self.display.note) as interrupted:
+                self._train(objective, interrupted)
+                stopped = interrupted() and self.done < self.steps
+        except BaseException as error:
+            self.display.close()
+            outlook = self._rescue() if isinstance(error, UserError) else ""
+            with suppress(Exception):  # it would hide what went wrong first
+                self.record.close({})
+            if isinstance(error, UserError):
+                raise UserError(f"{error}; {outlook}") from error
+            raise
+        self.display.close()
+        with writing(self.folder):
+            self.record.close((read_metrics(self.folder) or [{}])[-1])
+        try:
+            curves(self.folder)
+        except (UserError, OSError) as error:  # nothing to draw yet, or no room: the run itself is whole
+            self.display.note(f"no curves were drawn: {error}")
+        return Run(self.folder, self.saved, stopped)
+
+    def _train(self, objective: Objective, interrupted: Callable[[], bool]) -> None:
+        if self.done == 0 and self.measure:
+            stats = Stats()
+            self.measure(stats)
+            with writing(self.folder):
+                self.record.metrics(0, stats.means())
+        if self.done < self.steps:
+            first = self.done + 1
+            train(
+                self.learner,
+                self.source,
+                objective,
+                [self._after],
+                first=first,
+                steps=self.steps,
+                interrupted=interrupted,
+            )
+
+    def _after(self, trained: Trained) -> None:
+        number, config = trained.step.number, self.config
+        stats = trained.stats
+        due = config.eval_every and number % config.eval_every == 0
+        if self.measure and (due or number == self.steps):
+            self.measure(stats)
+        metrics = stats.means()
+        tokens = stats["length"][0] if "length" in stats else stats["nll"][1]
+        timing = {f"seconds/{name}": value for name, value in trained.seconds.items()}
+        timing["tokens_per_second"] = tokens / max(1e-9, sum(trained.seconds.values()))
+        with writing(self.folder):
+            if trained.step.rollouts:
+                self.record.rollouts(number, trained.step.rollouts)
+            self.record.metrics(number, metrics)
+            self.record.timing(number, timing)
+        self.done, self.whole = number, (self.learner.version, self.source.state())
+        self.display.step(number, metrics, timing)
+        if trained.last or number % config.save_every == 0:
+            self._save()
+
+    def _save(self) -> None:
+        with writing(self.folder):
+            self.record.flush()
+        self.saved = checkpoints.save(self.folder, self.done, self._write, self.config.keep)
+
+    def _write(self, folder: Path) -> None:
+        save_model(self.learner.model, folder, self.tokenizer)
+        state = folder / "training"
+        state.mkdir()
+        self.learner.save(state)
+        checkpoints.save_state(state, {"source": self.whole[1]})
+
+    def _rescue(self) -> str:
+        """After a mistake of the user's: save the last whole step, if no update came since. Returns how to go on."""
+        saved = checkpoints.step_of(self.saved) if self.saved else 0
+        if self.done > saved and self.learner.version == self.whole[0]:
+            with suppress(UserError):  # the disk is full, which is perhaps why we are here
+                self._save()
+        if self.saved is None:
+            return "no step was saved: mend it and begin again with --overwrite"
+        step = checkpoints.step_of(self.saved)
+        return f"mend it and continue after step {step} with posttrain {self.verb} --out {self.folder} --resume"
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Within it, a disk that is full or not writable is a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error
+
+
+def _options(config: SFT | RL) -> str:
+    """The options that are not at their default, in one line."""
+    default, chosen = as_dict(type(config)()), as_dict(config)
+    named = [f"{name} {value}" for name, value in chosen.items() if value != default[name]]
+    return "options: " + ", ".join(named)

@@ -1,0 +1,233 @@
+"""The command: --help loads nothing heavy, options come from where they should, verbs do their work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tiny
+
+from posttrain import run
+from posttrain.cli import main
+from posttrain.config import RL, SFT, Evaluation, as_dict, continued
+from posttrain.dialogue import converse, dialogue
+from posttrain.envs import arithmetic
+from posttrain.models.folder import save_model
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.types import Reply, StopReason, Turn, UserError
+
+
+def loaded_by(*arguments: str) -> tuple[int, set[str], str]:
+    """Exit code, names of the modules, output of the command in a fresh process."""
+    code = f"import sys; from posttrain.cli import main; code = main({list(arguments)!r}); "
+    code += "print('\\n'.join(sys.modules), file=sys.stderr); sys.exit(code)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    return ran.returncode, set(ran.stderr.split()), ran.stdout
+
+
+HEAVY = {
+    "torch",
+    "numpy",
+    "tokenizers",
+    "transformers",
+    "datasets",
+    "safetensors",
+    "jinja2",
+    "matplotlib",
+    "tensorboardX",
+}
+
+
+def test_help_loads_neither_the_verbs_nor_anything_heavy() -> None:
+    code, modules, said = loaded_by("--help")
+    ours = {"posttrain", "posttrain.cli", "posttrain.types"}
+    assert code == 0
+    assert all(verb in said for verb in ("sft", "rl", "eval", "chat", "algorithms", "check"))
+    assert {name for name in modules if name.startswith("posttrain")} == ours
+    assert not modules & (HEAVY | {"markdown_it", "pygments", "rich.markdown", "rich.live", "tomllib"})
+
+
+@pytest.mark.parametrize(("verb", "config"), [("sft", SFT), ("rl", RL), ("eval", Evaluation)])
+def test_help_of_a_verb_names_every_option_and_loads_nothing_heavy(verb: str, config: type) -> None:
+    code, modules, said = loaded_by(verb, "--help")
+    assert code == 0 and not modules & HEAVY
+    for option in fields(config):
+        assert f"--{option.name.replace('_', '-')}" in said, option.name
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The configurations that the verbs were called with, instead of running them."""
+    configs: list[Any] = []
+
+    def take(config: Any) -> None:
+        configs.append(config)
+        raise UserError("taken")
+
+    for verb in ("sft", "rl", "evaluate"):
+        monkeypatch.setattr(run, verb, take)
+    return configs
+
+
+def test_command_line_wins_over_the_recipe_and_the_recipe_over_the_default(tmp_path: Path, taken: list[Any]) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[rl]\nsteps = 7\nlr = 2e-5\nstop = ["\\n", "a"]\n[rl.fields]\nprompt = "question"\n[sft]\nrows = 3\n'
+    )
+    main(["rl", "--config", str(recipe), "--steps", "9", "--no-quiet", "--fields.answer", "final"])
+    main(["sft", f"--config={recipe}", "--betas", "0.8", "0.9", "--no-mask-prompt"])
+    rl, sft = taken
+    assert (rl.steps, rl.lr, rl.stop, rl.group) == (9, 2e-5, ("\n", "a"), 8)
+    assert rl.fields["answer"] == "final" and rl.given == {"steps", "lr", "stop", "fields", "quiet"}
+    assert (sft.rows, sft.betas, sft.mask_prompt, sft.hidden) == (3, (0.8, 0.9), False, 128)
+
+
+def test_options_are_named_never_guessed_from_their_place(taken: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rl", "rows.jsonl"]) == 2 and not taken
+    assert "rows.jsonl" in capsys.readouterr().err
+
+
+def test_configuration_survives_its_record(taken: list[Any]) -> None:
+    main(["rl", "--stop", "a", "b", "--tasks", "x", "--kl", "0.1", "--out", "here", "--fields.prompt", "q"])
+    [config] = taken
+    recorded = json.loads(json.dumps(as_dict(config)))
+    assert recorded == as_dict(config)
+    assert continued(RL(out="here"), recorded) == config
+    assert continued(RL(out="here", steps=200, kl=0.1), recorded) == config
+    assert continued(RL(out="here", steps=3), recorded).steps == 3
+    assert continued(RL(out="here", stop=("a", "b")), recorded) == config
+    with pytest.raises(UserError, match=r"kl was 0\.1, stop was \['a', 'b'\]"):
+        continued(RL(out="here", kl=0.0, stop=()), recorded)
+    with pytest.raises(UserError, match="another version wrote it, with options future"):
+        continued(RL(out="here"), {**recorded, "future": 1})
+
+
+def test_version_algorithms_and_exit_codes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["--version"]) == 0 and capsys.readouterr().out.strip() == "0.1.0"
+    assert main(["algorithms"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in ("grpo", "dr-grpo", "rloo", "reinforce-baseline"))
+    assert main(["algorithms", "grpo"]) == 0
+    assert "maximise" in capsys.readouterr().out
+
+    def interrupt(config: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "rl", interrupt)
+    assert main(["rl"]) == 130
+    assert capsys.readouterr().err == "posttrain: stopped\n"
+
+
+@pytest.fixture
+def place(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Path:
+    rows = arithmetic.tasks(20, seed=0, digits=1)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_model(tiny(tokenizer), tmp_path / "start", tokenizer)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_rl_records_options_sizes_and_objective_and_tells_where_everything_is(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "rl --tasks rows.jsonl --model start --env arithmetic --steps 2 --prompts 2 --group 2 --max-tokens 4".split()
+    )
+    assert main([*words, "--threads", "1", "--out", "run", "--kl", "0"]) == 0
+    said = capsys.readouterr().out
+    recorded = json.loads((place / "run" / "run.json").read_text())
+    assert recorded["config"]["steps"] == 2 and recorded["config"]["stop"] == []
+    assert recorded["initial"] == "start" and recorded["final"]["step"] == 2
+    for line in [*recorded["sizes"], *recorded["objective"]]:
+        assert line in said
+    assert "maximise" in "".join(recorded["objective"])
+    assert "2 prompts x 2 rollouts = 4 rollouts" in "".join(recorded["sizes"])
+    assert "options: tasks rows.jsonl, env arithmetic, model start, out run, threads 1, steps 2" in said
+    for path in ("checkpoints/step-000002", "curves.png", "rollouts"):
+        assert str(Path("run") / path) in said and (place / "run" / path).exists()
+
+
+def test_eval_compares_two_checkpoints_and_writes_its_figures(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "eval --tasks rows.jsonl --env arithmetic --samples 2 --k 1 2 --max-tokens 4 --threads 1 --limit 4".split()
+    assert main([*words, "--model", "start", "--against", "start", "--out", "figures/a.json"]) == 0
+    assert "difference in accuracy, task by task: 0.000 [0.000, 0.000]" in capsys.readouterr().out
+    figures = json.loads((place / "figures" / "a.json").read_text())
+    assert figures["figures"] == figures["against"] and len(figures["rewards"]) == 4
+
+
+def test_check_tells_order_by_its_exit_code(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "env.py").write_text("def constant(task, reply):\n    return 1.0\n")
+    assert main(["check", "--tasks", "rows.jsonl", "--env", "arithmetic"]) == 0
+    assert main(["check", "--tasks", "rows.jsonl", "--env", "env.py:constant", "--limit", "1"]) == 2
+    assert "nothing can be learned" in capsys.readouterr().out
+
+
+# The dialogue
+
+
+def spoken(env: Callable[..., Any], replies: list[Reply]) -> list[Turn]:
+    """The turns that a dialogue yields when it is answered so."""
+    playing = env({"id": "dialogue"})
+    turns = []
+    answer: Reply | None = None
+    try:
+        while True:
+            turns.append(playing.send(answer))
+            answer = replies.pop(0)
+    except StopIteration:
+        return turns
+
+
+def test_dialogue_shows_what_is_typed_until_an_empty_line() -> None:
+    said: list[str] = []
+    typed = iter(["hello", "and you?", ""])
+    turns = spoken(dialogue(lambda: next(typed), said.append, "Be brief.", True), [Reply("hi"), Reply("fine")])
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}
+    assert [turn.messages for turn in turns] == [[system, user], [{"role": "user", "content": "and you?"}]]
+    assert said == ["hi", "fine"]
+    typed = iter(["once upon", ""])
+    [turn] = spoken(dialogue(lambda: next(typed), said.append, None, False), [Reply(" a time")])
+    assert turn == Turn(text="once upon")
+
+
+def test_dialogue_ends_where_the_context_does() -> None:
+    said: list[str] = []
+    turns = spoken(dialogue(lambda: "more", said.append, None, False), [Reply("a"), Reply("b", StopReason.CONTEXT)])
+    assert len(turns) == 2 and said == ["a", "b", "(the model's context is full)"]
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_converse_talks_to_a_real_checkpoint(
+    place: Path,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    template: str | None,
+) -> None:
+    if template:
+        (place / "start" / "chat_template.jinja").write_text(template)
+    typed = iter(["1+2=", "3+4="])
+
+    def type_in(prompt: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", type_in)
+    converse("start", None, 0.0, 5, "cpu")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and lines[0].endswith("an empty line ends") and not lines[-1]

@@ -13,14 +13,14 @@ test: .venv/ready
 	$(BIN)/python -m pytest tests
 
 check: .venv/ready
-	$(BIN)/ruff format --check posttrain tests examples recipes benchmarks
-	$(BIN)/ruff check posttrain tests examples recipes benchmarks
+	$(BIN)/ruff format --check posttrain tests examples recipes
+	$(BIN)/ruff check posttrain tests examples recipes
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests -m "not slow"
+	$(BIN)/python -m pytest tests -m "not slow" -n 2
 
 format: .venv/ready
-	$(BIN)/ruff format posttrain tests examples recipes benchmarks
-	$(BIN)/ruff check --fix posttrain tests examples recipes benchmarks
+	$(BIN)/ruff format posttrain tests examples recipes
+	$(BIN)/ruff check --fix posttrain tests examples recipes
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,12 +1,14 @@
 """posttrain: reinforcement-learning post-training for language models. The front door.
 
-import posttrain
+In use:
 
-def reward(task, reply):
-    return float(reply.strip() == task["answer"])
+    import posttrain
 
-run = posttrain.rl(model="runs/sft", tasks="train.jsonl", env=reward, algorithm="grpo", steps=200)
-print(run.metrics[-1]["reward"], run.checkpoint)
+    def reward(task, reply):
+        return float(reply.strip() == task["answer"])
+
+    run = posttrain.rl("train.jsonl", env=reward, model="runs/sft", algorithm="grpo", steps=200)
+    print(run.metrics[-1]["reward"], run.checkpoint)
 """
 
 from __future__ import annotations

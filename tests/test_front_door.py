@@ -71,12 +71,14 @@ def test_group_advantages_in_the_record_sum_to_zero(imitated: Run, tmp_path: Pat
     assert len(groups) == 4 and all(len(g) == 4 and abs(sum(g)) < 1e-5 for g in groups.values())
 
 
+@pytest.mark.slow
 def test_evaluation_changes_nothing_in_training(imitated: Run, tmp_path: Path) -> None:
     often = posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / "a"), held_out=0.2, eval_every=1, **STEPS)
     never = posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / "b"), held_out=0.2, **STEPS)
     assert digest(often) == digest(never)
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_run_and_another_seed_another(imitated: Run, tmp_path: Path) -> None:
     a, b = (posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / n), **STEPS) for n in "ab")
     c = posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / "c"), **{**STEPS, "seed": 1})
@@ -102,6 +104,7 @@ def test_checkpoint_opens_in_transformers_with_the_same_log_probabilities(imitat
     assert (theirs(torch.tensor([own])).logits[0] - logits).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_evaluation_compares_two_checkpoints_on_the_same_tasks(imitated: Run, tmp_path: Path) -> None:
     run = posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / "a"), **{**STEPS, "steps": 15, "lr": 5e-3})
     found = posttrain.evaluate(
@@ -141,6 +144,7 @@ def test_bfloat16_trains_and_its_checkpoint_stays_in_float32(imitated: Run, tmp_
     assert all(m["ratio/first"] == 1.0 and m["skipped"] == 0 for m in run.metrics if m["step"])
 
 
+@pytest.mark.slow
 def test_reference_keeps_the_policy_near_its_start(imitated: Run, tmp_path: Path) -> None:
     kls = []
     for i, beta in enumerate((0.001, 2.0)):

@@ -23,6 +23,8 @@ from posttrain.envs import arithmetic
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENTS = '''
 """Rewards that differ between the replies of a model that knows nothing, so that every step moves the weights."""
 

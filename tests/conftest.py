@@ -65,6 +65,6 @@ def make_rollouts(generator: torch.Generator, groups: int, size: int, vocab: int
                 tokens = ints(3, vocab, ints(1, 8, 1)[0])
                 logp = (-torch.rand(len(tokens), generator=generator) * 3).tolist()
                 transcript.sample(Completion(0, tokens, logp, "", StopReason.EOS, 0))
-            reward = float(torch.rand(1, generator=generator))
+            reward = torch.randint(0, 9, (1,), generator=generator).item() / 8  # exact in float32
             rollouts.append(Rollout({"id": str(group)}, f"g{group}", [transcript], reward))
     return rollouts

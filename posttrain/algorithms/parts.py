@@ -29,12 +29,16 @@ class Baselined:
               rest of its group (RLOO, arXiv 2402.14740, eq. 7); `batch`: mean of all rollouts (Williams 1992); `none`.
     scale     `group`, `batch`: sample standard deviation (n - 1) + eps; `none` (Dr. GRPO, arXiv 2503.20783, section 3.2).
 
+    signal    all advantages times B / (rollouts in groups with any signal), so that groups without one do not dilute the
+              gradient (GPG, arXiv 2504.02546, eq. 7).
+
     A group whose rewards are all equal has advantage exactly 0 under a group baseline, whatever the rounding.
     """
 
     baseline: Literal["none", "batch", "group", "others"] = "group"
     scale: Literal["none", "batch", "group"] = "none"
     eps: float = 1e-6
+    signal: bool = False
 
     @property
     def needs_group(self) -> bool:
@@ -50,7 +54,8 @@ class Baselined:
         }
         scale = "" if self.scale == "none" else f" / (std({self.scale}) + {self.eps:g})"
         numerator = f"R_i{of[self.baseline]}"
-        return f"({numerator}){scale}" if scale else numerator
+        formula = f"({numerator}){scale}" if scale else numerator
+        return f"({formula}) B / (rollouts in groups with unequal rewards)" if self.signal else formula
 
     def __call__(self, scores: Scores) -> Tensor:
         reward = scores.reward.double()
@@ -74,9 +79,12 @@ class Baselined:
             advantage = advantage / (variance.sqrt() + self.eps)
         elif self.scale == "batch":
             advantage = advantage / ((reward.std() if len(reward) > 1 else reward.new_zeros(())) + self.eps)
+        equal = equal_rewards(scores)
         if self.baseline in ("group", "others"):
-            advantage = advantage.masked_fill(equal_rewards(scores), 0.0)
-        return advantage.float()
+            advantage = advantage.masked_fill(equal, 0.0)
+        if self.signal and not bool(equal.all()):
+            advantage = advantage * (len(reward) / (~equal).sum())
+        return advantage.to(scores.reward.dtype)
 
 
 def equal_rewards(scores: Scores) -> Tensor:
@@ -97,6 +105,7 @@ class Surrogate:
     """What is maximised for each token."""
 
     formula: str
+    uses_ratio: ClassVar[bool] = True
 
     def __call__(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
         raise NotImplementedError
@@ -110,6 +119,7 @@ class LogProbability(Surrogate):
     """lp A: the score-function estimator (REINFORCE, Williams 1992, eq. 4)."""
 
     formula: ClassVar[str] = "lp A"  # type: ignore[misc]
+    uses_ratio: ClassVar[bool] = False
 
     def __call__(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
         return logp * advantage
@@ -145,6 +155,33 @@ class Clip(Surrogate):
         high = ((ratio > 1 + self.high) & (advantage > 0)).sum().item()
         stats.add("ratio/clipped_low", low, ratio.numel())
         stats.add("ratio/clipped_high", high, ratio.numel())
+
+
+@dataclass(frozen=True)
+class WeightedLogProbability(Surrogate):
+    """sg(r) lp A: the off-policy policy gradient, its importance weight without a gradient (Precup et al. 2000).
+
+    With `high`, the weight is capped at 1 + high (CISPO, arXiv 2506.13585, eq. 4): every token keeps a gradient, unlike
+    under PPO's clip. The cap is on the weight and so always above 1.
+    """
+
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.high is not None and self.high < 0:
+            raise ValueError(f"the weight is capped at 1 + high, which must not be below 1: high = {self.high}")
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        return "sg(r) lp A" if self.high is None else f"sg(min(r, {1 + self.high:g})) lp A"
+
+    def __call__(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
+        weight = ratio.detach()
+        return (weight if self.high is None else weight.clamp(max=1 + self.high)) * logp * advantage
+
+    def measure(self, ratio: Tensor, advantage: Tensor, stats: Stats) -> None:
+        if self.high is not None:
+            stats.add("ratio/clipped_high", (ratio > 1 + self.high).sum().item(), ratio.numel())
 
 
 # -- aggregation: Scores -> the weight of each token of a rollout [S] -------------------------------------------------

@@ -25,10 +25,11 @@ from posttrain.algorithms.parts import (
     SequenceMean,
     SequenceSum,
     Surrogate,
+    TokenMean,
+    WeightedLogProbability,
 )
+from posttrain.algorithms.ratio import Causal, OverSequence, PessimisticClip, RatioStep, SequenceValueTokenGradient
 from posttrain.types import Batch, Objective, Outputs, Scores, Stats, UserError
-
-RatioStep = Callable[[Tensor, Batch], Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ class Algorithm:
             f"  A_i = {self.advantage.formula}",
             f"  w_i = {getattr(self.aggregate, 'formula', self.aggregate)}",
         ]
-        if "r" in self.surrogate.formula.replace("clip", ""):
-            lines.append("  r   = exp(lp - old)" + ("  (exactly 1: one update per step)" if self.on_policy else ""))
+        if self.surrogate.uses_ratio:
+            steps = " then ".join(step.formula for step in self.ratio) or "exp(lp - old)"
+            lines.append(f"  r   = {steps}" + ("  (exactly 1: one update per step)" if self.on_policy else ""))
         if self.kl:
             lines.append(f"  k   = {self.kl.formula}")
             if self.kl.where == "reward":
@@ -99,11 +101,80 @@ _ROWS = (
         kl=KL("k1", 0.05, "reward"),
     ),
     Algorithm(
+        "reinforce",
+        "REINFORCE without a baseline (Williams 1992)",
+        advantage=Baselined("none", "none"),
+        surrogate=LogProbability(),
+        aggregate=SequenceSum(),
+    ),
+    Algorithm(
         "reinforce-baseline",
         "REINFORCE with the batch's mean as baseline (Williams 1992)",
         advantage=Baselined("batch", "none"),
         surrogate=LogProbability(),
         aggregate=SequenceSum(),
+    ),
+    Algorithm(
+        "off-policy-pg",
+        "Off-policy policy gradient with causal products of ratios (Precup et al. 2000; Degris et al. 2012)",
+        advantage=Baselined("batch", "none"),
+        ratio=(Causal(),),
+        surrogate=WeightedLogProbability(),
+        aggregate=SequenceSum(),
+    ),
+    Algorithm(
+        "grpo-sequence",
+        "GRPO with the ratio of the whole response (DeepSeek-R1, arXiv 2501.12948, eq. 1)",
+        advantage=Baselined("group", "group"),
+        ratio=(OverSequence("sum"),),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=SequenceMean(),
+        kl=KL("k3", 0.04),
+    ),
+    Algorithm(
+        "gspo",
+        "Group Sequence Policy Optimization (arXiv 2507.18071)",
+        advantage=Baselined("group", "group"),
+        ratio=(OverSequence("mean"),),
+        surrogate=Clip(3e-4, 4e-4),
+        aggregate=SequenceMean(),
+    ),
+    Algorithm(
+        "gspo-token",
+        "GSPO with token-level gradients (arXiv 2507.18071, section 4.3)",
+        advantage=Baselined("group", "group"),
+        ratio=(SequenceValueTokenGradient(),),
+        surrogate=Clip(3e-4, 4e-4),
+        aggregate=SequenceMean(),
+    ),
+    Algorithm(
+        "gmpo",
+        "Geometric-Mean Policy Optimization (arXiv 2507.20673)",
+        advantage=Baselined("group", "group"),
+        ratio=(PessimisticClip(0.4), OverSequence("mean")),
+        surrogate=ImportanceRatio(),
+        aggregate=SequenceMean(),
+    ),
+    Algorithm(
+        "gpg",
+        "Group Policy Gradient (arXiv 2504.02546)",
+        advantage=Baselined("group", "none", signal=True),
+        surrogate=LogProbability(),
+        aggregate=TokenMean(),
+    ),
+    Algorithm(
+        "lite-ppo",
+        "Lite PPO: group mean, batch standard deviation, token mean (arXiv 2508.08221)",
+        advantage=Baselined("group", "batch"),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+    ),
+    Algorithm(
+        "cispo",
+        "Clipped importance-sampling weights (MiniMax-M1, arXiv 2506.13585)",
+        advantage=Baselined("group", "group"),
+        surrogate=WeightedLogProbability(high=4.0),
+        aggregate=TokenMean(),
     ),
 )
 TABLE: dict[str, Algorithm] = {row.name: row for row in _ROWS}

@@ -1,0 +1,95 @@
+"""Ratio steps: what becomes of the log ratio of each token before it is exponentiated, applied left to right.
+
+A sequence of steps and not a choice of one, because they do not commute: GSPO averages and then clips, GMPO clips and
+then averages. Each step takes the log ratio [N] and the micro-batch and returns a log ratio [N]. Rollouts are whole
+within a micro-batch and their tokens are neighbours, which `over_rollouts` relies on.
+
+    N    scored tokens of a micro-batch    r    exp(log ratio)    n_i    sampled tokens of rollout i
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.types import Batch
+
+
+class RatioStep:
+    """One step. `formula` completes "r_it = ..." for a reader."""
+
+    formula: str
+
+    def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class OverSequence(RatioStep):
+    """One ratio for all tokens of a rollout.
+
+    `mean`: the geometric mean of its tokens' ratios, free of length (GSPO, arXiv 2507.18071, eq. 7). `sum`: their product,
+    the ratio of the whole response (DeepSeek-R1, arXiv 2501.12948, eq. 1); its spread grows with length.
+    """
+
+    reduce: Literal["mean", "sum"] = "mean"
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        inside = "sum_t (lp_t - old_t)"
+        return f"exp({inside} / n_i)" if self.reduce == "mean" else f"exp({inside})"
+
+    def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
+        total, count, inverse = over_rollouts(log_ratio, batch.rollout)
+        return (total / count if self.reduce == "mean" else total)[inverse]
+
+
+@dataclass(frozen=True)
+class SequenceValueTokenGradient(RatioStep):
+    """The value of the sequence's ratio with each token's own gradient (GSPO-token, arXiv 2507.18071, eq. 14)."""
+
+    formula: ClassVar[str] = "sg(exp(sum_t (lp_t - old_t) / n_i)) exp(lp - sg(lp))"  # type: ignore[misc]
+
+    def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
+        total, count, inverse = over_rollouts(log_ratio.detach(), batch.rollout)
+        return (total / count)[inverse] + log_ratio - log_ratio.detach()
+
+
+@dataclass(frozen=True)
+class PessimisticClip(RatioStep):
+    """Clip each token's log ratio to (-width, width), but only where that lowers the objective (GMPO, arXiv 2507.20673)."""
+
+    width: float = 0.4
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        return f"exp(sgn(A) min(sgn(A) (lp - old), sgn(A) clip(lp - old, -{self.width:g}, {self.width:g})))"
+
+    def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
+        assert batch.advantage is not None
+        sign = torch.where(batch.advantage >= 0, 1.0, -1.0).to(log_ratio.dtype)
+        return sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-self.width, self.width))
+
+
+@dataclass(frozen=True)
+class Causal(RatioStep):
+    """The product of the ratios up to and including each token: off-policy policy gradient without approximation."""
+
+    formula: ClassVar[str] = "exp(sum_{s<=t} (lp_s - old_s))"  # type: ignore[misc]
+
+    def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
+        running = log_ratio.cumsum(0)
+        _, sizes = batch.rollout.unique_consecutive(return_counts=True)
+        ends = sizes.cumsum(0)
+        before = torch.cat([running.new_zeros(1), running[ends[:-1] - 1]])  # what ran up in the rollouts ahead
+        return running - before.repeat_interleave(sizes)
+
+
+def over_rollouts(x: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of x [N] over each rollout of the micro-batch [R], how many tokens each has [R], and whose each token is [N]."""
+    _, inverse, count = rollout.unique_consecutive(return_inverse=True, return_counts=True)
+    total = torch.zeros(len(count), dtype=x.dtype, device=x.device).index_add(0, inverse, x)
+    return total, count.to(x.dtype), inverse

@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import make_rollouts, tiny
-from torch import Tensor
-from transcriptions import LOSSES, Played
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from transcriptions import LOSSES, Played
 
 from posttrain.algorithms.parts import (
     KL,

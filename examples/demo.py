@@ -19,7 +19,7 @@ from posttrain.display import sample, table
 from posttrain.envs import arithmetic
 from posttrain.record import curves, read_rollouts, rollout_steps
 
-STEPS = 480
+STEPS = 400
 
 
 def main() -> None:
@@ -44,8 +44,8 @@ def main() -> None:
     learned = posttrain.rl(
         practice, "arithmetic", str(imitated.path), algorithm="grpo",
         out=str(out / "rl"), overwrite=True, seed=seed, threads=1,
-        steps=STEPS, prompts=128, group=8, minibatches=4, max_tokens=4, kl=0.0,
-        lr=1e-3, betas=(0.9, 0.95), warmup=10, schedule="linear",
+        steps=STEPS, prompts=128, group=8, minibatches=2, max_tokens=4, kl=0.0,
+        lr=7e-4, betas=(0.9, 0.95), warmup=10, schedule="linear",
         eval_tasks=str(out / "unseen.jsonl"), eval_every=20, save_every=100,
     )  # fmt: skip
     found = posttrain.evaluate(

@@ -19,7 +19,7 @@ from posttrain.display import sample, table
 from posttrain.envs import arithmetic
 from posttrain.record import curves, read_rollouts, rollout_steps
 
-STEPS = 400
+STEPS = 520
 
 
 def main() -> None:

@@ -65,22 +65,14 @@ class Experience:
         stats = describe(rollouts, self.correct)
         kept = usable(rollouts, stats)
         reference = self._log_probabilities(kept, "reference") if self.algorithm.kl else None
-        rewards = [float(r.reward) for r in kept]  # type: ignore[arg-type]
-        if self.algorithm.kl and self.algorithm.kl.where == "reward":
-            assert reference is not None
-            own = self._log_probabilities(kept, "policy")
-            rewards = [
-                r - self.algorithm.kl.beta * self.algorithm.kl(lp, ref).sum().item()
-                for r, lp, ref in zip(rewards, own, reference, strict=True)
-            ]
-        scores = scoreboard(kept, rewards)
-        advantage = self.algorithm.advantage(scores) if kept else torch.zeros(0)
+        scores = scoreboard(kept, self._penalty(kept, reference))
+        credit = per_token(self.algorithm.advantage(scores), scores) if kept else []
         if kept:
             stats.add("groups/no_signal", equal_rewards(scores).sum().item(), len(kept))
-            stats.add("advantage/abs", advantage.abs().sum().item(), len(kept))
+            stats.add("advantage/abs", sum(a.abs().sum().item() for a in credit), scores.length.sum().item())
         old = None if self.algorithm.on_policy or not kept else self._log_probabilities(kept, "policy")
-        updates = self._updates(number, kept, scores, advantage, old, reference)
-        credited = {id(r): a for r, a in zip(kept, advantage.tolist(), strict=True)}
+        updates = self._updates(number, kept, scores, credit, old, reference)
+        credited = {id(r): a.mean().item() for r, a in zip(kept, credit, strict=True)}
         return Step(number, updates, stats, [(r, credited.get(id(r), 0.0)) for r in rollouts])
 
     def episodes(self, number: int) -> list[Episode]:
@@ -115,12 +107,21 @@ class Experience:
         outputs = self.learner.evaluate(batches, of)
         return split([(b.rollout, o.logp) for b, o in zip(batches, outputs, strict=True)], len(rollouts))
 
+    def _penalty(self, rollouts: Sequence[Rollout], reference: list[Tensor] | None) -> list[Tensor]:
+        """What a KL in the reward takes off each token's, [n_i] for each rollout; [] where the row has none."""
+        kl = self.algorithm.kl
+        if kl is None or kl.where != "reward" or not rollouts:
+            return []
+        assert reference is not None
+        own = self._log_probabilities(rollouts, "policy")
+        return [kl.beta * kl(lp, ref).cpu() for lp, ref in zip(own, reference, strict=True)]
+
     def _updates(
         self,
         number: int,
         rollouts: Sequence[Rollout],
         scores: Scores,
-        advantage: Tensor,
+        credit: list[Tensor],
         old: list[Tensor] | None,
         reference: list[Tensor] | None,
     ) -> list[Callable[[], list[Batch]]]:
@@ -140,7 +141,7 @@ class Experience:
 
                 def build(chosen: list[int] = chosen, first: bool = first) -> list[Batch]:
                     # The first update is on policy: the old log-probabilities are the current ones.
-                    return self._weighted(rollouts, chosen, scores, advantage, None if first else old, reference)
+                    return self._weighted(rollouts, chosen, scores, credit, None if first else old, reference)
 
                 updates.append(build)
         return updates
@@ -150,7 +151,7 @@ class Experience:
         rollouts: Sequence[Rollout],
         chosen: Sequence[int],
         scores: Scores,
-        advantage: Tensor,
+        credit: list[Tensor],
         old: list[Tensor] | None,
         reference: list[Tensor] | None,
     ) -> list[Batch]:
@@ -163,7 +164,7 @@ class Experience:
         weight = torch.zeros(len(rollouts))
         weight[rows] = self.algorithm.aggregate(Scores(scores.reward[rows], scores.group[rows], scores.length[rows]))
         if not self.algorithm.moves_every_token:
-            chosen = [i for i in chosen if advantage[i] != 0]
+            chosen = [i for i in chosen if bool(credit[i].any())]
         batches = []
         for batch in self._microbatches(rollouts, chosen):
             device = batch.weight.device
@@ -172,7 +173,7 @@ class Experience:
                 replace(
                     batch,
                     weight=weight.to(device)[batch.rollout],
-                    advantage=advantage.to(device)[batch.rollout],
+                    advantage=torch.cat([credit[i] for i in here]).to(device),
                     old_logp=torch.cat([old[i] for i in here]) if old else None,
                     ref_logp=torch.cat([reference[i] for i in here]) if reference else None,
                 )
@@ -229,11 +230,20 @@ def usable(rollouts: Sequence[Rollout], stats: Stats) -> list[Rollout]:
     return kept
 
 
-def scoreboard(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> Scores:
+def scoreboard(rollouts: Sequence[Rollout], penalty: Sequence[Tensor] = ()) -> Scores:
+    """The scoreboard of these rollouts, whose rewards are valid, on the CPU."""
     number: dict[str, int] = {}
     return Scores(
-        reward=torch.tensor(rewards, dtype=torch.float32),
+        reward=torch.tensor([float(r.reward) for r in rollouts], dtype=torch.float32),  # type: ignore[arg-type]
         group=torch.tensor([number.setdefault(r.group, len(number)) for r in rollouts], dtype=torch.int64),
         length=torch.tensor([r.n_sampled for r in rollouts], dtype=torch.float32),
         steps=tuple(tuple(r.steps) for r in rollouts),
+        penalty=tuple(penalty),
     )
+
+
+def per_token(advantage: Tensor | list[Tensor], scores: Scores) -> list[Tensor]:
+    """Advantages [S], or one [n_i] for each rollout, as the latter."""
+    if isinstance(advantage, list):
+        return advantage
+    return [a.expand(n) for a, n in zip(advantage, scores.length.long().tolist(), strict=True)]

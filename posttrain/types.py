@@ -178,6 +178,7 @@ class Scores:
     group: Tensor  # int64 [S]
     length: Tensor  # float32 [S], sampled tokens of each rollout: at least 1
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # per rollout: (sampled tokens before it, step reward)
+    penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: what a KL in the reward takes off each token's
 
     def __post_init__(self) -> None:
         assert self.reward.shape == self.group.shape == self.length.shape

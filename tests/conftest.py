@@ -48,7 +48,7 @@ def tiny(tokenizer: Tokenizer, seed: int = 0, dtype: torch.dtype = torch.float32
 
 
 def make_rollouts(generator: torch.Generator, groups: int, size: int, vocab: int) -> list[Rollout]:
-    """Rollouts of ragged lengths with random tokens and rewards; some with two turns and tool text between them."""
+    """Rollouts of ragged lengths with random tokens and rewards; some with two turns, tool text and a step reward."""
 
     def ints(low: int, high: int, n: int) -> list[int]:
         return torch.randint(low, high, (n,), generator=generator).tolist()
@@ -59,12 +59,15 @@ def make_rollouts(generator: torch.Generator, groups: int, size: int, vocab: int
         for _ in range(size):
             transcript = Transcript()
             transcript.observe(prompt)
+            steps = []
             for turn in range(ints(1, 3, 1)[0]):
                 if turn:
+                    steps.append((transcript.n_sampled, ints(0, 5, 1)[0] / 8))
                     transcript.observe(ints(3, vocab, ints(1, 5, 1)[0]))
                 tokens = ints(3, vocab, ints(1, 8, 1)[0])
                 logp = (-torch.rand(len(tokens), generator=generator) * 3).tolist()
                 transcript.sample(Completion(0, tokens, logp, "", StopReason.EOS, 0))
             reward = torch.randint(0, 9, (1,), generator=generator).item() / 8  # exact in float32
-            rollouts.append(Rollout({"id": str(group)}, f"g{group}", [transcript], reward))
+            reward += sum(r for _, r in steps)
+            rollouts.append(Rollout({"id": str(group)}, f"g{group}", [transcript], reward, steps=steps))
     return rollouts

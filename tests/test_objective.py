@@ -26,7 +26,7 @@ from posttrain.algorithms.parts import (
 )
 from posttrain.algorithms.policy import TABLE, Algorithm, adjust, find, policy_objective
 from posttrain.data.pack import cut, lay
-from posttrain.experience import scoreboard
+from posttrain.experience import per_token, scoreboard
 from posttrain.models.decoder import Decoder, causal
 from posttrain.models.likelihood import token_logp
 from posttrain.models.tokenizer import Tokenizer
@@ -60,8 +60,11 @@ def gradient(
     cuts: Sequence[Sequence[int]],
 ) -> tuple[float, torch.Tensor]:
     """Loss and gradient over these micro-batches; `old` and `reference` are per rollout, by id()."""
-    scores = precise(scoreboard(rollouts, [float(r.reward) for r in rollouts]))  # type: ignore[arg-type]
-    advantage, weight = row.advantage(scores), row.aggregate(scores)
+    penalty = []
+    if row.kl and row.kl.where == "reward":
+        penalty = [row.kl.beta * row.kl(old[id(r)], reference[id(r)]) for r in rollouts]
+    scores = precise(scoreboard(rollouts, penalty))
+    credit, weight = per_token(row.advantage(scores), scores), row.aggregate(scores)
     model.zero_grad()
     total, objective = 0.0, policy_objective(row)
     for index in cuts:
@@ -72,7 +75,7 @@ def gradient(
         batch = replace(
             batch,
             weight=weight[batch.rollout].double(),
-            advantage=advantage[batch.rollout].double(),
+            advantage=torch.cat([credit[i] for i in order]),
             old_logp=torch.cat([old[id(rollouts[i])] for i in order]),
             ref_logp=torch.cat([reference[id(rollouts[i])] for i in order]),
         )
@@ -105,7 +108,9 @@ def by_loops(
         logps = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.T).log_softmax(-1)
         lp = [logps[t - 1, tokens[t]] for t in range(len(tokens)) if transcript.sampled[t]]
         reward = float(rollout.reward)  # type: ignore[arg-type]
-        played.append(Played(lp, old[id(rollout)].tolist(), reference[id(rollout)].tolist(), reward, rollout.group))
+        played.append(
+            Played(lp, old[id(rollout)].tolist(), reference[id(rollout)].tolist(), reward, rollout.group, rollout.steps)
+        )
     return LOSSES[row.name](played)
 
 

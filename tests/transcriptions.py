@@ -20,8 +20,9 @@ class Played:
     lp: list[Tensor]
     old: list[float]
     ref: list[float]
-    reward: float
+    reward: float  # in total
     group: str
+    steps: list[tuple[int, float]]  # (tokens before it, step reward): part of the total
 
 
 Loss = Callable[[list[Played]], Tensor]
@@ -74,18 +75,70 @@ def dr_grpo(rollouts: list[Played]) -> Tensor:
 
 
 def rloo(rollouts: list[Played]) -> Tensor:
-    """The penalty is in the reward, which is not part of the loss: here the reward comes with it already taken off."""
+    """The KL of the sequence is part of the reward: R - 0.05 log(pi_old(y) / pi_ref(y))."""
+    punished = [r.reward - 0.05 * (sum(r.old) - sum(r.ref)) for r in rollouts]
     total = 0.0
-    for r in rollouts:
-        others = rewards_of(r.group, rollouts)
-        others.remove(r.reward)
-        a = r.reward - mean(others)
+    for i, r in enumerate(rollouts):
+        others = [punished[j] for j, o in enumerate(rollouts) if o.group == r.group and j != i]
+        a = punished[i] - mean(others)
         total = total + sum((lp - old).exp() * a for lp, old in zip(r.lp, r.old, strict=True))
     return -total / len(rollouts)  # type: ignore[return-value,operator]
 
 
+def to_go(r: Played, t: int) -> float:
+    """What comes after token t (0, 1, ...) was chosen: step rewards whose step ends after it, and the final reward."""
+    final = r.reward - sum(reward for _, reward in r.steps)
+    return final + sum(reward for before, reward in r.steps if before > t)
+
+
 def reinforce(rollouts: list[Played]) -> Tensor:
-    return -sum(sum(r.lp) * r.reward for r in rollouts) / len(rollouts)  # type: ignore[return-value]
+    total = sum(lp * to_go(r, t) for r in rollouts for t, lp in enumerate(r.lp))
+    return -total / len(rollouts)  # type: ignore[return-value]
+
+
+def whitened_clip(rollouts: list[Played], returns: list[list[float]]) -> Tensor:
+    every = [x for own in returns for x in own]
+    centre, spread, total = mean(every), stdev(every), 0.0
+    for r, own in zip(rollouts, returns, strict=True):
+        for lp, old, x in zip(r.lp, r.old, own, strict=True):
+            total = total + clipped((lp - old).exp(), (x - centre) / (spread + 1e-8), 0.2, 0.2)
+    return total / len(every)  # type: ignore[return-value]
+
+
+def reinforce_plus_plus(rollouts: list[Played]) -> Tensor:
+    """A_t = r - beta sum_{s >= t} KL(s), normalised over the batch."""
+    returns = []
+    for r in rollouts:
+        kl = [old - ref for old, ref in zip(r.old, r.ref, strict=True)]
+        returns.append([to_go(r, t) - 0.01 * sum(kl[t:]) for t in range(len(r.lp))])
+    return -whitened_clip(rollouts, returns)
+
+
+def reinforce_plus_plus_baseline(rollouts: list[Played]) -> Tensor:
+    returns = []
+    for r in rollouts:
+        baseline = mean(rewards_of(r.group, rollouts))
+        returns.append([to_go(r, t) - baseline for t in range(len(r.lp))])
+    tokens = sum(len(r.lp) for r in rollouts)
+    k2 = sum((lp - ref) ** 2 / 2 for r in rollouts for lp, ref in zip(r.lp, r.ref, strict=True)) / tokens
+    return -whitened_clip(rollouts, returns) + 0.01 * k2  # type: ignore[return-value]
+
+
+def grpo_process(rollouts: list[Played]) -> Tensor:
+    total = 0.0
+    for r in rollouts:
+        every = [x for o in rollouts if o.group == r.group for _, x in ended(o)]
+        inner = 0.0
+        for t, (lp, old, ref) in enumerate(zip(r.lp, r.old, r.ref, strict=True)):
+            a = sum((x - mean(every)) / (stdev(every) + EPS) for end, x in ended(r) if end > t)
+            inner = inner + clipped((lp - old).exp(), a, 0.2, 0.2) - 0.04 * k3(lp, ref)
+        total = total + inner / len(r.lp)
+    return -total / len(rollouts)  # type: ignore[return-value,operator]
+
+
+def ended(r: Played) -> list[tuple[int, float]]:
+    """(number of the token after which it ends, reward) of each step; the answer itself is the last step."""
+    return [*r.steps, (len(r.lp), r.reward - sum(reward for _, reward in r.steps))]
 
 
 def reinforce_baseline(rollouts: list[Played]) -> Tensor:
@@ -173,6 +226,9 @@ LOSSES: dict[str, Loss] = {
     "rloo": rloo,
     "reinforce": reinforce,
     "reinforce-baseline": reinforce_baseline,
+    "reinforce++": reinforce_plus_plus,
+    "reinforce++-baseline": reinforce_plus_plus_baseline,
+    "grpo-process": grpo_process,
     "off-policy-pg": off_policy_pg,
     "grpo-sequence": grpo_sequence,
     "gspo": gspo,

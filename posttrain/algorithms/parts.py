@@ -10,7 +10,7 @@ computes with them. Parts see the scoreboard or flat tensors of scored tokens, n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from posttrain.types import Scores, Stats
 
-# -- advantage: Scores -> [S] -----------------------------------------------------------------------------------------
+# -- advantage: Scores -> [S], or one [n_i] for each rollout -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Baselined:
         return f"({formula}) B / (rollouts in groups with unequal rewards)" if self.signal else formula
 
     def __call__(self, scores: Scores) -> Tensor:
-        reward = scores.reward.double()
+        reward = total_reward(scores)
         _, group, size = scores.group.unique(return_inverse=True, return_counts=True)
         count = size[group].double()  # [S], rollouts in the own group
         assert not self.needs_group or bool((size > 1).all()), "a group of one has no baseline"
@@ -87,9 +87,106 @@ class Baselined:
         return advantage.to(scores.reward.dtype)
 
 
+@dataclass(frozen=True)
+class ToGo:
+    """What a token can still change: step rewards and KL penalties from it on, and the final reward (causality).
+
+    `baseline="group"` first takes the mean of the group's total rewards off the final one. `whiten`: over all tokens of
+    the batch, (x - mean) / (std + eps). REINFORCE++ and its `-baseline` form (arXiv 2501.03262, eq. 5 to 9).
+    """
+
+    baseline: Literal["none", "group"] = "none"
+    whiten: bool = False
+    eps: float = 1e-8
+
+    @property
+    def needs_group(self) -> bool:
+        return self.baseline == "group"
+
+    @property
+    def formula(self) -> str:
+        centred = " - mean(group)" if self.baseline == "group" else ""
+        inside = f"rewards of rollout i from token t on{centred}"
+        return f"whitened over all tokens: {inside}" if self.whiten else inside
+
+    def __call__(self, scores: Scores) -> list[Tensor]:
+        dtype = scores.reward.dtype
+        base = torch.zeros_like(scores.reward, dtype=torch.float64)
+        if self.baseline == "group":
+            total = scores.reward.double()
+            base = total - Baselined("group", "none")(replace(scores, penalty=())).double()
+        out = []
+        for i, length in enumerate(scores.length.long().tolist()):
+            earned = token_rewards(scores, i, length)
+            earned[-1] -= base[i]
+            out.append(earned.flip(0).cumsum(0).flip(0))
+        if self.whiten:
+            every = torch.cat(out)
+            spread = every.std() if len(every) > 1 else every.new_zeros(())
+            out = [(x - every.mean()) / (spread + self.eps) for x in out]
+        return [x.to(dtype) for x in out]
+
+
+@dataclass(frozen=True)
+class Process:
+    """GRPO with process supervision (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
+
+    All step rewards of the group, the final reward among them as the last step, are normalised together; the advantage of
+    a token is the sum of the normalised rewards of the steps that end at it or after it.
+    """
+
+    eps: float = 1e-6
+    needs_group: ClassVar[bool] = True
+    formula: ClassVar[str] = "sum over steps j that end at or after t of (r_j - mean(steps of the group)) / (std + eps)"
+
+    def __call__(self, scores: Scores) -> list[Tensor]:
+        steps = [self._steps(scores, i) for i in range(len(scores.reward))]
+        groups: dict[int, list[float]] = {}
+        for group, own in zip(scores.group.tolist(), steps, strict=True):
+            groups.setdefault(group, []).extend(reward for _, reward in own)
+        out = []
+        for group, own, length in zip(scores.group.tolist(), steps, scores.length.long().tolist(), strict=True):
+            every = torch.tensor(groups[group], dtype=torch.float64)
+            advantage = torch.zeros(length, dtype=torch.float64)
+            if every.max() - every.min() > 1e-8 * max(1.0, every.abs().max().item()):
+                for end, reward in own:
+                    advantage[:end] += (reward - every.mean()) / (every.std() + self.eps)
+            out.append(advantage.to(scores.reward.dtype))
+        return out
+
+    @staticmethod
+    def _steps(scores: Scores, i: int) -> list[tuple[int, float]]:
+        """(tokens up to its end, reward) of each step of rollout i; the final reward is what the steps did not give."""
+        own = list(scores.steps[i]) if scores.steps else []
+        return [*own, (int(scores.length[i]), scores.reward[i].item() - sum(r for _, r in own))]
+
+
+def total_reward(scores: Scores) -> Tensor:
+    """float64 [S]: the rewards, with what a KL in the reward takes off."""
+    reward = scores.reward.double()
+    if not scores.penalty:
+        return reward
+    return reward - torch.stack([p.double().sum() for p in scores.penalty])
+
+
+def token_rewards(scores: Scores, i: int, length: int) -> Tensor:
+    """float64 [n_i]: what each token of rollout i earns. Adds up to its total reward.
+
+    A step's reward is earned by the last token before it, the final reward by the last token.
+    """
+    earned = torch.zeros(length, dtype=torch.float64)
+    steps = scores.steps[i] if scores.steps else ()
+    for before, reward in steps:
+        earned[max(before - 1, 0)] += reward
+    earned[-1] += scores.reward[i].double() - sum(reward for _, reward in steps)
+    if scores.penalty:
+        earned -= scores.penalty[i].double()
+    return earned
+
+
 def equal_rewards(scores: Scores) -> Tensor:
     """bool [S]: whether all rewards of the rollout's group are equal, so that it tells nothing."""
-    reward = scores.reward.double()
+    reward = total_reward(scores)
     _, group = scores.group.unique(return_inverse=True)
     groups = int(group.max()) + 1 if len(group) else 0
     high = torch.full((groups,), -torch.inf, dtype=torch.float64).scatter_reduce_(0, group, reward, "amax")

@@ -22,10 +22,12 @@ from posttrain.algorithms.parts import (
     ConstantLength,
     ImportanceRatio,
     LogProbability,
+    Process,
     SequenceMean,
     SequenceSum,
     Surrogate,
     TokenMean,
+    ToGo,
     WeightedLogProbability,
 )
 from posttrain.algorithms.ratio import Causal, OverSequence, PessimisticClip, RatioStep, SequenceValueTokenGradient
@@ -38,7 +40,7 @@ class Algorithm:
 
     name: str
     paper: str
-    advantage: Baselined
+    advantage: Baselined | ToGo | Process
     surrogate: Surrogate
     aggregate: Callable[[Scores], Tensor]  # -> float32 [S], the weight of each token of a rollout
     ratio: tuple[RatioStep, ...] = ()  # applied left to right to the log ratio; they do not commute
@@ -71,7 +73,7 @@ class Algorithm:
         if self.kl:
             lines.append(f"  k   = {self.kl.formula}")
             if self.kl.where == "reward":
-                lines.append(f"  R_i = reward_i - {self.kl.beta:g} sum_t k")
+                lines.append(f"  R_i = reward_i - {self.kl.beta:g} sum_t k   (each token's part to it)")
         lines.append(f"  {self.epochs} epoch(s) of {self.minibatches} update(s) per step")
         return lines
 
@@ -102,8 +104,8 @@ _ROWS = (
     ),
     Algorithm(
         "reinforce",
-        "REINFORCE without a baseline (Williams 1992)",
-        advantage=Baselined("none", "none"),
+        "REINFORCE without a baseline, on the reward to go (Williams 1992)",
+        advantage=ToGo("none"),
         surrogate=LogProbability(),
         aggregate=SequenceSum(),
     ),
@@ -130,6 +132,30 @@ _ROWS = (
         surrogate=Clip(0.2, 0.2),
         aggregate=SequenceMean(),
         kl=KL("k3", 0.04),
+    ),
+    Algorithm(
+        "grpo-process",
+        "GRPO with process supervision: step rewards (DeepSeekMath, arXiv 2402.03300, section 4.1.3)",
+        advantage=Process(),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=SequenceMean(),
+        kl=KL("k3", 0.04),
+    ),
+    Algorithm(
+        "reinforce++",
+        "REINFORCE++: whitened returns with the KL in the reward (arXiv 2501.03262)",
+        advantage=ToGo("none", whiten=True),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+        kl=KL("k1", 0.01, "reward"),
+    ),
+    Algorithm(
+        "reinforce++-baseline",
+        "REINFORCE++ on rewards centred by their group (arXiv 2501.03262, section 3)",
+        advantage=ToGo("group", whiten=True),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+        kl=KL("k2", 0.01),
     ),
     Algorithm(
         "gspo",

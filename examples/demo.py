@@ -30,7 +30,7 @@ def main() -> None:
     out, seed, begin = Path(options.out), options.seed, time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
 
-    practice = arithmetic.tasks(6000, seed, digits=1, operands=4)
+    practice = arithmetic.tasks(8800, seed, digits=1, operands=4)
     unseen = arithmetic.tasks(500, seed, digits=1, operands=4, held_out=True)
     for name, tasks in (("practice", practice), ("unseen", unseen)):
         (out / f"{name}.jsonl").write_text("".join(json.dumps(t) + "\n" for t in tasks))

@@ -234,7 +234,7 @@ def scoreboard(rollouts: Sequence[Rollout], penalty: Sequence[Tensor] = ()) -> S
     """The scoreboard of these rollouts, whose rewards are valid, on the CPU."""
     number: dict[str, int] = {}
     return Scores(
-        reward=torch.tensor([float(r.reward) for r in rollouts], dtype=torch.float32),  # type: ignore[arg-type]
+        reward=torch.tensor([float(r.reward) for r in rollouts], dtype=torch.float64),  # type: ignore[arg-type]
         group=torch.tensor([number.setdefault(r.group, len(number)) for r in rollouts], dtype=torch.int64),
         length=torch.tensor([r.n_sampled for r in rollouts], dtype=torch.float32),
         steps=tuple(tuple(r.steps) for r in rollouts),
@@ -245,5 +245,6 @@ def scoreboard(rollouts: Sequence[Rollout], penalty: Sequence[Tensor] = ()) -> S
 def per_token(advantage: Tensor | list[Tensor], scores: Scores) -> list[Tensor]:
     """Advantages [S], or one [n_i] for each rollout, as the latter."""
     if isinstance(advantage, list):
-        return advantage
-    return [a.expand(n) for a, n in zip(advantage, scores.length.long().tolist(), strict=True)]
+        return [a.to(scores.length.dtype) for a in advantage]
+    lengths = scores.length.long().tolist()
+    return [a.expand(n) for a, n in zip(advantage.to(scores.length.dtype), lengths, strict=True)]

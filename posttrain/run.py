@@ -68,6 +68,11 @@ def sft(config: SFT, tasks: Sequence[Task] | None = None) -> Run:
         config.seed,
         device,
     )
+    widest = max(max(t.tokens) for t in source.transcripts)
+    if widest >= model.config.vocab:
+        raise UserError(
+            f"the tokenizer gives token {widest}, the model's vocabulary has {model.config.vocab}: no match"
+        )
     unseen = [demonstrate(t, tokenizer, eos, context, config.mask_prompt) for t in held_out]
     steps = max(1, round(source.steps_per_epoch * config.epochs))
     learner = LocalLearner(model, optimization(config, steps), precision=config.precision)
@@ -150,6 +155,7 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
             engine.load(learner.weights(), learner.version)
             episodes = repeated(held_out, config.eval_samples, config.seed)
             for rollout in play(episodes, host, engine, tokenizer, sampling, model.config.context):
+                stats.add("eval/invalid", isinstance(rollout.reward, Invalid))
                 if isinstance(rollout.reward, Invalid):
                     continue
                 stats.add("eval/accuracy", rollout.reward >= config.correct - 1e-6)

@@ -174,7 +174,7 @@ class Scores:
     Example: reward [1., 0., 1., 1.], group [0, 0, 1, 1], length [12, 9, 14, 11]
     """
 
-    reward: Tensor  # float32 [S]
+    reward: Tensor  # float64 [S]: equal sums of step rewards stay equal
     group: Tensor  # int64 [S]
     length: Tensor  # float32 [S], sampled tokens of each rollout: at least 1
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # per rollout: (sampled tokens before it, step reward)

@@ -190,6 +190,14 @@ def test_learner_state_survives_saving_bit_for_bit(tokenizer: Tokenizer, tmp_pat
     assert torch.equal(weights(experience.learner), weights(other.learner))
 
 
+def test_only_matrices_are_decayed(tokenizer: Tokenizer) -> None:
+    learner = source(tokenizer, row("dr-grpo"), weight_decay=0.1).learner
+    names = {p: name for name, p in learner.model.named_parameters()}
+    decayed, kept = ([names[p] for p in group["params"]] for group in learner.optimizer.param_groups)
+    assert len(decayed) + len(kept) == len(names) and all("norm" in name for name in kept)
+    assert not any("norm" in name or name.endswith("bias") for name in decayed)
+
+
 @pytest.mark.parametrize(
     ("schedule", "rates"),
     [

@@ -19,6 +19,7 @@ from posttrain.algorithms.parts import (
     Baselined,
     Clip,
     ConstantLength,
+    Process,
     SequenceMean,
     SequenceSum,
     TokenMean,
@@ -243,6 +244,14 @@ def test_equal_rewards_give_exactly_zero() -> None:
         advantage = Baselined("group", scale, eps=1e-9)(scores)  # type: ignore[arg-type]
         assert (advantage[:7] == 0).all() and (advantage[7:] != 0).all()
     assert equal_rewards(scores).tolist() == [True] * 7 + [False] * 2
+
+
+def test_equal_step_rewards_give_exactly_zero() -> None:
+    rollouts = make_rollouts(torch.Generator().manual_seed(0), 1, 2, WORDS.vocab_size)
+    for rollout in rollouts:
+        rollout.steps = [(1, 0.7)] * 10
+        rollout.reward = 0.7 + sum(reward for _, reward in rollout.steps)
+    assert all((a == 0).all() for a in Process()(scoreboard(rollouts)))
 
 
 def test_groups_are_told_by_id_and_not_by_position() -> None:

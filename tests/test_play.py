@@ -143,19 +143,19 @@ def test_environment_that_asks_for_ever_is_invalid(tokenizer: Tokenizer, monkeyp
     assert all(isinstance(r.reward, Invalid) and "3 turns" in r.reward.reason for r in rollouts)
 
 
-@pytest.mark.parametrize("ended", ["eos", "length"])
+@pytest.mark.parametrize("ended", ["eos", "stop", "length"])
 def test_chat_turns_add_exactly_what_the_template_says(tmp_path: Path, ended: str) -> None:
     tokenizer = Tokenizer.train(["hello there you"], 300, special=("<|im_start|>", "<|im_end|>"))
     tokenizer.chat_template = CHATML
     conversation, end = Conversation(tokenizer), tokenizer.encode("<|im_end|>")
     tokens = conversation.show(Turn(messages=[{"role": "user", "content": "hello"}]), None)
-    reply = tokenizer.encode("there") + (end if ended == "eos" else [])
-    stop = StopReason.EOS if ended == "eos" else StopReason.LENGTH
-    tokens += reply + conversation.show(
-        Turn(messages=[{"role": "user", "content": "you"}]), Completion(0, reply, [0.0] * len(reply), "there", stop, 0)
-    )
+    reply = tokenizer.encode("there") + ([] if ended == "length" else end)
+    text = "there<|im_end|>" if ended == "stop" else "there"  # a stop string is part of the text, an end token is not
+    said = Completion(0, reply, [0.0] * len(reply), text, StopReason(ended), 0)
+    tokens += reply + conversation.show(Turn(messages=[{"role": "user", "content": "you"}]), said)
     messages = [{"role": r, "content": c} for r, c in (("user", "hello"), ("assistant", "there"), ("user", "you"))]
     assert tokenizer.decode(tokens) == tokenizer.render(messages, generation=True)
+    assert conversation.messages == messages
 
 
 def test_seeds_differ_in_every_part_and_fit_an_int64() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from posttrain.types import Scores, Stats
 
-# -- advantage: Scores -> [S], or one [n_i] for each rollout -----------------------------------------------------------------------------------------
+# -- advantage: Scores -> [S], or one [n_i] for each rollout ----------------------------------------------------------
 
 
 @dataclass(frozen=True)

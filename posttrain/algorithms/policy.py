@@ -26,8 +26,8 @@ from posttrain.algorithms.parts import (
     SequenceMean,
     SequenceSum,
     Surrogate,
-    TokenMean,
     ToGo,
+    TokenMean,
     WeightedLogProbability,
 )
 from posttrain.algorithms.ratio import Causal, OverSequence, PessimisticClip, RatioStep, SequenceValueTokenGradient

@@ -21,6 +21,7 @@ from torch import Tensor
 from posttrain.engines.sampler import sample, uniform
 from posttrain.models.attention import SegmentAttention
 from posttrain.models.decoder import Decoder
+from posttrain.models.likelihood import output_logits
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Completion, Layout, Sampling, StopReason, UserError
 
@@ -89,11 +90,17 @@ class LocalEngine:
                 f"a prompt of {len(prompt)} tokens leaves no room in the model's context of {self.context}: "
                 "shorten it, or leave such rows out"
             )
+        if max(prompt) >= self.model.config.vocab:
+            raise UserError(
+                f"the tokenizer gives token {max(prompt)}, the model's vocabulary has {self.model.config.vocab}: "
+                "they do not belong together, or the prompt holds a special token that the model lacks"
+            )
         self.waiting.append(_Request(id, tuple(prompt), sampling))
 
     def poll(self) -> list[Completion]:
         """Decode until at least one request has finished; [] when nothing is running or waiting."""
-        with torch.inference_mode(), self._autocast():
+        # Not inference_mode: under it autocast would cast every weight again at every token.
+        with torch.no_grad(), self._autocast():
             while self.running or self.waiting:
                 free = self.slots - len(self.running)
                 # Admitting a few at a time would interrupt decoding often; wait for a batch of free slots.
@@ -164,7 +171,7 @@ class LocalEngine:
 
         hidden = self.model(layout.tokens, layout.position, attend)
         last = torch.tensor([s + n - 1 for s, n in zip(start, length, strict=True)], device=self.device)
-        logits = hidden[last] @ self.model.head.T
+        logits = output_logits(hidden[last], self.model.head)
         k, v = torch.stack(keys).transpose(1, 2), torch.stack(values).transpose(1, 2)  # [layers, kv_heads, T, size]
         for i, prompt in enumerate(prompts):
             span = slice(start[i], start[i] + length[i])
@@ -178,7 +185,8 @@ class LocalEngine:
         have = (0, 0) if self._cache is None else (self._cache.shape[2], self._cache.shape[4])
         if needed <= have[0] and longest <= have[1]:
             return
-        shape = (max(needed, have[0]), max(64 * math.ceil(longest / 64), have[1]))
+        room = min(self.context, max(longest, 3 * have[1] // 2)) if have[1] else longest  # grows in few steps
+        shape = (max(needed, have[0]), max(64 * math.ceil(room / 64), have[1]))
         dtype = torch.bfloat16 if self.precision == "bfloat16" else self.model.head.dtype
         cache = torch.zeros(
             (2, config.layers, shape[0], config.kv_heads, shape[1], config.head_size), dtype=dtype, device=self.device
@@ -213,7 +221,7 @@ class LocalEngine:
 
         hidden = self.model(rows.token[:count], length, attend)
         rows.advance(count)
-        self._choose(hidden @ self.model.head.T, slice(0, count))
+        self._choose(output_logits(hidden, self.model.head), slice(0, count))
 
     def _choose(self, logits: Tensor, rows: slice) -> None:
         """Sample the next token of these slots from logits [rows, V] and note which requests are finished."""
@@ -259,15 +267,16 @@ class LocalEngine:
         slots = [s for s in range(count) if self.running[s].sampling.stop]
         if not slots:
             return set()
-        counts = self._rows.count[:count].tolist()
+        # A token is at least one byte of text, so a stop string that ends here lies within these last tokens.
+        window = max(len(s.encode()) for slot in slots for s in self.running[slot].sampling.stop) + 4
+        index = torch.tensor(slots, device=self.device)
+        sampled = self._rows.count[index][:, None]
+        place = sampled - window + torch.arange(window, device=self.device)
+        tails = self._rows.tokens[index[:, None], place.clamp_min(0)].masked_fill(place < 0, -1).tolist()
         reached = set()
-        for slot in slots:
-            stops = self.running[slot].sampling.stop
-            # A token is at least one byte of text, so a stop string that ends here lies within these tokens.
-            window = max(len(s.encode()) for s in stops) + 4
-            tail = self._rows.tokens[slot, max(0, counts[slot] - window) : counts[slot]].tolist()
-            text = self.tokenizer.decode(tail)
-            if any(s in text for s in stops):
+        for slot, tail in zip(slots, tails, strict=True):
+            text = self.tokenizer.decode([t for t in tail if t >= 0])
+            if any(s in text for s in self.running[slot].sampling.stop):
                 reached.add(slot)
         return reached
 
@@ -282,7 +291,8 @@ class LocalEngine:
             stop = StopReason.LENGTH if budget_spent else StopReason.CONTEXT
         text = self.tokenizer.decode(tokens[:-1] if stop is StopReason.EOS else tokens)
         if stop is StopReason.STOP:
-            text = text[: min(text.find(s) + len(s) for s in request.sampling.stop if s in text)]
+            # Where the tail alone showed the string, the whole text may not: bytes that are no character swallow it.
+            text = text[: min((text.find(s) + len(s) for s in request.sampling.stop if s in text), default=len(text))]
         return Completion(request.id, tokens, state.logp[slot, :count].tolist(), text, stop, self.version)
 
     # -- storage ------------------------------------------------------------------------------------------------------

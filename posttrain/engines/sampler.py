@@ -12,13 +12,13 @@ _LOW32 = 0xFFFFFFFF
 
 
 def uniform(seed: Tensor, index: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1): float32 [B] from int64 seeds [B] and counters [B], the same on every device.
+    """Uniform numbers in (0, 1]: float32 [B] from int64 seeds [B] and counters [B], the same on every device.
 
     Counter-based, so a draw depends on (seed, index) and on nothing that happened before. The mixing function is
     the finaliser of SplitMix64 (Steele, Lea, Flood 2014), applied to the seed and again to seed and counter.
     """
     x = _mix(_mix(seed) + index * -7046029254386353131)  # 0x9E3779B97F4A7C15 as a signed number
-    return ((x >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    return (((x >> 40) & 0xFFFFFF).to(torch.float32) + 0.5) * 2.0**-24
 
 
 def _mix(x: Tensor) -> Tensor:

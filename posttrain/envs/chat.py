@@ -16,6 +16,7 @@ class Texts(Protocol):
     chat_template: str | None
 
     def encode(self, text: str, start: bool = False) -> list[int]: ...
+    def decode(self, tokens: Sequence[int]) -> str: ...
     def render(self, messages: Sequence[Mapping[str, str]], generation: bool = True) -> str: ...
 
 
@@ -44,7 +45,11 @@ class Conversation:
                 "this chat template rewrites earlier messages: use it with one turn, or yield text, not messages"
             )
         after = self.tokenizer.encode(opened[closed.index(_MARK) + len(_MARK) :])
-        if last is not None and last.stop is StopReason.EOS and after[:1] == list(last.tokens[-1:]):
-            after = after[1:]  # the end of the reply is there already: the policy sampled it
-        self.messages = [*before[:-1], {"role": "assistant", "content": last.text if last else ""}, *turn.messages]
+        ended = last is not None and not last.stop.truncated and after[:1] == list(last.tokens[-1:])
+        if ended:  # the end of the reply is there already: the policy sampled it, as an end id or as a stop string
+            after = after[1:]
+        said = last.text if last else ""
+        if ended and last is not None and last.stop is StopReason.STOP:
+            said = said.removesuffix(self.tokenizer.decode(last.tokens[-1:]))
+        self.messages = [*before[:-1], {"role": "assistant", "content": said}, *turn.messages]
         return after

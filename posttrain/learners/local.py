@@ -72,8 +72,9 @@ class LocalLearner:
         self.version = 0
         self.device = model.head.device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        matrices = [p for p in self.parameters if p.ndim >= 2]
-        vectors = [p for p in self.parameters if p.ndim < 2]  # norms and biases are not decayed
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        matrices = [p for name, p in trained if p.ndim >= 2 and "norm" not in name]
+        vectors = [p for name, p in trained if p.ndim < 2 or "norm" in name]  # norms and biases are not decayed
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": optimization.weight_decay},
@@ -147,9 +148,7 @@ class LocalLearner:
         for name, parameter in self.model.named_parameters():
             state = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}
             if state:
-                self.optimizer.state[parameter] = {
-                    key: value if key == "step" else value.to(parameter.device) for key, value in state.items()
-                }
+                self.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
 
     def _outputs(self, model: Decoder, batch: Batch) -> Outputs:
         with self._autocast():

@@ -73,13 +73,20 @@ class SegmentAttention:
             def gather(x: Tensor, index: Tensor, size: int = bucket.size) -> Tensor:
                 return x.index_select(0, index).view(size, -1, *x.shape[1:]).transpose(1, 2)
 
+            keys, values = gather(k, bucket.keys), gather(v, bucket.keys)
+            repeat = q.shape[1] // k.shape[1]
+            if repeat > 1 and q.is_cuda and (bucket.mask is not None or q.dtype == torch.float32):
+                # On CUDA only the kernels without a mask and below float32 share key-value heads; the others would fall
+                # back to one that keeps all [n, m] scores.
+                keys, values = (x.repeat_interleave(repeat, 1) for x in (keys, values))
+                repeat = 1
             out = F.scaled_dot_product_attention(
                 gather(q, bucket.queries),
-                gather(k, bucket.keys),
-                gather(v, bucket.keys),
+                keys,
+                values,
                 attn_mask=bucket.mask,
                 is_causal=bucket.mask is None,
-                enable_gqa=q.shape[1] != k.shape[1],
+                enable_gqa=repeat > 1,
             )
             outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
         return torch.cat(outputs).index_select(0, self.place)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_LOGITS = 1 << 22  # logits alive at once (16 MiB in float32)
+CHUNK_LOGITS = 1 << 22  # logits alive at once (16 MiB in float32) ...
+CHUNK_ROWS = 512  # ... but never fewer rows: each chunk of the backward pass adds to a [V, D] gradient
 
 
 def token_logp(hidden: Tensor, head: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
@@ -19,7 +21,7 @@ def token_logp(hidden: Tensor, head: Tensor, target: Tensor, temperature: float 
 
     hidden [N, D], head [V, D], target int64 [N] -> [N], float32 or wider.
     """
-    chunk = max(1, CHUNK_LOGITS // head.shape[0])
+    chunk = max(CHUNK_ROWS, CHUNK_LOGITS // head.shape[0])
     if hidden.shape[0] <= chunk:
         return _chunk(hidden, head, target, temperature)
     parts = []
@@ -35,10 +37,18 @@ def token_logp(hidden: Tensor, head: Tensor, target: Tensor, temperature: float 
     return torch.cat(parts)
 
 
+def output_logits(hidden: Tensor, head: Tensor) -> Tensor:
+    """hidden head^T, [N, V], in float32 at least, also under autocast.
+
+    Logits rounded to bfloat16 move log-probabilities by more than GSPO's clip is wide (3e-4).
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return functional.linear(hidden.to(wide), head.to(wide))
+
+
 def _chunk(hidden: Tensor, head: Tensor, target: Tensor, temperature: float) -> Tensor:
-    logits = hidden @ head.T
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
+    logits = output_logits(hidden, head)
     if temperature != 1.0:
         logits = logits / temperature
     return logits.gather(-1, target[:, None]).squeeze(-1) - logits.logsumexp(-1)

@@ -48,16 +48,19 @@ def one(options: argparse.Namespace, seed: int) -> dict[str, Any]:
         subprocess.run([sys.executable, *words], check=True)
         found["seconds"][name] = round(time.perf_counter() - begin, 1)
 
-    demonstrations = folder / "demonstrations.jsonl"
-    if (HERE / f"{options.recipe}.py").exists() and "sft" in recipe:
-        run("data", str(HERE / f"{options.recipe}.py"), "--seed", str(seed), "--out", str(demonstrations))
+    tasks: dict[str, list[str]] = {}
+    if (HERE / f"{options.recipe}.py").exists():
+        prepared = str(folder / "tasks.jsonl")
+        run("data", str(HERE / f"{options.recipe}.py"), "--seed", str(seed), "--out", prepared)
+        tasks = {verb: ["--tasks", prepared] for verb in (["sft"] if "sft" in recipe else ["rl", "eval"])}
+    own = ["--seed", str(seed)]
     if "sft" in recipe:
-        own = ["--tasks", str(demonstrations)] if demonstrations.exists() else []
-        run("sft", *_verb("sft"), *config, *own, "--seed", str(seed), "--out", str(folder / "sft"), "--overwrite")
+        run("sft", *_verb("sft"), *config, *own, *tasks.get("sft", []), "--out", str(folder / "sft"), "--overwrite")
     start = str(folder / "sft") if "sft" in recipe else recipe["rl"]["model"]
-    run("rl", *_verb("rl"), *config, "--seed", str(seed), "--model", start, "--out", str(folder / "rl"), "--overwrite")
-    both = ["--model", str(folder / "rl"), "--against", start, "--seed", str(seed), "--split-seed", str(seed)]
-    run("eval", *_verb("eval"), *config, *both, "--out", str(folder / "eval.json"))
+    rest = ["--model", start, "--out", str(folder / "rl"), "--overwrite"]
+    run("rl", *_verb("rl"), *config, *own, *tasks.get("rl", []), *rest)
+    both = ["--model", str(folder / "rl"), "--against", start, *own, "--split-seed", str(seed)]
+    run("eval", *_verb("eval"), *config, *both, *tasks.get("eval", []), "--out", str(folder / "eval.json"))
     found["eval"] = _figures(folder / "eval.json")
     if options.also:
         also = ["--tasks", options.also, "--held-out", "0", "--out", str(folder / "also.json")]

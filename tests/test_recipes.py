@@ -1,0 +1,73 @@
+"""Recipes and examples stay runnable: every option exists, every file they name is made by something in the repository."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from posttrain.config import RL, SFT, Evaluation, validate
+from posttrain.data.tasks import hold_out, to_tasks
+from posttrain.envs.load import load_env
+from posttrain.envs.word_problems import evaluate, row_to_task
+
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = {"sft": SFT, "rl": RL, "eval": Evaluation}
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda p: p.stem)
+def test_options_of_every_recipe_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for table, options in tomllib.loads(path.read_text()).items():
+        config = KINDS[table](**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+        validate(config)
+        if config.env:
+            load_env(config.env)
+
+
+def test_renumbered_problems_keep_their_expression_true() -> None:
+    import random
+
+    recipe = script("wordproblems")
+    row = {"id": "a", "question": "Tom had 12 pens and gave 5 away.", "answer": "7", "equation": "X = 12 - 5"}
+    task, rng = row_to_task(row), random.Random(0)
+    assert task is not None
+    for _ in range(20):
+        fresh = recipe.renumber(task, rng)
+        left, right = fresh["response"].split("-")
+        assert f"had {left} pens and gave {right} away" in fresh["prompt"]
+        assert str(evaluate(fresh["response"])) == fresh["answer"] and int(fresh["answer"]) > 0
+
+
+def test_no_demonstration_comes_from_a_held_out_problem(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = script("wordproblems")
+    source, out = str(data / "wordproblems" / "train.jsonl"), tmp_path / "rows.jsonl"
+    monkeypatch.setattr("sys.argv", ["x", "--tasks", source, "--out", str(out), "--copies", "2", "--seed", "3"])
+    recipe.main()
+    from posttrain.data.rows import load_rows
+
+    _, held_out = hold_out(to_tasks(load_rows(source), convert=row_to_task), 0.2, 3)
+    shapes = {recipe.shape(json.loads(line)["prompt"]) for line in out.read_text().splitlines()}
+    assert len(shapes) > 500 and not shapes & {recipe.shape(t["prompt"]) for t in held_out}
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [(" The dog ran home.<s>", 1.0), (" The dog ran home.", 0.75), (" It ran.<s>", 0.5), (" It ran", 0.0), ("", 0.0)],
+)
+def test_reward_of_the_stories(reply: str, reward: float) -> None:
+    assert sum(script("stories").reward({"animal": "dog"}, reply).values()) == reward

@@ -85,8 +85,8 @@ def main() -> None:
     print(f"checkpoint  {learned.checkpoint}")
     print(f"took        {time.perf_counter() - begin:.0f} s")
     print(
-        "next        .venv/bin/posttrain rl --model runs/demo/sft --tasks runs/demo/practice.jsonl --env arithmetic "
-        "--algorithm dr-grpo --lr 1e-3 --max-tokens 4"
+        f"next        .venv/bin/posttrain rl --model {out / 'sft'} --tasks {out / 'practice.jsonl'} --env arithmetic "
+        "--algorithm dr-grpo --prompts 128 --lr 7e-4 --max-tokens 4"
     )
 
 

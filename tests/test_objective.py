@@ -26,6 +26,7 @@ from posttrain.algorithms.parts import (
     equal_rewards,
 )
 from posttrain.algorithms.policy import TABLE, Algorithm, adjust, find, policy_objective
+from posttrain.algorithms.ratio import Causal, OverSequence, RatioStep
 from posttrain.data.pack import cut, lay
 from posttrain.experience import per_token, scoreboard
 from posttrain.models.decoder import Decoder, causal
@@ -222,6 +223,32 @@ def test_golden_clip(advantage: float, ratio: float, value: float, moves: bool) 
     gain = Clip(0.2, 0.2)(r, r.log(), torch.tensor([advantage]))
     gain.sum().backward()  # type: ignore[no-untyped-call]
     assert torch.isclose(gain, torch.tensor(value)) and r.grad is not None and bool(r.grad != 0) is moves
+
+
+def test_golden_ratios_of_a_sequence() -> None:
+    """Token ratios 2.0 and 0.4 with A = 1: PPO's bound gives (1.2 + 0.4) / 2 token by token, sqrt(0.8) as a sequence."""
+    log_ratio = torch.tensor([2.0, 0.4], dtype=torch.float64).log()
+    ones = torch.ones(2, dtype=torch.float64)
+    batch = Batch(None, ones, ones, torch.zeros(2, dtype=torch.int64), weight=ones / 2, advantage=ones)  # type: ignore[arg-type]
+
+    def gain(*steps: RatioStep) -> float:
+        x = log_ratio
+        for step in steps:
+            x = step(x, batch)
+        return float((batch.weight * Clip(0.2, 0.2)(x.exp(), x, ones)).sum())
+
+    assert gain() == pytest.approx(0.8)
+    assert gain(OverSequence("mean")) == pytest.approx(0.894427, abs=1e-6)
+    assert gain(OverSequence("sum")) == pytest.approx(0.8)
+    assert gain(Causal()) == pytest.approx((1.2 + 0.8) / 2)
+
+
+@pytest.mark.parametrize(("high", "most"), [(0.2, 0.012), (0.28, 0.0128)])
+def test_golden_clip_higher(high: float, most: float) -> None:
+    """How far a token of probability 0.01 may rise before its gradient ends (DAPO, section 3.1)."""
+    p = torch.tensor([most * 0.999, most * 1.001], dtype=torch.float64, requires_grad=True)
+    Clip(0.2, high)(p / 0.01, p.log(), torch.ones(2, dtype=torch.float64)).sum().backward()  # type: ignore[no-untyped-call]
+    assert p.grad is not None and (p.grad != 0).tolist() == [True, False]
 
 
 def test_golden_kl_estimators() -> None:

@@ -39,6 +39,7 @@ PANELS = {
     "reward": "Reward",
     "loss": "Training loss, nats per token",
     "eval/accuracy": "Held-out accuracy",
+    "eval/reward": "Held-out reward",
     "eval/loss": "Held-out loss, nats per token",
     "length": "Reply length, tokens",
     "entropy": "Entropy, nats per token",
@@ -277,11 +278,9 @@ def curves(runs: Folder | Mapping[str, Folder], out: Folder | None = None) -> Pa
 
 
 def _panels(names: set[str]) -> list[str]:
-    """The names to draw, in order: those of `PANELS`, other held-out ones after eval/loss."""
-    drawn = {name for name in names if name in PANELS or name.startswith("eval/")}
-    if "reward" in drawn:
-        drawn.discard("loss")  # in RL the loss says nothing of progress
-    return sorted(drawn, key=lambda name: (list(PANELS).index(name if name in PANELS else "eval/loss"), name))
+    """The names to draw, in the order of `PANELS`."""
+    drawn = [name for name in PANELS if name in names]
+    return [name for name in drawn if name != "loss"] if "reward" in drawn else drawn  # in RL the loss shows no progress
 
 
 def _series(folder: Folder) -> dict[str, tuple[np.ndarray, np.ndarray]]:

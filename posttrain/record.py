@@ -280,7 +280,9 @@ def curves(runs: Folder | Mapping[str, Folder], out: Folder | None = None) -> Pa
 def _panels(names: set[str]) -> list[str]:
     """The names to draw, in the order of `PANELS`."""
     drawn = [name for name in PANELS if name in names]
-    return [name for name in drawn if name != "loss"] if "reward" in drawn else drawn  # in RL the loss shows no progress
+    return (
+        [name for name in drawn if name != "loss"] if "reward" in drawn else drawn
+    )  # in RL the loss shows no progress
 
 
 def _series(folder: Folder) -> dict[str, tuple[np.ndarray, np.ndarray]]:

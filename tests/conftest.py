@@ -11,6 +11,8 @@ from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Completion, Rollout, StopReason, Transcript
 
+torch.set_num_threads(1)  # the models are tiny, and several tests run at once
+
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 

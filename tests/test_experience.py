@@ -63,6 +63,7 @@ def run(experience: Experience, steps: int = 2) -> tuple[torch.Tensor, list[dict
     return weights(experience.learner), seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_step_does_not_depend_on_the_microbatch_budget(tokenizer: Tokenizer, name: str) -> None:
     one, _ = run(source(tokenizer, row(name), budget=10_000))

@@ -63,6 +63,7 @@ def test_function_as_reward_gives_a_run_that_can_be_read(imitated: Run, tmp_path
     assert (run.path / "curves.png").stat().st_size > 10_000 and list(run.path.rglob("*tfevents*"))
 
 
+@pytest.mark.slow
 def test_group_advantages_in_the_record_sum_to_zero(imitated: Run, tmp_path: Path) -> None:
     run = posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / "run"), algorithm="dr-grpo", **STEPS)
     groups: dict[str, list[float]] = {}
@@ -137,6 +138,7 @@ def test_unknown_option_is_refused_with_a_suggestion(imitated: Run) -> None:
         posttrain.rl(TASKS, even, str(imitated.path), promts=3)
 
 
+@pytest.mark.slow
 def test_bfloat16_trains_and_its_checkpoint_stays_in_float32(imitated: Run, tmp_path: Path) -> None:
     run = posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / "a"), precision="bfloat16", **STEPS)
     assert run.checkpoint is not None

@@ -54,7 +54,7 @@ class Evaluated:
 def sft(config: SFT, tasks: Sequence[Task] | None = None) -> Run:
     """Imitate demonstrations. `tasks`: rows in memory, instead of `config.tasks`."""
     config, resumed = begin(config)
-    validate(replace(config, tasks=config.tasks or "rows in memory" * (tasks is not None)))
+    validate(config)
     device = prepare(config)
     data = load_tasks(config, tasks, need=("prompt", "response"))
     train_tasks, held_out = hold_out(data, config.held_out, config.seed) if config.held_out else (data, [])
@@ -93,15 +93,9 @@ def sft(config: SFT, tasks: Sequence[Task] | None = None) -> Run:
 
 
 def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] | None = None) -> Run:
-    """Learn from rewards. `tasks` and `env` may be given as objects, instead of by name in `config`."""
+    """Learn from rewards. `tasks` and `env` may be given as objects; `config` then holds a name for each, for the record."""
     config, resumed = begin(config)
-    validate(
-        replace(
-            config,
-            tasks=config.tasks or "rows in memory" * (tasks is not None),
-            env=config.env or "function" * (env is not None),
-        )
-    )
+    validate(config)
     device = prepare(config)
     algorithm = adjust(
         find(config.algorithm),
@@ -178,13 +172,7 @@ def evaluate(
     config: Evaluation, tasks: Sequence[Task] | None = None, env: Callable[..., Any] | None = None
 ) -> Evaluated:
     """Play every task `samples` times. With `against`, two checkpoints play the same tasks with the same seeds."""
-    validate(
-        replace(
-            config,
-            tasks=config.tasks or "rows in memory" * (tasks is not None),
-            env=config.env or "function" * (env is not None),
-        )
-    )
+    validate(config)
     device = prepare(config)
     data = load_tasks(config, tasks, env=env)
     if config.held_out:

@@ -129,7 +129,7 @@ class Course:
             self.done = checkpoints.step_of(self.saved)
             self.display.note(f"resuming {self.folder} after step {self.done}")
         self.whole = (self.learner.version, self.source.state())
-        self.display.start(f"{self.verb} {self.folder}", self.steps, [*sizes, *formula, _options(self.config)])
+        self.display.start(f"{self.verb} {self.folder}", self.steps, [*sizes, *formula, *_options(self.config)])
         try:
             with interruptible(self.display.note) as interrupted:
                 self._train(objective, interrupted)
@@ -222,8 +222,10 @@ def writing(folder: Path) -> Iterator[None]:
         raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error
 
 
-def _options(config: SFT | RL) -> str:
-    """The options that are not at their default, in one line."""
+def _options(config: SFT | RL) -> list[str]:
+    """The whole configuration: the options that were chosen, then those at their default; a line each."""
     default, chosen = as_dict(type(config)()), as_dict(config)
-    named = [f"{name} {value}" for name, value in chosen.items() if value != default[name]]
-    return "options: " + ", ".join(named)
+    lines: dict[str, list[str]] = {"options": [], "defaults": []}
+    for name, value in chosen.items():
+        lines["defaults" if value == default[name] else "options"].append(f"{name} {value}")
+    return [f"{title}: {', '.join(named)}" for title, named in lines.items()]

@@ -130,13 +130,103 @@ class SFT(Training):
 
 
 @dataclass(frozen=True)
-class RL(Training):
+class Axes(Training):
+    """What may be changed of an algorithm's row, axis by axis; left out, each is the row's own."""
+
+    algorithm: str = "grpo"
+    """A row of the table (see `posttrain algorithms`), or your own: my.py:row."""
+    advantage: Literal["baselined", "to-go", "process", "gae"] | None = None
+    """How credit is assigned; gae brings a critic."""
+    baseline: Literal["none", "batch", "group", "others"] | None = None
+    """Whose mean reward is taken off."""
+    baseline_weight: Literal["equal", "length", "gradient"] | None = None
+    """What a reward weighs in that mean; gradient: the optimal baseline, one backward pass per rollout."""
+    scale: Literal["none", "batch", "group"] | None = None
+    """Whose standard deviation advantages are divided by."""
+    gamma: float | None = None
+    """Discount per sampled token (gae, to-go)."""
+    gae_lambda: float | None = None
+    """Lambda of generalized advantage estimation."""
+    whiten: bool | None = None
+    """Advantages to mean 0 and deviation 1 over all tokens (gae, to-go)."""
+    surrogate: Literal["clip", "ratio", "log-probability", "weighted"] | None = None
+    """What is maximised: min(r A, clip(r) A), r A, lp A or sg(r) lp A."""
+    ratio: Literal["token", "sequence-mean", "sequence-sum", "sequence-value", "causal", "geometric"] | None = None
+    """Of which tokens r is made; geometric is GMPO's clipped geometric mean."""
+    clip_low: float | None = None
+    """The ratio is clipped at 1 - this."""
+    clip_high: float | None = None
+    """The ratio is clipped at 1 + this."""
+    clip_dual: float | None = None
+    """Where A < 0, at least this times A: above 1 (0: no such bound)."""
+    aggregate: Literal["sequence-mean", "token-mean", "sequence-sum", "constant", "prompt-mean"] | None = None
+    """What each token weighs in the loss."""
+    kl: float | None = None
+    """Coefficient of the KL penalty to the starting model (0: none, no reference is kept)."""
+    kl_estimator: Literal["k1", "k2", "k3", "exact", "forward"] | None = None
+    """How the KL is estimated; exact: over the whole vocabulary."""
+    kl_where: Literal["loss", "reward"] | None = None
+    """Whether the KL is part of the loss or taken off the reward."""
+    kl_control: Literal["fixed", "adaptive", "halving-doubling"] | None = None
+    """What changes the coefficient from step to step."""
+    kl_target: float | None = None
+    """KL that the control aims at, in nats per token."""
+    kl_horizon: float | None = None
+    """Rollouts over which the adaptive control may change the coefficient by a fifth."""
+    reference_every: int | None = None
+    """Steps after which the reference becomes the policy (0: never)."""
+    entropy: float | None = None
+    """Coefficient of the entropy bonus (0: none); with a target, where it starts."""
+    entropy_target: float | None = None
+    """Entropy to hold, in nats per token, by tuning the bonus."""
+    top_entropy: float | None = None
+    """Learn from this share of the tokens, those with the highest entropy (1: all)."""
+    correction: Literal["none", "truncate", "icepop", "sequence"] | None = None
+    """Weight for an engine whose log-probabilities differ from the learner's."""
+    correction_cap: float | None = None
+    """Bound of that weight, above 1."""
+    dynamic_sampling: int | None = None
+    """Replace groups without signal, playing at most so many times --prompts (0: do not)."""
+    overlong_filter: bool | None = None
+    """Leave truncated replies out of the loss."""
+    overlong_cache: int | None = None
+    """Tokens before --max-tokens over which a penalty grows to -1 (0: none)."""
+    length_reward: float | None = None
+    """Reward for being among the shorter replies of the group (0: none)."""
+    critic: Literal["separate", "shared", "none"] | None = None
+    """A critic with a backbone of its own, or a head on the policy's."""
+    critic_model: str | None = None
+    """Folder the critic's backbone starts from: a checkpoint, a reward model, or the critic of a run; left out: --model."""
+    critic_lr: float | None = None
+    """Peak learning rate of the critic; left out: --lr."""
+    critic_warmup: int | None = None
+    """Steps at the start in which only the critic learns."""
+    value_clip: float | None = None
+    """Values may move by so much per step (0: freely)."""
+    value_coefficient: float | None = None
+    """What the value loss weighs."""
+    imitation: float | None = None
+    """What the likelihood of correct rollouts weighs in the loss (0: nothing)."""
+    ptx: str | None = None
+    """Rows of text, or of prompts and responses, whose likelihood is part of every update (ppo-ptx)."""
+    ptx_coefficient: float | None = None
+    """What that likelihood weighs."""
+    trust_region: float | None = None
+    """Natural gradient steps within this KL, in nats per token, instead of AdamW's (0: AdamW)."""
+    replay: int | None = None
+    """Rollouts to remember and draw from (sac; 0: the step's own only)."""
+    epochs: int | None = None
+    """Passes over the rollouts of a step."""
+    minibatches: int | None = None
+    """Optimizer updates per pass."""
+
+
+@dataclass(frozen=True)
+class RL(Axes):
     """Reinforcement learning: sample replies, score them, make good ones likelier."""
 
     out: str = "runs/rl"
     """The run directory to make."""
-    algorithm: str = "grpo"
-    """A row of the table: see `posttrain algorithms`."""
     steps: int = 200
     """Training steps."""
     prompts: int = 16
@@ -155,16 +245,6 @@ class RL(Training):
     """Must stay 0 in training."""
     lr: float = 1e-6
     """Peak learning rate of AdamW."""
-    clip_low: float | None = None
-    """The ratio is clipped at 1 - this; left out: the algorithm's."""
-    clip_high: float | None = None
-    """The ratio is clipped at 1 + this; left out: the algorithm's."""
-    kl: float | None = None
-    """Coefficient of the KL penalty to the starting model (0: none, no reference is kept); left out: the row's."""
-    epochs: int | None = None
-    """Passes over the rollouts of a step; left out: the algorithm's."""
-    minibatches: int | None = None
-    """Optimizer updates per pass; left out: the algorithm's."""
     eval_tasks: str | None = None
     """Rows to evaluate on, instead of a held-out share of --tasks."""
     eval_samples: int = 1
@@ -179,6 +259,9 @@ class RL(Training):
     """Time limit of one call of the environment; beyond it the reward is invalid."""
     slots: int = 256
     """Most replies sampled at once: the memory of the key-value cache."""
+    health: Literal["warn", "stop", "log", "off"] = "warn"
+    """When something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps): say so, stop
+    with a checkpoint, only write it down, or do not look."""
 
 
 @dataclass(frozen=True)
@@ -253,13 +336,19 @@ def validate(config: Training | Evaluation) -> None:
             "limit",
             "env_seconds",
             "minibatches",
+            *("kl_target", "kl_horizon", "critic_lr", "entropy_target"),
         ),
     )
     for name in positive:
         value = getattr(config, name, None)
         if value is not None and value <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be above 0, not {value}")
-    for name in ("eval_every", "warmup", "env_workers", "temperature", "top_k", "weight_decay", "max_grad_norm", "kl"):
+    for name in (
+        *("eval_every", "warmup", "env_workers", "temperature", "top_k", "weight_decay", "max_grad_norm", "kl"),
+        *("entropy", "dynamic_sampling", "overlong_cache", "length_reward", "critic_warmup", "value_clip", "clip_dual"),
+        *("clip_low", "clip_high", "imitation", "reference_every", "replay", "ptx_coefficient", "value_coefficient"),
+        "trust_region",
+    ):
         value = getattr(config, name, None)
         if value is not None and value < 0:
             raise UserError(f"--{name.replace('_', '-')} must be 0 or more, not {value}")
@@ -283,8 +372,22 @@ def _validate_rl(config: RL) -> None:
     if config.top_p != 1 or config.top_k != 0:
         raise UserError(
             "--top-p and --top-k change the distribution that is sampled, and the gradient would be that of another: "
-            "leave them at 1 and 0 in training (evaluation takes them)"
+            "leave them at 1 and 0 in training, no --correction can see what they cut off (evaluation takes them)"
         )
+    for name in ("gamma", "gae_lambda", "top_entropy"):
+        share = getattr(config, name)
+        if share is not None and not 0 <= share <= 1:
+            raise UserError(f"--{name.replace('_', '-')} is at least 0 and at most 1, not {share}")
+    if config.top_entropy == 0:
+        raise UserError("--top-entropy 0 would leave no token to learn from: give a share such as 0.2, or 1 for all")
+    if config.clip_low is not None and config.clip_low > 1:
+        raise UserError(f"--clip-low {config.clip_low}: the ratio would be clipped below 0; it is at most 1")
+    for name in ("correction_cap", "clip_dual"):
+        bound = getattr(config, name)
+        if bound is not None and not bound > 1 and (name, bound) != ("clip_dual", 0):
+            raise UserError(
+                f"--{name.replace('_', '-')} bounds a ratio that is near 1: it must be above 1, not {bound}"
+            )
 
 
 AnyTraining = TypeVar("AnyTraining", bound=Training)

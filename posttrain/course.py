@@ -227,5 +227,7 @@ def _options(config: SFT | RL) -> list[str]:
     default, chosen = as_dict(type(config)()), as_dict(config)
     lines: dict[str, list[str]] = {"options": [], "defaults": []}
     for name, value in chosen.items():
+        if value is None and default[name] is None:
+            continue  # an axis left to the algorithm, whose parts are told beside
         lines["defaults" if value == default[name] else "options"].append(f"{name} {value}")
     return [f"{title}: {', '.join(named)}" for title, named in lines.items()]

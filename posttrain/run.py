@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 
-from posttrain.algorithms.policy import adjust, find, policy_objective
+from posttrain.algorithms.adjust import adjust
+from posttrain.algorithms.critic import SoftQ
+from posttrain.algorithms.page import describe
+from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.table import find
 from posttrain.checkpoint import resolve
 from posttrain.config import RL, SFT, Data, Evaluation, Training, validate
 from posttrain.course import Course, Run, begin, start_of
@@ -27,11 +31,12 @@ from posttrain.envs.play import Episode, play, seed_of
 from posttrain.estimate import paired_interval, summary
 from posttrain.experience import Experience, Size
 from posttrain.learners.local import LocalLearner, Optimization
+from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
 from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.supervised import Demonstrations, demonstrate, likelihood_objective
-from posttrain.types import Invalid, Reply, Rollout, Sampling, Stats, Task, UserError
+from posttrain.supervised import Demonstrations, Likelihood, demonstrate
+from posttrain.types import Invalid, Reply, Rollout, Sampling, Stats, Task, Transcript, UserError
 
 TRIAL_TURNS = 8  # of a canned reply to an environment that may wait for a word which it does not contain
 
@@ -89,7 +94,7 @@ def sft(config: SFT, tasks: Sequence[Task] | None = None) -> Run:
     ]
     lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
     loop = Course(config, start, resumed, learner, source, tokenizer, measure if unseen else None, steps)
-    return loop.run(likelihood_objective, sizes, lines)
+    return loop.run(Likelihood(), sizes, lines)
 
 
 def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] | None = None) -> Run:
@@ -97,16 +102,7 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
     config, resumed = begin(config)
     validate(config)
     device = prepare(config)
-    algorithm = adjust(
-        find(config.algorithm),
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        kl=config.kl,
-        epochs=config.epochs,
-        minibatches=config.minibatches,
-        max_tokens=config.max_tokens,
-        group=config.group,
-    )
+    algorithm = adjust(find(config.algorithm), config)
     data = load_tasks(config, tasks, env=env)
     train_tasks, held_out = hold_out(data, config.held_out, config.seed) if config.held_out else (data, [])
     if config.eval_tasks:
@@ -119,16 +115,18 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
         end_tokens(model, tokenizer)  # there must be one, or no reply would end
         if host.single_turn:
             check_prompts([*train_tasks, *held_out], tokenizer, model.config.context)
-        reference = None
-        if algorithm.kl:
-            assert start
-            reference = load_model(start, device=device).requires_grad_(False)
+        assert start
+        reference = load_model(start, device=device).requires_grad_(False) if algorithm.needs_reference else None
         learner = LocalLearner(
             model,
             optimization(config, config.steps * algorithm.epochs * algorithm.minibatches),
             temperature=config.temperature,
             precision=config.precision,
             reference=reference,
+            critic=_critic(config, algorithm, start, model),
+            critic_lr=config.critic_lr,
+            trust_region=algorithm.trust_region,
+            follow=algorithm.critic.tau if isinstance(algorithm.critic, SoftQ) else 0.0,
         )
         engine = LocalEngine(model, tokenizer, config.slots, config.precision)
         sampling = Sampling(config.temperature, max_tokens=config.max_tokens, stop=config.stop)
@@ -143,6 +141,7 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
             size=Size(config.prompts, config.group, config.tokens_per_microbatch),
             seed=config.seed,
             correct=config.correct,
+            texts=_texts_to_imitate(config, tokenizer, model) if algorithm.pretraining else (),
         )
 
         def measure(stats: Stats) -> None:
@@ -165,7 +164,7 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
             f"{min(config.slots, rollouts)} sampled at once",
         ]
         loop = Course(config, start, resumed, learner, source, tokenizer, measure if held_out else None, config.steps)
-        return loop.run(policy_objective(algorithm), sizes, algorithm.describe())
+        return loop.run(policy_objective(algorithm), sizes, describe(algorithm))
 
 
 def evaluate(
@@ -300,6 +299,23 @@ def _start(
         )
     model.eos_ids = (tokenizer.eos_id,)
     return model.to(device), tokenizer
+
+
+def _critic(config: RL, algorithm: Algorithm, start: Path, model: Decoder) -> Critic | None:
+    """The critic that the row needs, from its own checkpoint or from the start of the policy."""
+    if algorithm.critic is None:
+        return None
+    kind = ActionValueModel if isinstance(algorithm.critic, SoftQ) else ValueModel
+    folder = None if config.critic == "shared" else resolve(config.critic_model) if config.critic_model else start
+    return new_critic(kind, folder, model, seed_of(config.seed, "critic"))
+
+
+def _texts_to_imitate(config: RL, tokenizer: Tokenizer, model: Decoder) -> list[Transcript]:
+    """Pretraining text: rows with `text`, all of which is learned, or with prompt and response."""
+    assert config.ptx is not None
+    rows = [{"prompt": "", "response": r["text"]} if "text" in r else r for r in load_rows(config.ptx)]
+    eos, context = end_tokens(model, tokenizer), model.config.context
+    return [demonstrate(t, tokenizer, eos, context, mask_prompt=False) for t in to_tasks(rows, need=("response",))]
 
 
 def _texts(task: Task) -> list[str]:

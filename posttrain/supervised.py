@@ -18,11 +18,15 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Batch, Completion, Outputs, Stats, Step, StopReason, Task, Transcript, UserError
 
 
-def likelihood_objective(outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+class Likelihood:
     """Negative log-likelihood of the scored tokens, each weighing 1 / tokens of the optimizer batch."""
-    nll = -outputs.logp
-    stats.add("nll", nll.detach().sum().item(), nll.numel())
-    return (batch.weight * nll).sum()
+
+    wants: frozenset[str] = frozenset()
+
+    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+        nll = -outputs.logp
+        stats.add("nll", nll.detach().sum().item(), nll.numel())
+        return (batch.weight * nll).sum()
 
 
 def demonstrate(
@@ -105,6 +109,9 @@ class Demonstrations:
             batch = lay([rows[i] for i in index], index, self.device)
             batches.append(replace(batch, weight=torch.full_like(batch.weight, 1 / tokens), sampler_logp=None))
         return batches
+
+    def learned(self, step: Step, stats: Stats) -> None:
+        pass
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -48,6 +48,7 @@ def train(
         stats = Stats(step.stats)
         for build in step.updates:
             stats.merge(learner.update(build(), objective))
+        source.learned(step, stats)
         seconds = {"rollout": produced - begin, "update": time.perf_counter() - produced}
         last = number == steps or interrupted()
         for hook in hooks:

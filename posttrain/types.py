@@ -179,9 +179,34 @@ class Scores:
     length: Tensor  # float32 [S], sampled tokens of each rollout: at least 1
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # per rollout: (sampled tokens before it, step reward)
     penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: what a KL in the reward takes off each token's
+    value: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the critic's, of the state in which each token was chosen
+    square: Tensor | None = None  # float64 [S], squared norm of the gradient of the rollout's log-probability
+    truncated: Tensor | None = None  # bool [S], whether the engine ended it
+    correct: Tensor | None = None  # bool [S], whether its reward, before any shaping, counts as correct
 
     def __post_init__(self) -> None:
         assert self.reward.shape == self.group.shape == self.length.shape
+
+    def of(self, rows: Tensor) -> Scores:
+        """The scoreboard of some rollouts only: rows int64 [S']."""
+
+        def some(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[rows]
+
+        def chosen(x: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(x[i] for i in rows.tolist()) if x else ()
+
+        return Scores(
+            reward=self.reward[rows],
+            group=self.group[rows],
+            length=self.length[rows],
+            steps=chosen(self.steps),
+            penalty=chosen(self.penalty),
+            value=chosen(self.value),
+            square=some(self.square),
+            truncated=some(self.truncated),
+            correct=some(self.correct),
+        )
 
 
 @dataclass(frozen=True)
@@ -216,23 +241,35 @@ class Batch:
     old_logp: Tensor | None = None  # float32 [N], the learner's at the start of the update; None: current, detached
     ref_logp: Tensor | None = None  # float32 [N]
     value: Tensor | None = None  # float32 [N], the critic's at rollout time
-    returns: Tensor | None = None  # float32 [N]
+    returns: Tensor | None = None  # float32 [N], what the critic is to learn
+    imitate: Tensor | None = None  # float32 [N], the share of each token in a likelihood term beside the policy's
+    coefficients: Mapping[str, float] = field(default_factory=dict)  # those that change during a run, by part
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model says of a micro-batch."""
+    """What the models say of a micro-batch. Only what was asked for is there, log-probabilities always."""
 
     logp: Tensor  # float32 [N]
-    entropy: Tensor | None = None  # float32 [N]
+    entropy: Tensor | None = None  # float32 [N], of the whole distribution at each scored token
+    kl: Tensor | None = None  # float32 [N], exact KL(policy || reference) at each scored token
     value: Tensor | None = None  # float32 [N]
-    score: Tensor | None = None  # float32 [S]
+    q: Tensor | None = None  # float32 [2, N], twin soft action values of the scored token
+    expected_q: Tensor | None = None  # float32 [N], sum_a pi(a) min_k Q_k(a): with a gradient into the policy alone
+    target_q: Tensor | None = None  # float32 [N], the same of the slowly moving copies; no gradient
 
 
 class Stats(dict[str, tuple[float, float]]):
-    """Metrics as name -> (sum, count), merged over micro-batches and ranks and divided only to print."""
+    """Metrics as name -> (sum, count), merged over micro-batches and ranks and divided only to print.
+
+    A name that ends in /max or /min keeps the largest or smallest value instead.
+    """
 
     def add(self, name: str, total: float, count: float = 1.0) -> None:
+        extreme = {"max": max, "min": min}.get(name.rpartition("/")[2])
+        if extreme is not None:
+            self[name] = (extreme(self[name][0], float(total)) if name in self else float(total), 1.0)
+            return
         before = self.get(name, (0.0, 0.0))
         self[name] = (before[0] + float(total), before[1] + float(count))
 
@@ -245,8 +282,12 @@ class Stats(dict[str, tuple[float, float]]):
         return {name: self[name][0] / self[name][1] for name in sorted(self) if self[name][1]}
 
 
-Objective = Callable[[Outputs, Batch, Stats], "Tensor"]
-"""The loss of one micro-batch: a scalar, sum over n of weight[n] * loss[n]. Knows neither masks nor the world size."""
+class Objective(Protocol):
+    """The loss of one micro-batch: a scalar, sum over n of weight[n] * loss[n]. Knows neither masks nor the world size."""
+
+    @property
+    def wants(self) -> frozenset[str]: ...  # fields of `Outputs` that it reads, besides logp
+    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -264,6 +305,7 @@ class Source(Protocol):
     """Where steps come from. `produce(k)` is called with k = 1, 2, ...; all it remembers is in `state()`."""
 
     def produce(self, number: int) -> Step: ...
+    def learned(self, step: Step, stats: Stats) -> None: ...  # called after the updates of each step
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...
 

@@ -5,7 +5,7 @@ Nothing heavy is imported before the verb that needs it runs, so that its --help
 
 from __future__ import annotations
 
-import json
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,7 +67,7 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
         }
         try:
             Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-            Path(config.out).write_text(json.dumps(content, indent=1) + "\n")
+            Path(config.out).write_text(dumps(content, indent=1) + "\n")
         except OSError as error:
             raise UserError(f"--out {config.out} cannot be written: {error.strerror}") from error
     return 0
@@ -97,26 +97,45 @@ def chat(
     return 0
 
 
-def algorithms(name: str | None = None) -> int:
-    """The table of algorithms, or one of them in plain mathematics.
+def algorithms(name: str | None = None, *, json: bool = False, pages: str | None = None) -> int:
+    """The table of algorithms, or one of them: its formula, each part with its source, and how it differs from grpo.
 
     Parameters
     ----------
     name
-        One row.
+        One row, or your own: my.py:row.
+    json
+        Print data instead.
+    pages
+        Write a page for every row into this folder.
     """
-    from posttrain.algorithms.policy import TABLE, find
+    from posttrain.algorithms.page import SYMBOLS, as_data, describe, differences, page
+    from posttrain.algorithms.table import TABLE, find
     from posttrain.display import table
 
-    if name is not None:
-        print("\n".join(find(name).describe()))
+    beside = TABLE["grpo"]
+    if pages is not None:
+        folder = Path(pages)
+        folder.mkdir(parents=True, exist_ok=True)
+        for row in TABLE.values():
+            (folder / f"{row.name}.md").write_text(page(row, beside), encoding="utf-8")
         return 0
-    columns = ["name", "advantage", "objective per token", "weight of a token", "paper"]
-    rows = [
-        [r.name, r.advantage.formula, r.surrogate.formula, getattr(r.aggregate, "formula", ""), r.paper]
-        for r in TABLE.values()
-    ]
-    table("Algorithms", columns, rows)
+    rows = list(TABLE.values()) if name is None else [find(name)]
+    if json:
+        print(dumps(as_data(rows[0]) if name is not None else [as_data(r) for r in rows], indent=1))
+    elif name is not None:
+        print("\n".join(describe(rows[0])))
+        if others := differences(rows[0], beside):
+            print("  other than grpo:")
+            print("\n".join(f"    {line}" for line in others))
+        print(SYMBOLS)
+    else:
+        columns = ["name", "advantage", "objective per token", "weight of a token", "paper"]
+        table(
+            "Algorithms",
+            columns,
+            [[r.name, r.advantage.formula, r.surrogate.formula, r.aggregate.formula, r.paper] for r in rows],
+        )
     return 0
 
 

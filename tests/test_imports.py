@@ -16,6 +16,7 @@ RANKS = (
     {"models", "retrieval", "view"},
     {"engines", "learners"},
     {"scale"},
+    {"scoreboard", "replay"},
     {"experience", "supervised", "train", "checkpoint", "course"},
     {"run"},
     {"dialogue"},

@@ -14,29 +14,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transcriptions import LOSSES, Played
 
-from posttrain.algorithms.parts import (
-    KL,
-    Baselined,
-    Clip,
-    ConstantLength,
-    Process,
-    SequenceMean,
-    SequenceSum,
-    TokenMean,
-    equal_rewards,
-)
-from posttrain.algorithms.policy import TABLE, Algorithm, adjust, find, policy_objective
+from posttrain.algorithms.adjust import adjust
+from posttrain.algorithms.credit import Baselined, Process, equal_rewards, per_token
+from posttrain.algorithms.parts import Clip, ConstantLength, SequenceMean, SequenceSum, TokenMean
+from posttrain.algorithms.penalty import KL
+from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.ratio import Causal, OverSequence, RatioStep
+from posttrain.algorithms.table import TABLE, find
+from posttrain.config import RL
 from posttrain.data.pack import cut, lay
-from posttrain.experience import per_token, scoreboard
 from posttrain.models.decoder import Decoder, causal
 from posttrain.models.likelihood import token_logp
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.supervised import likelihood_objective
+from posttrain.scoreboard import scoreboard
+from posttrain.supervised import Likelihood
 from posttrain.types import Batch, Outputs, Rollout, Scores, Stats, UserError
 
 PerRollout = dict[int, Tensor]
-ROWS = [adjust(row, max_tokens=20, group=4) for row in TABLE.values()]
+ROWS = [
+    adjust(row, RL(max_tokens=20, group=4, ptx="text.jsonl" if row.pretraining else None)) for row in TABLE.values()
+]
 WORDS = Tokenizer.train(["0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>"], 64, "characters")
 
 
@@ -220,7 +217,7 @@ def test_golden_group_advantages() -> None:
 )
 def test_golden_clip(advantage: float, ratio: float, value: float, moves: bool) -> None:
     r = torch.tensor([ratio], requires_grad=True)
-    gain = Clip(0.2, 0.2)(r, r.log(), torch.tensor([advantage]))
+    gain = Clip(0.2, 0.2)(r, Outputs(r.log()), torch.tensor([advantage]))
     gain.sum().backward()  # type: ignore[no-untyped-call]
     assert torch.isclose(gain, torch.tensor(value)) and r.grad is not None and bool(r.grad != 0) is moves
 
@@ -235,7 +232,7 @@ def test_golden_ratios_of_a_sequence() -> None:
         x = log_ratio
         for step in steps:
             x = step(x, batch)
-        return float((batch.weight * Clip(0.2, 0.2)(x.exp(), x, ones)).sum())
+        return float((batch.weight * Clip(0.2, 0.2)(x.exp(), Outputs(x), ones)).sum())
 
     assert gain() == pytest.approx(0.8)
     assert gain(OverSequence("mean")) == pytest.approx(0.894427, abs=1e-6)
@@ -247,7 +244,7 @@ def test_golden_ratios_of_a_sequence() -> None:
 def test_golden_clip_higher(high: float, most: float) -> None:
     """How far a token of probability 0.01 may rise before its gradient ends (DAPO, section 3.1)."""
     p = torch.tensor([most * 0.999, most * 1.001], dtype=torch.float64, requires_grad=True)
-    Clip(0.2, high)(p / 0.01, p.log(), torch.ones(2, dtype=torch.float64)).sum().backward()  # type: ignore[no-untyped-call]
+    Clip(0.2, high)(p / 0.01, Outputs(p.log()), torch.ones(2, dtype=torch.float64)).sum().backward()  # type: ignore[no-untyped-call]
     assert p.grad is not None and (p.grad != 0).tolist() == [True, False]
 
 
@@ -288,8 +285,8 @@ def test_groups_are_told_by_id_and_not_by_position() -> None:
 
 def test_group_of_one_is_refused_where_the_configuration_is_read() -> None:
     with pytest.raises(UserError, match="group"):
-        adjust(find("grpo"), max_tokens=8, group=1)
-    adjust(find("reinforce-baseline"), max_tokens=8, group=1)
+        adjust(find("grpo"), RL(max_tokens=8, group=1))
+    adjust(find("reinforce-baseline"), RL(max_tokens=8, group=1))
 
 
 def test_first_on_policy_ratio_is_exactly_one() -> None:
@@ -298,7 +295,7 @@ def test_first_on_policy_ratio_is_exactly_one() -> None:
     batch = lay([r.transcripts for r in rollouts], range(8))
     ones = torch.ones(len(batch.target))
     batch = replace(batch, weight=ones / len(ones), advantage=ones)
-    row = adjust(find("dr-grpo"), max_tokens=8, group=4)
+    row = adjust(find("dr-grpo"), RL(max_tokens=8, group=4))
     stats = Stats()
     policy_objective(row)(outputs_of(model, batch), batch, stats)
     assert stats["ratio/first"] == (float(len(ones)), float(len(ones)))
@@ -307,7 +304,7 @@ def test_first_on_policy_ratio_is_exactly_one() -> None:
 def test_likelihood_objective_is_the_mean_over_tokens() -> None:
     logp = torch.tensor([-1.0, -2.0, -6.0])
     batch = Batch(None, logp, logp, logp, weight=torch.full((3,), 1 / 3))  # type: ignore[arg-type]
-    assert likelihood_objective(Outputs(logp), batch, Stats()).item() == pytest.approx(3.0)
+    assert Likelihood()(Outputs(logp), batch, Stats()).item() == pytest.approx(3.0)
 
 
 def test_adding_a_row_takes_one_statement() -> None:

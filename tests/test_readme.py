@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.algorithms.policy import TABLE, Algorithm
+from posttrain.algorithms.policy import Algorithm
+from posttrain.algorithms.table import TABLE
 from posttrain.cli import app
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()

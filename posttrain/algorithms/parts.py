@@ -1,210 +1,36 @@
-"""The parts that algorithms are made of, one idea each: advantages, surrogates, aggregations, KL penalties.
+"""What is maximised for each token, and what each token weighs: surrogates and aggregations, one idea each.
 
-A part is a frozen dataclass that is called; its fields are its settings and `formula` says in plain mathematics what it
-computes with them. Parts see the scoreboard or flat tensors of scored tokens, never a mask, a prompt or a world size.
+A part is a frozen dataclass that is called; its fields are its settings, `formula` says in plain mathematics what it
+computes with them and `source` where that comes from. Parts see the scoreboard or flat tensors of scored tokens, never a
+mask, a prompt or a world size.
 
     N    scored tokens of a micro-batch    S = B    rollouts of the optimizer batch    n_i    sampled tokens of rollout i
-    lp   current log-probability           old      the learner's before the update    ref    the frozen reference's
-    R    reward of a rollout               A        advantage                          r      exp(lp - old)
+    lp   current log-probability           old      the learner's before the update    A      advantage
+    r    the ratio, exp(lp - old) or what the ratio steps make of it                   sg     without a gradient
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from posttrain.types import Scores, Stats
+from posttrain.types import Outputs, Scores, Stats
 
-# -- advantage: Scores -> [S], or one [n_i] for each rollout ----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Baselined:
-    """R minus a baseline, over a scale. Seven papers differ only in these two choices.
-
-    baseline  `group`: mean of the rollout's group (DeepSeekMath, arXiv 2402.03300, section 4.1.2); `others`: mean of the
-              rest of its group (RLOO, arXiv 2402.14740, eq. 7); `batch`: mean of all rollouts (Williams 1992); `none`.
-    scale     `group`, `batch`: sample standard deviation (n - 1) + eps; `none` (Dr. GRPO, arXiv 2503.20783, section 3.2).
-
-    signal    all advantages times B / (rollouts in groups with any signal), so that groups without one do not dilute the
-              gradient (GPG, arXiv 2504.02546, eq. 7).
-
-    A group whose rewards are all equal has advantage exactly 0 under a group baseline, whatever the rounding.
-    """
-
-    baseline: Literal["none", "batch", "group", "others"] = "group"
-    scale: Literal["none", "batch", "group"] = "none"
-    eps: float = 1e-6
-    signal: bool = False
-
-    @property
-    def needs_group(self) -> bool:
-        return self.baseline in ("group", "others") or self.scale == "group"
-
-    @property
-    def formula(self) -> str:
-        of = {
-            "none": "",
-            "batch": " - mean(batch)",
-            "group": " - mean(group)",
-            "others": " - mean(others of the group)",
-        }
-        scale = "" if self.scale == "none" else f" / (std({self.scale}) + {self.eps:g})"
-        numerator = f"R_i{of[self.baseline]}"
-        formula = f"({numerator}){scale}" if scale else numerator
-        return f"({formula}) B / (rollouts in groups with unequal rewards)" if self.signal else formula
-
-    def __call__(self, scores: Scores) -> Tensor:
-        reward = total_reward(scores)
-        _, group, size = scores.group.unique(return_inverse=True, return_counts=True)
-        count = size[group].double()  # [S], rollouts in the own group
-        assert not self.needs_group or bool((size > 1).all()), "a group of one has no baseline"
-
-        def over_group(x: Tensor) -> Tensor:  # the own group's sum of x, for every rollout
-            return torch.zeros(len(size), dtype=x.dtype).index_add_(0, group, x)[group]
-
-        group_mean = over_group(reward) / count
-        baseline = {
-            "none": lambda: torch.zeros_like(reward),
-            "batch": lambda: reward.mean().expand_as(reward),
-            "group": lambda: group_mean,
-            "others": lambda: (over_group(reward) - reward) / (count - 1),
-        }[self.baseline]()
-        advantage = reward - baseline
-        if self.scale == "group":
-            variance = over_group((reward - group_mean).square()) / (count - 1)
-            advantage = advantage / (variance.sqrt() + self.eps)
-        elif self.scale == "batch":
-            advantage = advantage / ((reward.std() if len(reward) > 1 else reward.new_zeros(())) + self.eps)
-        equal = equal_rewards(scores)
-        if self.baseline in ("group", "others"):
-            advantage = advantage.masked_fill(equal, 0.0)
-        if self.signal and not bool(equal.all()):
-            advantage = advantage * (len(reward) / (~equal).sum())
-        return advantage.to(scores.reward.dtype)
-
-
-@dataclass(frozen=True)
-class ToGo:
-    """What a token can still change: step rewards and KL penalties from it on, and the final reward (causality).
-
-    `baseline="group"` first takes the mean of the group's total rewards off the final one. `whiten`: over all tokens of
-    the batch, (x - mean) / (std + eps). REINFORCE++ and its `-baseline` form (arXiv 2501.03262, eq. 5 to 9).
-    """
-
-    baseline: Literal["none", "group"] = "none"
-    whiten: bool = False
-    eps: float = 1e-8
-
-    @property
-    def needs_group(self) -> bool:
-        return self.baseline == "group"
-
-    @property
-    def formula(self) -> str:
-        centred = " - mean(group)" if self.baseline == "group" else ""
-        inside = f"rewards of rollout i from token t on{centred}"
-        return f"whitened over all tokens: {inside}" if self.whiten else inside
-
-    def __call__(self, scores: Scores) -> list[Tensor]:
-        dtype = scores.reward.dtype
-        base = torch.zeros_like(scores.reward, dtype=torch.float64)
-        if self.baseline == "group":
-            total = scores.reward.double()
-            base = total - Baselined("group", "none")(replace(scores, penalty=())).double()
-        out = []
-        for i, length in enumerate(scores.length.long().tolist()):
-            earned = token_rewards(scores, i, length)
-            earned[-1] -= base[i]
-            out.append(earned.flip(0).cumsum(0).flip(0))
-        if self.whiten:
-            every = torch.cat(out)
-            spread = every.std() if len(every) > 1 else every.new_zeros(())
-            out = [(x - every.mean()) / (spread + self.eps) for x in out]
-        return [x.to(dtype) for x in out]
-
-
-@dataclass(frozen=True)
-class Process:
-    """GRPO with process supervision (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
-
-    All step rewards of the group, the final reward among them as the last step, are normalised together; the advantage of
-    a token is the sum of the normalised rewards of the steps that end at it or after it.
-    """
-
-    eps: float = 1e-6
-    needs_group: ClassVar[bool] = True
-    formula: ClassVar[str] = "sum over steps j that end at or after t of (r_j - mean(steps of the group)) / (std + eps)"
-
-    def __call__(self, scores: Scores) -> list[Tensor]:
-        steps = [self._steps(scores, i) for i in range(len(scores.reward))]
-        groups: dict[int, list[float]] = {}
-        for group, own in zip(scores.group.tolist(), steps, strict=True):
-            groups.setdefault(group, []).extend(reward for _, reward in own)
-        out = []
-        for group, own, length in zip(scores.group.tolist(), steps, scores.length.long().tolist(), strict=True):
-            every = torch.tensor(groups[group], dtype=torch.float64)
-            advantage = torch.zeros(length, dtype=torch.float64)
-            if every.max() - every.min() > 1e-8 * max(1.0, every.abs().max().item()):
-                for end, reward in own:
-                    advantage[:end] += (reward - every.mean()) / (every.std() + self.eps)
-            out.append(advantage.to(scores.reward.dtype))
-        return out
-
-    @staticmethod
-    def _steps(scores: Scores, i: int) -> list[tuple[int, float]]:
-        """(tokens up to its end, reward) of each step of rollout i; the final reward is what the steps did not give."""
-        own = list(scores.steps[i]) if scores.steps else []
-        return [*own, (int(scores.length[i]), scores.reward[i].item() - sum(r for _, r in own))]
-
-
-def total_reward(scores: Scores) -> Tensor:
-    """float64 [S]: the rewards, with what a KL in the reward takes off."""
-    reward = scores.reward.double()
-    if not scores.penalty:
-        return reward
-    return reward - torch.stack([p.double().sum() for p in scores.penalty])
-
-
-def token_rewards(scores: Scores, i: int, length: int) -> Tensor:
-    """float64 [n_i]: what each token of rollout i earns. Adds up to its total reward.
-
-    A step's reward is earned by the last token before it, the final reward by the last token.
-    """
-    earned = torch.zeros(length, dtype=torch.float64)
-    steps = scores.steps[i] if scores.steps else ()
-    for before, reward in steps:
-        earned[max(before - 1, 0)] += reward
-    earned[-1] += scores.reward[i].double() - sum(reward for _, reward in steps)
-    if scores.penalty:
-        earned -= scores.penalty[i].double()
-    return earned
-
-
-def equal_rewards(scores: Scores) -> Tensor:
-    """bool [S]: whether all rewards of the rollout's group are equal, so that it tells nothing."""
-    reward = total_reward(scores)
-    _, group = scores.group.unique(return_inverse=True)
-    groups = int(group.max()) + 1 if len(group) else 0
-    high = torch.full((groups,), -torch.inf, dtype=torch.float64).scatter_reduce_(0, group, reward, "amax")
-    low = torch.full((groups,), torch.inf, dtype=torch.float64).scatter_reduce_(0, group, reward, "amin")
-    scale = torch.maximum(high.abs(), low.abs()).clamp_min(1.0)
-    return (high - low <= 1e-8 * scale)[group]
-
-
-# -- surrogate: (r, lp, A) [N] -> what is maximised [N] ---------------------------------------------------------------
+# -- surrogate: (r [N], outputs, A [N]) -> what is maximised [N] ------------------------------------------------------
 
 
 class Surrogate:
     """What is maximised for each token."""
 
     formula: str
-    uses_ratio: ClassVar[bool] = True
+    source: str
+    uses_ratio: bool = True
+    wants: frozenset[str] = frozenset()  # fields of Outputs that it reads, besides logp
 
-    def __call__(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
+    def __call__(self, ratio: Tensor, outputs: Outputs, advantage: Tensor) -> Tensor:
         raise NotImplementedError
 
     def measure(self, ratio: Tensor, advantage: Tensor, stats: Stats) -> None:
@@ -216,10 +42,11 @@ class LogProbability(Surrogate):
     """lp A: the score-function estimator (REINFORCE, Williams 1992, eq. 4)."""
 
     formula: ClassVar[str] = "lp A"  # type: ignore[misc]
-    uses_ratio: ClassVar[bool] = False
+    source: ClassVar[str] = "REINFORCE, Williams 1992, eq. 4"  # type: ignore[misc]
+    uses_ratio: ClassVar[bool] = False  # type: ignore[misc]
 
-    def __call__(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
-        return logp * advantage
+    def __call__(self, ratio: Tensor, outputs: Outputs, advantage: Tensor) -> Tensor:
+        return outputs.logp * advantage
 
 
 @dataclass(frozen=True)
@@ -227,24 +54,43 @@ class ImportanceRatio(Surrogate):
     """r A: importance sampling without a clip (TRPO's surrogate, arXiv 1502.05477, eq. 14)."""
 
     formula: ClassVar[str] = "r A"  # type: ignore[misc]
+    source: ClassVar[str] = "TRPO, arXiv 1502.05477, eq. 14"  # type: ignore[misc]
 
-    def __call__(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
+    def __call__(self, ratio: Tensor, outputs: Outputs, advantage: Tensor) -> Tensor:
         return ratio * advantage
 
 
 @dataclass(frozen=True)
 class Clip(Surrogate):
-    """min(r A, clip(r, 1 - low, 1 + high) A): the pessimistic bound (PPO, arXiv 1707.06347, eq. 7)."""
+    """min(r A, clip(r, 1 - low, 1 + high) A): the pessimistic bound (PPO, arXiv 1707.06347, eq. 7).
+
+    high > low is DAPO's clip-higher (arXiv 2503.14476, eq. 10). `dual` bounds what a bad token can cost: where A < 0, no
+    less than dual A (Ye et al. 2020, arXiv 1912.09729, eq. 5); above 1.
+    """
 
     low: float = 0.2
     high: float = 0.2
+    dual: float | None = None
+
+    def __post_init__(self) -> None:
+        assert self.dual is None or self.dual > 1, "a dual clip at or below 1 would leave no gradient at r = 1"
 
     @property
     def formula(self) -> str:  # type: ignore[override]
-        return f"min(r A, clip(r, {1 - self.low:g}, {1 + self.high:g}) A)"
+        bound = f"min(r A, clip(r, {1 - self.low:g}, {1 + self.high:g}) A)"
+        return bound if self.dual is None else f"{bound}, where A < 0 at least {self.dual:g} A"
 
-    def __call__(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
-        return torch.minimum(ratio * advantage, ratio.clamp(1 - self.low, 1 + self.high) * advantage)
+    @property
+    def source(self) -> str:  # type: ignore[override]
+        higher = "; clip-higher: DAPO, arXiv 2503.14476, eq. 10" if self.high > self.low else ""
+        dual = "; dual clip: arXiv 1912.09729, eq. 5" if self.dual is not None else ""
+        return f"PPO, arXiv 1707.06347, eq. 7{higher}{dual}"
+
+    def __call__(self, ratio: Tensor, outputs: Outputs, advantage: Tensor) -> Tensor:
+        bound = torch.minimum(ratio * advantage, ratio.clamp(1 - self.low, 1 + self.high) * advantage)
+        if self.dual is None:
+            return bound
+        return torch.where(advantage < 0, torch.maximum(bound, self.dual * advantage), bound)
 
     def measure(self, ratio: Tensor, advantage: Tensor, stats: Stats) -> None:
         """Shares of the tokens that the clip leaves without a gradient."""
@@ -252,6 +98,9 @@ class Clip(Surrogate):
         high = ((ratio > 1 + self.high) & (advantage > 0)).sum().item()
         stats.add("ratio/clipped_low", low, ratio.numel())
         stats.add("ratio/clipped_high", high, ratio.numel())
+        if self.dual is not None:
+            dual = ((ratio > self.dual) & (advantage < 0)).sum().item()
+            stats.add("ratio/clipped_dual", dual, ratio.numel())
 
 
 @dataclass(frozen=True)
@@ -272,93 +121,106 @@ class WeightedLogProbability(Surrogate):
     def formula(self) -> str:  # type: ignore[override]
         return "sg(r) lp A" if self.high is None else f"sg(min(r, {1 + self.high:g})) lp A"
 
-    def __call__(self, ratio: Tensor, logp: Tensor, advantage: Tensor) -> Tensor:
+    @property
+    def source(self) -> str:  # type: ignore[override]
+        return "Precup et al. 2000" if self.high is None else "CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4"
+
+    def __call__(self, ratio: Tensor, outputs: Outputs, advantage: Tensor) -> Tensor:
         weight = ratio.detach()
-        return (weight if self.high is None else weight.clamp(max=1 + self.high)) * logp * advantage
+        return (weight if self.high is None else weight.clamp(max=1 + self.high)) * outputs.logp * advantage
 
     def measure(self, ratio: Tensor, advantage: Tensor, stats: Stats) -> None:
         if self.high is not None:
             stats.add("ratio/clipped_high", (ratio > 1 + self.high).sum().item(), ratio.numel())
 
 
+@dataclass(frozen=True)
+class ExpectedQ(Surrogate):
+    """sum_a pi(a) min_k Q_k(a), exact over the vocabulary: discrete soft actor-critic (arXiv 1910.07207, eq. 12)."""
+
+    formula: ClassVar[str] = "sum_a pi(a) min(Q_1(a), Q_2(a))"  # type: ignore[misc]
+    source: ClassVar[str] = "discrete soft actor-critic, Christodoulou 2019, arXiv 1910.07207, eq. 12"  # type: ignore[misc]
+    uses_ratio: ClassVar[bool] = False  # type: ignore[misc]
+    wants: ClassVar[frozenset[str]] = frozenset({"expected_q"})  # type: ignore[misc]
+
+    def __call__(self, ratio: Tensor, outputs: Outputs, advantage: Tensor) -> Tensor:
+        assert outputs.expected_q is not None
+        return outputs.expected_q
+
+
 # -- aggregation: Scores -> the weight of each token of a rollout [S] -------------------------------------------------
 
 
+class Aggregate:
+    """Scores -> float32 [S]: what each token of a rollout weighs in the loss. The only place with a denominator."""
+
+    formula: str
+    source: str
+
+    def __call__(self, scores: Scores) -> Tensor:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class SequenceMean:
+class SequenceMean(Aggregate):
     """Every rollout counts the same, its tokens share (DeepSeekMath, arXiv 2402.03300, eq. 3)."""
 
-    formula: ClassVar[str] = "1 / (B n_i)"
+    formula: ClassVar[str] = "1 / (B n_i)"  # type: ignore[misc]
+    source: ClassVar[str] = "GRPO, DeepSeekMath, arXiv 2402.03300, eq. 3"  # type: ignore[misc]
 
     def __call__(self, scores: Scores) -> Tensor:
         return 1.0 / (len(scores.length) * scores.length)
 
 
 @dataclass(frozen=True)
-class TokenMean:
+class TokenMean(Aggregate):
     """Every token counts the same (DAPO, arXiv 2503.14476, eq. 12)."""
 
-    formula: ClassVar[str] = "1 / sum_j n_j"
+    formula: ClassVar[str] = "1 / sum_j n_j"  # type: ignore[misc]
+    source: ClassVar[str] = "PPO, arXiv 1707.06347, eq. 7; DAPO, arXiv 2503.14476, eq. 12"  # type: ignore[misc]
 
     def __call__(self, scores: Scores) -> Tensor:
         return (1.0 / scores.length.sum()).expand_as(scores.length)
 
 
 @dataclass(frozen=True)
-class SequenceSum:
+class PromptMean(Aggregate):
+    """Every prompt counts the same, the tokens of its group share."""
+
+    formula: ClassVar[str] = "1 / (prompts x tokens of the prompt's group)"  # type: ignore[misc]
+    source: ClassVar[str] = "between GRPO's and DAPO's: ScaleRL, arXiv 2510.13786, section 3.2"  # type: ignore[misc]
+
+    def __call__(self, scores: Scores) -> Tensor:
+        groups, group = scores.group.unique(return_inverse=True)
+        tokens = torch.zeros(len(groups), dtype=scores.length.dtype).index_add_(0, group, scores.length)
+        return 1.0 / (len(groups) * tokens[group])
+
+
+@dataclass(frozen=True)
+class SequenceSum(Aggregate):
     """The log-probability of the whole response, averaged over rollouts (REINFORCE, RLOO)."""
 
-    formula: ClassVar[str] = "1 / B"
+    formula: ClassVar[str] = "1 / B"  # type: ignore[misc]
+    source: ClassVar[str] = "REINFORCE; RLOO, arXiv 2402.14740, eq. 7"  # type: ignore[misc]
 
     def __call__(self, scores: Scores) -> Tensor:
         return torch.full_like(scores.length, 1.0 / len(scores.length))
 
 
 @dataclass(frozen=True)
-class ConstantLength:
+class ConstantLength(Aggregate):
     """Like the sequence sum, over a fixed length: the recipe's token budget, never the padded width.
 
     Dr. GRPO (arXiv 2503.20783, section 3.2 and listing 1, MAX_TOKENS).
     """
 
     length: int | None = None  # None: the run's max_tokens, filled in when the run is configured
+    source: ClassVar[str] = "Dr. GRPO, arXiv 2503.20783, listing 1"  # type: ignore[misc]
 
     @property
-    def formula(self) -> str:
+    def formula(self) -> str:  # type: ignore[override]
         return f"1 / (B {self.length or 'max_tokens'})"
 
     def __call__(self, scores: Scores) -> Tensor:
         assert self.length, "the length is filled in when the run is configured"
         return torch.full_like(scores.length, 1.0 / (len(scores.length) * self.length))
-
-
-# -- KL to the reference ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class KL:
-    """A penalty on leaving the reference, per token, with x = ref - lp (Schulman 2020, "Approximating KL divergence").
-
-    k1 = -x: unbiased, high variance. k2 = x^2 / 2: biased, low variance; its gradient is that of the reverse KL on policy.
-    k3 = exp(x) - 1 - x: unbiased, low variance; but in the loss its *gradient* is not that of the reverse KL.
-
-    `loss`: beta k is subtracted from what is maximised, token by token. `reward`: beta times the sum of k over the
-    response is subtracted from the rollout's reward, before advantages.
-    """
-
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    beta: float = 0.04
-    where: Literal["loss", "reward"] = "loss"
-
-    @property
-    def formula(self) -> str:
-        return {"k1": "(lp - ref)", "k2": "(ref - lp)^2 / 2", "k3": "(exp(ref - lp) - 1 - (ref - lp))"}[self.estimator]
-
-    def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
-        """[N], [N] -> [N], in nats."""
-        x = ref_logp - logp
-        if self.estimator == "k1":
-            return -x
-        if self.estimator == "k2":
-            return x.square() / 2
-        return x.exp() - 1 - x

@@ -1,37 +1,69 @@
-"""The table of policy-gradient algorithms, and the one objective they all share.
+"""What an algorithm is, a row of parts, and the one objective that all rows share.
 
-An algorithm is a row of parts; a new paper is one row and, if it has a new idea, one part. Nothing anywhere asks for a
-row's name.
+A new paper is one row and, if it has a new idea, one part. Nothing anywhere asks for a row's name.
 
     N    scored tokens of a micro-batch    S = B    rollouts of the optimizer batch
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from posttrain.algorithms.parts import (
-    KL,
-    Baselined,
-    Clip,
-    ConstantLength,
-    ImportanceRatio,
-    LogProbability,
-    Process,
-    SequenceMean,
-    SequenceSum,
-    Surrogate,
-    ToGo,
-    TokenMean,
-    WeightedLogProbability,
-)
-from posttrain.algorithms.ratio import Causal, OverSequence, PessimisticClip, RatioStep, SequenceValueTokenGradient
-from posttrain.types import Batch, Objective, Outputs, Scores, Stats, UserError
+from posttrain.algorithms.choice import DynamicSampling, GroupLength, OverlongFilter, Replay, SoftOverlong, TopEntropy
+from posttrain.algorithms.credit import Advantage
+from posttrain.algorithms.critic import CriticLoss
+from posttrain.algorithms.parts import Aggregate, Surrogate
+from posttrain.algorithms.penalty import KL, Entropy
+from posttrain.algorithms.ratio import Correction, RatioStep
+from posttrain.types import Batch, Objective, Outputs, Stats
+
+
+@dataclass(frozen=True)
+class TrustRegion:
+    """A natural gradient step within KL(old || new) <= delta, instead of AdamW (TRPO, arXiv 1502.05477, appendix C).
+
+    The direction solves F x = g by conjugate gradient on Fisher-vector products; the step is then shortened by halves
+    until the surrogate has grown and the KL, exact over the vocabulary, is within bounds.
+    """
+
+    delta: float = 0.01  # nats per token
+    iterations: int = 10  # of conjugate gradient
+    damping: float = 0.01
+    halvings: int = 10
+    source: ClassVar[str] = "TRPO, arXiv 1502.05477, appendix C"
+
+    @property
+    def formula(self) -> str:
+        return f"natural gradient within mean KL(old || new) <= {self.delta:g}, then a backtracking line search"
+
+
+@dataclass(frozen=True)
+class Imitation:
+    """coefficient x the negative log-likelihood of correct rollouts, a mean over their tokens (VAPO, arXiv 2504.05118)."""
+
+    coefficient: float = 0.1
+    source: ClassVar[str] = "VAPO, arXiv 2504.05118, eq. 11 and 12"
+
+    @property
+    def formula(self) -> str:
+        return f"{self.coefficient:g} x mean of -lp over the tokens of correct rollouts"
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """coefficient x the language-model loss on text of its own, in every update (PPO-ptx, InstructGPT, eq. 2)."""
+
+    coefficient: float = 1.0
+    rows: int = 16  # texts in each update
+    source: ClassVar[str] = "InstructGPT, arXiv 2203.02155, eq. 2"
+
+    @property
+    def formula(self) -> str:
+        return f"{self.coefficient:g} x mean of -lp over the tokens of {self.rows} pretraining texts"
 
 
 @dataclass(frozen=True)
@@ -40,11 +72,23 @@ class Algorithm:
 
     name: str
     paper: str
-    advantage: Baselined | ToGo | Process
+    advantage: Advantage
     surrogate: Surrogate
-    aggregate: Callable[[Scores], Tensor]  # -> float32 [S], the weight of each token of a rollout
+    aggregate: Aggregate
     ratio: tuple[RatioStep, ...] = ()  # applied left to right to the log ratio; they do not commute
+    correction: Correction | None = None  # for an engine whose numbers differ from the learner's
     kl: KL | None = None
+    entropy: Entropy | None = None
+    select: TopEntropy | None = None
+    critic: CriticLoss | None = None
+    sampling: DynamicSampling | None = None
+    filters: tuple[OverlongFilter, ...] = ()  # rollouts that are in the loss
+    shaping: tuple[SoftOverlong | GroupLength, ...] = ()  # added to the reward
+    imitation: Imitation | None = None
+    pretraining: Pretraining | None = None
+    trust_region: TrustRegion | None = None
+    replay: Replay | None = None
+    refresh: int = 0  # steps after which the reference becomes the policy; 0: never
     epochs: int = 1  # passes over the rollouts of a step
     minibatches: int = 1  # optimizer updates per pass
 
@@ -54,227 +98,116 @@ class Algorithm:
         return self.epochs * self.minibatches == 1
 
     @property
+    def needs_reference(self) -> bool:
+        return self.kl is not None and self.kl.against == "reference"
+
+    @property
     def moves_every_token(self) -> bool:
-        """Whether a token can have a gradient though its advantage is 0."""
-        return self.kl is not None and self.kl.where == "loss"
+        """Whether a rollout can have a gradient though its advantage is 0."""
+        penalised = self.kl is not None and self.kl.where == "loss"
+        return penalised or any((self.entropy, self.critic, self.imitation, self.surrogate.wants))
 
-    def describe(self) -> list[str]:
-        """The objective in plain mathematics, one line each."""
-        penalty = f" - {self.kl.beta:g} k" if self.kl and self.kl.where == "loss" else ""
-        lines = [
-            f"{self.name}: {self.paper}",
-            f"  maximise  sum_i sum_t w_i [ {self.surrogate.formula}{penalty} ]",
-            f"  A_i = {self.advantage.formula}",
-            f"  w_i = {getattr(self.aggregate, 'formula', self.aggregate)}",
-        ]
-        if self.surrogate.uses_ratio:
-            steps = " then ".join(step.formula for step in self.ratio) or "exp(lp - old)"
-            lines.append(f"  r   = {steps}" + ("  (exactly 1: one update per step)" if self.on_policy else ""))
-        if self.kl:
-            lines.append(f"  k   = {self.kl.formula}")
-            if self.kl.where == "reward":
-                lines.append(f"  R_i = reward_i - {self.kl.beta:g} sum_t k   (each token's part to it)")
-        lines.append(f"  {self.epochs} epoch(s) of {self.minibatches} update(s) per step")
-        return lines
+    @property
+    def wants(self) -> frozenset[str]:
+        """Fields of `Outputs` that the loss reads, besides logp."""
+        found = self.surrogate.wants
+        if self.kl is not None and self.kl.where == "loss":
+            found |= self.kl.wants
+        if self.entropy is not None:
+            found |= {"entropy"}
+        if self.critic is not None:
+            found |= self.critic.wants
+        return found
 
 
-_ROWS = (
-    Algorithm(
-        "grpo",
-        "Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300)",
-        advantage=Baselined("group", "group"),
-        surrogate=Clip(0.2, 0.2),
-        aggregate=SequenceMean(),
-        kl=KL("k3", 0.04),
-    ),
-    Algorithm(
-        "dr-grpo",
-        "GRPO done right: no length and no difficulty bias (arXiv 2503.20783)",
-        advantage=Baselined("group", "none"),
-        surrogate=Clip(0.2, 0.2),
-        aggregate=ConstantLength(),
-    ),
-    Algorithm(
-        "rloo",
-        "REINFORCE leave-one-out (arXiv 2402.14740)",
-        advantage=Baselined("others", "none"),
-        surrogate=ImportanceRatio(),
-        aggregate=SequenceSum(),
-        kl=KL("k1", 0.05, "reward"),
-    ),
-    Algorithm(
-        "reinforce",
-        "REINFORCE without a baseline, on the reward to go (Williams 1992)",
-        advantage=ToGo("none"),
-        surrogate=LogProbability(),
-        aggregate=SequenceSum(),
-    ),
-    Algorithm(
-        "reinforce-baseline",
-        "REINFORCE with the batch's mean as baseline (Williams 1992)",
-        advantage=Baselined("batch", "none"),
-        surrogate=LogProbability(),
-        aggregate=SequenceSum(),
-    ),
-    Algorithm(
-        "off-policy-pg",
-        "Off-policy policy gradient with causal products of ratios (Precup et al. 2000; Degris et al. 2012)",
-        advantage=Baselined("batch", "none"),
-        ratio=(Causal(),),
-        surrogate=WeightedLogProbability(),
-        aggregate=SequenceSum(),
-    ),
-    Algorithm(
-        "grpo-sequence",
-        "GRPO with the ratio of the whole response (DeepSeek-R1, arXiv 2501.12948, eq. 1)",
-        advantage=Baselined("group", "group"),
-        ratio=(OverSequence("sum"),),
-        surrogate=Clip(0.2, 0.2),
-        aggregate=SequenceMean(),
-        kl=KL("k3", 0.04),
-    ),
-    Algorithm(
-        "grpo-process",
-        "GRPO with process supervision: step rewards (DeepSeekMath, arXiv 2402.03300, section 4.1.3)",
-        advantage=Process(),
-        surrogate=Clip(0.2, 0.2),
-        aggregate=SequenceMean(),
-        kl=KL("k3", 0.04),
-    ),
-    Algorithm(
-        "reinforce++",
-        "REINFORCE++: whitened returns with the KL in the reward (arXiv 2501.03262)",
-        advantage=ToGo("none", whiten=True),
-        surrogate=Clip(0.2, 0.2),
-        aggregate=TokenMean(),
-        kl=KL("k1", 0.01, "reward"),
-    ),
-    Algorithm(
-        "reinforce++-baseline",
-        "REINFORCE++ on rewards centred by their group (arXiv 2501.03262, section 3)",
-        advantage=ToGo("group", whiten=True),
-        surrogate=Clip(0.2, 0.2),
-        aggregate=TokenMean(),
-        kl=KL("k2", 0.01),
-    ),
-    Algorithm(
-        "gspo",
-        "Group Sequence Policy Optimization (arXiv 2507.18071)",
-        advantage=Baselined("group", "group"),
-        ratio=(OverSequence("mean"),),
-        surrogate=Clip(3e-4, 4e-4),
-        aggregate=SequenceMean(),
-    ),
-    Algorithm(
-        "gspo-token",
-        "GSPO with token-level gradients (arXiv 2507.18071, section 4.3)",
-        advantage=Baselined("group", "group"),
-        ratio=(SequenceValueTokenGradient(),),
-        surrogate=Clip(3e-4, 4e-4),
-        aggregate=SequenceMean(),
-    ),
-    Algorithm(
-        "gmpo",
-        "Geometric-Mean Policy Optimization (arXiv 2507.20673)",
-        advantage=Baselined("group", "group"),
-        ratio=(PessimisticClip(0.4), OverSequence("mean")),
-        surrogate=ImportanceRatio(),
-        aggregate=SequenceMean(),
-    ),
-    Algorithm(
-        "gpg",
-        "Group Policy Gradient (arXiv 2504.02546)",
-        advantage=Baselined("group", "none", signal=True),
-        surrogate=LogProbability(),
-        aggregate=TokenMean(),
-    ),
-    Algorithm(
-        "lite-ppo",
-        "Lite PPO: group mean, batch standard deviation, token mean (arXiv 2508.08221)",
-        advantage=Baselined("group", "batch"),
-        surrogate=Clip(0.2, 0.2),
-        aggregate=TokenMean(),
-    ),
-    Algorithm(
-        "cispo",
-        "Clipped importance-sampling weights (MiniMax-M1, arXiv 2506.13585)",
-        advantage=Baselined("group", "group"),
-        surrogate=WeightedLogProbability(high=4.0),
-        aggregate=TokenMean(),
-    ),
-)
-TABLE: dict[str, Algorithm] = {row.name: row for row in _ROWS}
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The loss of one micro-batch: minus the weighted sum of what is maximised, plus the penalties."""
 
+    row: Algorithm
 
-def find(name: str) -> Algorithm:
-    """The row of that name. Raises UserError with the list of rows."""
-    if name in TABLE:
-        return TABLE[name]
-    close = difflib.get_close_matches(name, TABLE, 1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    raise UserError(f"unknown algorithm {name!r}: {hint}there are {', '.join(TABLE)}")
+    @property
+    def wants(self) -> frozenset[str]:
+        return self.row.wants
 
+    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+        """A scalar. Metrics are averaged over the tokens that are fed."""
+        row = self.row
+        if batch.advantage is None:  # pretraining text: its weights already hold the coefficient
+            stats.add("ptx/nll", -outputs.logp.detach().sum().item(), outputs.logp.numel())
+            return -(batch.weight * outputs.logp).sum()
+        loss = outputs.logp.new_zeros(())
+        if row.critic is not None:
+            loss = loss + row.critic.coefficient * (batch.weight * row.critic(outputs, batch, stats)).sum()
+        if batch.coefficients.get("policy", 1.0) == 0:  # the critic's warm-up
+            return loss
+        gain = self._surrogate(outputs, batch, stats)
+        if row.kl is not None:
+            gain = gain - self._penalty(row.kl, outputs, batch, stats)
+        if row.entropy is not None:
+            assert outputs.entropy is not None
+            gain = gain + batch.coefficients.get("entropy", row.entropy.coefficient) * outputs.entropy
+            stats.add("entropy/policy", outputs.entropy.detach().sum().item(), outputs.entropy.numel())
+        if row.imitation is not None:
+            assert batch.imitate is not None
+            loss = loss - (batch.imitate * outputs.logp).sum()
+        return loss - (batch.weight * gain).sum()
 
-def adjust(
-    row: Algorithm,
-    *,
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    kl: float | None = None,
-    epochs: int | None = None,
-    minibatches: int | None = None,
-    max_tokens: int,
-    group: int,
-) -> Algorithm:
-    """The row with the recipe's settings in place of its defaults. Raises UserError where they contradict each other."""
-    if row.advantage.needs_group and group < 2:
-        raise UserError(f"{row.name} compares the rollouts of a group: --group must be at least 2, not {group}")
-    if clip_low is not None or clip_high is not None:
-        if not isinstance(row.surrogate, Clip):
-            raise UserError(f"{row.name} has no clip: leave out --clip-low and --clip-high")
-        low = row.surrogate.low if clip_low is None else clip_low
-        high = row.surrogate.high if clip_high is None else clip_high
-        row = replace(row, surrogate=Clip(low, high))
-    if kl is not None:
-        row = replace(row, kl=replace(row.kl or KL(), beta=kl) if kl > 0 else None)
-    if isinstance(row.aggregate, ConstantLength) and row.aggregate.length is None:
-        row = replace(row, aggregate=ConstantLength(max_tokens))
-    return replace(row, epochs=epochs or row.epochs, minibatches=minibatches or row.minibatches)
-
-
-def policy_objective(row: Algorithm) -> Objective:
-    """The loss of one micro-batch: minus the weighted sum of the surrogate, plus the KL penalty."""
-
-    def loss(outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
-        logp, advantage = outputs.logp, batch.advantage
-        assert advantage is not None
-        current = logp.detach()
-        old = current if batch.old_logp is None else batch.old_logp
+    def _surrogate(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+        """[N]: what is maximised, with the correction for the engine's numbers."""
+        row, logp = self.row, outputs.logp
+        assert batch.advantage is not None
+        old = logp.detach() if batch.old_logp is None else batch.old_logp
         log_ratio = logp - old
         for step in row.ratio:
             log_ratio = step(log_ratio, batch)
         ratio = log_ratio.exp()
-        gain = row.surrogate(ratio, logp, advantage)
-        count = logp.numel()
-        if row.kl is not None:
-            assert batch.ref_logp is not None
-            penalty = row.kl(logp, batch.ref_logp)
-            if row.kl.where == "loss":
-                gain = gain - row.kl.beta * penalty
-            # Reported with one estimator whatever the row uses: k3 has no bias and little variance.
-            stats.add("kl", KL("k3")(current, batch.ref_logp).sum().item(), count)
-        with torch.no_grad():
-            if batch.old_logp is None:
-                exact = (ratio == 1) | ~current.isfinite()
-                assert bool(exact.all()), "on policy the ratio is exactly 1"
-                stats.add("ratio/first", ratio.double().sum().item(), count)
-            stats.add("ratio", ratio.double().sum().item(), count)
-            row.surrogate.measure(ratio, advantage, stats)
-            if batch.sampler_logp is not None:
-                # How far the engine's numbers are from the learner's: estimates KL(sampler || learner), unclipped.
-                gap = old - batch.sampler_logp
-                stats.add("sampler/kl", (gap.exp() - 1 - gap).sum().item(), count)
-                stats.add("sampler/gap", gap.abs().sum().item(), count)
-        return -(batch.weight * gain).sum()
+        gain = row.surrogate(ratio, outputs, batch.advantage)
+        if batch.sampler_logp is not None and row.correction is not None:
+            gain = gain * row.correction(old - batch.sampler_logp, batch)
+        self._measure(ratio.detach(), old, batch, stats)
+        return gain
 
-    return loss
+    def _penalty(self, kl: KL, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+        """[N], 0 where the KL is in the reward."""
+        logp, current = outputs.logp, outputs.logp.detach()
+        count = logp.numel()
+        if kl.against == "old":
+            old = current if batch.old_logp is None else batch.old_logp
+            stats.add("kl/old", KL("k3")(old, current).sum().item(), count)
+            return batch.coefficients.get("kl", kl.beta) * kl(old, logp)
+        assert batch.ref_logp is not None
+        # Reported with one estimator whatever the row uses: k3 has no bias and little variance.
+        stats.add("kl", KL("k3")(current, batch.ref_logp).sum().item(), count)
+        if kl.where == "reward":
+            return torch.zeros_like(logp)
+        if kl.estimator != "exact":
+            return batch.coefficients.get("kl", kl.beta) * kl(logp, batch.ref_logp)
+        assert outputs.kl is not None
+        stats.add("kl/exact", outputs.kl.detach().sum().item(), count)
+        return batch.coefficients.get("kl", kl.beta) * outputs.kl
+
+    def _measure(self, ratio: Tensor, old: Tensor, batch: Batch, stats: Stats) -> None:
+        assert batch.advantage is not None
+        count = ratio.numel()
+        if batch.old_logp is None:
+            exact = (ratio == 1) | ~old.isfinite()
+            assert bool(exact.all()), "on policy the ratio is exactly 1"
+            stats.add("ratio/first", ratio.double().sum().item(), count)
+        stats.add("ratio", ratio.double().sum().item(), count)
+        if count:
+            stats.add("ratio/max", ratio.max().item())
+            stats.add("ratio/min", ratio.min().item())
+        self.row.surrogate.measure(ratio, batch.advantage, stats)
+        if batch.sampler_logp is not None:
+            # How far the engine's numbers are from the learner's: estimates KL(sampler || learner), unclipped.
+            gap = old - batch.sampler_logp
+            stats.add("sampler/kl", (gap.exp() - 1 - gap).sum().item(), count)
+            stats.add("sampler/gap", gap.abs().sum().item(), count)
+            if count:
+                stats.add("sampler/gap/max", gap.abs().max().item())
+
+
+def policy_objective(row: Algorithm) -> Objective:
+    """The loss that `row` stands for."""
+    return PolicyObjective(row)

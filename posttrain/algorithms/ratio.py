@@ -9,6 +9,7 @@ within a micro-batch and their tokens are neighbours, which `over_rollouts` reli
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -19,9 +20,10 @@ from posttrain.types import Batch
 
 
 class RatioStep:
-    """One step. `formula` completes "r_it = ..." for a reader."""
+    """One step. `formula` completes "r_it = ..." for a reader, `source` says where it comes from."""
 
     formula: str
+    source: str
 
     def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
         raise NotImplementedError
@@ -38,6 +40,10 @@ class OverSequence(RatioStep):
     reduce: Literal["mean", "sum"] = "mean"
 
     @property
+    def source(self) -> str:  # type: ignore[override]
+        return "GSPO, arXiv 2507.18071, eq. 7" if self.reduce == "mean" else "DeepSeek-R1, arXiv 2501.12948, eq. 1"
+
+    @property
     def formula(self) -> str:  # type: ignore[override]
         inside = "sum_t (lp_t - old_t)"
         return f"exp({inside} / n_i)" if self.reduce == "mean" else f"exp({inside})"
@@ -52,6 +58,7 @@ class SequenceValueTokenGradient(RatioStep):
     """The value of the sequence's ratio with each token's own gradient (GSPO-token, arXiv 2507.18071, eq. 14)."""
 
     formula: ClassVar[str] = "sg(exp(sum_t (lp_t - old_t) / n_i)) exp(lp - sg(lp))"  # type: ignore[misc]
+    source: ClassVar[str] = "GSPO-token, arXiv 2507.18071, eq. 14"  # type: ignore[misc]
 
     def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
         total, count, inverse = over_rollouts(log_ratio.detach(), batch.rollout)
@@ -63,6 +70,7 @@ class PessimisticClip(RatioStep):
     """Clip each token's log ratio to (-width, width), but only where that lowers the objective (GMPO, arXiv 2507.20673)."""
 
     width: float = 0.4
+    source: ClassVar[str] = "GMPO, arXiv 2507.20673, eq. 4"  # type: ignore[misc]
 
     @property
     def formula(self) -> str:  # type: ignore[override]
@@ -79,6 +87,7 @@ class Causal(RatioStep):
     """The product of the ratios up to and including each token: off-policy policy gradient without approximation."""
 
     formula: ClassVar[str] = "exp(sum_{s<=t} (lp_s - old_s))"  # type: ignore[misc]
+    source: ClassVar[str] = "Precup et al. 2000; Degris et al. 2012"  # type: ignore[misc]
 
     def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
         running = log_ratio.cumsum(0)
@@ -86,6 +95,49 @@ class Causal(RatioStep):
         ends = sizes.cumsum(0)
         before = torch.cat([running.new_zeros(1), running[ends[:-1] - 1]])  # what ran up in the rollouts ahead
         return running - before.repeat_interleave(sizes)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A weight without a gradient for engines whose numbers differ from the learner's: c = pi_old / mu per token.
+
+    It is another gap than the ratio's (pi / pi_old) and multiplies what is maximised, outside of any clip.
+
+    truncate   min(c, cap) for each token (truncated importance sampling, Yao et al. 2025, "Your efficient RL framework
+               secretly brings you off-policy RL training").
+    icepop     c within [1 / cap, cap], else 0: the token is masked (Ling team 2025, arXiv 2510.18855, eq. 3).
+    sequence   1 if the geometric mean of c over the rollout is within [1 / cap, cap], else 0 for all of its tokens.
+    """
+
+    kind: Literal["truncate", "icepop", "sequence"] = "truncate"
+    cap: float = 2.0
+
+    @property
+    def formula(self) -> str:
+        inside = f"within [{1 / self.cap:g}, {self.cap:g}]"
+        return {
+            "truncate": f"c = min(exp(old - mu), {self.cap:g})",
+            "icepop": f"c = exp(old - mu) where {inside}, else 0",
+            "sequence": f"c = 1 where exp(sum_t (old_t - mu_t) / n_i) is {inside}, else 0",
+        }[self.kind]
+
+    @property
+    def source(self) -> str:
+        return {
+            "truncate": "truncated importance sampling, Yao et al. 2025",
+            "icepop": "IcePop, arXiv 2510.18855, eq. 3",
+            "sequence": "geometric sequence masking, Liu et al. 2025, When speed kills stability",
+        }[self.kind]
+
+    def __call__(self, gap: Tensor, batch: Batch) -> Tensor:
+        """gap [N] = old - mu, without a gradient -> weight [N]."""
+        if self.kind == "sequence":
+            total, count, inverse = over_rollouts(gap, batch.rollout)
+            return ((total / count).abs() <= math.log(self.cap))[inverse].to(gap.dtype)
+        ratio = gap.exp()
+        if self.kind == "truncate":
+            return ratio.clamp(max=self.cap)
+        return ratio * (gap.abs() <= math.log(self.cap))
 
 
 def over_rollouts(x: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,6 +46,15 @@ def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     return _checked(getattr(module, name), spec)
 
 
+def load_named(spec: str) -> Any:
+    """Whatever "my.py:name" or "package.module:name" names. Raises UserError, with the fix, if it cannot be found."""
+    target, name = _split(spec)
+    module = _import(target)
+    if not hasattr(module, name):
+        raise UserError(f"{target} has no {name!r}{_hint(name, [n for n in vars(module) if not n.startswith('_')])}")
+    return getattr(module, name)
+
+
 def load_converter(spec: str | Callable[..., Any]) -> Callable[[Task], Task] | None:
     """The `row_to_task` that stands beside the environment, for rows of a public data set; None if there is none."""
     if isinstance(spec, str):

@@ -5,20 +5,25 @@ N    scored tokens of a micro-batch
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from posttrain.algorithms.policy import TrustRegion
+from posttrain.learners.natural import search
+from posttrain.models.critic import STORED, ActionValueModel, Critic, ValueModel
 from posttrain.models.decoder import Decoder
-from posttrain.models.likelihood import token_logp
+from posttrain.models.likelihood import Hidden, exact_kl, soft_values, token_logp, token_logp_entropy
 from posttrain.types import Batch, Objective, Outputs, Stats
 
 
@@ -48,6 +53,15 @@ class Optimization:
         return self.lr
 
 
+@dataclass(frozen=True)
+class Part:
+    """What is optimised together: its gradients are clipped by one norm and it has its own learning rate."""
+
+    name: str  # "policy" or "critic"
+    parameters: dict[str, nn.Parameter]
+    share: float = 1.0  # its learning rate over the schedule's
+
+
 class LocalLearner:
     """See `posttrain.types.Learner`.
 
@@ -63,35 +77,39 @@ class LocalLearner:
         temperature: float = 1.0,
         precision: str = "float32",
         reference: Decoder | None = None,
+        critic: Critic | None = None,
+        critic_lr: float | None = None,
+        trust_region: TrustRegion | None = None,
+        follow: float = 0.0,
     ) -> None:
-        self.model = model
-        self.reference = reference
-        self.optimization = optimization
-        self.temperature = temperature
-        self.precision = precision
+        """`critic_lr`: None is the policy's; `follow`: by how much of the way slow copies of a critic follow each update."""
+        self.model, self.reference, self.critic = model, reference, critic
+        self.optimization, self.temperature, self.precision = optimization, temperature, precision
+        self.trust_region, self.follow = trust_region, follow
         self.version = 0
         self.device = model.head.device
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        matrices = [p for name, p in trained if p.ndim >= 2 and "norm" not in name]
-        vectors = [p for name, p in trained if p.ndim < 2 or "norm" in name]  # norms and biases are not decayed
+        self.reference_moved = False
+        share = 1.0 if critic_lr is None else critic_lr / optimization.lr
+        self.parts = [Part("policy", _trained(model))] + ([Part("critic", _trained(critic), share)] if critic else [])
         self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": optimization.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
+            [group for part in self.parts for group in _groups(part, optimization.weight_decay)],
             lr=optimization.lr,
             betas=optimization.betas,
             eps=optimization.eps,
             fused=True,
         )
 
-    def evaluate(self, batches: Sequence[Batch], of: Literal["policy", "reference"] = "policy") -> list[Outputs]:
-        """What the policy, or the frozen reference, says of each micro-batch, without a gradient."""
+    def evaluate(
+        self,
+        batches: Sequence[Batch],
+        of: Literal["policy", "reference"] = "policy",
+        want: frozenset[str] = frozenset(),
+    ) -> list[Outputs]:
+        """What the policy (or the frozen reference) and the critic say of each micro-batch, without a gradient."""
         model = self.reference if of == "reference" else self.model
         assert model is not None, "this run keeps no reference"
         with torch.no_grad():
-            return [self._outputs(model, batch) for batch in batches]
+            return [self._outputs(model, batch, want) for batch in batches]
 
     def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
         """One optimizer update with the summed gradient of all micro-batches.
@@ -101,60 +119,211 @@ class LocalLearner:
         """
         stats = Stats()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.trust_region is not None:
+            batches = self._with_old(batches)
         for batch in batches:
-            loss = objective(self._outputs(self.model, batch), batch, stats)
+            loss = objective(self._outputs(self.model, batch, objective.wants), batch, stats)
             loss.backward()
             stats.add("loss", loss.item(), 0)
-        for parameter in self.parameters:
-            if parameter.grad is None:  # nothing to learn here is a gradient of 0, not the absence of an update
-                parameter.grad = torch.zeros_like(parameter)
-        limit = self.optimization.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(self.parameters, limit if limit > 0 else math.inf)
         stats.add("loss", 0.0, 1)
-        if not torch.isfinite(norm):
+        norms = self._clip()
+        if not all(math.isfinite(norm) for norm in norms.values()):
             stats.add("skipped", 1)
             self.optimizer.zero_grad(set_to_none=True)
             return stats
+        if self.trust_region is not None:
+            self._natural_step(self.trust_region, batches, objective, stats)
         rate = self.optimization.rate(self.version + 1)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["share"]
         self.optimizer.step()
+        if isinstance(self.critic, ActionValueModel):
+            self.critic.follow(self.follow)
         self.version += 1
         stats.add("skipped", 0)
-        stats.add("grad_norm", norm.item())
+        for name, norm in norms.items():
+            stats.add("grad_norm" if name == "policy" else f"grad_norm/{name}", norm)
         stats.add("lr", rate)
         return stats
+
+    def squared_gradients(self, batches: Sequence[Batch]) -> Tensor:
+        """float64 [S]: squared norm of the gradient of each rollout's log-probability; each batch holds one rollout."""
+        found = []
+        parameters = list(self.parts[0].parameters.values())
+        for batch in batches:
+            logp = self._outputs(self.model, batch, frozenset()).logp.sum()
+            gradients = torch.autograd.grad(logp, parameters, allow_unused=True)
+            found.append(sum(g.double().square().sum().item() for g in gradients if g is not None))
+        return torch.tensor(found, dtype=torch.float64)
+
+    def refresh_reference(self) -> None:
+        """The policy as it is becomes the reference."""
+        assert self.reference is not None
+        self.reference.load_state_dict(self.model.state_dict())
+        self.reference_moved = True
 
     def weights(self) -> Decoder:
         return self.model
 
     def save(self, folder: Path) -> None:
-        """Optimizer moments and counters, beside the weights that the checkpoint itself holds."""
+        """Optimizer moments and counters, beside the policy that the checkpoint itself holds; critic, moved reference."""
         moments: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                moments[f"{name}/{key}"] = value
+        for part in self.parts:
+            for name, parameter in part.parameters.items():
+                for key, value in self.optimizer.state.get(parameter, {}).items():
+                    moments[f"{part.name}/{name}/{key}"] = value
         if moments:
             save_file(moments, folder / "optimizer.safetensors")
+        if self.critic is not None:
+            save_file(self.critic.state_dict(), folder / STORED)
+        if self.reference is not None and self.reference_moved:
+            save_file(dict(self.reference.named_parameters()), folder / "reference.safetensors")
         (folder / "learner.json").write_text(json.dumps({"version": self.version}))
 
     def load(self, folder: Path) -> None:
         """The inverse of `save`."""
         self.version = json.loads((folder / "learner.json").read_text())["version"]
+        if self.critic is not None:
+            self.critic.load_state_dict(load_file(folder / STORED))
+        if self.reference is not None and (folder / "reference.safetensors").exists():
+            self.reference.load_state_dict(load_file(folder / "reference.safetensors"))
+            self.reference_moved = True
         path = folder / "optimizer.safetensors"
-        if not path.exists():
-            return
-        moments = load_file(path)
-        for name, parameter in self.model.named_parameters():
-            state = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}
-            if state:
-                self.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+        stored: dict[str, dict[str, Tensor]] = {}
+        for key, value in (load_file(path) if path.exists() else {}).items():
+            owner, _, moment = key.rpartition("/")
+            stored.setdefault(owner, {})[moment] = value
+        for part in self.parts:
+            for name, parameter in part.parameters.items():
+                if state := stored.get(f"{part.name}/{name}"):
+                    self.optimizer.state[parameter] = {key: v.to(parameter.device) for key, v in state.items()}
 
-    def _outputs(self, model: Decoder, batch: Batch) -> Outputs:
+    def _outputs(self, model: Decoder, batch: Batch, want: frozenset[str]) -> Outputs:
+        """What is wanted besides the log-probabilities; everything that is not stays uncomputed."""
         with self._autocast():
             hidden = model.hidden(batch.layout).index_select(0, batch.at)
-            logp = token_logp(hidden, model.head, batch.target, self.temperature)
-        return Outputs(logp=logp)
+            if "entropy" in want:
+                logp, entropy = token_logp_entropy(hidden, model.head, batch.target, self.temperature)
+                outputs = Outputs(logp, entropy)
+            else:
+                outputs = Outputs(token_logp(hidden, model.head, batch.target, self.temperature))
+            if "kl" in want:
+                assert self.reference is not None
+                with torch.no_grad():
+                    other = Hidden(self._states(self.reference, batch), self.reference.head)
+                kl = exact_kl(Hidden(hidden, model.head), other, self.temperature)
+                outputs = replace(outputs, kl=kl)
+            if "value" in want:
+                assert isinstance(self.critic, ValueModel)
+                outputs = replace(outputs, value=self.critic(batch, hidden))
+            if "q" in want:
+                assert isinstance(self.critic, ActionValueModel)
+                own, slow = self.critic.states(batch)
+                twins = self.critic.twins(own, slow)
+                expected, target = soft_values(Hidden(hidden, model.head), *twins, self.temperature)
+                q = self.critic.of_actions(own, batch.target)
+                outputs = replace(outputs, q=q, expected_q=expected, target_q=target)
+        return outputs
+
+    def _states(self, model: Decoder, batch: Batch) -> Tensor:
+        return model.hidden(batch.layout).index_select(0, batch.at)
+
+    def _clip(self) -> dict[str, float]:
+        """Clip the gradients of each part; returns their norms before that.
+
+        A part without any gradient, while others have one, is left alone: its moments do not move it either. Where no
+        part has one, nothing to learn is a gradient of 0, not the absence of an update.
+        """
+        limit = self.optimization.max_grad_norm
+        moved = [p for p in self.parts if any(x.grad is not None for x in p.parameters.values())] or self.parts
+        norms = {}
+        for part in moved:
+            for parameter in part.parameters.values():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            # a trust region bounds the policy's step by itself
+            free = limit <= 0 or (self.trust_region is not None and part.name == "policy")
+            norms[part.name] = nn.utils.clip_grad_norm_(part.parameters.values(), math.inf if free else limit).item()
+        return norms
+
+    # -- the natural step of a trust region ----------------------------------------------------------------------------
+
+    def _with_old(self, batches: Sequence[Batch]) -> list[Batch]:
+        """With the old log-probabilities written down: within the line search they are no longer the current ones."""
+        old = [
+            b.old_logp if b.old_logp is not None else o.logp
+            for b, o in zip(batches, self.evaluate(batches), strict=True)
+        ]
+        return [replace(b, old_logp=logp) for b, logp in zip(batches, old, strict=True)]
+
+    def _natural_step(self, region: TrustRegion, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
+        """Move the policy by a natural gradient step, and leave nothing of it to the other optimizer."""
+        parameters = list(self.parts[0].parameters.values())
+        gradient = -torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])  # of what is maximised
+        for parameter in parameters:
+            parameter.grad = None
+        start = nn.utils.parameters_to_vector(parameters).detach().clone()
+        before = copy.deepcopy(self.model).requires_grad_(False)
+        tokens = sum(b.target.numel() for b in batches)
+
+        def kl(batch: Batch) -> Tensor:
+            """Sum over the batch's tokens of KL(before || now), exact."""
+            with torch.no_grad():
+                old = Hidden(self._states(before, batch), before.head)
+            return exact_kl(old, Hidden(self._states(self.model, batch), self.model.head), self.temperature).sum()
+
+        def product(vector: Tensor) -> Tensor:
+            total = torch.zeros_like(vector)
+            for batch in batches:
+                with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+                    first = torch.autograd.grad(kl(batch) / tokens, parameters, create_graph=True)
+                    along = torch.cat([g.flatten() for g in first]).dot(vector)
+                    total += torch.cat([g.flatten() for g in torch.autograd.grad(along, parameters)])
+            return total
+
+        def loss() -> float:
+            with torch.no_grad():
+                ignored = Stats()
+                outputs = (self._outputs(self.model, b, objective.wants) for b in batches)
+                return sum(objective(o, b, ignored).item() for o, b in zip(outputs, batches, strict=True))
+
+        def measure(step: Tensor) -> tuple[float, float]:
+            _fill(parameters, start + step)
+            with torch.no_grad():
+                distance = sum(kl(batch).item() for batch in batches) / tokens
+            return unmoved - loss(), distance
+
+        unmoved = loss() if tokens else 0.0
+        found = search(
+            gradient, product, measure,
+            delta=region.delta, iterations=region.iterations, damping=region.damping, halvings=region.halvings,
+        )  # fmt: skip
+        _fill(parameters, start + found.step)
+        stats.add("trust_region/kl", found.kl)
+        stats.add("trust_region/gain", found.gain)
+        stats.add("trust_region/no_step", found.halvings < 0)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _fill(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+    """Write a flat vector into the parameters, in place: the engine decodes with the same tensors."""
+    with torch.no_grad():
+        pieces = flat.split([p.numel() for p in parameters])
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            parameter.copy_(piece.view_as(parameter))
+
+
+def _groups(part: Part, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups of the optimizer: matrices are decayed, norms and biases are not."""
+    matrices = [p for name, p in part.parameters.items() if p.ndim >= 2 and "norm" not in name]
+    vectors = [p for name, p in part.parameters.items() if p.ndim < 2 or "norm" in name]
+    return [
+        {"params": matrices, "weight_decay": weight_decay, "share": part.share},
+        {"params": vectors, "weight_decay": 0.0, "share": part.share},
+    ]

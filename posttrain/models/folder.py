@@ -8,8 +8,9 @@ taken whole or refused: nothing missing, nothing left over, every shape as annou
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from posttrain.models.tokenizer import Tokenizer, checkpoint_folder, read_json, 
 from posttrain.types import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SCORE = "score.weight"  # the head of a sequence-classification checkpoint
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -46,6 +48,29 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: s
     if kind not in LOADERS:
         raise UserError(f"{folder}: model_type {kind!r} is not supported; supported are {', '.join(LOADERS)}")
     return LOADERS[kind](folder, source, dtype, torch.device(device))
+
+
+def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Decoder, Tensor | None]:
+    """The decoder of a checkpoint without its output head, and the score head [hidden] of a reward model if it has one.
+
+    For critics: reads causal language models and the sequence-classification checkpoints (`score.weight`, one label) of
+    the same architectures. Raises UserError as `load_model` does.
+    """
+    folder = checkpoint_folder(folder)
+    source = read_json(folder / "config.json")
+    kind = source.get("model_type")
+    if kind not in LOADERS:
+        raise UserError(f"{folder}: model_type {kind!r} is not supported; supported are {', '.join(LOADERS)}")
+    with torch.device("meta"):
+        model = Decoder(replace(read_config(folder, source), tied=True))
+    model.to_empty(device=device)
+    read = _read_weights(model, folder, also=("lm_head.weight", SCORE, "score.bias"))
+    score = read.get(SCORE)
+    if score is not None and score.shape != (1, model.config.hidden):
+        raise UserError(
+            f"{folder}: {SCORE} has shape {list(score.shape)}; a reward model has one label: {[1, model.config.hidden]}"
+        )
+    return model, None if score is None else score[0].float()
 
 
 def save_model(
@@ -261,8 +286,8 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _read_weights(model: Decoder, folder: Path) -> None:
-    """Fill the parameters, one stored tensor in memory at a time."""
+def _read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Fill the parameters, one stored tensor in memory at a time. Returns those of `also`, known besides, that are there."""
     expected = stored_pieces(model.config)
     with ExitStack() as opened:
         where = {}
@@ -272,10 +297,12 @@ def _read_weights(model: Decoder, folder: Path) -> None:
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{file} is damaged, copy it again: {' '.join(str(error).split())}") from None
             where.update(dict.fromkeys(shard.keys(), shard))
-        _check_shapes(folder, {name: tuple(shard.get_slice(name).get_shape()) for name, shard in where.items()}, model)
+        shapes = {name: tuple(s.get_slice(name).get_shape()) for name, s in where.items() if name not in also}
+        _check_shapes(folder, shapes, model)
         for name, parameter in model.named_parameters():
             for (stored, _), piece in zip(expected[name], _split(parameter.detach(), expected[name]), strict=True):
                 piece.copy_(where[stored].get_tensor(stored))
+        return {name: where[name].get_tensor(name) for name in also if name in where}
 
 
 def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Decoder) -> None:

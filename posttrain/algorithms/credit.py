@@ -1,0 +1,342 @@
+"""Advantages: how much better than expected a rollout, or one of its tokens, was. Functions of the scoreboard alone.
+
+A part is a frozen dataclass that is called; its fields are its settings, `formula` says in plain mathematics what it
+computes with them and `source` where that comes from. It gives [S], one advantage for each rollout, or a list of [n_i],
+one for each of its sampled tokens.
+
+    S = B    rollouts of the optimizer batch    n_i    sampled tokens of rollout i
+    R    reward of a rollout    r_t    what token t earns (their sum is R)    V_t    the critic's value before token t
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.types import Scores
+
+
+class Advantage:
+    """Scores -> [S], or one [n_i] for each rollout."""
+
+    formula: str
+    source: str
+    needs_group: bool = False  # rollouts of a group are compared: there must be two
+    needs_critic: bool = False
+
+    def __call__(self, scores: Scores) -> Tensor | list[Tensor]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Baselined(Advantage):
+    """R minus a baseline, over a scale. Eight papers differ only in these choices.
+
+    baseline  the mean of the rewards of the `group`, of the `others` of the group, or of the `batch`; `none`.
+    weight    what each reward weighs in that mean. `equal`: 1. `gradient`: g^2, the squared norm of the gradient of the
+              rollout's log-probability, which gives the least variance (Weaver and Tao 2001; Peters and Schaal 2008).
+              `length`: n_i, its cheap stand-in (OPO, arXiv 2505.23585, eq. 9).
+    scale     `group`, `batch`: sample standard deviation (n - 1) + eps; `none` (Dr. GRPO, arXiv 2503.20783, section 3.2).
+    signal    all advantages times B / (rollouts in groups with any signal), so that groups without one do not dilute the
+              gradient (GPG, arXiv 2504.02546, eq. 7).
+
+    A group whose rewards are all equal has advantage exactly 0 under a group baseline, whatever the rounding.
+    """
+
+    baseline: Literal["none", "batch", "group", "others"] = "group"
+    scale: Literal["none", "batch", "group"] = "none"
+    weight: Literal["equal", "length", "gradient"] = "equal"
+    eps: float = 1e-6
+    signal: bool = False
+
+    @property
+    def needs_group(self) -> bool:  # type: ignore[override]
+        return self.baseline in ("group", "others") or self.scale == "group"
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        weight = {"equal": "", "length": "n-weighted ", "gradient": "g^2-weighted "}[self.weight]
+        of = {
+            "none": "",
+            "batch": f" - {weight}mean(batch)",
+            "group": f" - {weight}mean(group)",
+            "others": f" - {weight}mean(others of the group)",
+        }
+        scale = "" if self.scale == "none" else f" / (std({self.scale}) + {self.eps:g})"
+        numerator = f"R_i{of[self.baseline]}"
+        formula = f"({numerator}){scale}" if scale else numerator
+        return f"({formula}) B / (rollouts in groups with unequal rewards)" if self.signal else formula
+
+    @property
+    def source(self) -> str:  # type: ignore[override]
+        papers = {
+            "none": "Williams 1992, REINFORCE",
+            "batch": "Williams 1992, REINFORCE with a baseline",
+            "group": "DeepSeekMath, arXiv 2402.03300, section 4.1.2",
+            "others": "RLOO, arXiv 2402.14740, eq. 7",
+        }
+        weights = {
+            "equal": "",
+            "length": "weights: OPO, arXiv 2505.23585, eq. 9",
+            "gradient": "weights: Peters and Schaal 2008, optimal baseline",
+        }
+        scales = {
+            "none": "no scale: Dr. GRPO, arXiv 2503.20783, section 3.2" if self.baseline == "group" else "",
+            "group": "",
+            "batch": "scale: Lite PPO, arXiv 2508.08221, section 4",
+        }
+        signal = "signal: GPG, arXiv 2504.02546, eq. 7" if self.signal else ""
+        return "; ".join(filter(None, [papers[self.baseline], weights[self.weight], scales[self.scale], signal]))
+
+    def __call__(self, scores: Scores) -> Tensor:
+        reward = total_reward(scores)
+        _, group, size = scores.group.unique(return_inverse=True, return_counts=True)
+        count = size[group].double()  # [S], rollouts in the own group
+        assert not self.needs_group or bool((size > 1).all()), "a group of one has no baseline"
+
+        def over_group(x: Tensor) -> Tensor:  # the own group's sum of x, for every rollout
+            return torch.zeros(len(size), dtype=x.dtype).index_add_(0, group, x)[group]
+
+        advantage = reward - self._baseline(scores, reward, over_group)
+        if self.scale == "group":
+            variance = over_group((reward - over_group(reward) / count).square()) / (count - 1)
+            advantage = advantage / (variance.sqrt() + self.eps)
+        elif self.scale == "batch":
+            advantage = advantage / ((reward.std() if len(reward) > 1 else reward.new_zeros(())) + self.eps)
+        equal = equal_rewards(scores)
+        if self.baseline in ("group", "others"):
+            advantage = advantage.masked_fill(equal, 0.0)
+        if self.signal and not bool(equal.all()):
+            advantage = advantage * (len(reward) / (~equal).sum())
+        return advantage.to(scores.reward.dtype)
+
+    def _baseline(self, scores: Scores, reward: Tensor, over_group: Callable[[Tensor], Tensor]) -> Tensor:
+        """float64 [S]: sum of w R / sum of w, over whom the baseline is taken."""
+        if self.baseline == "none":
+            return torch.zeros_like(reward)
+        weight = torch.ones_like(reward)
+        if self.weight == "length":
+            weight = scores.length.double()
+        elif self.weight == "gradient":
+            assert scores.square is not None, "the norms of the gradients are asked of the learner"
+            weight = scores.square.double().clamp_min(torch.finfo(torch.float64).tiny)
+        if self.baseline == "batch":
+            return ((weight * reward).sum() / weight.sum()).expand_as(reward)
+        above, below = over_group(weight * reward), over_group(weight)
+        if self.baseline == "others":
+            above, below = above - weight * reward, below - weight
+        return above / below
+
+
+@dataclass(frozen=True)
+class ToGo(Advantage):
+    """What a token can still change: step rewards and KL penalties from it on, and the final reward (causality).
+
+    `baseline="group"` first takes the mean of the group's total rewards off the final one. `whiten`: over all tokens of
+    the batch, (x - mean) / (std + eps). REINFORCE++ and its `-baseline` form (arXiv 2501.03262, eq. 5 to 9).
+    """
+
+    baseline: Literal["none", "group"] = "none"
+    whiten: bool = False
+    gamma: float = 1.0
+    eps: float = 1e-8
+
+    @property
+    def needs_group(self) -> bool:  # type: ignore[override]
+        return self.baseline == "group"
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        centred = " - mean(group)" if self.baseline == "group" else ""
+        discounted = "" if self.gamma == 1 else f", each {self.gamma:g} times less a token away"
+        inside = f"rewards of rollout i from token t on{discounted}{centred}"
+        return f"whitened over all tokens: {inside}" if self.whiten else inside
+
+    @property
+    def source(self) -> str:  # type: ignore[override]
+        if self.whiten:
+            return "REINFORCE++, arXiv 2501.03262, eq. 5 to 9"
+        return "Sutton et al. 2000, policy gradient theorem; GAE, arXiv 1506.02438, section 2, Psi_t = 2"
+
+    def __call__(self, scores: Scores) -> list[Tensor]:
+        dtype = scores.reward.dtype
+        earned = earnings(scores)
+        if self.baseline == "group":
+            total = scores.reward.double()
+            base = total - Baselined("group", "none")(replace(scores, penalty=())).double()
+            for own, mean in zip(earned, base, strict=True):
+                own[-1] -= mean
+        out = discounted_sums(earned, torch.tensor(self.gamma, dtype=torch.float64))
+        return [x.to(dtype) for x in (whitened(out, self.eps) if self.whiten else out)]
+
+
+@dataclass(frozen=True)
+class Earned(Advantage):
+    """r_t alone: what methods that learn action values by themselves want (soft actor-critic)."""
+
+    formula: ClassVar[str] = "r_t, what token t itself earns"  # type: ignore[misc]
+    source: ClassVar[str] = "Haarnoja et al. 2018, arXiv 1812.05905, eq. 2"  # type: ignore[misc]
+
+    def __call__(self, scores: Scores) -> list[Tensor]:
+        return [x.to(scores.reward.dtype) for x in earnings(scores)]
+
+
+@dataclass(frozen=True)
+class Process(Advantage):
+    """GRPO with process supervision (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
+
+    All step rewards of the group, the final reward among them as the last step, are normalised together; the advantage of
+    a token is the sum of the normalised rewards of the steps that end at it or after it.
+    """
+
+    eps: float = 1e-6
+    needs_group: ClassVar[bool] = True  # type: ignore[misc]
+    formula: ClassVar[str] = "sum over steps j that end at or after t of (r_j - mean(steps of the group)) / (std + eps)"  # type: ignore[misc]
+    source: ClassVar[str] = "DeepSeekMath, arXiv 2402.03300, section 4.1.3"  # type: ignore[misc]
+
+    def __call__(self, scores: Scores) -> list[Tensor]:
+        steps = [self._steps(scores, i) for i in range(len(scores.reward))]
+        groups: dict[int, list[float]] = {}
+        for group, own in zip(scores.group.tolist(), steps, strict=True):
+            groups.setdefault(group, []).extend(reward for _, reward in own)
+        out = []
+        for group, own, length in zip(scores.group.tolist(), steps, scores.length.long().tolist(), strict=True):
+            every = torch.tensor(groups[group], dtype=torch.float64)
+            advantage = torch.zeros(length, dtype=torch.float64)
+            if every.max() - every.min() > 1e-8 * max(1.0, every.abs().max().item()):
+                for end, reward in own:
+                    advantage[:end] += (reward - every.mean()) / (every.std() + self.eps)
+            out.append(advantage.to(scores.reward.dtype))
+        return out
+
+    @staticmethod
+    def _steps(scores: Scores, i: int) -> list[tuple[int, float]]:
+        """(tokens up to its end, reward) of each step of rollout i; the final reward is what the steps did not give."""
+        own = list(scores.steps[i]) if scores.steps else []
+        return [*own, (int(scores.length[i]), scores.reward[i].item() - sum(r for _, r in own))]
+
+
+@dataclass(frozen=True)
+class GAE(Advantage):
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 16), over the sampled tokens only.
+
+    delta_t = r_t + gamma V_{t+1} - V_t with V = 0 after the last token, and A_t = delta_t + gamma lambda A_{t+1}. Tool text
+    between two sampled tokens costs no discount: it is no action. lambda 0 is the TD residual, lambda 1 the return minus V.
+
+    alpha     a lambda of its own for every length, 1 - 1 / (alpha n_i), at least 0 (VAPO, arXiv 2504.05118, eq. 8).
+    whiten    (A - mean) / (std + eps) over all tokens of the batch.
+    """
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    alpha: float | None = None
+    whiten: bool = False
+    eps: float = 1e-8
+    needs_critic: ClassVar[bool] = True  # type: ignore[misc]
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        lam = f"{self.lam:g}" if self.alpha is None else f"max(0, 1 - 1 / ({self.alpha:g} n_i))"
+        inside = (
+            f"sum_k ({self.gamma:g} lambda)^k delta_(t+k), delta_t = r_t + {self.gamma:g} V_(t+1) - V_t, lambda = {lam}"
+        )
+        return f"whitened over all tokens: {inside}" if self.whiten else inside
+
+    @property
+    def source(self) -> str:  # type: ignore[override]
+        adaptive = "; lambda by length: VAPO, arXiv 2504.05118, eq. 8" if self.alpha is not None else ""
+        return f"GAE, arXiv 1506.02438, eq. 16{adaptive}"
+
+    def __call__(self, scores: Scores) -> list[Tensor]:
+        out = self.estimate(scores)
+        return [x.to(scores.reward.dtype) for x in (whitened(out, self.eps) if self.whiten else out)]
+
+    def estimate(self, scores: Scores) -> list[Tensor]:
+        """float64 [n_i] for each rollout, before any whitening."""
+        assert len(scores.value) == len(scores.reward), "GAE needs the critic's values"
+        delta = []
+        for earned, own in zip(earnings(scores), scores.value, strict=True):
+            value = own.double().cpu()
+            delta.append(earned + self.gamma * torch.cat([value[1:], value.new_zeros(1)]) - value)
+        if self.alpha is None:
+            lam = torch.tensor(self.lam, dtype=torch.float64)
+        else:
+            lam = (1 - 1 / (self.alpha * scores.length.double())).clamp_min(0.0)
+        return discounted_sums(delta, self.gamma * lam)
+
+
+# -- what they share --------------------------------------------------------------------------------------------------
+
+
+def returns(scores: Scores, gamma: float, lam: float) -> list[Tensor]:
+    """What the critic is to learn, float64 [n_i] for each rollout: GAE(gamma, lam) plus the values it was made from."""
+    found = GAE(gamma, lam).estimate(scores)
+    return [a + value.double().cpu() for a, value in zip(found, scores.value, strict=True)]
+
+
+def total_reward(scores: Scores) -> Tensor:
+    """float64 [S]: the rewards, with what a KL in the reward takes off."""
+    reward = scores.reward.double()
+    if not scores.penalty:
+        return reward
+    return reward - torch.stack([p.double().sum() for p in scores.penalty])
+
+
+def earnings(scores: Scores) -> list[Tensor]:
+    """float64 [n_i] for each rollout: what each token earns. Adds up to its total reward.
+
+    A step's reward is earned by the last token before it, the final reward by the last token.
+    """
+    out = []
+    for i, length in enumerate(scores.length.long().tolist()):
+        earned = torch.zeros(length, dtype=torch.float64)
+        steps = scores.steps[i] if scores.steps else ()
+        for before, reward in steps:
+            earned[max(before - 1, 0)] += reward
+        earned[-1] += scores.reward[i].double() - sum(reward for _, reward in steps)
+        if scores.penalty:
+            earned -= scores.penalty[i].double().cpu()
+        out.append(earned)
+    return out
+
+
+def equal_rewards(scores: Scores) -> Tensor:
+    """bool [S]: whether all rewards of the rollout's group are equal, so that it tells nothing."""
+    reward = total_reward(scores)
+    _, group = scores.group.unique(return_inverse=True)
+    groups = int(group.max()) + 1 if len(group) else 0
+    high = torch.full((groups,), -torch.inf, dtype=torch.float64).scatter_reduce_(0, group, reward, "amax")
+    low = torch.full((groups,), torch.inf, dtype=torch.float64).scatter_reduce_(0, group, reward, "amin")
+    scale = torch.maximum(high.abs(), low.abs()).clamp_min(1.0)
+    return (high - low <= 1e-8 * scale)[group]
+
+
+def discounted_sums(x: list[Tensor], discount: Tensor) -> list[Tensor]:
+    """y_t = x_t + discount y_(t+1), for each of these sequences; `discount` is one number or one for each."""
+    if not x:
+        return []
+    last_first = torch.nn.utils.rnn.pad_sequence([own.flip(0) for own in x])  # [longest, S]: all end in row 0
+    running = torch.zeros_like(last_first[0])
+    for row in last_first:
+        running = row + discount * running
+        row.copy_(running)
+    return [last_first[: len(own), i].flip(0) for i, own in enumerate(x)]
+
+
+def whitened(x: list[Tensor], eps: float) -> list[Tensor]:
+    """(x - mean) / (std + eps), with the moments of all tokens together."""
+    every = torch.cat(x)
+    spread = every.std() if len(every) > 1 else every.new_zeros(())
+    return [(own - every.mean()) / (spread + eps) for own in x]
+
+
+def per_token(advantage: Tensor | list[Tensor], scores: Scores) -> list[Tensor]:
+    """Advantages [S], or one [n_i] for each rollout, as the latter."""
+    if isinstance(advantage, list):
+        return [a.to(scores.length.dtype) for a in advantage]
+    lengths = scores.length.long().tolist()
+    return [a.expand(n) for a, n in zip(advantage.to(scores.length.dtype), lengths, strict=True)]

@@ -1,0 +1,105 @@
+"""What a critic learns: values of states (PPO and its kin), or soft values of actions (soft actor-critic).
+
+N    scored tokens of a micro-batch    n_i    sampled tokens of rollout i
+V_t    value of the state in which token t is chosen    R_t    return from there, A_t + V_t of the rollout's time
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from posttrain.types import Batch, Outputs, Stats
+
+
+class CriticLoss:
+    """The loss of a critic per token, before its coefficient."""
+
+    formula: str
+    source: str
+    wants: frozenset[str]
+    coefficient: float
+    warmup: int
+
+    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+        """[N]."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Value(CriticLoss):
+    """1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2): the clipped value loss of PPO's reference code.
+
+    The returns R are A + V_old of rollout time, with `lam` for lambda; None: the advantage's own. Arithmetic and the
+    clip's place: Huang et al. 2022, "The 37 implementation details of PPO", detail 9.
+    """
+
+    clip: float | None = 0.2
+    coefficient: float = 0.1
+    lam: float | None = None
+    warmup: int = 0  # steps at the start in which the critic learns and the policy stands still
+    wants: ClassVar[frozenset[str]] = frozenset({"value"})  # type: ignore[misc]
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        lam = "" if self.lam is None else f", R with lambda {self.lam:g}"
+        warmup = f"; alone for the first {self.warmup} steps" if self.warmup else ""
+        if self.clip is None:
+            return f"{self.coefficient:g} x (V - R)^2 / 2{lam}{warmup}"
+        moved = f"clip(V, V_old - {self.clip:g}, V_old + {self.clip:g})"
+        return f"{self.coefficient:g} x max((V - R)^2, ({moved} - R)^2) / 2{lam}{warmup}"
+
+    @property
+    def source(self) -> str:  # type: ignore[override]
+        own = "; lambda and warm-up of its own: VAPO, arXiv 2504.05118, section 4.1" if self.lam is not None else ""
+        return f"PPO, arXiv 1707.06347, eq. 9; clip: Huang et al. 2022, detail 9{own}"
+
+    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+        assert outputs.value is not None and batch.returns is not None
+        error = (outputs.value - batch.returns).square()
+        if self.clip is not None:
+            assert batch.value is not None
+            moved = batch.value + (outputs.value - batch.value).clamp(-self.clip, self.clip)
+            bounded = (moved - batch.returns).square()
+            stats.add("value/clipped", (bounded > error).sum().item(), error.numel())
+            error = torch.maximum(error, bounded)
+        loss = error / 2
+        stats.add("value/loss", loss.detach().sum().item(), loss.numel())
+        return loss
+
+
+@dataclass(frozen=True)
+class SoftQ(CriticLoss):
+    """1/2 sum_k (Q_k(s_t, a_t) - y_t)^2 with twin Q heads over the vocabulary (arXiv 1910.07207, eq. 3 and 10).
+
+    y_t = r_t + gamma (sum_a pi(a) (min_k Q'_k(s_(t+1), a) - alpha log pi(a))), exact over the vocabulary and 0 after the
+    last token; Q' are copies that move by `tau` towards Q after every update, alpha is the entropy coefficient.
+    """
+
+    gamma: float = 1.0
+    tau: float = 0.01
+    coefficient: float = 1.0
+    warmup: int = 0  # steps at the start in which Q learns and the policy stands still
+    wants: ClassVar[frozenset[str]] = frozenset({"q", "target_q", "entropy"})  # type: ignore[misc]
+    source: ClassVar[str] = "discrete soft actor-critic, arXiv 1910.07207, eq. 3 and 10"  # type: ignore[misc]
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        soft = "sum_a pi(a) (min_k Q'_k(s', a) - alpha log pi(a))"
+        return f"{self.coefficient:g} x sum_k (Q_k - y)^2 / 2, y = r_t + {self.gamma:g} {soft}; Q' follows Q by {self.tau:g}"
+
+    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+        assert outputs.q is not None and outputs.target_q is not None and outputs.entropy is not None
+        assert batch.advantage is not None, "what each token earns"
+        value = (outputs.target_q + batch.coefficients["entropy"] * outputs.entropy).detach()
+        last = torch.ones_like(batch.rollout, dtype=torch.bool)
+        last[:-1] = batch.rollout[1:] != batch.rollout[:-1]
+        after = torch.cat([value[1:], value[:1]]).masked_fill(last, 0.0)  # a rollout's tokens are neighbours
+        target = batch.advantage + self.gamma * after
+        loss = (outputs.q - target).square().sum(0) / 2
+        stats.add("q/loss", loss.detach().sum().item(), loss.numel())
+        stats.add("q", outputs.q.detach().mean(0).sum().item(), loss.numel())
+        return loss

@@ -1,0 +1,139 @@
+"""A row for a reader: in plain mathematics, as data, and as a page of the documentation. All from the row itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from posttrain.algorithms.policy import Algorithm
+
+SYMBOLS = (
+    "lp, old, ref, mu: log-probability of a sampled token under the policy, the policy before the step's updates, the "
+    "reference, the engine. B rollouts of n_i sampled tokens, R_i the reward of one, sg() without a gradient."
+)
+
+
+def parts(row: Algorithm) -> list[tuple[str, str, str]]:
+    """(what, formula, source) of every part the row has, the same names for all rows."""
+    ratio = " then ".join(step.formula for step in row.ratio) or "exp(lp - old)"
+    steps = "; ".join(step.source for step in row.ratio) or "PPO, arXiv 1707.06347, section 3"
+    found = [
+        ("advantage A", row.advantage.formula, row.advantage.source),
+        ("maximised per token", row.surrogate.formula, row.surrogate.source),
+    ]
+    if row.surrogate.uses_ratio:
+        found.append(("ratio r", ratio, steps))
+    found.append(("weight w of a token", row.aggregate.formula, row.aggregate.source))
+    if row.kl is not None:
+        whom = "the reference" if row.kl.against == "reference" else "the policy before the update"
+        found.append((f"KL to {whom}, in the {row.kl.where}", f"{row.kl.beta:g} x {row.kl.formula}", row.kl.source))
+        if row.kl.control is not None:
+            found.append(("control of beta", row.kl.control.formula, row.kl.control.source))
+    named = (
+        ("entropy bonus, coefficient", row.entropy),
+        ("tokens that count", row.select),
+        ("correction for the engine", row.correction),
+        ("critic, loss", row.critic),
+        ("groups", row.sampling),
+        *(("rollouts", chosen) for chosen in row.filters),
+        *(("added to the reward", shape) for shape in row.shaping),
+        ("imitation, loss", row.imitation),
+        ("pretraining, loss", row.pretraining),
+        ("step", row.trust_region),
+        ("replay", row.replay),
+    )
+    found += [(what, part.formula, part.source) for what, part in named if part is not None]
+    if row.refresh:
+        refresh = f"becomes the policy every {row.refresh} steps"
+        found.append(("reference", refresh, "DeepSeekMath, arXiv 2402.03300, algorithm 1"))
+    updates = f"{row.epochs} epoch(s) of {row.minibatches} update(s)"
+    on_policy = "; r is exactly 1" if row.on_policy and row.surrogate.uses_ratio else ""
+    return [*found, ("updates per step", updates + on_policy, "")]
+
+
+def objective(row: Algorithm) -> str:
+    """What is maximised, in one line."""
+    inside = row.surrogate.formula
+    if row.correction is not None:
+        inside = f"c {inside}"
+    if row.kl is not None and row.kl.where == "loss":
+        inside += f" - {row.kl.beta:g} k"
+    if row.entropy is not None:
+        inside += " + alpha H"
+    outside = [part for part, there in (("critic's loss", row.critic), ("imitation", row.imitation)) if there]
+    outside += ["pretraining"] if row.pretraining else []
+    return f"sum_i sum_t w_i [ {inside} ]" + "".join(f" - {part}" for part in outside)
+
+
+def describe(row: Algorithm) -> list[str]:
+    """The row in plain mathematics, a line each."""
+    lines = [f"{row.name}: {row.paper}", f"  maximise  {objective(row)}"]
+    if row.kl is not None and row.kl.where == "reward":
+        lines.append(f"  R_i = reward_i - {row.kl.beta:g} sum_t k, each token's part taken off what it earns")
+    for what, formula, source in parts(row):
+        lines.append(f"  {what}: {formula}" + (f"   [{source}]" if source else ""))
+    return lines
+
+
+def differences(row: Algorithm, other: Algorithm) -> list[str]:
+    """What the row does otherwise, a line each; [] if nothing."""
+    own, theirs = ({what: formula for what, formula, _ in parts(r)} for r in (row, other))
+    found = []
+    for what in [*own, *(w for w in theirs if w not in own)]:
+        if own.get(what) != theirs.get(what):
+            found.append(f"{what}: {own.get(what, 'none')}, not {theirs.get(what, 'none')}")
+    return found
+
+
+def as_data(row: Algorithm) -> dict[str, Any]:
+    """The same as JSON: name, paper, parts, and every setting with its default."""
+    settings = {}
+    for name, value in asdict(row).items():
+        if name in ("name", "paper") or value in (None, (), []):
+            continue
+        part = getattr(row, name)
+        kind = [type(p).__name__ for p in part] if isinstance(part, tuple) else type(part).__name__
+        settings[name] = value if isinstance(value, int) else {"part": kind, "settings": value}
+    plain: dict[str, Any] = json.loads(
+        json.dumps(
+            {
+                "name": row.name,
+                "paper": row.paper,
+                "objective": objective(row),
+                "parts": [{"what": w, "formula": f, "source": s} for w, f, s in parts(row)],
+                "defaults": settings,
+            }
+        )
+    )
+    return plain
+
+
+def page(row: Algorithm, beside: Algorithm) -> str:
+    """The row's page of the documentation, Markdown. `beside`: the row it is compared with."""
+    lines = [
+        f"# {row.name}",
+        "",
+        f"{row.paper}.",
+        "",
+        f"Maximises `{objective(row)}`",
+        "",
+        "| part | what it computes | source |",
+        "|---|---|---|",
+        *(f"| {what} | `{formula}` | {source} |" for what, formula, source in parts(row)),
+        "",
+    ]
+    if row.kl is not None and row.kl.where == "reward":
+        lines += [f"The KL is in the reward: R_i = reward_i - {row.kl.beta:g} sum_t k, token by token.", ""]
+    if row.name != beside.name:
+        others = differences(row, beside)
+        lines += [f"Other than `{beside.name}`:", "", *(f"- {line}" for line in others), ""]
+    lines += [
+        f"![held-out accuracy over steps, three seeds](curves/{row.name}.png)",
+        "",
+        f"Settings and figures: [the common task](../results/algorithms.md). In use: `posttrain rl --algorithm {row.name}`.",
+        "",
+        f"{SYMBOLS}",
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,143 @@
+"""What keeps a policy near where it was, or random: KL penalties, the entropy bonus, and what steers their strength.
+
+N    scored tokens of a micro-batch    lp   current log-probability    ref, old   the reference's, the learner's before
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+
+class Control:
+    """How a coefficient follows what it is to hold. A function of the last coefficient: that is training state."""
+
+    formula: str
+    source: str
+
+    def __call__(self, coefficient: float, measured: float, rollouts: int) -> float:
+        """The next coefficient; `measured` in nats per token over the step's `rollouts`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Adaptive(Control):
+    """beta *= 1 + clip(kl / target - 1, -0.2, 0.2) rollouts / horizon (Ziegler et al. 2019, arXiv 1909.08593)."""
+
+    target: float = 0.05  # nats per token
+    horizon: float = 10_000.0  # rollouts over which beta may change by a fifth
+    source: ClassVar[str] = "Ziegler et al. 2019, arXiv 1909.08593, section 2.2"  # type: ignore[misc]
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        return f"beta *= 1 + clip(kl / {self.target:g} - 1, -0.2, 0.2) rollouts / {self.horizon:g}"
+
+    def __call__(self, coefficient: float, measured: float, rollouts: int) -> float:
+        error = min(max(measured / self.target - 1, -0.2), 0.2)
+        return coefficient * (1 + error * rollouts / self.horizon)
+
+
+@dataclass(frozen=True)
+class HalvingDoubling(Control):
+    """beta / 2 if kl < target / 1.5, beta x 2 if kl > 1.5 target (PPO, arXiv 1707.06347, section 4)."""
+
+    target: float = 0.01  # nats per token
+    source: ClassVar[str] = "PPO, arXiv 1707.06347, section 4"  # type: ignore[misc]
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        return f"beta / 2 if kl < {self.target:g} / 1.5, beta x 2 if kl > 1.5 x {self.target:g}"
+
+    def __call__(self, coefficient: float, measured: float, rollouts: int) -> float:
+        if measured < self.target / 1.5:
+            return coefficient / 2
+        return coefficient * 2 if measured > self.target * 1.5 else coefficient
+
+
+@dataclass(frozen=True)
+class KL:
+    """A penalty on leaving another policy, per token, with x = ref - lp (Schulman 2020, "Approximating KL divergence").
+
+    k1 = -x: unbiased, high variance. k2 = x^2 / 2: biased, low variance; its gradient is that of the reverse KL on policy.
+    k3 = exp(x) - 1 - x: unbiased, low variance; but in the loss its *gradient* is not that of the reverse KL.
+    `exact` sums over the vocabulary at every sampled token; `forward` = exp(x) x - (exp(x) - 1) estimates the other
+    direction, KL(ref || policy).
+
+    `loss`: beta k is subtracted from what is maximised, token by token. `reward`: beta times the sum of k over the
+    response is subtracted from the rollout's reward, before advantages.
+
+    against   `reference`: the frozen starting model. `old`: the policy before the step's updates, from which the tokens
+              were sampled, so that the estimators stand for KL(old || policy) (PPO's penalty, arXiv 1707.06347, eq. 8).
+    control   what changes beta from step to step; None: it is fixed.
+    """
+
+    estimator: Literal["k1", "k2", "k3", "exact", "forward"] = "k3"
+    beta: float = 0.04
+    where: Literal["loss", "reward"] = "loss"
+    against: Literal["reference", "old"] = "reference"
+    control: Control | None = None
+
+    @property
+    def formula(self) -> str:
+        lp, ref = ("lp", "ref") if self.against == "reference" else ("old", "lp")
+        return {
+            "k1": f"({lp} - {ref})",
+            "k2": f"({ref} - {lp})^2 / 2",
+            "k3": f"(exp({ref} - {lp}) - 1 - ({ref} - {lp}))",
+            "exact": "sum_a pi(a) (log pi(a) - log ref(a))",
+            "forward": f"(q log q - (q - 1)), q = exp({ref} - {lp})",
+        }[self.estimator]
+
+    @property
+    def source(self) -> str:
+        against = "; against the old policy: PPO, arXiv 1707.06347, eq. 8" if self.against == "old" else ""
+        control = f"; control: {self.control.source}" if self.control else ""
+        return f"Schulman 2020, Approximating KL divergence{against}{control}"
+
+    @property
+    def wants(self) -> frozenset[str]:
+        return frozenset({"kl"}) if self.estimator == "exact" else frozenset()
+
+    def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
+        """[N] of the policy the tokens came from, [N] of the other -> [N], in nats. Not for `exact`."""
+        x = ref_logp - logp
+        if self.estimator == "k1":
+            return -x
+        if self.estimator == "k2":
+            return x.square() / 2
+        if self.estimator == "forward":
+            return x.exp() * x - (x.exp() - 1)
+        assert self.estimator == "k3", "the exact KL needs whole distributions: the learner computes it"
+        return x.exp() - 1 - x
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """coefficient x H added to what is maximised, H the entropy of the whole distribution at each sampled token.
+
+    With a `target`, in nats per token, the coefficient is tuned: after each step it grows by rate (target - H), and is
+    never below 0 (Haarnoja et al. 2018, arXiv 1812.05905, eq. 18; for language models Skywork-OR1, arXiv 2505.22312).
+    """
+
+    coefficient: float = 0.001
+    target: float | None = None
+    rate: float = 0.01  # change of the coefficient per step and nat
+
+    @property
+    def formula(self) -> str:
+        tuned = "" if self.target is None else f", +{self.rate:g} ({self.target:g} - H) each step, at least 0"
+        return f"{self.coefficient:g}{tuned}"
+
+    @property
+    def source(self) -> str:
+        if self.target is None:
+            return "A3C, arXiv 1602.01783, section 4; PPO, arXiv 1707.06347, eq. 9"
+        return "soft actor-critic, arXiv 1812.05905, eq. 18; Skywork-OR1, arXiv 2505.22312"
+
+    def next(self, coefficient: float, measured: float) -> float:
+        """The coefficient after a step in which the policy's entropy was `measured`, in nats per token."""
+        if self.target is None:
+            return coefficient
+        return max(0.0, coefficient + self.rate * (self.target - measured))

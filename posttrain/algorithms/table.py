@@ -1,0 +1,255 @@
+"""The table of policy-gradient algorithms: a row each, made of parts."""
+
+from __future__ import annotations
+
+import difflib
+
+from posttrain.algorithms.choice import DynamicSampling, OverlongFilter, Replay, SoftOverlong
+from posttrain.algorithms.credit import GAE, Baselined, Earned, Process, ToGo
+from posttrain.algorithms.critic import SoftQ, Value
+from posttrain.algorithms.parts import (
+    Clip,
+    ConstantLength,
+    ExpectedQ,
+    ImportanceRatio,
+    LogProbability,
+    SequenceMean,
+    SequenceSum,
+    TokenMean,
+    WeightedLogProbability,
+)
+from posttrain.algorithms.penalty import KL, Entropy, HalvingDoubling
+from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, TrustRegion
+from posttrain.algorithms.ratio import Causal, OverSequence, PessimisticClip, SequenceValueTokenGradient
+from posttrain.envs.load import load_named
+from posttrain.types import UserError
+
+_ROWS = (
+    # -- the reward of the whole response, no critic -------------------------------------------------------------------
+    Algorithm(
+        "reinforce",
+        "REINFORCE without a baseline, on the reward to go (Williams 1992)",
+        advantage=ToGo("none"),
+        surrogate=LogProbability(),
+        aggregate=SequenceSum(),
+    ),
+    Algorithm(
+        "reinforce-baseline",
+        "REINFORCE with the batch's mean as baseline (Williams 1992)",
+        advantage=Baselined("batch", "none"),
+        surrogate=LogProbability(),
+        aggregate=SequenceSum(),
+    ),
+    Algorithm(
+        "off-policy-pg",
+        "Off-policy policy gradient with causal products of ratios (Precup et al. 2000; Degris et al. 2012)",
+        advantage=Baselined("batch", "none"),
+        ratio=(Causal(),),
+        surrogate=WeightedLogProbability(),
+        aggregate=SequenceSum(),
+        minibatches=2,
+    ),
+    Algorithm(
+        "reinforce++",
+        "REINFORCE++: whitened returns with the KL in the reward (arXiv 2501.03262)",
+        advantage=ToGo("none", whiten=True),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+        kl=KL("k1", 0.01, "reward"),
+    ),
+    Algorithm(
+        "reinforce++-baseline",
+        "REINFORCE++ on rewards centred by their group (arXiv 2501.03262, section 3)",
+        advantage=ToGo("group", whiten=True),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+        kl=KL("k2", 0.01),
+    ),
+    Algorithm(
+        "rloo",
+        "REINFORCE leave-one-out (arXiv 2402.14740)",
+        advantage=Baselined("others", "none"),
+        surrogate=ImportanceRatio(),
+        aggregate=SequenceSum(),
+        kl=KL("k1", 0.05, "reward"),
+    ),
+    # -- rewards compared within a group -------------------------------------------------------------------------------
+    Algorithm(
+        "grpo",
+        "Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300)",
+        advantage=Baselined("group", "group"),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=SequenceMean(),
+        kl=KL("k3", 0.04),
+    ),
+    Algorithm(
+        "grpo-process",
+        "GRPO with process supervision: step rewards (DeepSeekMath, arXiv 2402.03300, section 4.1.3)",
+        advantage=Process(),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=SequenceMean(),
+        kl=KL("k3", 0.04),
+    ),
+    Algorithm(
+        "grpo-sequence",
+        "GRPO with the ratio of the whole response (DeepSeek-R1, arXiv 2501.12948, eq. 1)",
+        advantage=Baselined("group", "group"),
+        ratio=(OverSequence("sum"),),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=SequenceMean(),
+        kl=KL("k3", 0.04),
+    ),
+    Algorithm(
+        "iterative-grpo",
+        "GRPO whose reference is replaced by the policy every so many steps (DeepSeekMath, arXiv 2402.03300, algorithm 1)",
+        advantage=Baselined("group", "group"),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=SequenceMean(),
+        kl=KL("k3", 0.04),
+        refresh=50,
+    ),
+    Algorithm(
+        "dr-grpo",
+        "GRPO done right: no length and no difficulty bias (arXiv 2503.20783)",
+        advantage=Baselined("group", "none"),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=ConstantLength(),
+    ),
+    Algorithm(
+        "dapo",
+        "Decoupled clip and dynamic sampling (arXiv 2503.14476)",
+        advantage=Baselined("group", "group"),
+        surrogate=Clip(0.2, 0.28),
+        aggregate=TokenMean(),
+        sampling=DynamicSampling(),
+        filters=(OverlongFilter(),),
+        shaping=(SoftOverlong(),),
+    ),
+    Algorithm(
+        "gspo",
+        "Group Sequence Policy Optimization (arXiv 2507.18071)",
+        advantage=Baselined("group", "group"),
+        ratio=(OverSequence("mean"),),
+        surrogate=Clip(3e-4, 4e-4),
+        aggregate=SequenceMean(),
+    ),
+    Algorithm(
+        "gspo-token",
+        "GSPO with token-level gradients (arXiv 2507.18071, section 4.3)",
+        advantage=Baselined("group", "group"),
+        ratio=(SequenceValueTokenGradient(),),
+        surrogate=Clip(3e-4, 4e-4),
+        aggregate=SequenceMean(),
+    ),
+    Algorithm(
+        "gmpo",
+        "Geometric-Mean Policy Optimization (arXiv 2507.20673)",
+        advantage=Baselined("group", "group"),
+        ratio=(PessimisticClip(0.4), OverSequence("mean")),
+        surrogate=ImportanceRatio(),
+        aggregate=SequenceMean(),
+    ),
+    Algorithm(
+        "gpg",
+        "Group Policy Gradient (arXiv 2504.02546)",
+        advantage=Baselined("group", "none", signal=True),
+        surrogate=LogProbability(),
+        aggregate=TokenMean(),
+    ),
+    Algorithm(
+        "lite-ppo",
+        "Lite PPO: group mean, batch standard deviation, token mean (arXiv 2508.08221)",
+        advantage=Baselined("group", "batch"),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+    ),
+    Algorithm(
+        "cispo",
+        "Clipped importance-sampling weights (MiniMax-M1, arXiv 2506.13585)",
+        advantage=Baselined("group", "group"),
+        surrogate=WeightedLogProbability(high=4.0),
+        aggregate=TokenMean(),
+    ),
+    Algorithm(
+        "trpo",
+        "Trust Region Policy Optimization (arXiv 1502.05477), on group advantages",
+        advantage=Baselined("group", "group"),
+        surrogate=ImportanceRatio(),
+        aggregate=TokenMean(),
+        trust_region=TrustRegion(),
+    ),
+    # -- a critic ------------------------------------------------------------------------------------------------------
+    Algorithm(
+        "ppo",
+        "Proximal Policy Optimization with a critic and the KL in the reward (arXiv 1707.06347; InstructGPT, 2203.02155)",
+        advantage=GAE(1.0, 0.95, whiten=True),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+        kl=KL("k1", 0.05, "reward"),
+        critic=Value(),
+    ),
+    Algorithm(
+        "ppo-kl",
+        "PPO with an adaptive KL penalty instead of a clip (arXiv 1707.06347, section 4)",
+        advantage=GAE(1.0, 0.95, whiten=True),
+        surrogate=ImportanceRatio(),
+        aggregate=TokenMean(),
+        kl=KL("k3", 1.0, against="old", control=HalvingDoubling()),
+        critic=Value(),
+        minibatches=2,
+    ),
+    Algorithm(
+        "ppo-ptx",
+        "PPO mixed with the language-model loss on pretraining text (InstructGPT, arXiv 2203.02155, eq. 2)",
+        advantage=GAE(1.0, 0.95, whiten=True),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+        kl=KL("k1", 0.05, "reward"),
+        critic=Value(),
+        pretraining=Pretraining(),
+    ),
+    Algorithm(
+        "open-reasoner-zero",
+        "PPO with gamma = lambda = 1 and no KL (Open-Reasoner-Zero, arXiv 2503.24290)",
+        advantage=GAE(1.0, 1.0, whiten=True),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+        critic=Value(),
+    ),
+    Algorithm(
+        "vapo",
+        "Value-augmented PPO: decoupled and length-adaptive GAE, value pre-training (arXiv 2504.05118)",
+        advantage=GAE(1.0, alpha=0.05, whiten=True),
+        surrogate=Clip(0.2, 0.28),
+        aggregate=TokenMean(),
+        critic=Value(lam=1.0, warmup=50),
+        imitation=Imitation(0.1),
+    ),
+    Algorithm(
+        "sac",
+        "Discrete soft actor-critic over tokens (arXiv 1812.05905; 1910.07207)",
+        advantage=Earned(),
+        surrogate=ExpectedQ(),
+        aggregate=TokenMean(),
+        critic=SoftQ(),
+        entropy=Entropy(0.01, target=0.1),
+        replay=Replay(),
+    ),
+)
+TABLE: dict[str, Algorithm] = {row.name: row for row in _ROWS}
+
+
+def find(name: str) -> Algorithm:
+    """The row of that name, or the user's own "my.py:row". Raises UserError with the list of rows."""
+    if name in TABLE:
+        return TABLE[name]
+    if ":" in name:
+        row = load_named(name)
+        if not isinstance(row, Algorithm):
+            raise UserError(
+                f"{name} is {row!r:.80}, not a row: make it an Algorithm(...) of posttrain.algorithms.policy"
+            )
+        return row
+    close = difflib.get_close_matches(name, TABLE, 1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise UserError(f"unknown algorithm {name!r}: {hint}there are {', '.join(TABLE)}; your own is my.py:row")

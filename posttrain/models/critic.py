@@ -1,0 +1,117 @@
+"""Critics: a value for each state (PPO), or twin values for each action over the vocabulary (soft actor-critic).
+
+The backbone is a decoder of its own, or the policy's, whose hidden states are then shared. Heads begin near zero, so that
+the first values say nothing instead of something wrong.
+
+    T    tokens of a micro-batch    N    scored tokens    D    hidden size    V    vocabulary
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from posttrain.models.decoder import Decoder
+from posttrain.models.folder import load_backbone
+from posttrain.models.likelihood import Hidden
+from posttrain.types import Batch, UserError
+
+STORED = "critic.safetensors"  # in a checkpoint's training folder
+NEAR_ZERO = 1e-3  # standard deviation of a new head's weights, times 1 / sqrt(D)
+
+
+class ValueModel(nn.Module):
+    """V of the state in which each scored token is chosen."""
+
+    def __init__(self, hidden: int, backbone: Decoder | None, seed: int) -> None:
+        super().__init__()
+        self.backbone = backbone  # None: the policy's hidden states are used
+        self.weight = nn.Parameter(_near_zero((hidden,), hidden, seed))
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch: Batch, shared: Tensor) -> Tensor:
+        """Values float32 [N]; `shared` [N, D]: the policy's hidden states at the scored tokens."""
+        if self.backbone is not None:
+            shared = self.backbone.hidden(batch.layout).index_select(0, batch.at)
+        with torch.autocast(shared.device.type, enabled=False):  # small differences of values are what advantages are
+            wide = torch.promote_types(shared.dtype, torch.float32)
+            return shared.to(wide) @ self.weight.to(wide) + self.bias
+
+
+class ActionValueModel(nn.Module):
+    """Twin soft action values over the vocabulary, with copies that follow slowly (arXiv 1812.05905, section 4.2)."""
+
+    def __init__(self, backbone: Decoder, seed: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        config = backbone.config
+        self.heads = nn.Parameter(_near_zero((2, config.vocab, config.hidden), config.hidden, seed))
+        self.slow_backbone = copy.deepcopy(backbone).requires_grad_(False)
+        self.slow_heads = nn.Parameter(self.heads.detach().clone(), requires_grad=False)
+
+    def states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Hidden states [N, D] of the critic (with a gradient) and of its slow copy (without)."""
+        own = self.backbone.hidden(batch.layout).index_select(0, batch.at)
+        with torch.no_grad():
+            slow = self.slow_backbone.hidden(batch.layout).index_select(0, batch.at)
+        return own, slow
+
+    def twins(self, own: Tensor, slow: Tensor) -> tuple[tuple[Hidden, Hidden], tuple[Hidden, Hidden]]:
+        """The pairs of `likelihood.soft_values`."""
+        q = (Hidden(own.detach(), self.heads[0].detach()), Hidden(own.detach(), self.heads[1].detach()))
+        return q, (Hidden(slow, self.slow_heads[0]), Hidden(slow, self.slow_heads[1]))
+
+    def of_actions(self, own: Tensor, target: Tensor) -> Tensor:
+        """Q_k(s_t, a_t) for the scored tokens, float32 [2, N]."""
+        with torch.autocast(own.device.type, enabled=False):
+            wide = torch.promote_types(own.dtype, torch.float32)
+            return (own.to(wide) * self.heads[:, target].to(wide)).sum(-1)
+
+    def follow(self, share: float) -> None:
+        """Move the slow copies by `share` of the way."""
+        with torch.no_grad():
+            pairs = zip(self.slow_backbone.parameters(), self.backbone.parameters(), strict=True)
+            for slow, own in [*pairs, (self.slow_heads, self.heads)]:
+                slow.lerp_(own, share)
+
+
+Critic = ValueModel | ActionValueModel
+
+
+def new_critic(kind: type[Critic], folder: Path | None, policy: Decoder, seed: int) -> Critic:
+    """A critic whose backbone starts from a checkpoint folder, on the policy's device. None: it shares the policy's.
+
+    A reward model's score head is taken over, and so is the critic that a run left in its checkpoint; any other head
+    begins near zero. Raises UserError if the folder's model does not fit.
+    """
+    device, hidden = policy.head.device, policy.config.hidden
+    if folder is None:
+        assert kind is ValueModel
+        return ValueModel(hidden, None, seed).to(device)
+    backbone, score = load_backbone(folder, device)
+    if backbone.config.vocab < policy.config.vocab:
+        raise UserError(
+            f"the critic in {folder} knows {backbone.config.vocab} tokens, the policy {policy.config.vocab}: "
+            "they must share a tokenizer"
+        )
+    critic = (
+        ValueModel(backbone.config.hidden, backbone, seed) if kind is ValueModel else ActionValueModel(backbone, seed)
+    )
+    stored = folder / "training" / STORED
+    if stored.exists():
+        left = load_file(stored)
+        if left.keys() == critic.state_dict().keys():
+            critic.load_state_dict(left)
+    elif score is not None and isinstance(critic, ValueModel):
+        with torch.no_grad():
+            critic.weight.copy_(score)
+    return critic.to(device)
+
+
+def _near_zero(shape: tuple[int, ...], hidden: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * (NEAR_ZERO / hidden**0.5)

@@ -1,0 +1,76 @@
+"""From rollouts to the scoreboard: what is worth knowing of them, which can teach something, and what they scored.
+
+S    rollouts of an optimizer batch
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from posttrain.types import Invalid, Rollout, Scores, Stats, UserError
+
+MAX_INVALID = 0.5  # of a step's rollouts: beyond this the reward function is broken, not some of the replies
+
+
+def describe(rollouts: Sequence[Rollout], correct: float) -> Stats:
+    """What is worth knowing of all rollouts of a step, the unusable ones too. Rewards from `correct` on are accurate."""
+    stats = Stats()
+    for rollout in rollouts:
+        invalid = isinstance(rollout.reward, Invalid)
+        stats.add("invalid", invalid)
+        stats.add("truncated", rollout.stop.truncated)
+        stats.add("length", rollout.n_sampled)
+        # E[-log p] is the entropy: this estimates it, without bias, from the log-probabilities that sampling gave anyway.
+        stats.add("entropy", -sum(sum(t.logp) for t in rollout.transcripts), rollout.n_sampled)
+        if not isinstance(rollout.reward, Invalid):
+            stats.add("reward", rollout.reward)
+            stats.add("accuracy", rollout.reward >= correct - 1e-6)
+            for name, value in rollout.rewards.items():
+                stats.add(f"reward/{name}", value)
+    return stats
+
+
+def usable(rollouts: Sequence[Rollout], stats: Stats) -> list[Rollout]:
+    """The rollouts that can teach something: valid, with a sampled token, and with such company in their group.
+
+    A group keeps its valid members while at least half of it, and two, are valid; a group of one needs its one.
+    """
+    bad = [r for r in rollouts if isinstance(r.reward, Invalid)]
+    if len(bad) > MAX_INVALID * len(rollouts):
+        reason = bad[0].reward.reason if isinstance(bad[0].reward, Invalid) else ""
+        raise UserError(f"{len(bad)} of {len(rollouts)} rewards of this step are invalid; the first: {reason}")
+    groups: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        groups[rollout.group].append(rollout)
+    kept = []
+    for members in groups.values():
+        valid = [r for r in members if not isinstance(r.reward, Invalid) and r.n_sampled > 0]
+        if len(valid) >= max(min(2, len(members)), len(members) / 2):
+            kept.extend(valid)
+    stats.add("dropped", len(rollouts) - len(kept), len(rollouts))
+    return kept
+
+
+def scoreboard(
+    rollouts: Sequence[Rollout],
+    penalty: Sequence[Tensor] = (),
+    value: Sequence[Tensor] = (),
+    correct: float = 1.0,
+) -> Scores:
+    """The scoreboard of these rollouts, whose rewards are valid, on the CPU. Rewards from `correct` on are correct."""
+    number: dict[str, int] = {}
+    reward = torch.tensor([float(r.reward) for r in rollouts], dtype=torch.float64)  # type: ignore[arg-type]
+    return Scores(
+        reward=reward,
+        group=torch.tensor([number.setdefault(r.group, len(number)) for r in rollouts], dtype=torch.int64),
+        length=torch.tensor([r.n_sampled for r in rollouts], dtype=torch.float32),
+        steps=tuple(tuple(r.steps) for r in rollouts),
+        penalty=tuple(penalty),
+        value=tuple(value),
+        truncated=torch.tensor([r.stop.truncated for r in rollouts], dtype=torch.bool),
+        correct=reward >= correct - 1e-6,
+    )

@@ -187,6 +187,35 @@ class Scores:
     def __post_init__(self) -> None:
         assert self.reward.shape == self.group.shape == self.length.shape
 
+    @staticmethod
+    def join(boards: Sequence[Scores]) -> Scores:
+        """One scoreboard of those of several processes, in their order; no group is in two of them."""
+        import torch
+
+        groups, offset = [], 0
+        for board in boards:
+            groups.append(board.group + offset)
+            offset += int(board.group.max()) + 1 if len(board.group) else 0
+
+        def column(name: str) -> Tensor | None:
+            parts = [getattr(b, name) for b in boards]
+            return None if any(p is None for p in parts) else torch.cat(parts)
+
+        def listed(name: str) -> tuple[Any, ...]:
+            return tuple(x for b in boards for x in getattr(b, name))
+
+        return Scores(
+            reward=torch.cat([b.reward for b in boards]),
+            group=torch.cat(groups),
+            length=torch.cat([b.length for b in boards]),
+            steps=listed("steps"),
+            penalty=listed("penalty"),
+            value=listed("value"),
+            square=column("square"),
+            truncated=column("truncated"),
+            correct=column("correct"),
+        )
+
     def of(self, rows: Tensor) -> Scores:
         """The scoreboard of some rollouts only: rows int64 [S']."""
 
@@ -318,6 +347,29 @@ class Engine(Protocol):
     def poll(self) -> list[Completion]: ...  # works a little; [] only while nothing has finished yet
     def load(self, weights: Any, version: int) -> None: ...  # hand-over; for shared weights only the version changes
     def close(self) -> None: ...
+
+
+class World(Protocol):
+    """The processes that share a run. Every one of them makes the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def sum(self, x: Tensor) -> Tensor: ...  # over all processes; x itself is not changed
+    def gather(self, x: Any) -> list[Any]: ...  # one from each process, by rank
+
+
+class Alone:
+    """The world of a single process."""
+
+    rank = 0
+    size = 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather(self, x: Any) -> list[Any]:
+        return [x]
 
 
 @runtime_checkable

@@ -140,7 +140,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "share above one": (words("sft", held_out=2), ("--held-out is a share",)),
     "unknown device": (words("sft", device="gpu"), ("--device gpu cannot be used",)),
     "unknown algorithm": (words("rl", algorithm="grop"), ("did you mean 'grpo'?", "reinforce, reinforce-baseline")),
-    "unknown algorithm to list": (["algorithms", "ppoo"], ("did you mean 'ppo'?", "there are reinforce, reinforce-baseline")),
+    "unknown algorithm to list": (["algorithms", "ppoo"], ("did you mean 'ppo'?", "there are reinforce, ")),
     "group of one": (words("rl", algorithm="grpo", group=1), ("--group must be at least 2, not 1",)),
     "more prompts than tasks": (words("rl", prompts=50), ("--prompts 50", "20")),
     "truncated sampling": (words("rl", top_p=0.9), ("--top-p", "leave them at 1")),

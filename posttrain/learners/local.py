@@ -24,7 +24,7 @@ from posttrain.learners.natural import search
 from posttrain.models.critic import STORED, ActionValueModel, Critic, ValueModel
 from posttrain.models.decoder import Decoder
 from posttrain.models.likelihood import Hidden, exact_kl, soft_values, token_logp, token_logp_entropy
-from posttrain.types import Batch, Objective, Outputs, Stats
+from posttrain.types import Alone, Batch, Objective, Outputs, Stats, World
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,13 @@ class LocalLearner:
         critic_lr: float | None = None,
         trust_region: TrustRegion | None = None,
         follow: float = 0.0,
+        world: World | None = None,
     ) -> None:
-        """`critic_lr`: None is the policy's; `follow`: by how much of the way slow copies of a critic follow each update."""
+        """`critic_lr`: None is the policy's; `follow`: by how much of the way slow copies of a critic follow each update.
+
+        In a `world` of several processes each has the same weights and its own micro-batches: gradients are summed.
+        """
+        self.world = world or Alone()
         self.model, self.reference, self.critic = model, reference, critic
         self.optimization, self.temperature, self.precision = optimization, temperature, precision
         self.trust_region, self.follow = trust_region, follow
@@ -126,6 +131,7 @@ class LocalLearner:
             loss.backward()
             stats.add("loss", loss.item(), 0)
         stats.add("loss", 0.0, 1)
+        self._share_gradients()
         norms = self._clip()
         if not all(math.isfinite(norm) for norm in norms.values()):
             stats.add("skipped", 1)
@@ -228,6 +234,15 @@ class LocalLearner:
     def _states(self, model: Decoder, batch: Batch) -> Tensor:
         return model.hidden(batch.layout).index_select(0, batch.at)
 
+    def _share_gradients(self) -> None:
+        """Sum them over the world, where there is more than this process."""
+        if self.world.size == 1:
+            return
+        for part in self.parts:
+            for parameter in part.parameters.values():
+                own = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                parameter.grad = self.world.sum(own)
+
     def _clip(self) -> dict[str, float]:
         """Clip the gradients of each part; returns their norms before that.
 
@@ -264,7 +279,8 @@ class LocalLearner:
             parameter.grad = None
         start = nn.utils.parameters_to_vector(parameters).detach().clone()
         before = copy.deepcopy(self.model).requires_grad_(False)
-        tokens = sum(b.target.numel() for b in batches)
+        world = self.world
+        tokens = world.sum(torch.tensor(float(sum(b.target.numel() for b in batches)))).item()
 
         def kl(batch: Batch) -> Tensor:
             """Sum over the batch's tokens of KL(before || now), exact."""
@@ -279,18 +295,20 @@ class LocalLearner:
                     first = torch.autograd.grad(kl(batch) / tokens, parameters, create_graph=True)
                     along = torch.cat([g.flatten() for g in first]).dot(vector)
                     total += torch.cat([g.flatten() for g in torch.autograd.grad(along, parameters)])
-            return total
+            return world.sum(total)
 
         def loss() -> float:
             with torch.no_grad():
                 ignored = Stats()
                 outputs = (self._outputs(self.model, b, objective.wants) for b in batches)
-                return sum(objective(o, b, ignored).item() for o, b in zip(outputs, batches, strict=True))
+                own = sum(objective(o, b, ignored).item() for o, b in zip(outputs, batches, strict=True))
+                return world.sum(torch.tensor(own, dtype=torch.float64)).item()
 
         def measure(step: Tensor) -> tuple[float, float]:
             _fill(parameters, start + step)
             with torch.no_grad():
-                distance = sum(kl(batch).item() for batch in batches) / tokens
+                own = torch.tensor(sum(kl(batch).item() for batch in batches), dtype=torch.float64)
+                distance = world.sum(own).item() / tokens
             return unmoved - loss(), distance
 
         unmoved = loss() if tokens else 0.0

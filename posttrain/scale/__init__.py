@@ -1,0 +1,1 @@
+"""Many processes: what they share, on torch.distributed."""

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 our own mistake (with a traceback), 2 the user's (one line
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (UserError, CycloptsError) as error:
         print("posttrain:", " ".join(str(error).split()), file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read what we print has seen enough, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
+        return 0
     except KeyboardInterrupt:
         print("posttrain: stopped", file=sys.stderr)
         return 130

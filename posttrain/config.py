@@ -147,6 +147,8 @@ class Axes(Training):
     """Discount per sampled token (gae, to-go)."""
     gae_lambda: float | None = None
     """Lambda of generalized advantage estimation."""
+    gae_alpha: float | None = None
+    """Lambda by length instead: 1 - 1 / (this times the reply's tokens), at least 0."""
     whiten: bool | None = None
     """Advantages to mean 0 and deviation 1 over all tokens (gae, to-go)."""
     surrogate: Literal["clip", "ratio", "log-probability", "weighted"] | None = None
@@ -336,7 +338,7 @@ def validate(config: Training | Evaluation) -> None:
             "limit",
             "env_seconds",
             "minibatches",
-            *("kl_target", "kl_horizon", "critic_lr", "entropy_target"),
+            *("kl_target", "kl_horizon", "critic_lr", "entropy_target", "gae_alpha"),
         ),
     )
     for name in positive:

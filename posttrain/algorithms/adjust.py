@@ -102,13 +102,16 @@ def _advantage(row: Algorithm, settings: RL) -> Algorithm:
         names = ("baseline", "baseline_weight", "scale")
         _refuse(row, settings, names, f"its advantage is {advantage.formula}; --advantage baselined takes them")
     if isinstance(advantage, GAE):
-        changed = _given(settings, gamma="gamma", lam="gae_lambda", whiten="whiten")
-        advantage = replace(advantage, **changed, alpha=None if "lam" in changed else advantage.alpha)
+        if settings.gae_lambda is not None:
+            _refuse(row, settings, ("gae_alpha",), "--gae-lambda already says lambda, the same for every length")
+            advantage = replace(advantage, alpha=None)
+        changed = _given(settings, gamma="gamma", lam="gae_lambda", alpha="gae_alpha", whiten="whiten")
+        advantage = replace(advantage, **changed)
     elif isinstance(advantage, ToGo):
-        _refuse(row, settings, ("gae_lambda",), "lambda belongs to --advantage gae")
+        _refuse(row, settings, ("gae_lambda", "gae_alpha"), "lambda belongs to --advantage gae")
         advantage = replace(advantage, **_given(settings, gamma="gamma", whiten="whiten"))
     elif not isinstance(row.critic, SoftQ):
-        names = ("gamma", "gae_lambda", "whiten")
+        names = ("gamma", "gae_lambda", "gae_alpha", "whiten")
         _refuse(row, settings, names, "one advantage for the whole reply has no discount; see --advantage gae or to-go")
     return replace(row, advantage=advantage)
 

@@ -1,6 +1,7 @@
 """The command `posttrain`: its verbs, recipes and exit codes. What a verb does stands in `verbs`, imported on demand.
 
-Exit codes: 0 done, 1 our own mistake (with a traceback), 2 the user's (one line), 130 interrupted (and saved).
+Exit codes: 0 done, 1 our own mistake (with a traceback), 2 the user's (one line), 3 stopped by the health check (and
+saved), 130 interrupted (and saved).
 """
 
 from __future__ import annotations

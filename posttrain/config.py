@@ -318,7 +318,7 @@ VERBS: dict[str, type[Data]] = {"sft": SFT, "rl": RL, "eval": Evaluation}
 OF_ONE_CALL = frozenset({"out", "resume", "overwrite", "quiet"})
 """Options that a continued run does not take over."""
 
-FREE_TO_CHANGE = frozenset({"steps", "save_every", "keep", "threads", "env_workers", "env_seconds"})
+FREE_TO_CHANGE = frozenset({"steps", "save_every", "keep", "threads", "env_workers", "env_seconds", "health"})
 """Options that a continued run takes over unless they are given anew."""
 
 

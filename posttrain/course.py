@@ -17,6 +17,7 @@ from typing import Any
 from posttrain import checkpoint as checkpoints
 from posttrain.config import RL, SFT, AnyTraining, as_dict, continued
 from posttrain.display import Display
+from posttrain.health import Health
 from posttrain.learners.local import LocalLearner
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
@@ -24,7 +25,16 @@ from posttrain.record import Record, curves, read_metrics, read_run
 from posttrain.train import Trained, interruptible, train
 from posttrain.types import Objective, Source, Stats, UserError
 
-RUN_FILES = ("run.json", "metrics.jsonl", "timing.jsonl", "rollouts", "tensorboard", "checkpoints", "curves.png")
+RUN_FILES = (
+    "run.json",
+    "metrics.jsonl",
+    "timing.jsonl",
+    "health.jsonl",
+    "rollouts",
+    "tensorboard",
+    "checkpoints",
+    "curves.png",
+)
 """What --overwrite deletes: what a run makes, and nothing else that may stand in the folder."""
 
 
@@ -35,6 +45,7 @@ class Run:
     path: Path
     checkpoint: Path | None  # the newest one: a Hugging Face folder
     interrupted: bool = False
+    stopped: str | None = None  # what the health check found, if it ended the run
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -116,6 +127,8 @@ class Course:
         self.verb, self.folder = type(config).__name__.lower(), Path(config.out)
         self.display = Display(quiet=config.quiet)
         self.saved = resumed  # the newest checkpoint
+        self.health = Health() if isinstance(config, RL) and config.health != "off" else None
+        self.ill: str | None = None  # what the health check stops the run for
         self.done = 0  # the last whole step: trained and recorded
         self.whole: tuple[int, dict[str, Any]] = (0, {})  # the learner's version and the source's state after that step
 
@@ -128,12 +141,15 @@ class Course:
             self.source.restore(checkpoints.load_state(self.saved / "training")["source"])
             self.done = checkpoints.step_of(self.saved)
             self.display.note(f"resuming {self.folder} after step {self.done}")
+        if self.health and self.saved:
+            kept = [row for row in read_metrics(self.folder) if row["step"] <= self.done]
+            self.health = Health.replay(kept)
         self.whole = (self.learner.version, self.source.state())
         self.display.start(f"{self.verb} {self.folder}", self.steps, [*sizes, *formula, *_options(self.config)])
         try:
             with interruptible(self.display.note) as interrupted:
                 self._train(objective, interrupted)
-                stopped = interrupted() and self.done < self.steps
+                stopped = interrupted() and self.done < self.steps and self.ill is None
         except BaseException as error:
             self.display.close()
             outlook = self._rescue() if isinstance(error, UserError) else ""
@@ -149,7 +165,7 @@ class Course:
             curves(self.folder)
         except (UserError, OSError) as error:  # nothing to draw yet, or no room: the run itself is whole
             self.display.note(f"no curves were drawn: {error}")
-        return Run(self.folder, self.saved, stopped)
+        return Run(self.folder, self.saved, stopped, self.ill)
 
     def _train(self, objective: Objective, interrupted: Callable[[], bool]) -> None:
         if self.done == 0 and self.measure:
@@ -157,6 +173,7 @@ class Course:
             self.measure(stats)
             with writing(self.folder):
                 self.record.metrics(0, stats.means())
+                self._look(0, stats.means())
         if self.done < self.steps:
             first = self.done + 1
             train(
@@ -169,7 +186,8 @@ class Course:
                 interrupted=interrupted,
             )
 
-    def _after(self, trained: Trained) -> None:
+    def _after(self, trained: Trained) -> bool:
+        """Record a step. Returns whether the run is to end here."""
         number, config = trained.step.number, self.config
         stats = trained.stats
         due = config.eval_every and number % config.eval_every == 0
@@ -184,10 +202,24 @@ class Course:
                 self.record.rollouts(number, trained.step.rollouts)
             self.record.metrics(number, metrics)
             self.record.timing(number, timing)
+            self._look(number, metrics)
         self.done, self.whole = number, (self.learner.version, self.source.state())
         self.display.step(number, metrics, timing)
-        if trained.last or number % config.save_every == 0:
+        if trained.last or self.ill or number % config.save_every == 0:
             self._save()
+        return self.ill is not None
+
+    def _look(self, number: int, metrics: dict[str, float]) -> None:
+        """Say, write down or stop for what the health check finds."""
+        if self.health is None:
+            return
+        assert isinstance(self.config, RL)
+        for finding in self.health.look(number, metrics):
+            self.record.health(number, finding.name, finding.message)
+            if self.config.health != "log":
+                self.display.note(f"health, step {number}: {finding.message}")
+            if self.config.health == "stop" and finding.name != "solved":  # good news is no reason to stop
+                self.ill = finding.message
 
     def _save(self) -> None:
         with writing(self.folder):

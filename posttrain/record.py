@@ -3,6 +3,7 @@
     run.json                    what was run, with what, where, from when to when, and its final figures
     metrics.jsonl               one line a step, of configuration and seed alone: a resumed run repeats every byte
     timing.jsonl                one line a step, of all that depends on the clock
+    health.jsonl                what the health check found, and after which step
     rollouts/step-000012.jsonl  what was sampled in a step, and how it was rewarded
     tensorboard/                metrics and timing as event files
     curves.png                  drawn by `curves`
@@ -44,6 +45,9 @@ PANELS = {
     "length": "Reply length, tokens",
     "entropy": "Entropy, nats per token",
     "kl": "KL from the reference, nats per token",
+    "explained_variance": "Explained variance of the critic",
+    "groups/no_signal": "Share of groups without signal",
+    "diversity/similarity": "Similarity of replies within a group",
     "tokens_per_second": "Speed, tokens per second",
 }
 """Metric -> title in `curves`, in the order in which they are drawn."""
@@ -61,6 +65,10 @@ class Record:
         self.folder = folder
         self._metrics = _Journal(folder / "metrics.jsonl", step)
         self._timing = _Journal(folder / "timing.jsonl", step)
+        self._health = folder / "health.jsonl"
+        if self._health.exists():
+            kept = [line for line in read_health(folder) if line["step"] <= step]
+            self._health.write_bytes(b"".join(map(_line, kept)))
         self._unsynced: list[Path] = []  # rollout files that are not yet known to be on disk
         self._events: _Events | None = None
         self._kept = step
@@ -111,6 +119,11 @@ class Record:
         """One line of timing.jsonl; once a step."""
         self._timing.append(step, values)
         self._draw(step, values)
+
+    def health(self, step: int, name: str, message: str) -> None:
+        """One line of health.jsonl: something was found after this step."""
+        with self._health.open("ab") as file:
+            file.write(_line({"step": step, "name": name, "message": message}))
 
     def rollouts(self, step: int, rollouts: Sequence[tuple[Rollout, float]]) -> None:
         """Write the rollouts of a step, each with its advantage. The file appears whole or not at all."""
@@ -228,6 +241,11 @@ def read_metrics(folder: Folder) -> list[dict[str, Any]]:
 def read_timing(folder: Folder) -> list[dict[str, Any]]:
     """One dict a step: {"step": 12, "seconds/rollout": 1.5, ...}."""
     return _read_lines(Path(folder) / "timing.jsonl")
+
+
+def read_health(folder: Folder) -> list[dict[str, Any]]:
+    """One dict a finding: {"step": 52, "name": "entropy", "message": "..."}."""
+    return _read_lines(Path(folder) / "health.jsonl")
 
 
 def rollout_steps(folder: Folder) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from posttrain.diversity import diversity
 from posttrain.types import Invalid, Rollout, Scores, Stats, UserError
 
 MAX_INVALID = 0.5  # of a step's rollouts: beyond this the reward function is broken, not some of the replies
@@ -31,6 +32,11 @@ def describe(rollouts: Sequence[Rollout], correct: float) -> Stats:
             stats.add("accuracy", rollout.reward >= correct - 1e-6)
             for name, value in rollout.rewards.items():
                 stats.add(f"reward/{name}", value)
+    groups: dict[str, list[list[int]]] = defaultdict(list)
+    for rollout in rollouts:
+        sampled = [token for t in rollout.transcripts for token, own in zip(t.tokens, t.sampled, strict=True) if own]
+        groups[rollout.group].append(sampled)
+    stats.merge(diversity([g for g in groups.values() if len(g) > 1]))
     return stats
 
 

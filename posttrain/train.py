@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from posttrain.learners.local import LocalLearner
 from posttrain.types import Objective, Source, Stats, Step
 
-Hook = Callable[["Trained"], None]
+Hook = Callable[["Trained"], bool | None]
+"""What is called after a step. True: training ends here."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,8 @@ def train(
         source.learned(step, stats)
         seconds = {"rollout": produced - begin, "update": time.perf_counter() - produced}
         last = number == steps or interrupted()
-        for hook in hooks:
-            hook(Trained(step, stats, seconds, last))
-        if last:
+        ended = [hook(Trained(step, stats, seconds, last)) for hook in hooks]
+        if last or any(ended):
             break
     gc.unfreeze()
     return number

@@ -176,11 +176,19 @@ def _ended(verb: str, run: Run) -> int:
     final = run.final
     shown = ("reward", "accuracy", "eval/accuracy", "nll", "eval/loss", "kl")
     figures = ", ".join(f"{name} {final[name]:.4g}" for name in shown if final.get(name) is not None)
-    print(": ".join(["interrupted" if run.interrupted else "done", *filter(None, [figures])]))
+    print(
+        ": ".join(
+            ["stopped" if run.stopped else "interrupted" if run.interrupted else "done", *filter(None, [figures])]
+        )
+    )
     print(f"checkpoint  {run.checkpoint}")
     print(f"curves      {run.path / 'curves.png'}")
     if verb == "rl":
         print(f"rollouts    {run.path / 'rollouts'}")
+    if run.stopped:
+        print(f"stopped     {run.stopped}")
+        print(f"continue    posttrain {verb} --out {run.path} --resume")
+        return 3
     if run.interrupted:
         print(f"continue    posttrain {verb} --out {run.path} --resume")
         return 130

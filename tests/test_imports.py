@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "posttrain"
 RANKS = (
-    {"types", "config", "estimate"},
+    {"types", "config", "estimate", "health", "diversity"},
     {"algorithms", "data", "envs", "record", "verify", "display"},
     {"models", "retrieval", "view"},
     {"engines", "learners"},
@@ -42,11 +42,13 @@ HOMES = {
     "cyclopts": ("cli.py", "verbs.py"),
     "vllm": ("engines/vllm.py",),
     "ray": ("scale/",),
+    "rapidfuzz": ("diversity.py",),
     "torch.distributed": ("scale/", "learners/fsdp.py"),
 }
 """Where each heavy library may be imported."""
 
-LIGHT = ("envs/", "verify/", "record.py", "display.py", "estimate.py", "config.py", "types.py", "cli.py", "verbs.py",
+LIGHT = ("envs/", "verify/", "record.py", "display.py", "estimate.py", "health.py",
+         "diversity.py", "config.py", "types.py", "cli.py", "verbs.py",
          "data/tasks.py", "data/rows.py", "data/pack.py")  # fmt: skip
 """What imports no torch when it is imported itself, so that --help and check start at once."""
 

@@ -111,8 +111,13 @@ def _advantage(row: Algorithm, settings: RL) -> Algorithm:
         _refuse(row, settings, ("gae_lambda", "gae_alpha"), "lambda belongs to --advantage gae")
         advantage = replace(advantage, **_given(settings, gamma="gamma", whiten="whiten"))
     elif not isinstance(row.critic, SoftQ):
-        names = ("gamma", "gae_lambda", "gae_alpha", "whiten")
-        _refuse(row, settings, names, "one advantage for the whole reply has no discount; see --advantage gae or to-go")
+        discounting = ("gamma", "gae_lambda", "gae_alpha", "whiten")
+        _refuse(
+            row,
+            settings,
+            discounting,
+            "one advantage for the whole reply has no discount; see --advantage gae or to-go",
+        )
     return replace(row, advantage=advantage)
 
 

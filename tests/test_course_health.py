@@ -1,0 +1,70 @@
+"""What the health check does to a run: says, writes down, stops with a checkpoint, and finds the same when resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tiny
+
+import posttrain
+from posttrain.course import Run
+from posttrain.envs import arithmetic
+from posttrain.models.folder import save_model
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.record import read_health
+
+
+def same(task: Any, reply: str) -> float:
+    """A reward that ignores the reply: nothing can be learned, which is found after ten steps."""
+    return 1.0
+
+
+def constant(place: Path, tokenizer: Tokenizer, out: str, **options: Any) -> Run:
+    if not (place / "start").exists():
+        save_model(tiny(tokenizer), place / "start", tokenizer)
+    given: dict[str, Any] = {
+        "algorithm": "dr-grpo",
+        "prompts": 1,
+        "group": 2,
+        "max_tokens": 2,
+        "threads": 1,
+        "steps": 14,
+    }
+    rows = arithmetic.tasks(20, seed=0, digits=1)
+    start = str(place / "start")
+    return posttrain.rl(rows, same, start, out=str(place / out), env_workers=0, **{**given, **options})
+
+
+def test_a_finding_is_told_and_written_down_and_the_run_goes_on(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = constant(tmp_path, tokenizer, "warned")
+    (found,) = read_health(run.path)
+    assert found["name"] == "signal" and found["step"] == 10 and run.final["step"] == 14 and run.stopped is None
+    assert f"health, step 10: {found['message']}" in capsys.readouterr().out
+
+
+def test_a_finding_stops_the_run_with_a_checkpoint_of_that_step_if_asked(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    run = constant(tmp_path, tokenizer, "stopped", health="stop", quiet=True)
+    assert run.stopped is not None and "nothing to learn" in run.stopped and not run.interrupted
+    assert run.checkpoint is not None and run.checkpoint.name == "step-000010" and run.final["step"] == 10
+
+
+def test_health_may_only_be_logged_or_not_looked_at(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged = constant(tmp_path, tokenizer, "logged", health="log")
+    assert len(read_health(logged.path)) == 1 and "health, step" not in capsys.readouterr().out
+    assert read_health(constant(tmp_path, tokenizer, "off", health="off", quiet=True).path) == []
+
+
+def test_a_resumed_run_finds_what_the_whole_one_finds(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    whole = constant(tmp_path, tokenizer, "whole", quiet=True)
+    constant(tmp_path, tokenizer, "cut", quiet=True, steps=8)
+    cut = constant(tmp_path, tokenizer, "cut", quiet=True, steps=14, resume=True)
+    assert read_health(cut.path) == read_health(whole.path)
+    constant(tmp_path, tokenizer, "late", quiet=True, steps=12)
+    late = constant(tmp_path, tokenizer, "late", quiet=True, steps=14, resume=True)
+    assert read_health(late.path) == read_health(whole.path)

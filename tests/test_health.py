@@ -1,0 +1,300 @@
+"""What goes wrong is named, and nothing is said of a run in which nothing does.
+
+The histories are of real runs of a decoder of 0.1 M parameters on sums of four digits, as in examples/demo.py: every
+step, where nothing else is said.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import posttrain
+from posttrain.config import RL
+from posttrain.envs import arithmetic
+from posttrain.health import CHECKS, READ, Finding, Health, Limits
+
+Rows = list[dict[str, float]]
+
+DIVERGED = {
+    "reward": """
+        .521 .207 .328 .178 .268 .172 .0391 .0391 .0469 .0664 .0938 .0527 .0742 .0684 .0918 .109 .0684 .0684 .102 .123
+        .0879 .0723 .0645 .084 .0879 .109 .0742 .127 .119 .129 .0703 .0938 .0879 .0703 .0957 .0527 .123 .121 .0469
+        .0898 .0605 .0723 .0332 .0391 .0293 .0684 .0332 .0566 .0742 .0684 .104 .115 .0488 .0566 .0469 .0156 0 .0195
+        .109 .0625""",
+    "entropy": """
+        .454 .487 .476 .423 .43 .403 .43 .445 .435 .442 .443 .364 .306 .311 .285 .345 .331 .432 .427 .412 .392 .4 .426
+        .407 .416 .394 .426 .426 .426 .4 .381 .332 .284 .251 .162 .319 .105 .0558 .189 .0889 .149 .177 .199 .165 .266
+        .298 .252 .216 .226 .223 .136 .135 .0894 .135 .00992 .0255 .0262 .0334 .00641 .0218""",
+    "groups/no_signal": """
+        .0312 .375 .109 .406 .375 .516 .828 .922 .844 .859 .75 .875 .828 .891 .875 .797 .797 .844 .766 .75 .766 .781
+        .766 .781 .734 .75 .781 .641 .688 .688 .797 .812 .812 .891 .859 .891 .875 .891 .922 .938 .969 .953 .984 .922
+        .953 .938 .984 .922 .922 .938 .953 .906 .984 .938 1 1 1 .984 1 1""",
+}
+"""Learning rate 5e-3, 7 times too high. Accuracy is the reward."""
+
+LOOPHOLE = {
+    "reward": """
+        .537 .518 .496 .543 .508 .49 .477 .539 .5 .516 .504 .5 .6 .574 .551 .543 .547 .506 .531 .49 .527 .537 .525 .51
+        .566 .586 .533 .6 .564 .576 .57 .592 .602 .586 .578 .629 .59 .545 .615 .566 .58 .66 .611 .688 .619 .646 .623
+        .652 .633 .676 .705 .781 .668 .76 .762 .738 .721 .822 .922 .957 .969 .961""",
+    "accuracy": """
+        .529 .514 .482 .535 .506 .488 .469 .525 .492 .51 .494 .488 .588 .561 .539 .527 .533 .49 .508 .48 .521 .525 .514
+        .492 .549 .572 .521 .582 .539 .564 .551 .572 .564 .555 .545 .598 .566 .512 .57 .523 .539 .613 .549 .588 .543
+        .586 .545 .553 .539 .578 .568 .637 .547 .592 .596 .576 .566 .605 .658 .631 .656 .664""",
+    "entropy": """
+        .454 .48 .48 .461 .475 .483 .492 .476 .476 .457 .501 .474 .429 .429 .424 .481 .422 .494 .509 .47 .472 .463 .463
+        .47 .461 .456 .444 .453 .498 .428 .439 .458 .482 .503 .507 .446 .462 .494 .485 .499 .491 .463 .506 .514 .534
+        .494 .59 .523 .524 .504 .512 .481 .595 .515 .545 .56 .547 .591 .517 .527 .545 .54""",
+    "kl": """
+        3.75e-05 .00164 .00437 .00349 .00534 .00249 .00227 .00362 .00381 .00713 .00667 .00843 .0128 .00623 .0169 .0146
+        .0219 .0167 .0164 .0259 .0198 .0105 .0131 .0146 .0298 .0148 .0126 .0127 .017 .015 .0144 .021 .0275 .0343 .0229
+        .0192 .0235 .0318 .0448 .0743 .043 .0569 .0675 .0833 .0745 .0939 .0806 .154 .122 .101 .217 .194 .228 .25 .221
+        .327 .503 .39 .506 .571 .611 .604""",
+}
+"""A reply of 4 digits is paid twice, whatever it says; KL coefficient 1e-4. Found at about step 50."""
+
+LONGER = {
+    "reward": """
+        .0822 .0829 .0865 .0887 .0911 .0968 .116 .147 .178 .238 .294 .354 .539 .915 1.69 2.16 2.83 3.38 3.93 4.18 4.42
+        4.45""",
+    "accuracy": """
+        0 0 0 0 0 0 0 0 0 0 .00195 .0293 .141 .391 .723 .871 .963 .971 .994 .992 .996 .996""",
+    "entropy": """
+        .454 .469 .472 .449 .471 .492 .534 .531 .623 .599 .566 .657 .706 .787 .81 .771 .762 .765 .758 .745 .751 .738""",
+    "length": """
+        2.93 2.94 2.99 2.99 3.04 3.1 3.2 3.38 3.53 3.8 3.98 4.36 5.59 8.04 12.9 15.3 19.1 21.5 23.6 23.8 23.9 23.9""",
+    "truncated": """
+        0 0 0 0 0 0 0 0 0 0 0 0 .00195 .0176 .0957 .152 .367 .703 .953 .988 .996 .992""",
+    "groups/no_signal": """
+        .75 .734 .703 .781 .609 .594 .391 .234 .141 .141 .0625 .0625 .0156 0 0 0 0 0 0 0 0 0""",
+}
+"""The reward is the number of characters."""
+
+LEARNED = {
+    "reward": """
+        .466 .478 .55 .57 .55 .593 .633 .662 .679 .732 .683 .66 .731 .721 .716 .804 .787 .87 .717 .835 .896 .805 .714
+        .893 .875 .916 .87 .892 .924 .92 .93 .916 .849 .885 .948 .91 .948 .921 .862 .966 .942 .933 .888 .958 .892 .945
+        .944 .901 .965 .967 .975 .969 .946 .937 .961 .967 .968 .965 .973 .967 .953 .958 .965 .961 .951 .975 .996 .983
+        .967 .967 .986 .986 .965 .97 .962 .968 .99 .977 .989 .984 .949 .982 .997 .989 .981 .993 .981 .965 .984 .979
+        .976 .993 .983 .997""",
+    "entropy": """
+        .523 .488 .426 .416 .443 .409 .338 .359 .319 .294 .309 .33 .27 .277 .304 .22 .235 .169 .238 .172 .144 .204 .203
+        .138 .156 .126 .13 .129 .12 .102 .0984 .104 .136 .122 .0697 .0919 .0611 .0803 .0981 .0515 .0658 .0623 .106
+        .0435 .0878 .0634 .0621 .085 .0422 .0579 .0358 .0442 .0522 .0677 .0463 .024 .0412 .041 .03 .053 .0244 .039
+        .0356 .0353 .0378 .0249 .0122 .0104 .0221 .0297 .0176 .0216 .0173 .0254 .0326 .0274 .0214 .0241 .0122 .0202
+        .0289 .0136 .00825 .0166 .0218 .0163 .0147 .0348 .0161 .0194 .0249 .0167 .0212 .00823""",
+    "groups/no_signal": """
+        .0312 .0625 .0781 .156 .0938 .164 .188 .156 .203 .305 .227 .188 .305 .234 .203 .375 .406 .43 .352 .43 .531 .352
+        .312 .547 .523 .578 .539 .648 .586 .617 .695 .672 .539 .609 .758 .672 .82 .711 .641 .844 .781 .812 .594 .844
+        .711 .789 .812 .758 .891 .781 .875 .859 .789 .758 .852 .922 .875 .891 .914 .852 .938 .875 .906 .914 .891 .922
+        .969 .977 .922 .906 .953 .93 .977 .945 .906 .914 .922 .938 .977 .945 .93 .969 .977 .953 .93 .945 .977 .891 .945
+        .953 .938 .945 .938 .977""",
+}
+"""Every 6th step of a run that went from 0.48 to 0.98 right, and to 0.97 on new sums. Accuracy is the reward."""
+
+
+def rows(columns: Mapping[str, Any]) -> Rows:
+    """Of columns, numbers or text, the rows as in metrics.jsonl; accuracy is the reward if it is not there."""
+    values = {n: [float(x) for x in (c.split() if isinstance(c, str) else c)] for n, c in columns.items()}
+    values = {"accuracy": values.get("reward", []), **values}
+    lengths = {len(column) for name, column in values.items() if column}
+    assert len(lengths) == 1, lengths
+    return [{"step": i + 1, **{n: c[i] for n, c in values.items() if c}} for i in range(lengths.pop())]
+
+
+def find(history: Rows, limits: Limits | None = None) -> list[Finding]:
+    health = Health(limits)
+    return [finding for row in history for finding in health.look(int(row["step"]), row)]
+
+
+def named(history: Rows) -> dict[str, int]:
+    """Finding -> the step at which it was told first."""
+    return {finding.name: finding.step for finding in reversed(find(history))}
+
+
+def noisy(values: Iterable[float], noise: float, seed: int = 0) -> list[float]:
+    generator = random.Random(seed)
+    return [max(0.0, v * (1 + generator.gauss(0, noise))) for v in values]
+
+
+def test_a_learning_rate_too_high_is_named_by_the_reward_then_by_signal_and_entropy() -> None:
+    assert named(rows(DIVERGED)) == {"drop": 23, "signal": 42, "entropy": 56}
+    drop, signal, entropy = find(rows(DIVERGED))
+    assert "from 0.3 at its best to 0.0856" in drop.message and "--lr" in drop.message
+    assert "about 87% of the groups are all wrong" in signal.message
+    assert "94% of the replies are wrong" in entropy.message and "--clip-high 0.28" in entropy.message
+
+
+def test_a_loophole_found_in_mid_run_is_named_by_the_kl_and_by_the_reward() -> None:
+    assert named(rows(LOOPHOLE)) == {"kl": 55, "jump": 59}
+    assert "rollouts/step-000059.jsonl" in find(rows(LOOPHOLE))[1].message
+    assert named(rows({n: c for n, c in LOOPHOLE.items() if n != "kl"})) == {"jump": 59}
+
+
+def test_a_reward_that_pays_for_length_is_named_as_length() -> None:
+    assert named(rows(LONGER)) == {"length": 19}
+    assert "from 3.0 to 11.8 tokens" in find(rows(LONGER))[0].message
+
+
+def test_a_healthy_run_is_solved_and_nothing_else() -> None:
+    assert set(named(rows(LEARNED))) == {"solved"}
+    assert set(named(rows({**LEARNED, "entropy": [1.0] * 94}))) == {"solved"}, "certainty is not asked for"
+
+
+def test_entropy_that_falls_as_fast_without_solving_anything_is_a_collapse() -> None:
+    stuck: dict[str, Any] = {"reward": noisy([0.5] * 94, 0.05), "entropy": LEARNED["entropy"]}
+    assert set(named(rows(stuck))) == {"entropy"}
+    assert set(named(rows({**stuck, "accuracy": [0.0] * 94}))) == {"entropy"}, "a reward that never counts as correct"
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("level", [0.02, 0.5, 0.9])
+def test_noise_alone_is_never_named(seed: int, level: float) -> None:
+    """4 prompts of 4 rollouts at a step, for 300 steps in which nothing is learned."""
+    generator = random.Random(seed)
+    reward = [sum(generator.random() < level for _ in range(16)) / 16 for _ in range(300)]
+    other = {"entropy": noisy([0.4] * 300, 0.2, seed), "length": noisy([50] * 300, 0.2, seed + 1)}
+    other |= {"truncated": noisy([0.1] * 300, 0.5, seed), "kl": noisy([0.01] * 300, 0.5, seed)}
+    assert named(rows({"reward": reward, **other})) == {}
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.5, 1.0])
+def test_a_constant_reward_is_named_after_one_window_and_never_solved(reward: float) -> None:
+    constant = rows({"reward": [reward] * 100, "groups/no_signal": [1.0] * 100, "advantage/abs": [0.0] * 100})
+    assert named(constant) == {"signal": 10}
+    assert f"every reply since the first step got the reward {reward:g}:" in find(constant)[0].message
+
+
+def test_groups_without_signal_are_told_apart_by_what_they_have_in_common() -> None:
+    def of(accuracy: float) -> Finding:
+        columns = {"reward": noisy([accuracy] * 20, 0.01), "groups/no_signal": noisy([0.95] * 20, 0.01)}
+        (finding,) = find(rows(columns))
+        return finding
+
+    assert of(0.97).name == "solved" and of(0.5).name == "signal" and of(0.02).name == "signal"
+    assert "all wrong" in of(0.02).message and "tasks too hard" in of(0.02).message
+    assert "all right" in of(0.6).message and "all wrong" in of(0.6).message
+
+
+def test_groups_of_one_are_not_blamed_for_having_equal_rewards() -> None:
+    single = {"reward": noisy([0.5] * 60, 0.1), "groups/no_signal": [1.0] * 60, "advantage/abs": [0.5] * 60}
+    assert named(rows(single)) == {}
+
+
+def test_longer_replies_are_named_only_if_they_are_no_better() -> None:
+    length = noisy([100 + 4 * i for i in range(60)], 0.05)
+    better = noisy([0.2 + 0.01 * i for i in range(60)], 0.05)
+    assert named(rows({"reward": better, "length": length})) == {}
+    assert set(named(rows({"reward": noisy([0.2] * 60, 0.05), "length": length}))) == {"length"}
+
+
+def test_kl_is_named_if_it_is_large_and_has_not_paid() -> None:
+    columns = {"entropy": noisy([0.4] * 60, 0.1), "kl": noisy([min(1.0, 0.1 * i) for i in range(60)], 0.2)}
+    assert set(named(rows({"reward": noisy([0.2] * 60, 0.05), **columns}))) == {"kl"}
+    assert named(rows({"reward": noisy([0.2 + 0.01 * i for i in range(60)], 0.05), **columns})) == {}
+
+
+def test_tasks_learned_by_heart_are_named_once_held_out_ones_do_not_follow() -> None:
+    training = noisy([min(0.9, 0.5 + 0.01 * i) for i in range(60)], 0.02)
+
+    def evaluated(gain: float) -> dict[str, int]:
+        history = rows({"reward": training})
+        for row in history[::10]:
+            row["eval/accuracy"] = 0.45 + gain * row["step"] / 60
+        return named(history)
+
+    assert set(evaluated(0.0)) == {"held_out"} and evaluated(0.3) == {}
+
+
+def test_updates_that_are_skipped_are_named() -> None:
+    assert named(rows({"skipped": [0.0] * 20 + [0.0, 1.0] * 5})) == {"skipped": 24}
+    assert named(rows({"skipped": [0.0] * 20 + [1.0] + [0.0] * 20})) == {}, "one is an accident"
+
+
+def test_a_critic_is_named_if_it_stays_worse_than_a_constant() -> None:
+    learning = noisy([i / 100 for i in range(60)], 0.5)
+    assert named(rows({"explained_variance": [-5.0] * 20 + learning[20:]})) == {}
+    assert named(rows({"explained_variance": [*learning[:40], -8.0, *learning[41:]]})) == {}, "one step is an outlier"
+    assert named(rows({"explained_variance": [-0.4] * 40})) == {"critic": 30}
+
+
+def test_a_finding_is_told_once_until_it_has_been_away_for_a_while() -> None:
+    def share(*lengths: int) -> Rows:
+        """Alternately with all signal and with none, for so many steps each."""
+        column = [x for i, n in enumerate(lengths) for x in [float(i % 2)] * n]
+        return rows({"reward": noisy([0.1] * len(column), 0.1), "groups/no_signal": column})
+
+    assert [f.step for f in find(share(20, 100))] == [29]
+    assert [f.step for f in find(share(20, 30, 20, 30))] == [29], "away for less than 30 steps"
+    assert [f.step for f in find(share(20, 30, 50, 30))] == [29, 109]
+    assert [f.step for f in find(share(20, 30, 20, 30), Limits(again=10))] == [29, 79]
+
+
+@pytest.mark.parametrize("history", [DIVERGED, LOOPHOLE, LONGER], ids=["diverged", "loophole", "longer"])
+def test_a_resumed_run_finds_what_an_uninterrupted_one_does(history: Mapping[str, str]) -> None:
+    whole = rows(history)
+    for cut in range(len(whole) + 1):
+        health = Health.replay(whole[:cut])
+        later = [finding for row in whole[cut:] for finding in health.look(int(row["step"]), row)]
+        assert later == [finding for finding in find(whole) if finding.step > cut]
+
+
+@pytest.mark.parametrize("scale", [1e-3, 7.0, 1e6])
+def test_no_unit_matters(scale: float) -> None:
+    """Neither that of the reward nor that of information."""
+    for history in (DIVERGED, LOOPHOLE, LEARNED):
+        scaled = rows(history)
+        for row in scaled:
+            for name in ("reward", "entropy", "kl"):
+                if name in row:
+                    row[name] *= scale
+        assert named(scaled) == named(rows(history))
+
+
+def test_what_is_missing_or_not_finite_is_as_if_it_were_not_there() -> None:
+    holes: list[dict[str, Any]] = []
+    for row in rows(DIVERGED):
+        other = {"step": row["step"], "reward": None, "entropy": float("nan"), "kl": float("inf"), "eval/accuracy": 0.1}
+        holes += [other, dict(row)]
+    health = Health()
+    found = [f for row in holes for f in health.look(int(row["step"]), row)]
+    assert [(f.name, f.step) for f in found] == [(f.name, f.step) for f in find(rows(DIVERGED))]
+    assert Health.replay([{"step": i, "loss": 1.0} for i in range(50)]).look(50, {}) == []
+
+
+def test_messages_are_of_two_lines_and_name_options_that_exist() -> None:
+    found = [*find(rows(DIVERGED)), *find(rows(LOOPHOLE)), *find(rows(LONGER)), *find(rows(LEARNED))]
+    found += find(rows({"reward": [0.0] * 20, "groups/no_signal": [1.0] * 20}))
+    found += find(rows({"skipped": [1.0] * 20, "explained_variance": [-1.0] * 20}), Limits(critic_after=15))
+    assert {finding.name for finding in found} == CHECKS.keys() - {"held_out"}
+    options = {field.name for field in fields(RL)}
+    for finding in found:
+        assert finding.message.count("\n") == 1
+        for option in re.findall(r"--([a-z-]+)", finding.message):
+            assert option.replace("-", "_") in options, option
+
+
+def test_a_real_run_reports_what_the_checks_read_and_its_constant_reward_is_named(tmp_path: Path) -> None:
+    tasks: Any = arithmetic.tasks(60, 0, digits=1)
+    small: dict[str, Any] = {"threads": 1, "quiet": True, "held_out": 0.2}
+    imitated = posttrain.sft(
+        tasks, out=str(tmp_path / "sft"), hidden=32, layers=2, heads=2, context=24, tokenizer="characters", epochs=2,
+        rows=16, **small,
+    )  # fmt: skip
+
+    def ignores(task: posttrain.Task, reply: str) -> float:
+        return 0.25
+
+    run = posttrain.rl(
+        tasks, ignores, str(imitated.path), out=str(tmp_path / "rl"), steps=11, prompts=4, group=4, max_tokens=4,
+        lr=1e-4, kl=0.04, **small,
+    )  # fmt: skip
+    assert READ - run.metrics[-1].keys() == {"explained_variance"}, "which needs a critic"
+    assert [(f.step, f.name) for f in find(run.metrics)] == [(10, "signal")]

@@ -7,18 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.algorithms.page import line
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.table import TABLE
 from posttrain.cli import app
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
-
-
-def line(row: Algorithm) -> str:
-    kl = f"{row.kl.estimator} in the {row.kl.where}, {row.kl.beta:g}" if row.kl else "none"
-    ratio = " then ".join(step.formula for step in row.ratio) or ("exp(lp - old)" if row.surrogate.uses_ratio else "")
-    cells = (f"`{row.name}`", row.advantage.formula, ratio, row.surrogate.formula, row.aggregate.formula, kl)  # type: ignore[attr-defined]
-    return f"| {' | '.join(cells)} |"
 
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda r: r.name)

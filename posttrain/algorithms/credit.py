@@ -241,9 +241,8 @@ class GAE(Advantage):
     @property
     def formula(self) -> str:  # type: ignore[override]
         lam = f"{self.lam:g}" if self.alpha is None else f"max(0, 1 - 1 / ({self.alpha:g} n_i))"
-        inside = (
-            f"sum_k ({self.gamma:g} lambda)^k delta_(t+k), delta_t = r_t + {self.gamma:g} V_(t+1) - V_t, lambda = {lam}"
-        )
+        gamma = "" if self.gamma == 1 else f"{self.gamma:g} "
+        inside = f"sum_k ({gamma}lambda)^k delta_(t+k), delta_t = r_t + {gamma}V_(t+1) - V_t, lambda = {lam}"
         return f"whitened over all tokens: {inside}" if self.whiten else inside
 
     @property

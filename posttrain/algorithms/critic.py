@@ -88,8 +88,9 @@ class SoftQ(CriticLoss):
 
     @property
     def formula(self) -> str:  # type: ignore[override]
+        gamma = "" if self.gamma == 1 else f"{self.gamma:g} "
         soft = "sum_a pi(a) (min_k Q'_k(s', a) - alpha log pi(a))"
-        return f"{self.coefficient:g} x sum_k (Q_k - y)^2 / 2, y = r_t + {self.gamma:g} {soft}; Q' follows Q by {self.tau:g}"
+        return f"{self.coefficient:g} x sum_k (Q_k - y)^2 / 2, y = r_t + {gamma}{soft}; Q' follows Q by {self.tau:g}"
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
         assert outputs.q is not None and outputs.target_q is not None and outputs.entropy is not None

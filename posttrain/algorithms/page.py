@@ -86,6 +86,17 @@ def differences(row: Algorithm, other: Algorithm) -> list[str]:
     return found
 
 
+def line(row: Algorithm) -> str:
+    """The row as one line of a Markdown table: name, advantage, objective, weight of a token, and what else it has."""
+    main = ("advantage A", "maximised per token", "ratio r", "weight w of a token", "updates per step")
+    short = {what: formula for what, formula, _ in parts(row) if what not in main}
+    besides = "; ".join(f"{what}: {formula}" for what, formula in short.items())
+    ratio = "" if not row.ratio else f", r = {' then '.join(step.formula for step in row.ratio)}"
+    inside = f"{row.surrogate.formula}{ratio}"
+    name = f"[`{row.name}`](docs/algorithms/{row.name}.md)"
+    return f"| {' | '.join((name, row.advantage.formula, inside, row.aggregate.formula, besides))} |"
+
+
 def as_data(row: Algorithm) -> dict[str, Any]:
     """The same as JSON: name, paper, parts, and every setting with its default."""
     settings = {}

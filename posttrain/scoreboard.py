@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from posttrain.diversity import diversity
+from posttrain.diversity import GROUPS, MEMBERS, diversity
 from posttrain.types import Invalid, Rollout, Scores, Stats, UserError
 
 MAX_INVALID = 0.5  # of a step's rollouts: beyond this the reward function is broken, not some of the replies
@@ -32,12 +32,20 @@ def describe(rollouts: Sequence[Rollout], correct: float) -> Stats:
             stats.add("accuracy", rollout.reward >= correct - 1e-6)
             for name, value in rollout.rewards.items():
                 stats.add(f"reward/{name}", value)
-    groups: dict[str, list[list[int]]] = defaultdict(list)
-    for rollout in rollouts:
-        sampled = [token for t in rollout.transcripts for token, own in zip(t.tokens, t.sampled, strict=True) if own]
-        groups[rollout.group].append(sampled)
-    stats.merge(diversity([g for g in groups.values() if len(g) > 1]))
+    stats.merge(diversity(_replies(rollouts)))
     return stats
+
+
+def _replies(rollouts: Sequence[Rollout]) -> list[list[list[int]]]:
+    """The sampled tokens of the groups that `diversity` looks at."""
+    groups: dict[str, list[list[int]]] = {}
+    for rollout in rollouts:
+        if rollout.group not in groups and len(groups) == GROUPS:
+            break  # groups are neighbours
+        members = groups.setdefault(rollout.group, [])
+        if len(members) < MEMBERS:
+            members.append([x for t in rollout.transcripts for x, own in zip(t.tokens, t.sampled, strict=True) if own])
+    return [members for members in groups.values() if len(members) > 1]
 
 
 def usable(rollouts: Sequence[Rollout], stats: Stats) -> list[Rollout]:

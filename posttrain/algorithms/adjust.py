@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from posttrain.algorithms.choice import DynamicSampling, GroupLength, OverlongFilter, Replay, SoftOverlong, TopEntropy
-from posttrain.algorithms.credit import GAE, Advantage, Baselined, Process, ToGo
+from posttrain.algorithms.credit import GAE, Advantage, Baselined, Earned, Process, ToGo
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.parts import (
     Aggregate,
     Clip,
     ConstantLength,
+    ExpectedQ,
     ImportanceRatio,
     LogProbability,
     PromptMean,
@@ -312,5 +313,12 @@ def _check(row: Algorithm, settings: RL) -> None:
         contradiction("a trust region is for the policy alone: --critic separate")
     if settings.critic == "shared" and settings.critic_model:
         contradiction("a shared critic has the policy's backbone: leave out --critic-model")
+    soft = isinstance(row.critic, SoftQ)
+    if soft != isinstance(row.surrogate, ExpectedQ) or soft != isinstance(row.advantage, Earned):
+        contradiction(
+            "action values, their expectation and what a token earns belong together: see posttrain algorithms sac"
+        )
+    if isinstance(row.advantage, Baselined) and row.advantage.baseline == "none" and row.advantage.weight != "equal":
+        contradiction(f"--baseline-weight {row.advantage.weight} weighs a baseline that --baseline none leaves out")
     if row.select is not None and isinstance(row.critic, SoftQ):
         contradiction("its critic learns from every token: leave out --top-entropy")

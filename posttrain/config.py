@@ -203,6 +203,8 @@ class Axes(Training):
     """Peak learning rate of the critic; left out: --lr."""
     critic_warmup: int | None = None
     """Steps at the start in which only the critic learns."""
+    critic_tau: float | None = None
+    """How far the slow copies of action values follow each update (sac)."""
     value_clip: float | None = None
     """Values may move by so much per step (0: freely)."""
     value_coefficient: float | None = None
@@ -376,7 +378,7 @@ def _validate_rl(config: RL) -> None:
             "--top-p and --top-k change the distribution that is sampled, and the gradient would be that of another: "
             "leave them at 1 and 0 in training, no --correction can see what they cut off (evaluation takes them)"
         )
-    for name in ("gamma", "gae_lambda", "top_entropy"):
+    for name in ("gamma", "gae_lambda", "top_entropy", "critic_tau"):
         share = getattr(config, name)
         if share is not None and not 0 <= share <= 1:
             raise UserError(f"--{name.replace('_', '-')} is at least 0 and at most 1, not {share}")

@@ -240,7 +240,7 @@ def _limits(shaping: SoftOverlong, max_tokens: int) -> SoftOverlong:
 
 
 def _critic(row: Algorithm, settings: RL) -> Algorithm:
-    own = ("critic_lr", "critic_warmup", "critic_model", "value_clip", "value_coefficient")
+    own = ("critic_lr", "critic_warmup", "critic_tau", "critic_model", "value_clip", "value_coefficient")
     critic = row.critic
     if settings.critic == "none" or (isinstance(critic, Value) and not row.advantage.needs_critic):
         critic = None
@@ -257,11 +257,12 @@ def _critic(row: Algorithm, settings: RL) -> Algorithm:
         return replace(row, critic=None)
     changed = _given(settings, warmup="critic_warmup", coefficient="value_coefficient")
     if isinstance(critic, Value):
+        _refuse(row, settings, ("critic_tau",), "a critic of states has no slow copies; sac's has")
         changed |= {"clip": settings.value_clip or None} if settings.value_clip is not None else {}
         critic = replace(critic, **changed)
     elif isinstance(critic, SoftQ):
         _refuse(row, settings, ("value_clip",), "its critic values actions and is not clipped")
-        critic = replace(critic, **changed, **_given(settings, gamma="gamma"))
+        critic = replace(critic, **changed, **_given(settings, gamma="gamma", tau="critic_tau"))
         if settings.critic == "shared":
             _refuse(row, settings, ("critic",), "its moving-average targets need a backbone of the critic's own")
     return replace(row, critic=critic)

@@ -80,9 +80,9 @@ class SoftQ(CriticLoss):
     """
 
     gamma: float = 1.0
-    tau: float = 0.01
+    tau: float = 0.05
     coefficient: float = 1.0
-    warmup: int = 0  # steps at the start in which Q learns and the policy stands still
+    warmup: int = 20  # steps at the start in which Q learns and the policy stands still
     wants: ClassVar[frozenset[str]] = frozenset({"q", "target_q", "entropy"})  # type: ignore[misc]
     source: ClassVar[str] = "discrete soft actor-critic, arXiv 1910.07207, eq. 3 and 10"  # type: ignore[misc]
 

@@ -232,8 +232,10 @@ _ROWS = (
         surrogate=ExpectedQ(),
         aggregate=TokenMean(),
         critic=SoftQ(),
-        entropy=Entropy(0.01, target=0.1),
+        entropy=Entropy(0.01, target=0.2),
         replay=Replay(),
+        epochs=2,
+        minibatches=4,
     ),
 )
 TABLE: dict[str, Algorithm] = {row.name: row for row in _ROWS}

@@ -6,6 +6,7 @@ The command line, recipes (TOML) and the Python front door all fill in these and
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self, TypeVar
@@ -216,7 +217,7 @@ class Axes(Training):
     ptx_coefficient: float | None = None
     """What that likelihood weighs."""
     trust_region: float | None = None
-    """Natural gradient steps within this KL, in nats per token, instead of AdamW's (0: AdamW)."""
+    """Natural gradient steps within this KL, in nats per token, instead of AdamW's (0: AdamW); --lr is then the critic's."""
     replay: int | None = None
     """Rollouts to remember and draw from (sac; 0: the step's own only)."""
     epochs: int | None = None
@@ -343,6 +344,10 @@ def validate(config: Training | Evaluation) -> None:
             *("kl_target", "kl_horizon", "critic_lr", "entropy_target", "gae_alpha"),
         ),
     )
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"--{f.name.replace('_', '-')} must be a finite number, not {value}")
     for name in positive:
         value = getattr(config, name, None)
         if value is not None and value <= 0:

@@ -283,7 +283,9 @@ class Experience:
     def _updates(self, number: int, credited: Credited) -> list[Callable[[], list[Batch]]]:
         """One thunk per optimizer update."""
         chosen = self._replayed(number, credited) if self.memory is not None else self._shuffled(number, credited)
-        coefficients, pretraining = dict(self.coefficients), self.algorithm.pretraining
+        coefficients = dict(self.coefficients)
+        # While a critic warms up the policy stands still, its text included.
+        pretraining = self.algorithm.pretraining if coefficients.get("policy", 1.0) else None
 
         def build(place: int, part: Credited) -> list[Batch]:
             # The first update is on policy: the old log-probabilities are the current ones.

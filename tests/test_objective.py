@@ -9,13 +9,29 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import make_rollouts, tiny
+from feeding import (
+    CORRECT,
+    ROWS,
+    WORDS,
+    Case,
+    board,
+    clear,
+    credit,
+    feed,
+    gathered,
+    gradient,
+    new_case,
+    new_learner,
+    new_texts,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transcriptions import LOSSES, Played
+from transcriptions import LOSSES, TEXTS, Played
 
 from posttrain.algorithms.adjust import adjust
-from posttrain.algorithms.credit import Baselined, Process, equal_rewards, per_token
+from posttrain.algorithms.credit import Baselined, Process, equal_rewards
+from posttrain.algorithms.page import describe
 from posttrain.algorithms.parts import Clip, ConstantLength, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.penalty import KL
 from posttrain.algorithms.policy import Algorithm, policy_objective
@@ -23,26 +39,20 @@ from posttrain.algorithms.ratio import Causal, OverSequence, RatioStep
 from posttrain.algorithms.table import TABLE, find
 from posttrain.config import RL
 from posttrain.data.pack import cut, lay
+from posttrain.engines.local import LocalEngine
+from posttrain.envs.host import Host
+from posttrain.experience import Experience, Size
+from posttrain.learners.local import LocalLearner
+from posttrain.models.critic import ActionValueModel, ValueModel
 from posttrain.models.decoder import Decoder, causal
 from posttrain.models.likelihood import token_logp
-from posttrain.models.tokenizer import Tokenizer
 from posttrain.scoreboard import scoreboard
 from posttrain.supervised import Likelihood
-from posttrain.types import Batch, Outputs, Rollout, Scores, Stats, UserError
-
-PerRollout = dict[int, Tensor]
-ROWS = [
-    adjust(row, RL(max_tokens=20, group=4, ptx="text.jsonl" if row.pretraining else None)) for row in TABLE.values()
-]
-WORDS = Tokenizer.train(["0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>"], 64, "characters")
+from posttrain.types import Batch, Outputs, Rollout, Sampling, Scores, Stats, StopReason, Task, UserError
 
 
 def scores_of(reward: Sequence[float], group: Sequence[int], length: Sequence[int]) -> Scores:
     return Scores(torch.tensor(reward), torch.tensor(group), torch.tensor(length, dtype=torch.float32))
-
-
-def precise(scores: Scores) -> Scores:
-    return replace(scores, reward=scores.reward.double(), length=scores.length.double())
 
 
 def outputs_of(model: Decoder, batch: Batch, temperature: float = 1.0) -> Outputs:
@@ -50,83 +60,69 @@ def outputs_of(model: Decoder, batch: Batch, temperature: float = 1.0) -> Output
     return Outputs(token_logp(hidden[batch.at], model.head, batch.target, temperature))
 
 
-def gradient(
-    model: Decoder,
-    row: Algorithm,
-    rollouts: Sequence[Rollout],
-    old: dict[int, torch.Tensor],
-    reference: dict[int, torch.Tensor],
-    cuts: Sequence[Sequence[int]],
-) -> tuple[float, torch.Tensor]:
-    """Loss and gradient over these micro-batches; `old` and `reference` are per rollout, by id()."""
-    penalty = []
-    if row.kl and row.kl.where == "reward":
-        penalty = [row.kl.beta * row.kl(old[id(r)], reference[id(r)]) for r in rollouts]
-    scores = precise(scoreboard(rollouts, penalty))
-    credit, weight = per_token(row.advantage(scores), scores), row.aggregate(scores)
-    model.zero_grad()
-    total, objective = 0.0, policy_objective(row)
-    for index in cuts:
-        if not index:
-            continue
-        batch = lay([rollouts[i].transcripts for i in index], index)
-        order = batch.rollout.unique_consecutive().tolist()
-        batch = replace(
-            batch,
-            weight=weight[batch.rollout].double(),
-            advantage=torch.cat([credit[i] for i in order]),
-            old_logp=torch.cat([old[id(rollouts[i])] for i in order]),
-            ref_logp=torch.cat([reference[id(rollouts[i])] for i in order]),
-        )
-        loss = objective(outputs_of(model, batch), batch, Stats())
-        loss.backward()
-        total += loss.item()
-    return total, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def noisy_logps(
-    model: Decoder, rollouts: Sequence[Rollout], generator: torch.Generator, noise: float
-) -> dict[int, torch.Tensor]:
-    """Log-probabilities near the model's own, one tensor per rollout."""
-    found = {}
-    for rollout in rollouts:
+def played(case: Case, rollout: Rollout, correct: float) -> Played:
+    """What the transcriptions are told of a rollout: one sequence at a time, no packing and no shared prompt."""
+    (transcript,) = rollout.transcripts
+    tokens, place = torch.tensor(transcript.tokens), torch.arange(len(transcript))
+    sampled = [t for t in range(len(tokens)) if transcript.sampled[t]]
+    model, critic, key = case.learner.model, case.learner.critic, id(rollout)
+    logs = (model(tokens, place, causal) @ model.head.T).log_softmax(-1)
+    told = Played(
+        [logs[t - 1, tokens[t]] for t in sampled],
+        case.old[key].tolist(),
+        case.reference[key].tolist(),
+        float(rollout.reward),  # type: ignore[arg-type]
+        rollout.group,
+        rollout.steps,
+        truncated=rollout.stop in (StopReason.LENGTH, StopReason.CONTEXT),
+        correct=float(rollout.reward) >= correct,  # type: ignore[arg-type]
+        taken=[int(tokens[t]) for t in sampled],
+    )
+    if isinstance(critic, ValueModel):
+        assert critic.backbone is not None
+        values = critic.backbone(tokens, place, causal) @ critic.weight + critic.bias
+        told.values, told.old_values = [values[t - 1] for t in sampled], case.value[key].tolist()
+    elif isinstance(critic, ActionValueModel):
+        own = critic.backbone(tokens, place, causal) @ critic.heads.transpose(1, 2)
         with torch.no_grad():
-            logp = outputs_of(model, lay([rollout.transcripts], [0])).logp
-        found[id(rollout)] = logp + noise * torch.randn(len(logp), generator=generator, dtype=logp.dtype)
-    return found
+            slow = critic.slow_backbone(tokens, place, causal) @ critic.slow_heads.transpose(1, 2)
+        told.pi = [logs[t - 1].exp() for t in sampled]
+        told.q = [(own[0, t - 1], own[1, t - 1]) for t in sampled]
+        told.slow_q = [(slow[0, t - 1], slow[1, t - 1]) for t in sampled]
+    return told
 
 
-def by_loops(
-    model: Decoder, row: Algorithm, rollouts: Sequence[Rollout], old: PerRollout, reference: PerRollout
-) -> Tensor:
-    """The same loss as its paper writes it: one sequence, one token at a time; no packing and no shared prompt."""
-    played = []
-    for rollout in rollouts:
-        (transcript,) = rollout.transcripts
-        tokens = torch.tensor(transcript.tokens)
-        logps = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.T).log_softmax(-1)
-        lp = [logps[t - 1, tokens[t]] for t in range(len(tokens)) if transcript.sampled[t]]
-        reward = float(rollout.reward)  # type: ignore[arg-type]
-        played.append(
-            Played(lp, old[id(rollout)].tolist(), reference[id(rollout)].tolist(), reward, rollout.group, rollout.steps)
-        )
-    return LOSSES[row.name](played)
+def by_loops(case: Case, correct: float = CORRECT) -> tuple[float, Tensor]:
+    """Loss and gradient as the row's paper writes them."""
+    clear(case.learner)
+    loss, name = LOSSES[case.row.name]([played(case, r, correct) for r in case.rollouts]), case.row.name
+    if name in TEXTS:
+        texts, model = [], case.learner.model
+        for text in case.texts:
+            tokens = torch.tensor(text.tokens)
+            logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.T).log_softmax(-1)
+            texts.append([logs[t - 1, tokens[t]] for t in range(1, len(tokens))])
+        loss = loss + TEXTS[name](texts)
+    loss.backward()
+    return loss.item(), gathered(case.learner)
+
+
+def through_the_library(case: Case, rollouts: Sequence[Rollout], cuts: Sequence[Sequence[int]]) -> tuple[float, Tensor]:
+    return gradient(case, feed(case, rollouts, credit(case.row, board(case, rollouts)), cuts))
 
 
 @pytest.mark.parametrize("noise", [0.001, 0.3])
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: r.name)
 def test_loss_and_gradient_equal_a_loop_written_transcription(row: Algorithm, noise: float) -> None:
-    generator = torch.Generator().manual_seed(1)
-    model = tiny(WORDS, dtype=torch.float64)
-    rollouts = make_rollouts(generator, 3, 4, WORDS.vocab_size)
-    old, reference = (noisy_logps(model, rollouts, generator, s) for s in (noise, 0.5))
-    loss, grad = gradient(model, row, rollouts, old, reference, [range(len(rollouts))])
-    model.zero_grad()
-    expected = by_loops(model, row, rollouts, old, reference)
-    expected.backward()  # type: ignore[no-untyped-call]
-    want = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    assert abs(loss - expected.item()) < 1e-10
-    assert (grad - want).abs().max() < 1e-10
+    case = new_case(row, noise=noise)
+    loss, grad = through_the_library(case, case.rollouts, [range(len(case.rollouts))])
+    expected, want = by_loops(case)
+    assert abs(loss - expected) < 1e-10 * max(1.0, abs(expected))
+    assert want.abs().max() > 1e-3 and (grad - want).abs().max() < 1e-10 * max(1.0, want.abs().max().item())
+
+
+def test_every_row_has_its_transcription() -> None:
+    assert LOSSES.keys() == TABLE.keys() and TEXTS.keys() == {n for n, row in TABLE.items() if row.pretraining}
 
 
 @settings(max_examples=40, deadline=None)
@@ -138,23 +134,21 @@ def test_loss_and_gradient_equal_a_loop_written_transcription(row: Algorithm, no
     data=st.data(),
 )
 def test_gradient_is_the_same_under_any_cut_order_and_packing(seed, groups, size, row, data) -> None:  # type: ignore[no-untyped-def]
-    generator = torch.Generator().manual_seed(seed)
-    model = tiny(WORDS, dtype=torch.float64)
-    rollouts = make_rollouts(generator, groups, size, WORDS.vocab_size)
-    old, reference = (noisy_logps(model, rollouts, generator, s) for s in (0.3, 0.5))
-    loss, grad = gradient(model, row, rollouts, old, reference, [range(len(rollouts))])
+    case = new_case(row, seed=seed, groups=groups, size=size)
+    rollouts = case.rollouts
+    loss, grad = through_the_library(case, rollouts, [range(len(rollouts))])
+    close = 1e-10 * max(1.0, grad.abs().max().item())
 
     shuffled = data.draw(st.permutations(rollouts))
     borders = sorted(data.draw(st.lists(st.integers(0, len(rollouts)), max_size=5)))
     edges = [0, *borders, len(rollouts)]
     cuts = [list(range(a, b)) for a, b in pairwise(edges)]  # some empty, the last one partial
-    again, same = gradient(model, row, shuffled, old, reference, cuts)
-    assert abs(loss - again) < 1e-6
-    assert (grad - same).abs().max() <= 1e-6 * max(1.0, grad.abs().max().item())
+    again, same = through_the_library(case, shuffled, cuts)
+    assert abs(loss - again) < 1e-10 * max(1.0, abs(loss)) and (grad - same).abs().max() <= close
 
     budget = data.draw(st.integers(1, 60))
-    again, same = gradient(model, row, rollouts, old, reference, cut([r.transcripts for r in rollouts], budget))
-    assert (grad - same).abs().max() <= 1e-6 * max(1.0, grad.abs().max().item())
+    again, same = through_the_library(case, rollouts, cut([r.transcripts for r in rollouts], budget))
+    assert abs(loss - again) < 1e-10 * max(1.0, abs(loss)) and (grad - same).abs().max() <= close
 
 
 @settings(max_examples=30, deadline=None)
@@ -218,12 +212,12 @@ def test_golden_group_advantages() -> None:
 def test_golden_clip(advantage: float, ratio: float, value: float, moves: bool) -> None:
     r = torch.tensor([ratio], requires_grad=True)
     gain = Clip(0.2, 0.2)(r, Outputs(r.log()), torch.tensor([advantage]))
-    gain.sum().backward()  # type: ignore[no-untyped-call]
+    gain.sum().backward()
     assert torch.isclose(gain, torch.tensor(value)) and r.grad is not None and bool(r.grad != 0) is moves
 
 
 def test_golden_ratios_of_a_sequence() -> None:
-    """Token ratios 2.0 and 0.4 with A = 1: PPO's bound gives (1.2 + 0.4) / 2 token by token, sqrt(0.8) as a sequence."""
+    """Token ratios 2.0 and 0.4 with A = 1: PPO's bound gives (1.2 + 0.4) / 2 by token, sqrt(0.8) as a sequence."""
     log_ratio = torch.tensor([2.0, 0.4], dtype=torch.float64).log()
     ones = torch.ones(2, dtype=torch.float64)
     batch = Batch(None, ones, ones, torch.zeros(2, dtype=torch.int64), weight=ones / 2, advantage=ones)  # type: ignore[arg-type]
@@ -244,7 +238,7 @@ def test_golden_ratios_of_a_sequence() -> None:
 def test_golden_clip_higher(high: float, most: float) -> None:
     """How far a token of probability 0.01 may rise before its gradient ends (DAPO, section 3.1)."""
     p = torch.tensor([most * 0.999, most * 1.001], dtype=torch.float64, requires_grad=True)
-    Clip(0.2, high)(p / 0.01, Outputs(p.log()), torch.ones(2, dtype=torch.float64)).sum().backward()  # type: ignore[no-untyped-call]
+    Clip(0.2, high)(p / 0.01, Outputs(p.log()), torch.ones(2, dtype=torch.float64)).sum().backward()
     assert p.grad is not None and (p.grad != 0).tolist() == [True, False]
 
 
@@ -265,8 +259,10 @@ def test_golden_kl_estimators() -> None:
 def test_equal_rewards_give_exactly_zero() -> None:
     scores = scores_of([0.7] * 7 + [1.0, 0.0], [0] * 7 + [1, 1], [3] * 9)
     for scale in ("none", "group"):
-        advantage = Baselined("group", scale, eps=1e-9)(scores)  # type: ignore[arg-type]
+        advantage = Baselined("group", scale, eps=1e-9)(scores)
         assert (advantage[:7] == 0).all() and (advantage[7:] != 0).all()
+    for baseline in ("none", "batch", "others"):
+        assert (Baselined(baseline, "group")(scores)[:7] == 0).all()
     assert equal_rewards(scores).tolist() == [True] * 7 + [False] * 2
 
 
@@ -309,15 +305,55 @@ def test_likelihood_objective_is_the_mean_over_tokens() -> None:
 
 def test_adding_a_row_takes_one_statement() -> None:
     row = Algorithm("mine", "nobody 2026", Baselined("group", "none"), Clip(0.1, 0.3), TokenMean())
-    assert any("clip(r, 0.9, 1.3)" in line for line in row.describe())
+    assert any("clip(r, 0.9, 1.3)" in line for line in describe(row))
 
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda r: r.name)
 def test_every_row_describes_itself(row: Algorithm) -> None:
-    text = "\n".join(row.describe())
-    assert row.name in text and "A_i = " in text and "w_i = " in text
+    text = "\n".join(describe(row))
+    assert row.name in text and "maximise" in text and "advantage A: " in text and "weight w of a token: " in text
 
 
 def test_unknown_algorithm_lists_the_rows_and_suggests() -> None:
     with pytest.raises(UserError, match="did you mean 'grpo'.*rloo"):
         find("gprpo")
+
+
+def shares_of_digits(task: Task, reply: str) -> float:
+    return sum(c.isdigit() for c in reply) / 8
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: r.name)
+def test_first_update_of_a_real_step_is_the_transcription_of_its_rollouts(row: Algorithm) -> None:
+    """Played by the engine, credited and laid by the source: the same loss and gradient as from the paper."""
+    row = replace(row, epochs=1, minibatches=1)
+    learner = new_learner(row)
+    tasks = [{"id": str(i), "prompt": f"{i}+1="} for i in range(4)]
+    experience = Experience(
+        tasks=tasks, host=Host(shares_of_digits, 0), engine=LocalEngine(learner.model, WORDS), learner=learner,
+        tokenizer=WORDS, algorithm=row, sampling=Sampling(max_tokens=20), size=Size(3, 4, 100), seed=5, correct=0.2,
+        texts=new_texts(torch.Generator().manual_seed(0), 4),  # 16 are drawn: each of them four times
+    )  # fmt: skip
+    step = experience.produce(1)
+    loss, grad = gradient(Case(row, learner, [], [], {}, {}, {}), step.updates[0]())
+
+    rollouts = [r for r, _ in step.rollouts]
+    if row.sampling is not None:  # groups without signal have been replaced
+        differ = {r.group for r in rollouts for o in rollouts if r.group == o.group and r.reward != o.reward}
+        rollouts = [r for r in rollouts if r.group in differ]
+    assert len({r.group for r in rollouts}) == 3
+    views = [learner.evaluate([lay([r.transcripts], [0])], want=values_of(learner))[0] for r in rollouts]
+    reference = views
+    if learner.reference is not None:
+        reference = [learner.evaluate([lay([r.transcripts], [0])], of="reference")[0] for r in rollouts]
+    told = [
+        {id(r): getattr(o, name) for r, o in zip(rollouts, of, strict=True)}
+        for of, name in ((views, "logp"), (reference, "logp"), (views, "value"))
+    ]
+    expected, want = by_loops(Case(row, learner, rollouts, list(experience.texts), *told), correct=0.2)
+    assert abs(loss - expected) < 1e-5 * max(1.0, abs(expected))
+    assert want.abs().max() > 1e-3 and (grad - want).abs().max() < 1e-5 * max(1.0, want.abs().max().item())
+
+
+def values_of(learner: LocalLearner) -> frozenset[str]:
+    return frozenset({"value"}) if isinstance(learner.critic, ValueModel) else frozenset()

@@ -1,18 +1,22 @@
 """Each algorithm written down from its paper, one rollout and one token at a time, with nothing of the library's.
 
-`loss(name, rollouts)` takes for each rollout: lp (scalars with a gradient), old and ref (numbers), its reward and its group.
+`LOSSES[name](rollouts)` is the loss of an optimizer batch. Numbers stand for what is known when the rollouts were made,
+scalars with a gradient for what the models say now. `TEXTS[name](texts)` is what pretraining text adds to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean, stdev
+from typing import Any
 
 from torch import Tensor
 
-L_MAX = 20  # Dr. GRPO's constant in these tests
+L_MAX = 20  # in these tests: Dr. GRPO's constant and DAPO's longest reply
+L_CACHE = 4  # DAPO's soft interval in these tests
 EPS = 1e-6
+ZERO: Any = 0.0  # where a sum of tensors begins
 
 
 @dataclass
@@ -23,6 +27,14 @@ class Played:
     reward: float  # in total
     group: str
     steps: list[tuple[int, float]]  # (tokens before it, step reward): part of the total
+    truncated: bool = False
+    correct: bool = False
+    old_values: list[float] = field(default_factory=list)  # the critic's, when the rollouts were made
+    values: list[Tensor] = field(default_factory=list)  # the critic's now
+    pi: list[Tensor] = field(default_factory=list)  # [vocabulary] probabilities of each action now
+    q: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # [vocabulary] each: the twins' action values now
+    slow_q: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # the same of the slow copies, without a gradient
+    taken: list[int] = field(default_factory=list)  # the actions
 
 
 Loss = Callable[[list[Played]], Tensor]
@@ -57,32 +69,32 @@ def k3(lp: Tensor, ref: float) -> Tensor:
 
 def grpo(rollouts: list[Played]) -> Tensor:
     """DeepSeekMath, equation 3: mean over rollouts of the mean over tokens."""
-    total = 0.0
+    total = ZERO
     for r in rollouts:
-        a, inner = over_group_std(r, rollouts), 0.0
+        a, inner = over_group_std(r, rollouts), ZERO
         for lp, old, ref in zip(r.lp, r.old, r.ref, strict=True):
             inner = inner + clipped((lp - old).exp(), a, 0.2, 0.2) - 0.04 * k3(lp, ref)
         total = total + inner / len(r.lp)
-    return -total / len(rollouts)  # type: ignore[return-value,operator]
+    return -total / len(rollouts)
 
 
 def dr_grpo(rollouts: list[Played]) -> Tensor:
-    total = 0.0
+    total = ZERO
     for r in rollouts:
         a = over_group(r, rollouts)
         total = total + sum(clipped((lp - old).exp(), a, 0.2, 0.2) for lp, old in zip(r.lp, r.old, strict=True)) / L_MAX
-    return -total / len(rollouts)  # type: ignore[return-value,operator]
+    return -total / len(rollouts)
 
 
 def rloo(rollouts: list[Played]) -> Tensor:
     """The KL of the sequence is part of the reward: R - 0.05 log(pi_old(y) / pi_ref(y))."""
     punished = [r.reward - 0.05 * (sum(r.old) - sum(r.ref)) for r in rollouts]
-    total = 0.0
+    total = ZERO
     for i, r in enumerate(rollouts):
         others = [punished[j] for j, o in enumerate(rollouts) if o.group == r.group and j != i]
         a = punished[i] - mean(others)
         total = total + sum((lp - old).exp() * a for lp, old in zip(r.lp, r.old, strict=True))
-    return -total / len(rollouts)  # type: ignore[return-value,operator]
+    return -total / len(rollouts)
 
 
 def to_go(r: Played, t: int) -> float:
@@ -92,17 +104,17 @@ def to_go(r: Played, t: int) -> float:
 
 
 def reinforce(rollouts: list[Played]) -> Tensor:
-    total = sum(lp * to_go(r, t) for r in rollouts for t, lp in enumerate(r.lp))
-    return -total / len(rollouts)  # type: ignore[return-value]
+    total = sum((lp * to_go(r, t) for r in rollouts for t, lp in enumerate(r.lp)), ZERO)
+    return -total / len(rollouts)
 
 
 def whitened_clip(rollouts: list[Played], returns: list[list[float]]) -> Tensor:
     every = [x for own in returns for x in own]
-    centre, spread, total = mean(every), stdev(every), 0.0
+    centre, spread, total = mean(every), stdev(every), ZERO
     for r, own in zip(rollouts, returns, strict=True):
         for lp, old, x in zip(r.lp, r.old, own, strict=True):
             total = total + clipped((lp - old).exp(), (x - centre) / (spread + 1e-8), 0.2, 0.2)
-    return total / len(every)  # type: ignore[return-value]
+    return total / len(every)
 
 
 def reinforce_plus_plus(rollouts: list[Played]) -> Tensor:
@@ -121,19 +133,19 @@ def reinforce_plus_plus_baseline(rollouts: list[Played]) -> Tensor:
         returns.append([to_go(r, t) - baseline for t in range(len(r.lp))])
     tokens = sum(len(r.lp) for r in rollouts)
     k2 = sum((lp - ref) ** 2 / 2 for r in rollouts for lp, ref in zip(r.lp, r.ref, strict=True)) / tokens
-    return -whitened_clip(rollouts, returns) + 0.01 * k2  # type: ignore[return-value]
+    return -whitened_clip(rollouts, returns) + 0.01 * k2
 
 
 def grpo_process(rollouts: list[Played]) -> Tensor:
-    total = 0.0
+    total = ZERO
     for r in rollouts:
         every = [x for o in rollouts if o.group == r.group for _, x in ended(o)]
-        inner = 0.0
+        inner = ZERO
         for t, (lp, old, ref) in enumerate(zip(r.lp, r.old, r.ref, strict=True)):
             a = sum((x - mean(every)) / (stdev(every) + EPS) for end, x in ended(r) if end > t)
             inner = inner + clipped((lp - old).exp(), a, 0.2, 0.2) - 0.04 * k3(lp, ref)
         total = total + inner / len(r.lp)
-    return -total / len(rollouts)  # type: ignore[return-value,operator]
+    return -total / len(rollouts)
 
 
 def ended(r: Played) -> list[tuple[int, float]]:
@@ -142,86 +154,233 @@ def ended(r: Played) -> list[tuple[int, float]]:
 
 
 def reinforce_baseline(rollouts: list[Played]) -> Tensor:
-    return -sum(sum(r.lp) * over_batch(r, rollouts) for r in rollouts) / len(rollouts)  # type: ignore[return-value]
+    return ZERO - sum(sum(r.lp) * over_batch(r, rollouts) for r in rollouts) / len(rollouts)
 
 
 def off_policy_pg(rollouts: list[Played]) -> Tensor:
-    total = 0.0
+    total = ZERO
     for r in rollouts:
-        product = 1.0
+        product = 1.0 + ZERO
         for lp, old in zip(r.lp, r.old, strict=True):
             product = product * (lp.detach() - old).exp()
             total = total + product * lp * over_batch(r, rollouts)
-    return -total / len(rollouts)  # type: ignore[return-value,operator]
+    return -total / len(rollouts)
 
 
 def grpo_sequence(rollouts: list[Played]) -> Tensor:
     """One clipped term per response; its KL is the mean over tokens."""
-    total = 0.0
+    total = ZERO
     for r in rollouts:
-        ratio = sum(lp - old for lp, old in zip(r.lp, r.old, strict=True)).exp()  # type: ignore[union-attr]
+        ratio = sum((lp - old for lp, old in zip(r.lp, r.old, strict=True)), ZERO).exp()
         kl = sum(k3(lp, ref) for lp, ref in zip(r.lp, r.ref, strict=True)) / len(r.lp)
         total = total + clipped(ratio, over_group_std(r, rollouts), 0.2, 0.2) - 0.04 * kl
-    return -total / len(rollouts)  # type: ignore[return-value,operator]
+    return -total / len(rollouts)
 
 
 def gspo(rollouts: list[Played]) -> Tensor:
-    total = 0.0
+    total = ZERO
     for r in rollouts:
-        s = (sum(lp - old for lp, old in zip(r.lp, r.old, strict=True)) / len(r.lp)).exp()  # type: ignore[union-attr]
+        s = (sum((lp - old for lp, old in zip(r.lp, r.old, strict=True)), ZERO) / len(r.lp)).exp()
         total = total + clipped(s, over_group_std(r, rollouts), 3e-4, 4e-4)
-    return -total / len(rollouts)  # type: ignore[return-value,operator]
+    return -total / len(rollouts)
 
 
 def gspo_token(rollouts: list[Played]) -> Tensor:
-    total = 0.0
+    total = ZERO
     for r in rollouts:
-        s = (sum(lp - old for lp, old in zip(r.lp, r.old, strict=True)) / len(r.lp)).exp().detach()  # type: ignore[union-attr]
+        s = (sum((lp - old for lp, old in zip(r.lp, r.old, strict=True)), ZERO) / len(r.lp)).exp().detach()
         a = over_group_std(r, rollouts)
         total = total + sum(clipped(s * lp.exp() / lp.exp().detach(), a, 3e-4, 4e-4) for lp in r.lp) / len(r.lp)
-    return -total / len(rollouts)  # type: ignore[return-value,operator]
+    return -total / len(rollouts)
 
 
 def gmpo(rollouts: list[Played]) -> Tensor:
     """Equation 4 with the clip in log space: the geometric mean of the pessimistic token ratios, times A."""
-    total = 0.0
+    total = ZERO
     for r in rollouts:
-        a, logs = over_group_std(r, rollouts), 0.0
+        a, logs = over_group_std(r, rollouts), ZERO
         for lp, old in zip(r.lp, r.old, strict=True):
             x = lp - old
             bounded = x if -0.4 <= x <= 0.4 else x.detach() * 0 + (0.4 if x > 0 else -0.4)
             logs = logs + ((x if x <= bounded else bounded) if a >= 0 else (x if x >= bounded else bounded))
-        total = total + (logs / len(r.lp)).exp() * a  # type: ignore[union-attr]
-    return -total / len(rollouts)  # type: ignore[return-value,operator]
+        total = total + (logs / len(r.lp)).exp() * a
+    return -total / len(rollouts)
 
 
 def gpg(rollouts: list[Played]) -> Tensor:
     tokens = sum(len(r.lp) for r in rollouts)
     useful = sum(len(set(rewards_of(r.group, rollouts))) > 1 for r in rollouts)
     scale = len(rollouts) / useful
-    return -sum(sum(r.lp) * over_group(r, rollouts) * scale for r in rollouts) / tokens  # type: ignore[return-value]
+    return ZERO - sum(sum(r.lp) * over_group(r, rollouts) * scale for r in rollouts) / tokens
 
 
 def lite_ppo(rollouts: list[Played]) -> Tensor:
     tokens, spread = sum(len(r.lp) for r in rollouts), stdev(r.reward for r in rollouts)
-    total = 0.0
+    total = ZERO
     for r in rollouts:
         a = over_group(r, rollouts) / (spread + EPS)
         total = total + sum(clipped((lp - old).exp(), a, 0.2, 0.2) for lp, old in zip(r.lp, r.old, strict=True))
-    return -total / tokens  # type: ignore[return-value,operator]
+    return -total / tokens
 
 
 def cispo(rollouts: list[Played]) -> Tensor:
-    tokens, total = sum(len(r.lp) for r in rollouts), 0.0
+    tokens, total = sum(len(r.lp) for r in rollouts), ZERO
     for r in rollouts:
         a = over_group_std(r, rollouts)
         for lp, old in zip(r.lp, r.old, strict=True):
             total = total + min((lp.detach() - old).exp().item(), 5.0) * a * lp
-    return -total / tokens  # type: ignore[return-value,operator]
+    return -total / tokens
+
+
+def dapo(rollouts: list[Played]) -> Tensor:
+    """Equation 10 with clip-higher; equation 13 shapes the reward; truncated replies are no part of the loss."""
+    for r in rollouts:
+        n = len(r.lp)
+        over = 0.0 if n <= L_MAX - L_CACHE else -1.0 if n > L_MAX else ((L_MAX - L_CACHE) - n) / L_CACHE
+        r.reward += over
+    total, tokens = ZERO, 0
+    for r in rollouts:
+        if r.truncated:
+            continue
+        a, tokens = over_group_std(r, rollouts), tokens + len(r.lp)
+        total = total + sum(clipped((lp - old).exp(), a, 0.2, 0.28) for lp, old in zip(r.lp, r.old, strict=True))
+    return -total / tokens
+
+
+def trpo(rollouts: list[Played]) -> Tensor:
+    """Equation 14, the surrogate: the mean of pi / pi_old A."""
+    total, tokens = ZERO, sum(len(r.lp) for r in rollouts)
+    for r in rollouts:
+        a = over_group_std(r, rollouts)
+        total = total + sum((lp - old).exp() * a for lp, old in zip(r.lp, r.old, strict=True))
+    return -total / tokens
+
+
+# -- with a critic -----------------------------------------------------------------------------------------------------
+
+
+def earned(r: Played, beta: float = 0.0) -> list[float]:
+    """What each token earns: a step's reward comes with the last token before it, the rest with the last of all."""
+    out = [-beta * (old - ref) for old, ref in zip(r.old, r.ref, strict=True)]
+    for before, reward in r.steps:
+        out[max(0, before - 1)] += reward
+    out[-1] += r.reward - sum(reward for _, reward in r.steps)
+    return out
+
+
+def gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """Equation 16 as the sum it is: A_t = sum_k (gamma lambda)^k delta_(t+k), the value after the end being 0."""
+    after = [*values[1:], 0.0]
+    delta = [r + gamma * later - now for r, later, now in zip(rewards, after, values, strict=True)]
+    return [sum((gamma * lam) ** (s - t) * delta[s] for s in range(t, len(delta))) for t in range(len(delta))]
+
+
+def value_loss(rollouts: list[Played], returns: list[list[float]]) -> Tensor:
+    """Mean over tokens of 1/2 max((V - R)^2, (V_old + clip(V - V_old, -0.2, 0.2) - R)^2)."""
+    total, tokens = ZERO, sum(len(r.lp) for r in rollouts)
+    for r, aims in zip(rollouts, returns, strict=True):
+        for v, before, aim in zip(r.values, r.old_values, aims, strict=True):
+            free = (v - aim) ** 2
+            bounded = (
+                free if abs(v.item() - before) <= 0.2 else v * 0 + (before + (0.2 if v > before else -0.2) - aim) ** 2
+            )
+            total = total + (free if free >= bounded else bounded) / 2
+    return total / tokens
+
+
+def returns_of(rollouts: list[Played], beta: float, lam: float) -> list[list[float]]:
+    """A + V of the time of the rollouts, gamma 1."""
+    return [
+        [a + v for a, v in zip(gae(earned(r, beta), r.old_values, 1.0, lam), r.old_values, strict=True)]
+        for r in rollouts
+    ]
+
+
+def whitened(advantages: list[list[float]]) -> list[list[float]]:
+    every = [a for own in advantages for a in own]
+    return [[(a - mean(every)) / (stdev(every) + 1e-8) for a in own] for own in advantages]
+
+
+def clipped_mean(rollouts: list[Played], advantages: list[list[float]], low: float, high: float) -> Tensor:
+    total, tokens = ZERO, sum(len(r.lp) for r in rollouts)
+    for r, own in zip(rollouts, advantages, strict=True):
+        total = total + sum(
+            clipped((lp - old).exp(), a, low, high) for lp, old, a in zip(r.lp, r.old, own, strict=True)
+        )
+    return total / tokens
+
+
+def ppo(rollouts: list[Played], beta: float = 0.05, lam: float = 0.95) -> Tensor:
+    """Equations 7 and 9, the KL to the reference taken off each token's reward; no entropy bonus."""
+    advantages = whitened([gae(earned(r, beta), r.old_values, 1.0, lam) for r in rollouts])
+    policy = clipped_mean(rollouts, advantages, 0.2, 0.2)
+    return -policy + 0.1 * value_loss(rollouts, returns_of(rollouts, beta, lam))
+
+
+def ppo_kl(rollouts: list[Played]) -> Tensor:
+    """Equation 8: r A - beta KL(old, new), the KL estimated, with q = new / old, as q - 1 - log q."""
+    advantages = whitened([gae(earned(r), r.old_values, 1.0, 0.95) for r in rollouts])
+    total, tokens = ZERO, sum(len(r.lp) for r in rollouts)
+    for r, own in zip(rollouts, advantages, strict=True):
+        for lp, old, a in zip(r.lp, r.old, own, strict=True):
+            q = (lp - old).exp()
+            total = total + q * a - 1.0 * (q - 1 - q.log())
+    return -total / tokens + 0.1 * value_loss(rollouts, returns_of(rollouts, 0.0, 0.95))
+
+
+def open_reasoner_zero(rollouts: list[Played]) -> Tensor:
+    """gamma = lambda = 1 and no KL: the return is the sum of the rewards that follow."""
+    aims = [[to_go_of(earned(r), t) for t in range(len(r.lp))] for r in rollouts]
+    advantages = [
+        [aim - v for aim, v in zip(own, r.old_values, strict=True)] for r, own in zip(rollouts, aims, strict=True)
+    ]
+    return -clipped_mean(rollouts, whitened(advantages), 0.2, 0.2) + 0.1 * value_loss(rollouts, aims)
+
+
+def to_go_of(rewards: list[float], t: int) -> float:
+    return sum(rewards[t:])
+
+
+def vapo(rollouts: list[Played]) -> Tensor:
+    """Lambda by length for the policy (equation 8), 1 for the critic; 0.1 x the mean NLL of correct replies (12)."""
+    advantages = []
+    for r in rollouts:
+        lam = max(0.0, 1 - 1 / (0.05 * len(r.lp)))
+        advantages.append(gae(earned(r), r.old_values, 1.0, lam))
+    policy = clipped_mean(rollouts, whitened(advantages), 0.2, 0.28)
+    good = [lp for r in rollouts if r.correct for lp in r.lp]
+    nll = -sum(good, ZERO) / len(good) if good else ZERO
+    return -policy + 0.1 * nll + 0.1 * value_loss(rollouts, returns_of(rollouts, 0.0, 1.0))
+
+
+def sac(rollouts: list[Played]) -> Tensor:
+    """Discrete soft actor-critic (arXiv 1910.07207): equations 3, 10 and 12, with temperature 0.01 and gamma 1."""
+    alpha, total, tokens = 0.01, ZERO, sum(len(r.lp) for r in rollouts)
+    for r in rollouts:
+        rewards = earned(r)
+        for t, (pi, (one, two)) in enumerate(zip(r.pi, r.q, strict=True)):
+            y = rewards[t]
+            if t + 1 < len(r.pi):  # the soft value of the next state, under the slow copies
+                later, (a, b) = r.pi[t + 1].detach().tolist(), r.slow_q[t + 1]
+                logs = r.pi[t + 1].detach().log().tolist()
+                least = [min(x, z) for x, z in zip(a.tolist(), b.tolist(), strict=True)]
+                y += sum(p * (m - alpha * log) for p, m, log in zip(later, least, logs, strict=True))
+            action = r.taken[t]
+            total = total + (one[action] - y) ** 2 / 2 + (two[action] - y) ** 2 / 2
+            for p, x, z in zip(pi, one.tolist(), two.tolist(), strict=True):
+                total = total + p * (alpha * p.log() - min(x, z))
+    return total / tokens
+
+
+def pretraining(texts: list[list[Tensor]]) -> Tensor:
+    """InstructGPT, equation 2: minus the mean log-probability of the tokens of pretraining text, coefficient 1."""
+    every = [lp for text in texts for lp in text]
+    return ZERO - sum(every) / len(every)
 
 
 LOSSES: dict[str, Loss] = {
     "grpo": grpo,
+    "iterative-grpo": grpo,
     "dr-grpo": dr_grpo,
     "rloo": rloo,
     "reinforce": reinforce,
@@ -237,4 +396,13 @@ LOSSES: dict[str, Loss] = {
     "gpg": gpg,
     "lite-ppo": lite_ppo,
     "cispo": cispo,
+    "dapo": dapo,
+    "trpo": trpo,
+    "ppo": ppo,
+    "ppo-kl": ppo_kl,
+    "ppo-ptx": ppo,
+    "open-reasoner-zero": open_reasoner_zero,
+    "vapo": vapo,
+    "sac": sac,
 }
+TEXTS: dict[str, Callable[[list[list[Tensor]]], Tensor]] = {"ppo-ptx": pretraining}

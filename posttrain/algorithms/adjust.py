@@ -74,6 +74,7 @@ def adjust(row: Algorithm, settings: RL) -> Algorithm:
         row = axis(row, settings)
     row = replace(row, epochs=settings.epochs or row.epochs, minibatches=settings.minibatches or row.minibatches)
     _check(row, settings)
+    _check_parts(row, settings)
     return row
 
 
@@ -119,6 +120,9 @@ def _advantage(row: Algorithm, settings: RL) -> Algorithm:
             discounting,
             "one advantage for the whole reply has no discount; see --advantage gae or to-go",
         )
+    else:
+        reason = "its critic learns from what each token earns, as it is; leave them out"
+        _refuse(row, settings, ("gae_lambda", "gae_alpha", "whiten"), reason)
     return replace(row, advantage=advantage)
 
 
@@ -153,7 +157,7 @@ def _aggregate(row: Algorithm, settings: RL) -> Algorithm:
 def _kl(row: Algorithm, settings: RL) -> Algorithm:
     changed = _given(settings, beta="kl", estimator="kl_estimator", where="kl_where")
     controls = ("kl_control", "kl_target", "kl_horizon")
-    if settings.kl == 0 or not (row.kl or changed):
+    if settings.kl == 0 or (row.kl is None and settings.kl is None):
         names = ("kl_estimator", "kl_where", *controls, "reference_every")
         _refuse(row, settings, names, "there is no KL penalty to change: give it a coefficient, such as --kl 0.01")
         return replace(row, kl=None, refresh=0)
@@ -323,3 +327,44 @@ def _check(row: Algorithm, settings: RL) -> None:
         contradiction(f"--baseline-weight {row.advantage.weight} weighs a baseline that --baseline none leaves out")
     if row.select is not None and isinstance(row.critic, SoftQ):
         contradiction("its critic learns from every token: leave out --top-entropy")
+
+
+def _check_parts(row: Algorithm, settings: RL) -> None:
+    """Refuse parts that need each other or undo each other."""
+    kl, baselined = row.kl, row.advantage if isinstance(row.advantage, Baselined) else None
+    warmup = row.critic.warmup if row.critic is not None else 0
+    rules = (
+        (
+            row.replay is not None and (kl is not None or isinstance(row.critic, Value)),
+            "of rollouts of earlier steps neither a KL nor a state's value is known: "
+            "leave out --replay, or --kl and --advantage gae",
+        ),
+        (
+            kl is not None and kl.where == "reward" and kl.against == "old",
+            "its KL is to the policy that sampled, and 0 when rewards are given: leave out --kl-where",
+        ),
+        (
+            kl is not None and kl.where == "reward" and isinstance(row.advantage, Process),
+            "compares the rewards of steps, which no KL is taken off: leave out --kl-where reward",
+        ),
+        (
+            baselined is not None and (baselined.baseline, baselined.scale) == ("none", "batch"),
+            "without a baseline equal rewards would be divided by nothing: set --scale none, or choose a --baseline",
+        ),
+        (
+            bool(settings.length_reward) and settings.group < 2,
+            "--length-reward compares the lengths of a group: --group must be at least 2",
+        ),
+        (
+            warmup >= settings.steps,
+            f"its critic warms up for {warmup} of {settings.steps} steps, the policy would learn nothing: "
+            "set --critic-warmup below --steps",
+        ),
+        (
+            row.replay is None and row.minibatches > settings.prompts,
+            f"an update needs a group: --minibatches {row.minibatches} is above --prompts {settings.prompts}",
+        ),
+    )
+    for broken, reason in rules:
+        if broken:
+            raise UserError(f"{row.name}: {reason}")

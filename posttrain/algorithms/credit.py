@@ -44,7 +44,7 @@ class Baselined(Advantage):
     signal    all advantages times B / (rollouts in groups with any signal), so that groups without one do not dilute the
               gradient (GPG, arXiv 2504.02546, eq. 7).
 
-    A group whose rewards are all equal has advantage exactly 0 under a group baseline, whatever the rounding.
+    A group whose rewards are all equal has advantage exactly 0 under a group baseline or scale, whatever the rounding.
     """
 
     baseline: Literal["none", "batch", "group", "others"] = "group"
@@ -108,7 +108,7 @@ class Baselined(Advantage):
         elif self.scale == "batch":
             advantage = advantage / ((reward.std() if len(reward) > 1 else reward.new_zeros(())) + self.eps)
         equal = equal_rewards(scores)
-        if self.baseline in ("group", "others"):
+        if self.needs_group:
             advantage = advantage.masked_fill(equal, 0.0)
         if self.signal and not bool(equal.all()):
             advantage = advantage * (len(reward) / (~equal).sum())

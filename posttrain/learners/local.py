@@ -235,13 +235,17 @@ class LocalLearner:
         return model.hidden(batch.layout).index_select(0, batch.at)
 
     def _share_gradients(self) -> None:
-        """Sum them over the world, where there is more than this process."""
+        """Sum them over the world, where there is more than this process; a part without any, anywhere, stays without."""
         if self.world.size == 1:
             return
         for part in self.parts:
-            for parameter in part.parameters.values():
-                own = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                parameter.grad = self.world.sum(own)
+            parameters = list(part.parameters.values())
+            own = [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters]
+            moved = own[0].new_tensor([float(any(p.grad is not None for p in parameters))])
+            *summed, anywhere = self.world.sum(torch.cat([*own, moved])).split([*(p.numel() for p in parameters), 1])
+            there = bool(anywhere.item())
+            for parameter, gradient in zip(parameters, summed, strict=True):
+                parameter.grad = gradient.view_as(parameter) if there else None
 
     def _clip(self) -> dict[str, float]:
         """Clip the gradients of each part; returns their norms before that.
@@ -274,13 +278,14 @@ class LocalLearner:
     def _natural_step(self, region: TrustRegion, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
         """Move the policy by a natural gradient step, and leave nothing of it to the other optimizer."""
         parameters = list(self.parts[0].parameters.values())
-        gradient = -torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])  # of what is maximised
+        # of what is maximised; while a critic warms up there is none
+        gradient = -torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters])
         for parameter in parameters:
             parameter.grad = None
         start = nn.utils.parameters_to_vector(parameters).detach().clone()
         before = copy.deepcopy(self.model).requires_grad_(False)
         world = self.world
-        tokens = world.sum(torch.tensor(float(sum(b.target.numel() for b in batches)))).item()
+        tokens = world.sum(torch.tensor(float(sum(b.target.numel() for b in batches)), device=self.device)).item()
 
         def kl(batch: Batch) -> Tensor:
             """Sum over the batch's tokens of KL(before || now), exact."""
@@ -302,12 +307,12 @@ class LocalLearner:
                 ignored = Stats()
                 outputs = (self._outputs(self.model, b, objective.wants) for b in batches)
                 own = sum(objective(o, b, ignored).item() for o, b in zip(outputs, batches, strict=True))
-                return world.sum(torch.tensor(own, dtype=torch.float64)).item()
+                return world.sum(torch.tensor(own, dtype=torch.float64, device=self.device)).item()
 
         def measure(step: Tensor) -> tuple[float, float]:
             _fill(parameters, start + step)
             with torch.no_grad():
-                own = torch.tensor(sum(kl(batch).item() for batch in batches), dtype=torch.float64)
+                own = torch.tensor(sum(kl(batch).item() for batch in batches), dtype=torch.float64, device=self.device)
                 distance = world.sum(own).item() / tokens
             return unmoved - loss(), distance
 

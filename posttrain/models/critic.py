@@ -103,8 +103,13 @@ def new_critic(kind: type[Critic], folder: Path | None, policy: Decoder, seed: i
     )
     stored = folder / "training" / STORED
     if stored.exists():
-        left = load_file(stored)
-        if left.keys() == critic.state_dict().keys():
+        left, own = load_file(stored), critic.state_dict()
+        if left.keys() == own.keys():
+            if any(left[name].shape != own[name].shape for name in own):
+                raise UserError(
+                    f"the critic in {stored} is of another size than the policy beside it, where its sizes are read: "
+                    "start from what it started from, with --critic-model"
+                )
             critic.load_state_dict(left)
     elif score is not None and isinstance(critic, ValueModel):
         with torch.no_grad():

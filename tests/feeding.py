@@ -1,0 +1,233 @@
+"""From rollouts to the gradient of an update, in float64 and through the library's own parts; for proofs about them.
+
+What a run takes from its engine and from earlier weights (old log-probabilities, the reference's, the critic's values
+of rollout time) is made up here, so that ratios, clips and returns are in all their cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from conftest import make_rollouts, tiny
+from torch import Tensor
+
+from posttrain.algorithms.adjust import adjust
+from posttrain.algorithms.credit import GAE, per_token, returns
+from posttrain.algorithms.critic import SoftQ, Value
+from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.table import TABLE
+from posttrain.config import RL
+from posttrain.data.pack import lay
+from posttrain.learners.local import LocalLearner, Optimization
+from posttrain.models.critic import ActionValueModel, Critic, ValueModel
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.scoreboard import scoreboard
+from posttrain.types import Batch, Completion, Rollout, Scores, Stats, StopReason, Transcript, World
+
+WORDS = Tokenizer.train(["0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>"], 64, "characters")
+CORRECT = 0.75  # rewards from here on are correct
+
+PerRollout = dict[int, Tensor]  # by id(rollout), so that rollouts may change their places
+
+
+def chosen_row(row: Algorithm, **settings: Any) -> Algorithm:
+    """The row as a run has it whose replies have at most 20 tokens."""
+    given = {"ptx": "text.jsonl"} if row.pretraining else {}
+    warm = {"critic_warmup": 0} if row.critic else {}
+    return adjust(row, RL(**{"max_tokens": 20, "group": 4, "steps": 10, **given, **warm, **settings}))
+
+
+ROWS = [chosen_row(row) for row in TABLE.values()]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row, models and rollouts to take a gradient of."""
+
+    row: Algorithm
+    learner: LocalLearner
+    rollouts: list[Rollout]
+    texts: list[Transcript]  # pretraining text
+    old: PerRollout
+    reference: PerRollout
+    value: PerRollout  # the critic's, of rollout time
+
+
+def new_critic_of(row: Algorithm, dtype: torch.dtype) -> Critic | None:
+    """A critic with a backbone of its own whose heads are far from zero, and whose slow copies are elsewhere."""
+    if row.critic is None:
+        return None
+    backbone = tiny(WORDS, seed=2)
+    critic: Critic = ActionValueModel(backbone, 3) if isinstance(row.critic, SoftQ) else ValueModel(32, backbone, 3)
+    with torch.no_grad():
+        for parameter in (critic.weight,) if isinstance(critic, ValueModel) else (critic.heads, critic.slow_heads):
+            parameter.mul_(500)
+        if isinstance(critic, ActionValueModel):
+            critic.slow_heads.mul_(0.7)
+            for slow in critic.slow_backbone.parameters():
+                slow.mul_(0.9)
+    return critic.to(dtype)
+
+
+def new_learner(row: Algorithm, dtype: torch.dtype = torch.float64, world: World | None = None) -> LocalLearner:
+    return LocalLearner(
+        tiny(WORDS, dtype=dtype),
+        Optimization(lr=1e-3, weight_decay=0.1),
+        reference=tiny(WORDS, seed=1, dtype=dtype) if row.needs_reference else None,
+        critic=new_critic_of(row, dtype),
+        trust_region=row.trust_region,
+        follow=0.1,
+        world=world,
+    )
+
+
+def new_rollouts(generator: torch.Generator, groups: int, size: int) -> list[Rollout]:
+    """As `make_rollouts`; the first of each group is long, some are truncated."""
+    rollouts = make_rollouts(generator, groups, size, WORDS.vocab_size)
+    for i, rollout in enumerate(rollouts):
+        if i % size == 0:
+            more = torch.randint(3, WORDS.vocab_size, (24,), generator=generator).tolist()
+            rollout.transcripts[0].sample(Completion(0, more, [-1.0] * 24, "", StopReason.EOS, 0))
+        if i % 3 == 1:
+            rollout.stop = StopReason.LENGTH
+    return rollouts
+
+
+def new_texts(generator: torch.Generator, count: int = 4) -> list[Transcript]:
+    texts = []
+    for _ in range(count):
+        text = Transcript()
+        text.observe([1])
+        tokens = torch.randint(3, WORDS.vocab_size, (5,), generator=generator).tolist()
+        text.sample(Completion(0, tokens, [0.0] * 5, "", StopReason.EOS, 0))
+        texts.append(text)
+    return texts
+
+
+def new_case(
+    row: Algorithm, *, seed: int = 1, groups: int = 3, size: int = 4, noise: float = 0.3, world: World | None = None
+) -> Case:
+    """`noise`: deviation of the old log-probabilities from the current ones."""
+    generator = torch.Generator().manual_seed(seed)
+    learner = new_learner(row, world=world)
+    rollouts = new_rollouts(generator, groups, size)
+
+    def near(values: Tensor, deviation: float) -> Tensor:
+        return values + deviation * torch.randn(len(values), generator=generator, dtype=values.dtype)
+
+    want = frozenset({"value"}) if isinstance(row.critic, Value) else frozenset()
+    old, reference, value = {}, {}, {}
+    for rollout in rollouts:
+        (own,) = learner.evaluate([lay([rollout.transcripts], [0])], want=want)
+        old[id(rollout)], reference[id(rollout)] = near(own.logp, noise), near(own.logp, 0.5)
+        if own.value is not None:
+            value[id(rollout)] = near(own.value, 0.3)
+    return Case(row, learner, rollouts, new_texts(generator) if row.pretraining else [], old, reference, value)
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What is a function of the scoreboard."""
+
+    advantage: list[Tensor]  # [n_i] of each rollout
+    weight: Tensor  # [S]
+    fed: list[bool]  # [S], whether the rollout is in the loss
+    returns: list[Tensor]  # [n_i] of each rollout, where there is a critic of states
+    imitate: Tensor | None  # [S]
+
+
+def board(case: Case, rollouts: Sequence[Rollout]) -> Scores:
+    """The scoreboard of these, in float64, before any shaping."""
+    row, penalty = case.row, []
+    if row.kl and row.kl.where == "reward":
+        penalty = [row.kl.beta * row.kl(case.old[id(r)], case.reference[id(r)]) for r in rollouts]
+    value = [case.value[id(r)] for r in rollouts] if case.value else []
+    scores = scoreboard(rollouts, penalty, value, CORRECT)
+    return replace(scores, length=scores.length.double())
+
+
+def credit(row: Algorithm, scores: Scores) -> Credit:
+    """Advantages before the filters, weights after them: filtered rollouts count in their group's statistics."""
+    for shape in row.shaping:
+        scores = replace(scores, reward=scores.reward + shape(scores))
+    advantage = per_token(row.advantage(scores), scores)
+    fed = torch.ones(len(scores.reward), dtype=torch.bool)
+    for keep in row.filters:
+        fed &= keep(scores)
+    rows = fed.nonzero().flatten()
+    weight = torch.zeros(len(fed), dtype=torch.float64).index_put((rows,), row.aggregate(scores.of(rows)))
+    aims = []
+    if isinstance(row.critic, Value):
+        assert isinstance(row.advantage, GAE)
+        aims = returns(scores, row.advantage.gamma, row.advantage.lam if row.critic.lam is None else row.critic.lam)
+    imitate = None
+    if row.imitation is not None:
+        assert scores.correct is not None
+        good = scores.correct.double()
+        imitate = row.imitation.coefficient * good / (good * scores.length).sum().clamp_min(1.0)
+    return Credit(advantage, weight, fed.tolist(), aims, imitate)
+
+
+def feed(
+    case: Case,
+    rollouts: Sequence[Rollout],
+    found: Credit,
+    cuts: Sequence[Sequence[int]],
+    texts: Sequence[Transcript] | None = None,
+    text_tokens: int | None = None,
+    offset: int = 0,
+) -> list[Batch]:
+    """Micro-batches of these cuts. `found` is of a board in which these rollouts stand from place `offset` on."""
+    row, batches = case.row, []
+    coefficients = {
+        **({"kl": row.kl.beta} if row.kl else {}),
+        **({"entropy": row.entropy.coefficient} if row.entropy else {}),
+    }
+    for index in ([i for i in part if found.fed[offset + i]] for part in cuts):
+        if not index:
+            continue
+        batch = lay([rollouts[i].transcripts for i in index], [offset + i for i in index])
+        fields: dict[str, Any] = {"advantage": torch.cat([found.advantage[offset + i] for i in index])}
+        if row.surrogate.uses_ratio:
+            fields["old_logp"] = torch.cat([case.old[id(rollouts[i])] for i in index])
+        if row.needs_reference:
+            fields["ref_logp"] = torch.cat([case.reference[id(rollouts[i])] for i in index])
+        if found.returns:
+            fields["value"] = torch.cat([case.value[id(rollouts[i])] for i in index])
+            fields["returns"] = torch.cat([found.returns[offset + i] for i in index])
+        if found.imitate is not None:
+            fields["imitate"] = found.imitate[batch.rollout]
+        batches.append(replace(batch, weight=found.weight[batch.rollout], coefficients=coefficients, **fields))
+    texts = case.texts if texts is None else texts
+    if row.pretraining is not None and texts:
+        share = row.pretraining.coefficient / (text_tokens or sum(t.n_sampled for t in texts))
+        batch = lay([[t] for t in texts], range(len(texts)))
+        weight = torch.full(batch.weight.shape, share, dtype=torch.float64)
+        batches.append(replace(batch, weight=weight, sampler_logp=None))
+    return batches
+
+
+def gradient(case: Case, batches: Sequence[Batch]) -> tuple[float, Tensor]:
+    """Loss and gradient, of policy and critic together, summed over these micro-batches."""
+    clear(case.learner)
+    total, objective = 0.0, policy_objective(case.row)
+    for batch in batches:
+        loss = objective(case.learner._outputs(case.learner.model, batch, objective.wants), batch, Stats())
+        loss.backward()
+        total += loss.item()
+    return total, gathered(case.learner)
+
+
+def clear(learner: LocalLearner) -> None:
+    for part in learner.parts:
+        for parameter in part.parameters.values():
+            parameter.grad = None
+
+
+def gathered(learner: LocalLearner) -> Tensor:
+    """The gradient of all parts as one vector; 0 where there is none."""
+    every = [p for part in learner.parts for p in part.parameters.values()]
+    return torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in every])

@@ -1,0 +1,391 @@
+"""Axes: options change the part they name, contradictions are refused with option and fix; and rows of one's own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny
+from feeding import WORDS, new_learner
+
+from posttrain.algorithms.adjust import adjust
+from posttrain.algorithms.choice import DynamicSampling, GroupLength, OverlongFilter, Replay, SoftOverlong, TopEntropy
+from posttrain.algorithms.credit import GAE, Baselined, Process, ToGo
+from posttrain.algorithms.critic import SoftQ, Value
+from posttrain.algorithms.page import differences
+from posttrain.algorithms.parts import (
+    Clip,
+    ConstantLength,
+    ImportanceRatio,
+    LogProbability,
+    PromptMean,
+    SequenceMean,
+    SequenceSum,
+    TokenMean,
+    WeightedLogProbability,
+)
+from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
+from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, TrustRegion, policy_objective
+from posttrain.algorithms.ratio import Causal, Correction, OverSequence, PessimisticClip, SequenceValueTokenGradient
+from posttrain.algorithms.table import TABLE, find
+from posttrain.cli import main
+from posttrain.config import RL, Axes, Training, validate
+from posttrain.engines.local import LocalEngine
+from posttrain.envs.host import Host
+from posttrain.experience import Experience, Size
+from posttrain.learners.local import LocalLearner, Optimization
+from posttrain.models.folder import save_model
+from posttrain.supervised import demonstrate
+from posttrain.train import train
+from posttrain.types import Sampling, Task, UserError
+
+Part = Callable[[Algorithm], Any]
+
+
+def part(name: str) -> Part:
+    return lambda row: getattr(row, name)
+
+
+ADVANTAGE, SURROGATE, RATIO, AGGREGATE = part("advantage"), part("surrogate"), part("ratio"), part("aggregate")
+PENALTY, CRITIC, ENTROPY, CORRECTION = part("kl"), part("critic"), part("entropy"), part("correction")
+SHAPING = part("shaping")
+
+CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
+    ("grpo", {"advantage": "baselined"}, ADVANTAGE, Baselined()),
+    ("grpo", {"advantage": "to-go"}, ADVANTAGE, ToGo()),
+    ("grpo", {"advantage": "process"}, ADVANTAGE, Process()),
+    ("grpo", {"advantage": "gae"}, ADVANTAGE, GAE(whiten=True)),
+    ("grpo", {"advantage": "gae"}, CRITIC, Value()),
+    ("ppo", {"advantage": "baselined"}, CRITIC, None),
+    *(("grpo", {"baseline": b}, ADVANTAGE, Baselined(b, "group")) for b in ("none", "batch", "group", "others")),
+    ("reinforce", {"baseline": "group"}, ADVANTAGE, ToGo("group")),
+    *(
+        ("grpo", {"baseline_weight": w}, ADVANTAGE, Baselined("group", "group", w))
+        for w in ("equal", "length", "gradient")
+    ),
+    *(("grpo", {"scale": s}, ADVANTAGE, Baselined("group", s)) for s in ("none", "batch", "group")),
+    ("ppo", {"gamma": 0.9}, ADVANTAGE, GAE(0.9, 0.95, whiten=True)),
+    ("reinforce", {"gamma": 0.9}, ADVANTAGE, ToGo(gamma=0.9)),
+    ("sac", {"gamma": 0.9}, CRITIC, SoftQ(gamma=0.9, warmup=2)),
+    ("sac", {"critic_tau": 0.5}, CRITIC, SoftQ(tau=0.5, warmup=2)),
+    ("ppo", {"gae_lambda": 0.5}, ADVANTAGE, GAE(1.0, 0.5, whiten=True)),
+    ("ppo", {"gae_alpha": 0.1}, ADVANTAGE, GAE(1.0, 0.95, 0.1, whiten=True)),
+    ("vapo", {"gae_lambda": 0.5}, ADVANTAGE, GAE(1.0, 0.5, whiten=True)),
+    ("ppo", {"whiten": False}, ADVANTAGE, GAE(1.0, 0.95)),
+    ("reinforce", {"whiten": True}, ADVANTAGE, ToGo(whiten=True)),
+    ("grpo", {"surrogate": "clip"}, SURROGATE, Clip()),
+    ("grpo", {"surrogate": "ratio"}, SURROGATE, ImportanceRatio()),
+    ("grpo", {"surrogate": "log-probability"}, SURROGATE, LogProbability()),
+    ("grpo", {"surrogate": "weighted"}, SURROGATE, WeightedLogProbability()),
+    ("gspo", {"surrogate": "log-probability"}, RATIO, ()),
+    ("gspo", {"ratio": "token"}, RATIO, ()),
+    ("grpo", {"ratio": "sequence-mean"}, RATIO, (OverSequence("mean"),)),
+    ("grpo", {"ratio": "sequence-sum"}, RATIO, (OverSequence("sum"),)),
+    ("grpo", {"ratio": "sequence-value"}, RATIO, (SequenceValueTokenGradient(),)),
+    ("grpo", {"ratio": "causal"}, RATIO, (Causal(),)),
+    ("grpo", {"ratio": "geometric"}, RATIO, (PessimisticClip(), OverSequence("mean"))),
+    ("dapo", {"clip_low": 0.1}, SURROGATE, Clip(0.1, 0.28)),
+    ("grpo", {"clip_high": 0.3}, SURROGATE, Clip(0.2, 0.3)),
+    ("cispo", {"clip_high": 2.0}, SURROGATE, WeightedLogProbability(2.0)),
+    ("grpo", {"clip_dual": 3.0}, SURROGATE, Clip(0.2, 0.2, 3.0)),
+    ("grpo", {"clip_dual": 0.0}, SURROGATE, Clip(0.2, 0.2)),
+    ("gpg", {"aggregate": "sequence-mean"}, AGGREGATE, SequenceMean()),
+    ("grpo", {"aggregate": "token-mean"}, AGGREGATE, TokenMean()),
+    ("grpo", {"aggregate": "sequence-sum"}, AGGREGATE, SequenceSum()),
+    ("grpo", {"aggregate": "constant"}, AGGREGATE, ConstantLength(6)),
+    ("grpo", {"aggregate": "prompt-mean"}, AGGREGATE, PromptMean()),
+    ("grpo", {"kl": 0.0}, PENALTY, None),
+    ("grpo", {"kl": 0.5}, PENALTY, KL("k3", 0.5)),
+    ("dr-grpo", {"kl": 0.5}, PENALTY, KL("k3", 0.5)),
+    *(("grpo", {"kl_estimator": e}, PENALTY, KL(e, 0.04)) for e in ("k1", "k2", "k3", "exact", "forward")),
+    ("grpo", {"kl_where": "reward"}, PENALTY, KL("k3", 0.04, "reward")),
+    ("grpo", {"kl_where": "reward", "kl_estimator": "exact"}, PENALTY, KL("exact", 0.04, "reward")),
+    ("ppo", {"kl_where": "loss"}, PENALTY, KL("k1", 0.05, "loss")),
+    ("ppo-kl", {"kl_control": "fixed"}, PENALTY, KL("k3", 1.0, against="old")),
+    ("grpo", {"kl_control": "adaptive"}, PENALTY, KL("k3", 0.04, control=Adaptive())),
+    ("grpo", {"kl_control": "halving-doubling"}, PENALTY, KL("k3", 0.04, control=HalvingDoubling())),
+    ("ppo-kl", {"kl_target": 0.5}, PENALTY, KL("k3", 1.0, against="old", control=HalvingDoubling(0.5))),
+    ("grpo", {"kl_control": "adaptive", "kl_horizon": 9.0}, PENALTY, KL("k3", 0.04, control=Adaptive(horizon=9.0))),
+    ("grpo", {"reference_every": 7}, part("refresh"), 7),
+    ("iterative-grpo", {"reference_every": 0}, part("refresh"), 0),
+    ("iterative-grpo", {"kl": 0.0}, part("refresh"), 0),
+    ("grpo", {"entropy": 0.1}, ENTROPY, Entropy(0.1)),
+    ("grpo", {"entropy": 0.0}, ENTROPY, None),
+    ("grpo", {"entropy_target": 0.5}, ENTROPY, Entropy(0.0, target=0.5)),
+    ("sac", {"entropy_target": 0.5}, ENTROPY, Entropy(0.01, target=0.5)),
+    ("grpo", {"top_entropy": 0.2}, part("select"), TopEntropy(0.2)),
+    ("grpo", {"top_entropy": 1.0}, part("select"), None),
+    *(("grpo", {"correction": kind}, CORRECTION, Correction(kind)) for kind in ("truncate", "icepop", "sequence")),
+    ("grpo", {"correction": "none"}, CORRECTION, None),
+    ("grpo", {"correction": "icepop", "correction_cap": 5.0}, CORRECTION, Correction("icepop", 5.0)),
+    ("grpo", {"dynamic_sampling": 3}, part("sampling"), DynamicSampling(3)),
+    ("dapo", {"dynamic_sampling": 0}, part("sampling"), None),
+    ("grpo", {"overlong_filter": True}, part("filters"), (OverlongFilter(),)),
+    ("dapo", {"overlong_filter": False}, part("filters"), ()),
+    ("grpo", {"overlong_cache": 2}, SHAPING, (SoftOverlong(6, 2),)),
+    ("dapo", {}, SHAPING, (SoftOverlong(6, 1),)),
+    ("dapo", {"overlong_cache": 0}, SHAPING, ()),
+    ("grpo", {"length_reward": 0.2}, SHAPING, (GroupLength(0.2),)),
+    ("dapo", {"length_reward": 0.2}, SHAPING, (SoftOverlong(6, 1), GroupLength(0.2))),
+    ("ppo", {"critic": "none", "advantage": "to-go"}, CRITIC, None),
+    ("ppo", {"critic": "shared"}, CRITIC, Value()),
+    ("vapo", {"critic_warmup": 3}, CRITIC, Value(lam=1.0, warmup=3)),
+    ("sac", {"critic_warmup": 3}, CRITIC, SoftQ(warmup=3)),
+    ("ppo", {"value_clip": 0.5}, CRITIC, Value(clip=0.5)),
+    ("ppo", {"value_clip": 0.0}, CRITIC, Value(clip=None)),
+    ("ppo", {"value_coefficient": 0.5}, CRITIC, Value(coefficient=0.5)),
+    ("grpo", {"imitation": 0.2}, part("imitation"), Imitation(0.2)),
+    ("vapo", {"imitation": 0.0, "critic_warmup": 0}, part("imitation"), None),
+    ("grpo", {"ptx": "text.jsonl"}, part("pretraining"), Pretraining()),
+    ("grpo", {"ptx": "text.jsonl", "ptx_coefficient": 0.5}, part("pretraining"), Pretraining(0.5)),
+    ("dr-grpo", {"trust_region": 0.02}, part("trust_region"), TrustRegion(0.02)),
+    ("trpo", {"trust_region": 0.0}, part("trust_region"), None),
+    ("sac", {"replay": 500}, part("replay"), Replay(500)),
+    ("sac", {"replay": 0, "epochs": 1, "minibatches": 1}, part("replay"), None),
+    ("reinforce", {"replay": 500}, part("replay"), Replay(500)),
+    ("grpo", {"epochs": 3}, part("epochs"), 3),
+    ("grpo", {"minibatches": 2}, part("minibatches"), 2),
+]
+CASES = [pytest.param(*c, id=f"{c[0]} {c[1]}".replace("'", "")) for c in CHANGES]
+OF_THE_RUN = {"critic_lr", "critic_model"}  # no part of a row: proven here and in test_critic.py
+
+
+def settings_of(**how: Any) -> RL:
+    """A small run's."""
+    config = RL(
+        **{"tasks": "rows", "env": "env", "model": "m", "steps": 10, "prompts": 2, "group": 3, "max_tokens": 6, **how}
+    )
+    validate(config)
+    return config
+
+
+def chosen(name: str, how: dict[str, Any]) -> Algorithm:
+    small = {"ptx": "text.jsonl"} if TABLE[name].pretraining else {}
+    critic = TABLE[name].critic
+    warm = {"critic_warmup": 2} if critic is not None and critic.warmup else {}
+    return adjust(find(name), settings_of(**{**small, **warm, **how}))
+
+
+@pytest.mark.parametrize(("name", "how", "where", "expected"), CASES)
+def test_option_changes_the_part_it_names(name: str, how: dict[str, Any], where: Part, expected: Any) -> None:
+    assert where(chosen(name, how)) == expected
+
+
+def test_every_axis_is_proven() -> None:
+    axes = {f.name for f in fields(Axes)} - {f.name for f in fields(Training)} - {"algorithm"}
+    assert axes == {option for _, how, *_ in CHANGES for option in how} | OF_THE_RUN
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_row_without_any_option_is_the_table_s_own(name: str) -> None:
+    row, own = chosen(name, {}), TABLE[name]
+    if own.critic is not None and own.critic.warmup:
+        own = replace(own, critic=replace(own.critic, warmup=2))  # type: ignore[type-var]
+    if isinstance(own.aggregate, ConstantLength):
+        own = replace(own, aggregate=ConstantLength(6))
+    if own.shaping:
+        own = replace(own, shaping=(SoftOverlong(6, 1),))
+    assert row == own
+
+
+def digits(task: Task, reply: str) -> float:
+    return sum(c.isdigit() for c in reply) / 8
+
+
+TASKS = [{"id": str(i), "prompt": f"{i}+1="} for i in range(4)]
+
+
+@pytest.mark.parametrize(("name", "how", "where", "expected"), CASES)
+def test_row_with_the_option_takes_a_step(name: str, how: dict[str, Any], where: Part, expected: Any) -> None:
+    row = chosen(name, how)
+    learner = new_learner(row, torch.float32)
+    texts = [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": "1"}, WORDS, [0], 32) for t in TASKS]
+    length = 20 if row.filters else 6  # some replies must end by themselves to be learned from
+    source = Experience(
+        tasks=TASKS, host=Host(digits, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
+        algorithm=row, sampling=Sampling(max_tokens=length), size=Size(2, 3, 60), seed=0, correct=0.25, texts=texts,
+    )  # fmt: skip
+    figures: list[dict[str, float]] = []
+    steps = 2 if row.replay or row.refresh else 1
+    train(learner, source, policy_objective(row), [lambda t: figures.append(t.stats.means())], first=1, steps=steps)
+    assert len(figures) == steps and all(f["skipped"] == 0 and math.isfinite(f["loss"]) for f in figures)
+
+
+def test_critic_has_a_learning_rate_of_its_own() -> None:
+    row = chosen("ppo", {})
+    model, critic = new_learner(row).model, new_learner(row).critic
+    plan = Optimization(lr=1e-3, schedule="linear", warmup=2, updates=4)
+    learner = LocalLearner(model, plan, critic=critic, critic_lr=5e-3)
+    for group in learner.optimizer.param_groups:
+        group["params"] = []
+    learner.update([], policy_objective(row))
+    assert [g["lr"] for g in learner.optimizer.param_groups] == pytest.approx([5e-4, 5e-4, 2.5e-3, 2.5e-3])
+
+
+# -- contradictions ----------------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    # parts that do not have what the option changes
+    ("ppo", {"baseline": "group"}, "--baseline cannot go with ppo.*--advantage baselined"),
+    ("ppo", {"scale": "group", "baseline_weight": "length"}, "--baseline-weight, --scale cannot go with ppo"),
+    ("reinforce", {"scale": "batch"}, "--scale cannot go with reinforce.*--advantage baselined"),
+    ("reinforce", {"baseline": "batch"}, "--baseline cannot go with reinforce"),
+    ("reinforce", {"baseline": "others"}, "--baseline .* take --baseline group or none"),
+    ("reinforce", {"gae_lambda": 0.9}, "--gae-lambda .*--advantage gae"),
+    ("ppo", {"gae_lambda": 0.9, "gae_alpha": 0.1}, "--gae-alpha .*--gae-lambda"),
+    ("reinforce", {"gae_alpha": 0.1}, "--gae-alpha .*--advantage gae"),
+    ("sac", {"gae_alpha": 0.1}, "--gae-alpha cannot go with sac"),
+    ("grpo", {"gamma": 0.9}, "--gamma .*no discount.*--advantage gae or to-go"),
+    ("grpo", {"whiten": True}, "--whiten cannot go with grpo"),
+    ("sac", {"gae_lambda": 0.9}, "--gae-lambda cannot go with sac"),
+    ("sac", {"whiten": True}, "--whiten cannot go with sac"),
+    ("rloo", {"clip_low": 0.1}, "--clip-low cannot go with rloo.*--surrogate clip"),
+    ("cispo", {"clip_low": 0.1}, "--clip-low cannot go with cispo.*--clip-high"),
+    ("gpg", {"ratio": "sequence-mean"}, "--ratio cannot go with gpg.*--surrogate"),
+    ("gpg", {"clip_dual": 3.0}, "--clip-dual cannot go with gpg"),
+    # the KL
+    ("grpo", {"kl": 0.0, "kl_estimator": "k2"}, "--kl-estimator cannot go with grpo.*--kl 0.01"),
+    ("dr-grpo", {"kl_control": "adaptive"}, "--kl-control cannot go with dr-grpo.*--kl 0.01"),
+    ("dr-grpo", {"reference_every": 5}, "--reference-every cannot go with dr-grpo.*--kl 0.01"),
+    ("grpo", {"kl_target": 0.1}, "--kl-target .*see --kl-control"),
+    ("ppo-kl", {"kl_horizon": 9.0}, "--kl-horizon .*--kl-control adaptive"),
+    ("ppo-kl", {"kl_estimator": "exact"}, "--kl-estimator .*--kl-estimator k3"),
+    ("ppo-kl", {"reference_every": 5}, "--reference-every cannot go with ppo-kl"),
+    ("ppo-kl", {"kl_where": "reward"}, "ppo-kl: .*leave out --kl-where"),
+    ("grpo-process", {"kl_where": "reward"}, "grpo-process: .*leave out --kl-where reward"),
+    # terms and choices
+    ("sac", {"entropy": 0.0}, "--entropy cannot go with sac.*--entropy-target"),
+    ("grpo", {"correction_cap": 3.0}, "--correction-cap .*see --correction"),
+    ("grpo", {"correction": "none", "correction_cap": 3.0}, "--correction-cap cannot go with grpo"),
+    ("grpo", {"overlong_cache": 6}, "--overlong-cache 6 must be below .*--max-tokens 6"),
+    ("grpo", {"ptx_coefficient": 0.5}, "--ptx-coefficient .*--ptx FILE"),
+    ("ppo-ptx", {"ptx": None}, "ppo-ptx .*--ptx FILE"),
+    ("sac", {"top_entropy": 0.2}, "sac: .*leave out --top-entropy"),
+    (
+        "grpo",
+        {"baseline": "none", "scale": "none", "baseline_weight": "length"},
+        "--baseline-weight length .*--baseline none",
+    ),
+    ("lite-ppo", {"baseline": "none"}, "lite-ppo: .*set --scale none, or choose a --baseline"),
+    ("reinforce", {"group": 1, "length_reward": 0.1}, "--length-reward .*--group must be at least 2"),
+    ("grpo", {"group": 1}, "--group must be at least 2, not 1"),
+    ("reinforce", {"group": 1, "dynamic_sampling": 2}, "dynamic sampling .*--group must be at least 2"),
+    # the critic
+    ("ppo", {"critic": "none"}, "needs a critic: leave out --critic none"),
+    ("grpo", {"critic": "shared"}, "--critic cannot go with grpo.*--advantage gae"),
+    ("grpo", {"critic_lr": 1e-3}, "--critic-lr cannot go with grpo.*--advantage gae"),
+    ("grpo", {"value_clip": 0.1}, "--value-clip cannot go with grpo.*--advantage gae"),
+    ("grpo", {"critic_model": "x"}, "--critic-model cannot go with grpo"),
+    ("sac", {"value_clip": 0.1}, "--value-clip cannot go with sac"),
+    ("sac", {"critic": "shared"}, "--critic cannot go with sac.*backbone of the critic's own"),
+    ("sac", {"critic": "none", "critic_warmup": None}, "sac: .*belong together"),
+    ("sac", {"advantage": "gae"}, "sac: .*belong together"),
+    ("sac", {"surrogate": "clip", "replay": 0}, "sac: .*belong together"),
+    ("ppo", {"critic_tau": 0.1}, "--critic-tau cannot go with ppo"),
+    ("grpo", {"critic_tau": 0.1}, "--critic-tau cannot go with grpo"),
+    ("ppo", {"critic": "shared", "critic_warmup": 2}, "--critic separate"),
+    ("ppo", {"critic": "shared", "critic_model": "x"}, "leave out --critic-model"),
+    ("trpo", {"advantage": "gae", "critic": "shared"}, "trpo: .*--critic separate"),
+    ("vapo", {"critic_warmup": 10}, "warms up for 10 of 10 steps.*--critic-warmup below --steps"),
+    # updates
+    ("gpg", {"epochs": 2}, "2 updates per step need a ratio .--surrogate ratio or clip., or set --epochs 1"),
+    ("grpo", {"minibatches": 3}, "--minibatches 3 is above --prompts 2"),
+    ("dr-grpo", {"replay": 100}, "leave out --replay"),
+    ("reinforce", {"replay": 100, "kl": 0.1}, "leave out --replay, or --kl"),
+    (
+        "ppo",
+        {"surrogate": "log-probability", "kl": 0.0, "replay": 100},
+        "leave out --replay, or --kl and --advantage gae",
+    ),
+    ("sac", {"replay": 5}, "--replay 5 is less than a step's 6 rollouts"),
+    # numbers
+    ("ppo", {"gamma": 1.5}, "--gamma is at least 0 and at most 1, not 1.5"),
+    ("ppo", {"gae_lambda": -0.1}, "--gae-lambda is at least 0"),
+    ("grpo", {"top_entropy": 0.0}, "--top-entropy 0 .*0.2"),
+    ("grpo", {"clip_low": 1.5}, "--clip-low 1.5.*at most 1"),
+    ("grpo", {"clip_high": -0.1}, "--clip-high must be 0 or more"),
+    ("grpo", {"clip_dual": 1.0}, "--clip-dual .*above 1, not 1.0"),
+    ("grpo", {"correction": "icepop", "correction_cap": 0.5}, "--correction-cap .*above 1, not 0.5"),
+    ("grpo", {"kl": -0.1}, "--kl must be 0 or more"),
+    ("grpo", {"kl_control": "adaptive", "kl_target": 0.0}, "--kl-target must be above 0"),
+    ("ppo", {"critic_lr": 0.0}, "--critic-lr must be above 0"),
+    ("grpo", {"trust_region": -1.0}, "--trust-region must be 0 or more"),
+    ("grpo", {"dynamic_sampling": -1}, "--dynamic-sampling must be 0 or more"),
+    ("grpo", {"top_p": 0.9}, "--top-p and --top-k .*leave them at 1 and 0"),
+    ("grpo", {"temperature": 0.0}, "--temperature 0 is greedy"),
+]
+
+
+@pytest.mark.parametrize(("name", "how", "told"), REFUSED, ids=[f"{n} {h}".replace("'", "") for n, h, _ in REFUSED])
+def test_contradiction_is_refused_with_its_option_and_the_fix_in_one_line(
+    name: str, how: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UserError, match=told) as refusal:
+        chosen(name, how)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+# -- a row of one's own ------------------------------------------------------------------------------------------------
+
+MINE = """
+from posttrain.algorithms.credit import Baselined
+from posttrain.algorithms.parts import Clip, TokenMean
+from posttrain.algorithms.policy import Algorithm
+
+mine = Algorithm("mine", "nobody 2026", Baselined("group", "none"), Clip(0.1, 0.3), TokenMean())
+number = 7
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "env.py").write_text("def reward(task, reply):\n    return float('1' in reply)\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(t) + "\n" for t in TASKS))
+    save_model(tiny(WORDS), tmp_path / "start", WORDS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_row_of_one_s_own_is_described_and_trained_with_like_any_other(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["algorithms", "mine.py:mine"]) == 0
+    said = capsys.readouterr().out
+    assert "mine: nobody 2026" in said and "clip(r, 0.9, 1.3)" in said and "other than grpo" in said
+    words = "rl --tasks rows.jsonl --env env.py:reward --model start --steps 1 --prompts 2 --group 2 --max-tokens 3"
+    more = "--env-workers 0 --threads 1 --quiet --out run --algorithm mine.py:mine --clip-high 0.5"
+    assert main([*words.split(), *more.split()]) == 0
+    recorded = json.loads((place / "run" / "run.json").read_text())
+    assert recorded["config"]["algorithm"] == "mine.py:mine" and "clip(r, 0.9, 1.5)" in "".join(recorded["objective"])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("mine.py:number", "7, not a row: make it an Algorithm"),
+        ("mine.py:absent", "absent"),
+        ("nowhere.py:mine", "nowhere.py"),
+        ("grop", "did you mean 'grpo'"),
+    ],
+)
+def test_anything_else_under_that_name_is_refused_in_one_line(
+    place: Path, capsys: pytest.CaptureFixture[str], name: str, told: str
+) -> None:
+    assert main(["algorithms", name]) == 2
+    said = capsys.readouterr().err
+    assert told in said and len(said.strip().splitlines()) == 1
+
+
+def test_row_of_one_s_own_differs_in_what_it_says() -> None:
+    own = Algorithm(
+        "mine", "nobody 2026", Baselined("group", "group"), Clip(0.2, 0.2), SequenceMean(), kl=KL("k3", 0.04)
+    )
+    assert differences(own, TABLE["grpo"]) == []
+    assert len(differences(replace(own, kl=None), TABLE["grpo"])) == 1

@@ -1,0 +1,513 @@
+"""Credit and what surrounds it, against figures worked out by hand and against definitions enumerated to the end."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_rollouts
+from feeding import WORDS, chosen_row, new_case, new_learner
+from torch import Tensor, nn
+
+from posttrain.algorithms.choice import DynamicSampling, GroupLength, OverlongFilter, SoftOverlong, TopEntropy
+from posttrain.algorithms.credit import GAE, Baselined, ToGo, earnings, returns
+from posttrain.algorithms.critic import Value
+from posttrain.algorithms.parts import Clip, PromptMean
+from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
+from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.ratio import Correction
+from posttrain.algorithms.table import TABLE, find
+from posttrain.data.pack import lay
+from posttrain.engines.local import LocalEngine
+from posttrain.envs.host import Host
+from posttrain.experience import Experience, Size
+from posttrain.models.decoder import causal
+from posttrain.models.likelihood import Hidden, exact_kl
+from posttrain.scoreboard import scoreboard
+from posttrain.train import train
+from posttrain.types import (
+    Batch,
+    Completion,
+    Outputs,
+    Rollout,
+    Sampling,
+    Scores,
+    Stats,
+    StopReason,
+    Task,
+    Transcript,
+)
+
+
+def scores_of(
+    reward: Sequence[float], length: Sequence[int], group: Sequence[int] | None = None, **more: Any
+) -> Scores:
+    groups = torch.tensor(group if group is not None else [0] * len(reward))
+    return Scores(doubles(*reward), groups, doubles(*length), **more)
+
+
+def doubles(*x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def flat_batch(logp: Tensor, **more: Any) -> Batch:
+    """One rollout of these tokens, for parts that look at nothing but flat tensors."""
+    one = torch.zeros(len(logp), dtype=torch.int64)
+    share = torch.full((len(logp),), 1 / len(logp), dtype=logp.dtype)
+    return Batch(None, one, one, **{"rollout": one, "weight": share, **more})  # type: ignore[arg-type]
+
+
+# -- generalized advantage estimation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gamma", "lam", "expected"), [(1.0, 1.0, (0.5, 0.4, 0.3)), (0.9, 0.8, (0.21712, 0.246, 0.3))])
+def test_golden_gae(gamma: float, lam: float, expected: tuple[float, ...]) -> None:
+    scores = scores_of([1.0], [3], value=(doubles(0.5, 0.6, 0.7),))
+    (advantage,) = GAE(gamma, lam)(scores)
+    assert advantage.tolist() == pytest.approx(list(expected), abs=1e-12)
+    (aim,) = returns(scores, gamma, lam)
+    assert aim.tolist() == pytest.approx([a + v for a, v in zip(expected, (0.5, 0.6, 0.7), strict=True)])
+
+
+@pytest.mark.parametrize("lam", [0.0, 1.0])
+def test_gae_is_the_temporal_difference_at_lambda_0_and_the_return_minus_the_value_at_lambda_1(lam: float) -> None:
+    value = (doubles(0.1, -0.2, 0.4, 0.3), doubles(0.7))
+    scores = scores_of([2.0, -1.0], [4, 1], value=value, steps=(((2, 0.5),), ()))
+    earned = [[0.0, 0.5, 0.0, 1.5], [-1.0]]
+    for found, r, v in zip(GAE(0.9, lam)(scores), earned, value, strict=True):
+        for t in range(len(r)):
+            if lam == 0:
+                later = v[t + 1].item() if t + 1 < len(r) else 0.0
+                expected = r[t] + 0.9 * later - v[t].item()
+            else:
+                expected = sum(0.9 ** (s - t) * r[s] for s in range(t, len(r))) - v[t].item()
+            assert found[t].item() == pytest.approx(expected)
+
+
+def test_tool_text_between_sampled_tokens_costs_no_discount() -> None:
+    """Two turns with 1 or 30 observed tokens between them have the same advantages: an observation is no action."""
+
+    def played(observed: int) -> Rollout:
+        transcript = Transcript()
+        transcript.observe([5, 6])
+        transcript.sample(Completion(0, [7, 8], [-1.0, -1.0], "", StopReason.STOP, 0))
+        transcript.observe([9] * observed)
+        transcript.sample(Completion(0, [10, 11, 2], [-1.0] * 3, "", StopReason.EOS, 0))
+        return Rollout({}, "g", [transcript], 1.5, steps=[(2, 0.5)])
+
+    value = (doubles(0.3, 0.1, 0.4, 0.2, 0.6),)
+    few, many = (GAE(0.9, 0.8)(scoreboard([played(n)], value=value))[0] for n in (1, 30))
+    assert torch.equal(few, many) and len(few) == 5
+    (alone,) = GAE(0.9, 0.8)(scores_of([1.5], [5], value=value, steps=(((2, 0.5),),)))
+    assert torch.allclose(few, alone)
+    assert torch.equal(*(ToGo(gamma=0.9)(scoreboard([played(n)]))[0] for n in (1, 30)))
+
+
+def test_lambda_by_length_of_vapo() -> None:
+    lengths = [10, 20, 40, 200]
+    value = tuple(torch.linspace(0, 1, n, dtype=torch.float64) for n in lengths)
+    scores = scores_of([1.0, 0.0, 1.0, 0.5], lengths, value=value)
+    row = TABLE["vapo"].advantage
+    assert isinstance(row, GAE) and row.alpha == 0.05
+    found = GAE(1.0, alpha=0.05)(scores)
+    for i, lam in enumerate([0.0, 0.0, 0.5, 0.9]):
+        own = GAE(1.0, lam)(scores.of(torch.tensor([i])))[0]
+        assert torch.allclose(found[i], own, atol=1e-12)
+
+
+def test_earnings_add_up_to_the_reward_less_the_penalty() -> None:
+    rollouts = make_rollouts(torch.Generator().manual_seed(0), 3, 4, WORDS.vocab_size)
+    penalty = [torch.rand(r.n_sampled, generator=torch.Generator().manual_seed(i)) for i, r in enumerate(rollouts)]
+    scores = scoreboard(rollouts, penalty)
+    totals = [float(r.reward) - p.double().sum().item() for r, p in zip(rollouts, penalty, strict=True)]  # type: ignore[arg-type]
+    assert [e.sum().item() for e in earnings(scores)] == pytest.approx(totals)
+    assert [x[0].item() for x in ToGo()(scores)] == pytest.approx(totals)
+
+
+def test_penalty_in_the_reward_reaches_every_advantage_that_takes_one() -> None:
+    rollouts = make_rollouts(torch.Generator().manual_seed(0), 3, 4, WORDS.vocab_size)
+    generator = torch.Generator().manual_seed(1)
+    penalty = [torch.rand(r.n_sampled, generator=generator) for r in rollouts]
+    value = [torch.zeros(r.n_sampled) for r in rollouts]
+    plain, punished = scoreboard(rollouts, value=value), scoreboard(rollouts, penalty, value)
+    for advantage in (Baselined("none"), Baselined("group"), Baselined("others"), ToGo(), GAE()):
+        before, after = (torch.cat([torch.as_tensor(a).flatten() for a in advantage(s)]) for s in (plain, punished))
+        assert not torch.allclose(before, after), advantage
+
+
+# -- the critic's loss -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "loss", "slope"),
+    [
+        (0.5, 0.5 * 0.64, 0.0),  # moved too far towards the return of 1: as bad as the bound of 0.2, and no gradient
+        (0.1, 0.5 * 0.81, -0.9),  # within the clip: the plain square
+        (-0.5, 0.5 * 2.25, -1.5),  # moved away: the plain square is the larger one and pulls back
+    ],
+)
+def test_golden_value_loss(value: float, loss: float, slope: float) -> None:
+    v = doubles(value).requires_grad_()
+    batch = flat_batch(v, value=doubles(0.0), returns=doubles(1.0))
+    found = Value(clip=0.2)(Outputs(v, value=v), batch, Stats())
+    found.sum().backward()
+    assert v.grad is not None
+    assert found.item() == pytest.approx(loss) and v.grad.item() == pytest.approx(slope)
+
+
+# -- dual clip, corrections --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "value", "moves"),
+    [(-1.0, 4.0, -3.0, False), (-1.0, 2.0, -2.0, True), (-1.0, 0.5, -0.8, False), (1.0, 4.0, 1.2, False)],
+)
+def test_golden_dual_clip(advantage: float, ratio: float, value: float, moves: bool) -> None:
+    r = doubles(ratio).requires_grad_()
+    stats = Stats()
+    gain = Clip(0.2, 0.2, dual=3.0)(r, Outputs(r.log()), doubles(advantage))
+    gain.sum().backward()
+    Clip(0.2, 0.2, dual=3.0).measure(r.detach(), doubles(advantage), stats)
+    assert gain.item() == pytest.approx(value) and r.grad is not None and bool(r.grad != 0) is moves
+    assert stats["ratio/clipped_dual"] == (float((advantage, ratio) == (-1.0, 4.0)), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("truncate", [[0.25, 1.0, 2.0], [1.5, 2.0]]),
+        ("icepop", [[0.0, 1.0, 0.0], [1.5, 0.0]]),
+        ("sequence", [[1.0, 1.0, 1.0], [0.0, 0.0]]),
+    ],
+)
+def test_golden_corrections(kind: Any, expected: list[list[float]]) -> None:
+    """Rollouts with pi_old / mu of (1/4, 1, 4), geometric mean 1, and (1.5, 6), geometric mean 3; the cap is 2."""
+    gap = doubles(0.25, 1.0, 4.0, 1.5, 6.0).log()
+    batch = flat_batch(gap, rollout=torch.tensor([0, 0, 0, 1, 1]))
+    assert Correction(kind, 2.0)(gap, batch).tolist() == pytest.approx(expected[0] + expected[1])
+
+
+def test_correction_multiplies_the_gain_outside_of_the_clip_and_has_no_gradient() -> None:
+    row = chosen_row(find("dr-grpo"), correction="truncate", correction_cap=2.0)
+    logp = doubles(-1.0, -2.0).requires_grad_()
+    batch = flat_batch(logp, advantage=doubles(1.0, 1.0), old_logp=logp.detach() - 0.5)
+    batch = replace(batch, sampler_logp=logp.detach() - 0.5 - doubles(3.0, 0.5).log())
+    loss = policy_objective(row)(Outputs(logp), batch, Stats())
+    loss.backward()
+    assert loss.item() == pytest.approx(-(2.0 * 1.2 + 0.5 * 1.2) / 2)  # exp(0.5) is clipped to 1.2, 3 is cut to 2
+    assert logp.grad is not None and not logp.grad.any()
+
+
+# -- aggregation, baselines --------------------------------------------------------------------------------------------
+
+
+def test_golden_prompt_mean_weights() -> None:
+    weight = PromptMean()(scores_of([0, 0, 0], [2, 6, 4], [0, 0, 1]))
+    assert weight.tolist() == pytest.approx([1 / 16, 1 / 16, 1 / 8])
+    assert (weight * doubles(2, 6, 4)).sum().item() == pytest.approx(1.0)
+
+
+def test_golden_length_baseline() -> None:
+    """b = sum of n R / sum of n: (2 + 6 - 6) / 14 within the group, and without the rollout itself among the others."""
+    scores = scores_of([1.0, 1.0, -1.0], [2, 6, 6])
+    group = Baselined("group", weight="length")(scores)
+    assert group.tolist() == pytest.approx([1 - 2 / 14, 1 - 2 / 14, -1 - 2 / 14])
+    others = Baselined("others", weight="length")(scores)
+    assert others.tolist() == pytest.approx([1 - 0 / 12, 1 - (2 - 6) / 8, -1 - 8 / 8])
+    assert Baselined("batch", weight="length")(scores).tolist() == pytest.approx(group.tolist())
+
+
+def test_optimal_baseline_has_the_least_variance_of_all() -> None:
+    """g (R - b) over three outcomes with known probabilities, of a one-parameter policy: enumerated, not sampled."""
+    theta = doubles(0.7).requires_grad_()
+    logs = (theta * doubles(1.0, -0.5, 2.0)).log_softmax(0)
+    reward, p = doubles(1.0, 0.2, -1.0), logs.exp().detach()
+    g = torch.stack([torch.autograd.grad(x, theta, retain_graph=True)[0][0] for x in logs])
+
+    def variance(b: float) -> float:
+        x = g * (reward - b)
+        return ((p * x.square()).sum() - (p * x).sum().square()).item()
+
+    counts = [round(1000 * x) for x in p.tolist()]
+    outcome = torch.arange(3).repeat_interleave(torch.tensor(counts))
+    scores = scores_of(reward[outcome].tolist(), [1] * len(outcome), square=g[outcome].square())
+    advantage = Baselined("group", weight="gradient")(scores)
+    b = (scores.reward - advantage)[0].item()
+    assert b == pytest.approx(((p * g.square() * reward).sum() / (p * g.square()).sum()).item(), abs=2e-3)
+    assert variance(b) < min(variance(b + d) for d in (-0.05, 0.05)) and variance(b) < variance(float(reward @ p))
+
+
+def test_squared_gradients_equal_those_of_each_sequence_alone() -> None:
+    case = new_case(chosen_row(find("reinforce-baseline"), baseline_weight="gradient"), groups=2, size=2)
+    model, found = case.learner.model, []
+    for rollout in case.rollouts:
+        (transcript,) = rollout.transcripts
+        tokens = torch.tensor(transcript.tokens)
+        logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.T).log_softmax(-1)
+        model.zero_grad()
+        torch.stack([logs[t - 1, tokens[t]] for t in range(len(tokens)) if transcript.sampled[t]]).sum().backward()
+        found.append(sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
+    model.zero_grad()
+    batches = [lay([r.transcripts], [i]) for i, r in enumerate(case.rollouts)]
+    assert case.learner.squared_gradients(batches).tolist() == pytest.approx(found, rel=1e-10)
+    assert all(p.grad is None for p in model.parameters())  # nothing is left for the next update
+
+
+# -- controllers -------------------------------------------------------------------------------------------------------
+
+
+def test_golden_adaptive_control() -> None:
+    control = Adaptive(target=0.1, horizon=1000.0)
+    assert control(0.5, 0.1, 64) == 0.5
+    assert control(0.5, 0.11, 64) == pytest.approx(0.5 * (1 + 0.1 * 64 / 1000))
+    assert control(0.5, 9.0, 64) == pytest.approx(0.5 * (1 + 0.2 * 64 / 1000))
+    assert control(0.5, 0.0, 64) == pytest.approx(0.5 * (1 - 0.2 * 64 / 1000))
+
+
+def test_golden_halving_and_doubling() -> None:
+    control = HalvingDoubling(target=0.03)
+    assert [control(1.0, d, 64) for d in (0.03 / 1.6, 0.03, 0.03 * 1.6)] == [0.5, 1.0, 2.0]
+    assert [control(1.0, d, 64) for d in (0.03 / 1.4, 0.03 * 1.4)] == [1.0, 1.0]
+
+
+def test_entropy_coefficient_rises_below_its_target_and_falls_above_it_to_no_less_than_0() -> None:
+    entropy = Entropy(0.01, target=1.0, rate=0.02)
+    assert entropy.next(0.01, 0.5) == pytest.approx(0.02)
+    assert entropy.next(0.01, 1.2) == pytest.approx(0.006)
+    assert entropy.next(0.01, 3.0) == 0.0
+    assert Entropy(0.01).next(0.01, 3.0) == 0.01
+
+
+# -- which tokens and rollouts -----------------------------------------------------------------------------------------
+
+
+def test_golden_overlong() -> None:
+    penalty = SoftOverlong(limit=100, cache=20)(scores_of([0.0] * 6, [1, 80, 90, 95, 100, 101]))
+    assert penalty.tolist() == pytest.approx([0.0, 0.0, -0.5, -0.75, -1.0, -1.0])
+
+
+def test_golden_group_length() -> None:
+    correct = torch.tensor([True, True, False, False, True])
+    scores = scores_of([1, 1, 0, 0, 1], [10, 20, 10, 30, 7], [0, 0, 0, 0, 1], correct=correct)
+    assert GroupLength(2.0)(scores).tolist() == pytest.approx([1.0, 0.0, 0.0, -1.0, 0.0])
+
+
+def test_overlong_filter_takes_truncated_rollouts_out_of_the_loss_and_its_denominators_but_not_out_of_their_group() -> (
+    None
+):
+    row = chosen_row(find("dr-grpo"), aggregate="token-mean", overlong_filter=True)
+    truncated = torch.tensor([False, True, False, False])
+    scores = scores_of([1.0, 0.0, 1.0, 0.0], [2, 20, 3, 5], truncated=truncated)
+    kept = OverlongFilter()(scores)
+    assert kept.tolist() == [True, False, True, True]
+    assert row.aggregate(scores.of(kept.nonzero().flatten())).tolist() == pytest.approx([1 / 10] * 3)
+    assert row.advantage(scores)[0].item() == 0.5
+
+
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 1.0])
+def test_top_entropy_keeps_exactly_the_share(share: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    entropy = [torch.rand(n, generator=generator) for n in (30, 50, 20)]
+    kept = torch.cat(TopEntropy(share)(entropy))
+    every = torch.cat(entropy)
+    assert kept.sum() == max(1, round(share * 100))
+    assert every[kept].min() > every[~kept].max() if share < 1 else bool(kept.all())
+
+
+def digits(task: Task, reply: str) -> float:
+    return sum(c.isdigit() for c in reply) / 8
+
+
+TASKS = [{"id": str(i), "prompt": f"{i}+1="} for i in range(8)]
+
+
+def new_source(name: str, env: Any = digits, tokens: int = 200, prompts: int = 3, **settings: Any) -> Experience:
+    row = chosen_row(find(name), **{"max_tokens": 8, "prompts": prompts, **settings})
+    learner = new_learner(row, torch.float32)
+    return Experience(
+        tasks=TASKS, host=Host(env, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
+        algorithm=row, sampling=Sampling(max_tokens=8), size=Size(prompts, 4, tokens), seed=0,
+    )  # fmt: skip
+
+
+def run(source: Experience, first: int, last: int) -> list[dict[str, float]]:
+    seen: list[dict[str, float]] = []
+    objective = policy_objective(source.algorithm)
+    train(source.learner, source, objective, [lambda t: seen.append(t.stats.means())], first=first, steps=last)
+    return seen
+
+
+def test_top_entropy_leaves_every_denominator_as_it_was() -> None:
+    plain, chosen = new_source("lite-ppo"), new_source("lite-ppo", top_entropy=0.25)
+    whole, some = ([b for build in s.produce(1).updates for b in build()] for s in (plain, chosen))
+    tokens = sum(len(b.target) for b in whole)
+    assert {w for b in some for w in b.weight.tolist()} == {w for b in whole for w in b.weight.tolist()}
+    assert math.isclose(sum(b.weight.sum().item() for b in whole), 1.0, abs_tol=1e-6)
+    moved = sum(int((b.advantage != 0).sum()) for b in some if b.advantage is not None)
+    assert moved <= round(0.25 * tokens)
+
+
+def test_dynamic_sampling_keeps_groups_that_differ_and_may_ask_for_a_share_of_correct_ones() -> None:
+    correct = torch.tensor([True, True, True, False, False, False])
+    scores = scores_of([1, 1, 1, 0, 0.5, 0.25], [3] * 6, [0, 0, 1, 1, 2, 2], correct=correct)
+    assert DynamicSampling()(scores).tolist() == [False, False, True, True, True, True]
+    assert DynamicSampling(low=0.1, high=0.9)(scores).tolist() == [False, False, True, True, False, False]
+
+
+def uneven(task: Task, reply: str) -> float:
+    """Only some tasks have a signal."""
+    return digits(task, reply) if int(task["id"]) % 3 == 0 else 1.0
+
+
+def test_dynamic_sampling_replaces_groups_until_the_step_is_full_or_the_budget_is_spent() -> None:
+    source = new_source("dr-grpo", uneven, dynamic_sampling=4)
+    step = source.produce(1)
+    figures = step.stats.means()
+    assert figures["groups/kept"] == 3 and 3 < figures["groups/played"] <= 12
+    assert source.cursor == figures["groups/played"]  # the next step goes on where this one ended
+    assert {b.advantage is not None and bool(b.advantage.any()) for b in step.updates[0]()} == {True}
+    poor = new_source("dr-grpo", lambda task, reply: 1.0, dynamic_sampling=2)
+    figures = poor.produce(1).stats.means()
+    assert figures["groups/played"] == 6 and figures["groups/kept"] == 0 and poor.cursor == 6
+
+
+def test_resumed_dynamic_sampling_plays_the_tasks_that_an_uninterrupted_run_plays() -> None:
+    whole = new_source("dr-grpo", uneven, dynamic_sampling=3)
+    played = []
+    for number in range(1, 6):
+        played.append([r.task["id"] for r, _ in whole.produce(number).rollouts])
+    parted = new_source("dr-grpo", uneven, dynamic_sampling=3)
+    for number in (1, 2):
+        parted.produce(number)
+    resumed = new_source("dr-grpo", uneven, dynamic_sampling=3)
+    resumed.restore(json.loads(json.dumps(parted.state())))
+    again = [[r.task["id"] for r, _ in resumed.produce(number).rollouts] for number in (3, 4, 5)]
+    assert again == played[2:] and len({len(p) for p in played}) > 1
+
+
+def test_overlong_filter_of_a_real_step_feeds_no_truncated_rollout_and_weighs_the_rest() -> None:
+    source = new_source("dr-grpo", aggregate="token-mean", overlong_filter=True)
+    step = source.produce(1)
+    cut_off = [r for r, _ in step.rollouts if r.stop.truncated]
+    rest = [r for r, _ in step.rollouts if not r.stop.truncated]
+    assert cut_off and rest
+    weights = {round(1 / w) for b in step.updates[0]() for w in b.weight.tolist()}
+    assert weights == {sum(r.n_sampled for r in rest)}
+
+
+# -- KL ----------------------------------------------------------------------------------------------------------------
+
+
+def two_policies() -> tuple[Tensor, Tensor]:
+    """Log-probabilities of a policy (from logits with a gradient) and of a reference over five actions."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_()
+    return logits, torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(0)
+
+
+def expected_gradient(logits: Tensor, penalty: Tensor, p: Tensor) -> Tensor:
+    """Of a penalty [5] in the loss, when actions are sampled with probability p: the samples have no gradient."""
+    return torch.autograd.grad((p.detach() * penalty).sum(), logits, retain_graph=True)[0]
+
+
+def test_gradient_in_the_loss_of_k2_is_that_of_the_reverse_kl_and_of_k3_is_not() -> None:
+    logits, ref = two_policies()
+    logp = logits.log_softmax(0)
+    p = logp.exp()
+    (true,) = torch.autograd.grad((p * (logp - ref)).sum(), logits, retain_graph=True)
+    assert torch.allclose(expected_gradient(logits, KL("k2")(logp, ref), p), true, atol=1e-12)
+    assert not torch.allclose(expected_gradient(logits, KL("k3")(logp, ref), p), true, atol=1e-2)
+    assert torch.allclose(expected_gradient(logits, KL("k1")(logp, ref), p), torch.zeros(5).double(), atol=1e-12)
+    (forward,) = torch.autograd.grad((ref.exp() * (ref - logp)).sum(), logits, retain_graph=True)
+    assert torch.allclose(expected_gradient(logits, KL("k3")(logp, ref), p), forward, atol=1e-12)
+
+
+def test_estimators_have_the_means_they_should_over_all_actions() -> None:
+    logits, ref = two_policies()
+    logp = logits.detach().log_softmax(0)
+    p, reverse = logp.exp(), (logp.exp() * (logp - ref)).sum()
+    for name in ("k1", "k3"):
+        assert torch.isclose((p * KL(name)(logp, ref)).sum(), reverse)
+    forward = (ref.exp() * (ref - logp)).sum()
+    assert torch.isclose((p * KL("forward")(logp, ref)).sum(), forward)
+    assert not torch.isclose((p * KL("k2")(logp, ref)).sum(), reverse)
+
+
+def test_exact_kl_equals_the_closed_form_and_the_mean_of_k1_within_its_error() -> None:
+    learner = new_learner(chosen_row(find("grpo"), kl_estimator="exact"))
+    transcript = Transcript()
+    transcript.observe([5, 6, 7])
+    transcript.sample(Completion(0, [9, 4, 3], [-1.0] * 3, "", StopReason.EOS, 0))
+    batch = lay([[transcript]], [0])
+    (found,) = learner.evaluate([batch], want=frozenset({"kl"}))
+    assert learner.reference is not None and found.kl is not None
+    tokens, place = torch.tensor(transcript.tokens), torch.arange(6)
+    with torch.no_grad():
+        own, other = (
+            (m(tokens, place, causal) @ m.head.T).log_softmax(-1)[2:5] for m in (learner.model, learner.reference)
+        )
+    assert torch.allclose(found.kl, (own.exp() * (own - other)).sum(-1), atol=1e-12)
+    action = own.exp().multinomial(20_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    k1 = KL("k1")(own.gather(1, action), other.gather(1, action))
+    error = k1.std(1) / 20_000**0.5
+    assert ((k1.mean(1) - found.kl).abs() < 4 * error).all()
+
+
+def test_exact_kl_in_the_loss_has_the_gradient_of_its_closed_form() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states, head = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (3, 6))
+    other = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    states.requires_grad_()
+    own, theirs = ((states.detach().requires_grad_() @ h.T / 0.7).log_softmax(-1) for h in (head, other))
+    mine = states.detach().requires_grad_()
+    plain = (mine @ head.T / 0.7).log_softmax(-1)
+    value = (plain.exp() * (plain - (states.detach() @ other.T / 0.7).log_softmax(-1))).sum()
+    (want,) = torch.autograd.grad(value, mine)
+    found = exact_kl(Hidden(states, head), Hidden(states.detach(), other), 0.7).sum()
+    assert torch.allclose(torch.autograd.grad(found, states)[0], want, atol=1e-12)
+    assert torch.isclose(found, (own.exp() * (own - theirs)).sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("grpo", {"kl_control": "adaptive", "kl_target": 1e-4, "kl_horizon": 50.0}),
+        ("ppo-kl", {"kl_target": 1e-6}),
+        ("dr-grpo", {"entropy": 0.01, "entropy_target": 0.5}),
+        ("ppo", {"critic_warmup": 2}),
+        ("grpo", {"reference_every": 2}),
+    ],
+)
+def test_what_moves_from_step_to_step_goes_on_after_a_resume(
+    tmp_path: Any, name: str, settings: dict[str, Any]
+) -> None:
+    whole = new_source(name, **settings)
+    seen = run(whole, 1, 5)
+    if name == "grpo" and "reference_every" in settings:
+        assert seen[2]["kl"] < seen[1]["kl"]  # a new reference
+    else:
+        coefficient = "coefficient/" + ("policy" if name == "ppo" else "entropy" if name == "dr-grpo" else "kl")
+        assert len({m[coefficient] for m in seen}) > 1
+    parted = new_source(name, **settings)
+    run(parted, 1, 3)
+    parted.learner.save(tmp_path)
+    resumed = new_source(name, **settings)
+    resumed.learner.model.load_state_dict(parted.learner.model.state_dict())
+    resumed.learner.load(tmp_path)
+    resumed.restore(json.loads(json.dumps(parted.state())))
+    assert run(resumed, 4, 5) == seen[3:]
+    assert torch.equal(*(nn.utils.parameters_to_vector(s.learner.model.parameters()) for s in (whole, resumed)))
+
+
+def test_advantages_of_a_batch_are_whitened_over_all_of_its_tokens() -> None:
+    rollouts = make_rollouts(torch.Generator().manual_seed(0), 2, 3, WORDS.vocab_size)
+    value = [torch.rand(r.n_sampled, generator=torch.Generator().manual_seed(i)) for i, r in enumerate(rollouts)]
+    every = torch.cat(GAE(whiten=True)(scoreboard(rollouts, value=value))).tolist()
+    assert mean(every) == pytest.approx(0.0, abs=1e-9)
+    assert torch.tensor(every).std().item() == pytest.approx(1.0, abs=1e-5)

@@ -1,0 +1,117 @@
+"""Two real processes on torch.distributed: an update is that of one process with all of the rollouts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from feeding import ROWS, Case, board, chosen_row, credit, feed, gathered, new_case
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.table import find
+from posttrain.scale.world import Processes
+from posttrain.types import Alone, Batch, Rollout, Scores, World
+
+GROUPS, SIZE = 3, 2
+SPLITS = {"two groups and one": 4, "all and none": 6, "none and all": 0}
+"""How many of the rollouts are process 0's."""
+WARM = [chosen_row(find("ppo")), chosen_row(find("trpo"), advantage="gae")]
+"""Rows to prove the critic's warm-up with: there the policy must not even feel the optimizer's weight decay."""
+
+
+def micro_batches(case: Case, world: World, rollouts: Sequence[Rollout], texts: int, warm: bool) -> list[Batch]:
+    """What this process feeds: its own rollouts, with credit and weights from the scoreboard of all."""
+    boards = world.gather(board(case, rollouts))
+    offset = sum(len(b.reward) for b in boards[: world.rank])
+    found = credit(case.row, Scores.join(boards))
+    own = [list(range(i, min(i + 2, len(rollouts)))) for i in range(0, len(rollouts), 2)]
+    share = case.texts[world.rank * texts :][:texts] if world.size > 1 else case.texts
+    tokens = sum(t.n_sampled for t in case.texts)
+    batches = feed(case, rollouts, found, own, share, tokens, offset)
+    return [replace(b, coefficients={**b.coefficients, "policy": 0.0}) for b in batches] if warm else batches
+
+
+def updated(row: Algorithm, world: World, end: int, warm: bool) -> dict[str, Tensor]:
+    """Two updates with the rollouts up to `end` in process 0; gradients of the first, weights after the second."""
+    case = new_case(row, groups=GROUPS, size=SIZE, world=world)
+    own = case.rollouts
+    if world.size > 1:
+        own = own[:end] if world.rank == 0 else own[end:]
+    batches = micro_batches(case, world, own, 2, warm)
+    stats = case.learner.update(batches, policy_objective(row))
+    first = gathered(case.learner)
+    case.learner.update(batches, policy_objective(row))
+    every = [p for m in (case.learner.model, case.learner.critic) if m is not None for p in m.parameters()]
+    norms = [stats[name][0] for name in ("grad_norm", "grad_norm/critic") if name in stats]
+    return {
+        "gradient": first,
+        "weights": nn.utils.parameters_to_vector(every).detach().clone(),
+        "norms": torch.tensor(norms, dtype=torch.float64),
+        "moments": torch.tensor(sorted(s["step"].item() for s in case.learner.optimizer.state.values())),
+    }
+
+
+def cases() -> list[tuple[str, Algorithm, int, bool]]:
+    found = []
+    for name, end in SPLITS.items():
+        for row in ROWS:
+            if row.trust_region is not None:  # fewer iterations: time
+                row = replace(row, trust_region=replace(row.trust_region, iterations=3))
+            if name == "two groups and one" or row.name in ("ppo-ptx", "trpo", "sac", "dapo"):
+                found.append((f"{row.name}, {name}", row, end, False))
+    return [*found, *((f"warm-up of {row.name}", row, 4, True) for row in WARM)]
+
+
+def one_of_two(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    try:
+        world = Processes()
+        assert (world.rank, world.size) == (rank, 2)
+        assert world.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+        found = {name: updated(row, world, end, warm) for name, row, end, warm in cases()}
+        torch.save(found, Path(folder) / f"{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
+    """What each of the two processes came to, by case; one pair of processes runs them all."""
+    folder = tmp_path_factory.mktemp("processes")
+    spawn(one_of_two, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(("name", "row", "end", "warm"), cases(), ids=[c[0].replace(" ", "-") for c in cases()])
+def test_update_of_two_processes_is_that_of_one(
+    found: list[dict[str, dict[str, Tensor]]], name: str, row: Algorithm, end: int, warm: bool
+) -> None:
+    alone = updated(row, Alone(), end, warm)
+    for process in found:
+        assert (process[name]["gradient"] - alone["gradient"]).abs().max() < 1e-10
+        assert (process[name]["weights"] - alone["weights"]).abs().max() < 1e-8
+        assert torch.allclose(process[name]["norms"], alone["norms"], rtol=1e-10)
+        assert torch.equal(process[name]["moments"], alone["moments"])  # the same parts were moved
+    assert torch.equal(found[0][name]["weights"], found[1][name]["weights"])  # bit for bit: they never drift apart
+
+
+def test_joined_scoreboards_keep_groups_apart_and_order() -> None:
+    case = new_case(chosen_row(find("ppo")), groups=GROUPS, size=SIZE)
+    whole = board(case, case.rollouts)
+    for parts in ((case.rollouts[:6], case.rollouts[6:]), (case.rollouts, []), ([], case.rollouts)):
+        joined = Scores.join([board(case, part) for part in parts])
+        for name in ("reward", "group", "length", "truncated", "correct"):
+            assert torch.equal(getattr(joined, name), getattr(whole, name)), name
+        assert joined.steps == whole.steps
+        for name in ("value", "penalty"):
+            pairs = zip(getattr(joined, name), getattr(whole, name), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)

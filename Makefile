@@ -10,7 +10,7 @@ demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n 2
 
 check: .venv/ready
 	$(BIN)/ruff format --check posttrain tests examples recipes

@@ -172,6 +172,43 @@ def check(*, env: str, tasks: str, replies: str | None = None, limit: int = 4, s
     return 0 if report.ok else 2
 
 
+def reproduce(
+    name: str | None = None,
+    *,
+    seeds: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative_iterable=())] = (0, 1, 2),
+    out: str = "runs/reproduce",
+    settings: dict[str, str] | None = None,
+) -> int:
+    """Test a paper's claim in a few minutes: a table beside the published figures, a plot, a verdict with intervals.
+
+    Parameters
+    ----------
+    name
+        An experiment; left out: the list of them.
+    seeds
+        One measurement each; those that are finished are kept.
+    out
+        Where each experiment gets a folder of its own.
+    settings
+        What to change in it: --settings.steps 50 (table.md names them all).
+    """
+    from posttrain.display import table
+    from posttrain.reproduce import EXPERIMENTS, find
+    from posttrain.reproduce.experiment import read_settings
+
+    if name is None:
+        rows = [[e.name, e.claim, e.paper] for e in EXPERIMENTS.values()]
+        table("Experiments", ["name", "claim", "paper"], rows)
+        return 0
+    experiment, folder = find(name), Path(out) / name
+    finding = experiment.run(seeds, folder, read_settings(settings or {}))
+    table(f"{experiment.paper}: {experiment.claim}", ["figure", "found", "claimed", "verdict"], finding.judged)
+    table("", finding.columns, finding.rows)
+    print("\n".join([*finding.notes, f"verdict     {finding.verdict}"]))
+    print(f"table       {folder / 'table.md'}\nplot        {finding.plot}\nfigures     {folder / 'result.json'}")
+    return 0
+
+
 def _ended(verb: str, run: Run) -> int:
     final = run.final
     shown = ("reward", "accuracy", "eval/accuracy", "nll", "eval/loss", "kl")

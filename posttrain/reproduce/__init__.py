@@ -1,0 +1,44 @@
+"""Small experiments that test what the papers claim; `posttrain reproduce NAME` runs one."""
+
+from __future__ import annotations
+
+import difflib
+
+from posttrain.reproduce import (
+    baseline_variance,
+    clip_higher,
+    dynamic_sampling,
+    entropy_collapse,
+    gspo_variance,
+    kl_estimators,
+    length_bias,
+    overlong,
+    ppo_vs_grpo,
+)
+from posttrain.reproduce.experiment import Experiment
+from posttrain.types import UserError
+
+EXPERIMENTS: dict[str, Experiment] = {
+    module.EXPERIMENT.name: module.EXPERIMENT
+    for module in (
+        kl_estimators,
+        baseline_variance,
+        gspo_variance,
+        clip_higher,
+        dynamic_sampling,
+        overlong,
+        length_bias,
+        ppo_vs_grpo,
+        entropy_collapse,
+    )
+}
+"""Name -> experiment, in the order in which they are listed."""
+
+
+def find(name: str) -> Experiment:
+    """The experiment of that name. Raises UserError with the list of them."""
+    if name in EXPERIMENTS:
+        return EXPERIMENTS[name]
+    close = difflib.get_close_matches(name, EXPERIMENTS, 1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise UserError(f"unknown experiment {name!r}: {hint}there are {', '.join(EXPERIMENTS)}")

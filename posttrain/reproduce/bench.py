@@ -1,0 +1,69 @@
+"""A policy on the bench: the pieces of a run put together without the run, to measure what a run does not record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from posttrain.algorithms.adjust import adjust
+from posttrain.algorithms.table import find
+from posttrain.config import RL
+from posttrain.data.pack import lay
+from posttrain.engines.local import LocalEngine
+from posttrain.envs.host import Host
+from posttrain.experience import Experience, Size
+from posttrain.learners.local import LocalLearner, Optimization
+from posttrain.models.critic import Critic, ValueModel, new_critic
+from posttrain.models.folder import load_model
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.reproduce.arena import Arena
+from posttrain.types import Batch, Rollout, Sampling
+
+TOKENS = 8192  # fed at once
+
+
+@contextmanager
+def bench(
+    arena: Arena, seed: int, settings: Mapping[str, Any], critic: Path | None = None, **options: Any
+) -> Iterator[Experience]:
+    """The arena's policy with everything that produces steps of it. `options`: those of `posttrain.rl`.
+
+    `critic`: the checkpoint of a run that has one.
+    """
+    folder = Path(arena.start)
+    model, tokenizer = load_model(folder), Tokenizer.load(folder)
+    sizes = {name: settings[name] for name in ("prompts", "group", "max_tokens")}
+    row = adjust(find(options.pop("algorithm")), RL(model=arena.start, **sizes, **options))
+    value: Critic | None = new_critic(ValueModel, critic, model, seed) if critic else None
+    with Host(arena.env, 0) as host:
+        yield Experience(
+            tasks=arena.tasks,
+            host=host,
+            engine=LocalEngine(model, tokenizer),
+            learner=LocalLearner(model, Optimization(lr=settings.get("lr", 1e-5), betas=(0.9, 0.95)), critic=value),
+            tokenizer=tokenizer,
+            algorithm=row,
+            sampling=Sampling(max_tokens=settings["max_tokens"]),
+            size=Size(settings["prompts"], settings["group"], TOKENS),
+            seed=seed,
+        )
+
+
+def one_batch(rollouts: Sequence[Rollout]) -> Batch:
+    """All of them as one micro-batch; their scored tokens lie in order."""
+    return lay([r.transcripts for r in rollouts], range(len(rollouts)))
+
+
+def by_rollout(values: Tensor, rollouts: Sequence[Rollout]) -> list[Tensor]:
+    """[N] of `one_batch` -> [n_i] for each rollout."""
+    return list(values.split([r.n_sampled for r in rollouts]))
+
+
+def log_probabilities(learner: LocalLearner, rollouts: Sequence[Rollout]) -> list[Tensor]:
+    """The policy's, now: [n_i] for each rollout."""
+    [outputs] = learner.evaluate([one_batch(rollouts)])
+    return by_rollout(outputs.logp, rollouts)

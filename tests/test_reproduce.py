@@ -1,0 +1,241 @@
+"""Experiments that test papers' claims: their arithmetic, their verdicts, and that each runs from end to end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.cli import main
+from posttrain.reproduce import EXPERIMENTS, arena, find, kl_estimators
+from posttrain.reproduce.baseline_variance import Halves, figures
+from posttrain.reproduce.experiment import (
+    Comparison,
+    Estimate,
+    Experiment,
+    Finding,
+    Numbers,
+    Say,
+    Settings,
+    Verdict,
+    over_seeds,
+    student_quantile,
+)
+from posttrain.reproduce.figure import Panel, Series
+from posttrain.reproduce.gspo_variance import slope, spreads
+from posttrain.reproduce.length_bias import told
+from posttrain.reproduce.overlong import answered_and_ended
+from posttrain.types import Reply, StopReason, UserError
+
+TINY: dict[str, dict[str, Any]] = {
+    "kl-estimators": {"samples": 400_000, "distributions": 4, "gradient_samples": 100_000},
+    "gspo-variance": {"tasks": 40, "imitation_epochs": 1.0, "steps": 1, "prompts": 8, "group": 4, "edges": [1, 8, 65]},
+    "baseline-variance": {"tasks": 40, "imitation_epochs": 1.0, "batches": 4, "prompts": 2, "group": 4,
+                          "critic_steps": 1, "critic_prompts": 4},
+}  # fmt: skip
+TINY_TRAINING = {"steps": 2, "prompts": 4, "group": 4, "max_tokens": 8, "imitation_epochs": 0.1}
+
+
+def silent(text: str) -> None:
+    pass
+
+
+def run(name: str, out: Path, seeds: tuple[int, ...] = (0,), **settings: Any) -> Finding:
+    experiment = find(name)
+    small = TINY.get(name, TINY_TRAINING)
+    return experiment.run(seeds, out, {**small, **settings}, silent)
+
+
+# -- every experiment --------------------------------------------------------------------------------------------------
+
+
+def test_registry_holds_every_experiment_with_a_claim_and_a_paper() -> None:
+    assert set(EXPERIMENTS) == {
+        "kl-estimators", "baseline-variance", "gspo-variance", "clip-higher", "dynamic-sampling", "overlong",
+        "length-bias", "ppo-vs-grpo", "entropy-collapse",
+    }  # fmt: skip
+    for name, experiment in EXPERIMENTS.items():
+        assert experiment.name == name and experiment.claim.endswith(".") and experiment.paper and experiment.settings
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("kl-estimators", "dynamic-sampling") else pytest.param(name, marks=pytest.mark.slow)
+        for name in EXPERIMENTS
+    ],
+)
+def test_experiment_ends_in_a_table_a_plot_and_a_verdict(name: str, tmp_path: Path) -> None:
+    finding = run(name, tmp_path)
+    assert finding.rows and all(len(row) == len(finding.columns) for row in finding.rows)
+    assert finding.comparisons
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["verdict"] == finding.verdict and written["seeds"] == [0]
+    markdown = (tmp_path / "table.md").read_text()
+    assert EXPERIMENTS[name].claim in markdown and f"posttrain reproduce {name} --seeds 0" in markdown
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- published figures -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mean", kl_estimators.PUBLISHED)
+def test_kl_estimators_have_the_published_bias_and_spread(mean: float) -> None:
+    found = kl_estimators.moments(mean, 2_000_000, torch.Generator().manual_seed(0))
+    for name, (bias, spread) in kl_estimators.PUBLISHED[mean].items():
+        assert found[name][0] == pytest.approx(bias, abs=0.003 * (1 + spread))
+        assert found[name][1] == pytest.approx(spread, rel=0.02)
+
+
+def test_as_losses_k2_has_the_gradient_of_the_reverse_kl_k3_of_the_forward_one_and_k1_none() -> None:
+    found = kl_estimators.gradients(8, 8, 200_000, torch.Generator().manual_seed(0))
+    assert found["k1"]["size"] < 0.05
+    assert found["k2"]["reverse"] < 0.05 < found["k2"]["forward"]
+    assert found["k3"]["forward"] < 0.05 < found["k3"]["reverse"]
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "freedom, expected", [(1, 12.7062), (2, 4.30265), (4, 2.77645), (29, 2.04523), (5000, 1.96044)]
+)
+def test_student_quantile_is_the_tabulated_one(freedom: int, expected: float) -> None:
+    assert student_quantile(0.975, freedom) == pytest.approx(expected, rel=1e-4)
+
+
+def test_interval_over_seeds_is_students() -> None:
+    found = over_seeds([1.0, 2.0, 3.0])
+    assert (found.mean, found.low, found.high) == pytest.approx(
+        (2.0, 2 - 4.30265 / 3**0.5, 2 + 4.30265 / 3**0.5), rel=1e-4
+    )
+
+
+def test_independent_tokens_spread_with_the_root_of_the_length() -> None:
+    generator = np.random.default_rng(0)
+    lengths = [int(n) for n in generator.integers(2, 64, 20_000)]
+    found = spreads(lengths, [generator.normal(0, 0.1, n) for n in lengths], [2, 4, 8, 16, 32, 64])
+    assert slope(found, "token") == pytest.approx(0.0, abs=0.02)
+    assert slope(found, "mean") == pytest.approx(-0.5, abs=0.03)
+    assert slope(found, "sum") == pytest.approx(0.5, abs=0.03)
+
+
+def test_noise_bias_and_size_of_a_gradient_are_those_it_was_made_with() -> None:
+    generator = torch.Generator().manual_seed(0)
+    true = torch.zeros(50)
+    true[0] = 2.0
+    own, reference = (Halves([torch.zeros(50), torch.zeros(50)]) for _ in range(2))
+    for _ in range(4000):
+        noise = torch.randn(50, generator=generator)
+        reference.add(true + noise)
+        own.add(0.5 * true + noise)
+    found = figures(own, reference)
+    assert found["noise"] == pytest.approx(50 / 4, rel=0.02)
+    assert found["bias"] == pytest.approx(0.5, abs=0.01)
+    assert found["size"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_curves_are_read_at_their_end_and_where_they_reach_a_target() -> None:
+    curve: arena.Curve = [i / 100 for i in range(100)]
+    assert arena.late(curve) == pytest.approx(0.895)
+    assert arena.mean_of(curve, 0.0, 0.1) == pytest.approx(0.045)
+    assert arena.steps_to(curve, 0.5) == 51 and arena.steps_to(curve, 2.0) is None
+    assert arena.smooth([1.0, None, 3.0]).tolist() == [1.0, 2.0, 3.0]
+
+
+def test_rewards_of_the_small_arenas() -> None:
+    task = {"prompt": "1+2+3+4=", "answer": "10"}
+    assert answered_and_ended(task, Reply("10.....")) == 1.0 and answered_and_ended(task, Reply("9.")) == 0.0
+    assert answered_and_ended(task, Reply("10..", StopReason.LENGTH)) == 0.0
+    asked = told(task)
+    assert next(asked).text == "1+2+3+4=" and asked.send(Reply("10;", StopReason.STOP)).text == "y"
+    with pytest.raises(StopIteration, match="1.0"):
+        asked.send(Reply("...."))
+    counted = {"prompt": "52="}
+    assert arena.share_of_strides(counted, Reply("58147")) == pytest.approx(1.0)
+    assert arena.share_of_strides(counted, Reply("59")) == 0.5
+    assert arena.share_of_strides(counted, Reply("")) == 0.0
+
+
+# -- verdicts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "low, high, verdict",
+    [(0.1, 0.3, Verdict.SEEN), (-0.1, 0.3, Verdict.UNSEEN), (-0.3, -0.1, Verdict.CONTRADICTED), (0, 0, Verdict.UNSEEN),
+     (float("nan"), float("nan"), Verdict.UNSEEN)],
+)  # fmt: skip
+def test_claim_is_seen_only_if_the_whole_interval_lies_in_its_range(low: float, high: float, verdict: Verdict) -> None:
+    assert Comparison("difference", Estimate(0.0, low, high), at_least=0.0).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    "found, verdict",
+    [("ss", Verdict.SEEN), ("su", Verdict.PARTLY), ("sc", Verdict.PARTLY), ("cc", Verdict.CONTRADICTED),
+     ("uc", Verdict.UNSEEN), ("u", Verdict.UNSEEN)],
+)  # fmt: skip
+def test_verdict_follows_from_the_comparisons(found: str, verdict: Verdict) -> None:
+    estimates = {"s": Estimate(1, 0.5, 1.5), "u": Estimate(0, -1, 1), "c": Estimate(-1, -1.5, -0.5)}
+    comparisons = [Comparison("x", estimates[letter], at_least=0.0) for letter in found]
+    assert Finding((), (), comparisons, ()).verdict == verdict
+
+
+def counted(measured: list[int]) -> Experiment:
+    """An experiment that notes which seeds it measures."""
+
+    def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
+        measured.append(seed)
+        return {"value": seed * settings["slope"]}
+
+    def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
+        values = [n["value"] for n in numbers.values()]
+        panel = Panel("values", "seed", [Series("value", list(numbers), values)])
+        comparison = Comparison("value", over_seeds(values), at_least=0.0)
+        return Finding(
+            ("seed", "value"), [[str(k), str(v)] for k, v in zip(numbers, values, strict=True)], [comparison], [panel]
+        )
+
+    return Experiment("counted", "The value is above 0.", "no paper", {"slope": 1.0}, measure, conclude)
+
+
+def test_finished_seeds_are_kept_unless_the_settings_change(tmp_path: Path) -> None:
+    measured: list[int] = []
+    experiment = counted(measured)
+    experiment.run((0, 1), tmp_path, say=silent)
+    again = experiment.run((0, 1, 2), tmp_path, say=silent)
+    assert measured == [0, 1, 2] and again.seeds == (0, 1, 2) and len(again.rows) == 3
+    experiment.run((1,), tmp_path, {"slope": 2.0}, silent)
+    assert measured == [0, 1, 2, 1]
+
+
+def test_unknown_setting_and_no_seed_are_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no setting slop: there are slope"):
+        counted([]).run((0,), tmp_path, {"slop": 1.0}, silent)
+    with pytest.raises(UserError, match="slope is like 1.0, not 'steep'"):
+        counted([]).run((0,), tmp_path, {"slope": "steep"}, silent)
+    with pytest.raises(UserError, match="needs a seed"):
+        counted([]).run((), tmp_path, say=silent)
+
+
+# -- the verb ----------------------------------------------------------------------------------------------------------
+
+
+def test_verb_lists_the_experiments_and_refuses_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in EXPERIMENTS)
+    assert main(["reproduce", "clip-hihger"]) == 2
+    assert "did you mean 'clip-higher'" in capsys.readouterr().err
+
+
+def test_verb_runs_an_experiment_with_changed_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = [f"--settings.{k.replace('_', '-')}={v}" for k, v in TINY["kl-estimators"].items()]
+    assert main(["reproduce", "kl-estimators", "--seeds", "0", "1", "--out", str(tmp_path), *changed]) == 0
+    shown = capsys.readouterr().out
+    assert "verdict" in shown and str(tmp_path / "kl-estimators" / "figure.png") in shown
+    assert json.loads((tmp_path / "kl-estimators" / "result.json").read_text())["settings"]["samples"] == 400_000

@@ -319,6 +319,8 @@ class Experience:
             rows = order(remembered, update, seed_of(self.seed, "replay", number))[:size]
             rollouts = [self.memory.rollouts[i] for i in sorted(rows)]
             fields = {"advantage": [self.memory.advantages[i] for i in sorted(rows)]}
+            if row.needs_reference:
+                fields["ref_logp"] = self._evaluate(rollouts, of="reference")["logp"]
             chosen.append(Credited(rollouts, scoreboard(rollouts, correct=self.correct), fields))
         return chosen
 

@@ -63,7 +63,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gpg": ON_POLICY,
     "dapo": {"steps": 60},  # it plays up to four times as many prompts for a step full of groups that tell something
     # No schedule shortens a step that is as long as the region allows, nor its noise: a small region, more rollouts.
-    "trpo": {"minibatches": 1, "prompts": 128, "trust_region": 6e-4, "steps": 80},
+    "trpo": {"minibatches": 1, "prompts": 128, "trust_region": 5e-4, "steps": 60},
     "ppo": CRITIC,
     "ppo-kl": CRITIC,
     # The text is what the start imitated, and pulls back to it: at 1 nothing would be unlearned.
@@ -71,8 +71,12 @@ OWN: dict[str, dict[str, Any]] = {
     "open-reasoner-zero": CRITIC,
     # lambda = 1 - 1 / (0.05 n) is made for thousands of tokens; for the two or three of a sum it is 0.
     "vapo": {**CRITIC, "critic_warmup": 10, "gae_lambda": 0.95},
-    # Q is a guess for tokens that nobody has sampled yet: it learns first and faster.
-    "sac": {"lr": 2e-4, "critic_lr": 3e-3, "minibatches": 4, "steps": 150},
+    # Q only guesses for tokens that nobody has sampled yet: it learns first and faster, and a KL keeps the policy to
+    # tokens that the start would say.
+    "sac": {
+        **{"lr": 3e-4, "critic_lr": 2e-3, "critic_warmup": 20, "minibatches": 4, "steps": 150},
+        **{"kl": 0.03, "kl_estimator": "exact"},
+    },
 }
 """Row -> the settings in which it differs from COMMON."""
 

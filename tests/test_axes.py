@@ -149,6 +149,8 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("sac", {"replay": 500}, part("replay"), Replay(500)),
     ("sac", {"replay": 0, "epochs": 1, "minibatches": 1}, part("replay"), None),
     ("reinforce", {"replay": 500}, part("replay"), Replay(500)),
+    ("reinforce", {"replay": 500, "kl": 0.1}, part("replay"), Replay(500)),
+    ("sac", {"kl": 0.1, "kl_estimator": "exact"}, part("kl"), KL("exact", 0.1)),
     ("grpo", {"epochs": 3}, part("epochs"), 3),
     ("grpo", {"minibatches": 2}, part("minibatches"), 2),
 ]
@@ -297,7 +299,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpg", {"epochs": 2}, "2 updates per step need a ratio .--surrogate ratio or clip., or set --epochs 1"),
     ("grpo", {"minibatches": 3}, "--minibatches 3 is above --prompts 2"),
     ("dr-grpo", {"replay": 100}, "leave out --replay"),
-    ("reinforce", {"replay": 100, "kl": 0.1}, "leave out --replay, or --kl"),
+    ("reinforce", {"replay": 200, "kl": 0.1, "kl_where": "reward"}, "leave out --replay, or --kl-where reward"),
     (
         "ppo",
         {"surrogate": "log-probability", "kl": 0.0, "replay": 100},

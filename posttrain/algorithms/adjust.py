@@ -335,9 +335,9 @@ def _check_parts(row: Algorithm, settings: RL) -> None:
     warmup = row.critic.warmup if row.critic is not None else 0
     rules = (
         (
-            row.replay is not None and (kl is not None or isinstance(row.critic, Value)),
+            row.replay is not None and ((kl is not None and kl.where == "reward") or isinstance(row.critic, Value)),
             "of rollouts of earlier steps neither a KL nor a state's value is known: "
-            "leave out --replay, or --kl and --advantage gae",
+            "leave out --replay, or --kl-where reward and --advantage gae",
         ),
         (
             kl is not None and kl.where == "reward" and kl.against == "old",

@@ -103,9 +103,10 @@ class Algorithm:
 
     @property
     def moves_every_token(self) -> bool:
-        """Whether a rollout can have a gradient though its advantage is 0."""
+        """Whether a rollout can have a gradient, or bound the step, though its advantage is 0."""
         penalised = self.kl is not None and self.kl.where == "loss"
-        return penalised or any((self.entropy, self.critic, self.imitation, self.surrogate.wants))
+        region = self.trust_region is not None  # its KL is over all tokens, not those alone that the advantage moves
+        return penalised or region or any((self.entropy, self.critic, self.imitation, self.surrogate.wants))
 
     @property
     def wants(self) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 An experiment says beforehand in which range each of its figures must lie for the paper to be right. The claim is *seen*
 only if the whole 95% interval over the seeds lies there, and *contradicted* only if the whole interval lies outside;
-anything else is not seen at this scale. Nobody chooses a verdict.
+anything else is not seen at this scale.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ OWN: dict[str, dict[str, Any]] = {
     # tokens that the start would say.
     "sac": {
         **{"lr": 3e-4, "critic_lr": 2e-3, "critic_warmup": 20, "minibatches": 4, "steps": 150},
-        **{"kl": 0.03, "kl_estimator": "exact"},
+        **{"kl": 0.03, "kl_estimator": "exact", "entropy_target": 0.05},
     },
 }
 """Row -> the settings in which it differs from COMMON."""

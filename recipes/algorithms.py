@@ -74,7 +74,7 @@ OWN: dict[str, dict[str, Any]] = {
     # Q only guesses for tokens that nobody has sampled yet: it learns first and faster, and a KL keeps the policy to
     # tokens that the start would say.
     "sac": {
-        **{"lr": 3e-4, "critic_lr": 2e-3, "critic_warmup": 20, "minibatches": 4, "steps": 150},
+        **{"lr": 3e-4, "critic_lr": 2e-3, "critic_warmup": 20, "minibatches": 4, "steps": 220},
         **{"kl": 0.03, "kl_estimator": "exact", "entropy_target": 0.05},
     },
 }

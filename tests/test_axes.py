@@ -303,7 +303,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "ppo",
         {"surrogate": "log-probability", "kl": 0.0, "replay": 100},
-        "leave out --replay, or --kl and --advantage gae",
+        "leave out --replay, or --kl-where reward and --advantage gae",
     ),
     ("sac", {"replay": 5}, "--replay 5 is less than a step's 6 rollouts"),
     # numbers

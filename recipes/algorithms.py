@@ -282,10 +282,10 @@ _TASK = (
     "change the sums, the start and all sampling. The interval is Student's 95% over seeds. Seconds are processor",
     "seconds of training on one thread, evaluations on the way included.",
     "",
-    "How the settings came about: the common ones were chosen for grpo on seed 0 and kept. The critic's learning rate, ppo-ptx's",
-    "coefficient and vapo's lambda were chosen on seed 0 too; trpo's region was chosen on seeds 0 and 2; sac's settings were tried",
-    "five times, the last three with all three seeds (the one before ended at 0.899, 0.905, 0.937), so its figures are those of",
-    "the trial that went best and not of a fresh one. With a reward for the answer alone grpo-process is grpo, to the last digit.",
+    "How the settings came about: the common ones were chosen for grpo on seed 0 and kept. The critic's learning rate,",
+    "ppo-ptx's coefficient and vapo's lambda were chosen on seed 0 too; trpo's region on seeds 0 and 2; sac's settings were",
+    "tried five times, the last three with all three seeds (the one before ended at 0.899, 0.905, 0.937), so its figures are",
+    "those of the trial that went best. With a reward for the answer alone grpo-process is grpo, to the last digit.",
 )
 
 

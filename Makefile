@@ -4,13 +4,16 @@ BIN := .venv/bin
 # Idle threads that spin would take the processor from the rest of the run.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test check format recipes clean
+.PHONY: demo test test-vllm check format recipes clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready
 	$(BIN)/python -m pytest tests -n 2
+
+test-vllm: .venv-vllm/ready
+	.venv-vllm/bin/python -m pytest tests/test_vllm.py
 
 check: .venv/ready
 	$(BIN)/ruff format --check posttrain tests examples recipes
@@ -28,5 +31,13 @@ format: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch .venv/ready
 
+# vLLM for machines without a GPU. It asks for versions of its own, so it does not share .venv.
+.venv-vllm/ready: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --constraint constraints-vllm.txt "torch==2.13.0"
+	.venv-vllm/bin/pip install --quiet --no-deps --requirement constraints-vllm.txt
+	.venv-vllm/bin/pip install --quiet --no-deps --editable .
+	touch .venv-vllm/ready
+
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-vllm runs

@@ -264,6 +264,12 @@ class RL(Axes):
     """Time limit of one call of the environment; beyond it the reward is invalid."""
     slots: int = 256
     """Most replies sampled at once: the memory of the key-value cache."""
+    engine: Literal["local", "vllm"] = "local"
+    """What samples: local, with the learner's own weights, or vLLM in a process of its own."""
+    engine_cache: float = 4.0
+    """vLLM: most GiB of its key-value cache."""
+    engine_seconds: float = 120.0
+    """vLLM: time limit of a hand-over of weights, and of one decoding step; beyond it the run stops."""
     health: Literal["warn", "stop", "log", "off"] = "warn"
     """When something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps): say so, stop
     with a checkpoint, only write it down, or do not look."""
@@ -321,7 +327,9 @@ VERBS: dict[str, type[Data]] = {"sft": SFT, "rl": RL, "eval": Evaluation}
 OF_ONE_CALL = frozenset({"out", "resume", "overwrite", "quiet"})
 """Options that a continued run does not take over."""
 
-FREE_TO_CHANGE = frozenset({"steps", "save_every", "keep", "threads", "env_workers", "env_seconds", "health"})
+FREE_TO_CHANGE = frozenset(
+    {"steps", "save_every", "keep", "threads", "env_workers", "env_seconds", "engine_seconds", "health"}
+)
 """Options that a continued run takes over unless they are given anew."""
 
 
@@ -340,6 +348,8 @@ def validate(config: Training | Evaluation) -> None:
             "threads",
             "limit",
             "env_seconds",
+            "engine_cache",
+            "engine_seconds",
             "minibatches",
             *("kl_target", "kl_horizon", "critic_lr", "entropy_target", "gae_alpha"),
         ),

@@ -120,6 +120,10 @@ class Experience:
 
     def learned(self, step: Step, stats: Stats) -> None:
         """Let what changes from step to step do so: coefficients, the reference."""
+        if stats.get("sampler/ratio", (0.0, 0.0))[1]:
+            # Effective sample size, as a share: (sum c)^2 / (N sum c^2), c the learner's probability over the engine's.
+            (total, count), (squares, _) = stats["sampler/ratio"], stats.pop("sampler/ratio/square")
+            stats.add("sampler/ess", total**2 / (count * squares))
         kl, entropy = self.algorithm.kl, self.algorithm.entropy
         if kl is not None and kl.control is not None and self._watched is not None:
             rollouts, old, other = self._watched

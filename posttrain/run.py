@@ -7,6 +7,7 @@ thin layers over them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from posttrain.course import Course, Run, begin, start_of
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.engines.local import LocalEngine
+from posttrain.engines.vllm import VLLMEngine
 from posttrain.envs.chat import Conversation
 from posttrain.envs.host import Done, Host
 from posttrain.envs.load import load_converter, load_env, opening
@@ -108,7 +110,7 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
     if config.eval_tasks:
         held_out = load_tasks(replace(config, tasks=config.eval_tasks, limit=None, split=None), None, env=env)
     held_out = held_out[: config.eval_limit]
-    with Host(env or config.env, config.env_workers, config.env_seconds) as host:
+    with Host(env or config.env, config.env_workers, config.env_seconds) as host, ExitStack() as opened:
         rehearse(host, train_tasks)
         start = start_of(config)
         model, tokenizer = _start(config, train_tasks, resumed or start, device)
@@ -128,7 +130,7 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
             trust_region=algorithm.trust_region,
             follow=algorithm.critic.tau if isinstance(algorithm.critic, SoftQ) else 0.0,
         )
-        engine = LocalEngine(model, tokenizer, config.slots, config.precision)
+        engine = opened.enter_context(closing(_engine(config, model, tokenizer)))
         sampling = Sampling(config.temperature, max_tokens=config.max_tokens, stop=config.stop)
         source = Experience(
             tasks=train_tasks,
@@ -299,6 +301,22 @@ def _start(
         )
     model.eos_ids = (tokenizer.eos_id,)
     return model.to(device), tokenizer
+
+
+def _engine(config: RL, model: Decoder, tokenizer: Tokenizer) -> LocalEngine | VLLMEngine:
+    """What samples the rollouts."""
+    if config.engine == "local":
+        return LocalEngine(model, tokenizer, config.slots, config.precision)
+    limit = config.engine_seconds
+    return VLLMEngine(
+        model,
+        tokenizer,
+        config.slots,
+        config.precision,
+        cache_gib=config.engine_cache,
+        load_seconds=limit,
+        step_seconds=limit,
+    )
 
 
 def _critic(config: RL, algorithm: Algorithm, start: Path, model: Decoder) -> Critic | None:

@@ -24,7 +24,7 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.scoreboard import describe, usable
 from posttrain.supervised import demonstrate
 from posttrain.train import train
-from posttrain.types import Batch, Invalid, Outputs, Rollout, Sampling, Stats, Task, UserError
+from posttrain.types import Batch, Completion, Invalid, Outputs, Rollout, Sampling, Stats, Task, UserError
 
 TASKS = [{"id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
 
@@ -257,6 +257,29 @@ def test_only_matrices_are_decayed(tokenizer: Tokenizer) -> None:
 def test_learning_rate_rises_then_falls_to_its_end(schedule: Any, rates: list[float]) -> None:
     plan = Optimization(lr=1.0, schedule=schedule, warmup=2, updates=6)
     assert [plan.rate(i) for i in range(1, 7)] == pytest.approx(rates, abs=1e-6)
+
+
+def test_mismatch_to_the_sampler_is_measured_over_the_whole_step(tokenizer: Tokenizer) -> None:
+    experience = source(tokenizer, row("dr-grpo"), budget=20)
+    generator, exact = torch.Generator().manual_seed(0), experience.engine.poll
+    noise: list[float] = []
+
+    def distorted() -> list[Completion]:
+        done = exact()
+        for completion in done:
+            off = torch.randn(len(completion.tokens), generator=generator) / 2
+            noise.extend(off.tolist())
+            completion.logp[:] = (torch.tensor(completion.logp) - off).tolist()  # type: ignore[index]
+        return done
+
+    experience.engine.poll = distorted  # type: ignore[method-assign]
+    _, (seen,) = run(experience, steps=1)
+    gap = torch.tensor(noise, dtype=torch.float64)  # learner minus sampler
+    assert seen["groups/no_signal"] == 0, "every token is to be fed"
+    assert seen["sampler/kl"] == pytest.approx((gap.exp() - 1 - gap).mean().item(), abs=1e-5)
+    assert seen["sampler/gap/max"] == pytest.approx(gap.abs().max().item(), abs=1e-5)
+    share = gap.exp().sum() ** 2 / (len(gap) * gap.exp().square().sum())
+    assert share < 0.9 and seen["sampler/ess"] == pytest.approx(share.item(), abs=1e-5)
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ HOMES = {
     "tensorboardX": ("record.py",),
     "rich": ("display.py",),
     "cyclopts": ("cli.py", "verbs.py"),
-    "vllm": ("engines/vllm.py",),
+    "vllm": ("engines/vllm_worker.py",),
     "ray": ("scale/",),
     "rapidfuzz": ("diversity.py",),
     "torch.distributed": ("scale/", "learners/fsdp.py"),

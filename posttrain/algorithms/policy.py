@@ -202,9 +202,11 @@ class PolicyObjective:
         self.row.surrogate.measure(ratio, batch.advantage, stats)
         if batch.sampler_logp is not None:
             # How far the engine's numbers are from the learner's: estimates KL(sampler || learner), unclipped.
-            gap = old - batch.sampler_logp
-            stats.add("sampler/kl", (gap.exp() - 1 - gap).sum().item(), count)
+            gap = (old - batch.sampler_logp).double()
+            stats.add("sampler/kl", (gap.expm1() - gap).sum().item(), count)
             stats.add("sampler/gap", gap.abs().sum().item(), count)
+            stats.add("sampler/ratio", gap.exp().sum().item(), count)
+            stats.add("sampler/ratio/square", (2 * gap).exp().sum().item(), count)
             if count:
                 stats.add("sampler/gap/max", gap.abs().max().item())
 

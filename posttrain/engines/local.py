@@ -18,21 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.engines.sampler import sample, uniform
 from posttrain.models.attention import SegmentAttention
 from posttrain.models.decoder import Decoder
 from posttrain.models.likelihood import output_logits
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Completion, Layout, Sampling, StopReason, UserError
+from posttrain.types import Completion, Layout, Sampling
 
 PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
-
-
-@dataclass(frozen=True)
-class _Request:
-    id: int
-    prompt: tuple[int, ...]
-    sampling: Sampling
 
 
 @dataclass
@@ -66,9 +60,9 @@ class LocalEngine:
         self.precision = precision
         self.eos_ids = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
         self.eos = torch.tensor(self.eos_ids, dtype=torch.int64, device=self.device)
-        self.waiting: deque[_Request] = deque()
+        self.waiting: deque[Request] = deque()
         self.prefixes: dict[tuple[int, ...], _Prefix] = {}
-        self.running: list[_Request] = []  # [B], request of each slot
+        self.running: list[Request] = []  # [B], request of each slot
         self._rows = _Rows(self.device)
         self._cache: Tensor | None = None  # [2, layers, slots, kv_heads, M, size]
 
@@ -81,21 +75,8 @@ class LocalEngine:
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """Queue one request. Raises UserError if the prompt leaves no room for a reply."""
-        if not prompt:
-            raise UserError(
-                "an empty prompt: there is nothing to continue; give the task a prompt or the tokenizer a BOS"
-            )
-        if len(prompt) >= self.context:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens leaves no room in the model's context of {self.context}: "
-                "shorten it, or leave such rows out"
-            )
-        if max(prompt) >= self.model.config.vocab:
-            raise UserError(
-                f"the tokenizer gives token {max(prompt)}, the model's vocabulary has {self.model.config.vocab}: "
-                "they do not belong together, or the prompt holds a special token that the model lacks"
-            )
-        self.waiting.append(_Request(id, tuple(prompt), sampling))
+        request = Request(id, tuple(prompt), sampling)
+        self.waiting.append(request.check(self.context, self.model.config.vocab))
 
     def poll(self) -> list[Completion]:
         """Decode until at least one request has finished; [] when nothing is running or waiting."""
@@ -177,10 +158,10 @@ class LocalEngine:
             span = slice(start[i], start[i] + length[i])
             self.prefixes[prompt] = _Prefix(k[:, :, span], v[:, :, span], logits[i])
 
-    def _make_room(self, requests: list[_Request]) -> None:
+    def _make_room(self, requests: list[Request]) -> None:
         """Grow the cache to what these requests can need: M to the longest of them, slots to as many as run at once."""
         config = self.model.config
-        longest = max(min(len(r.prompt) + r.sampling.max_tokens, self.context) for r in requests)
+        longest = max(len(r.prompt) + r.budget(self.context) for r in requests)
         needed = min(self.slots, len(self.running) + len(requests) + len(self.waiting))
         have = (0, 0) if self._cache is None else (self._cache.shape[2], self._cache.shape[4])
         if needed <= have[0] and longest <= have[1]:
@@ -244,7 +225,7 @@ class LocalEngine:
         out = [slot for slot in range(count) if ended[slot] or slot in stopped]
         if not out:
             return []
-        completions = [self._completion(slot, StopReason.STOP if slot in stopped else None) for slot in out]
+        completions = [self._completion(slot, slot in stopped) for slot in out]
         keep = sorted(set(range(count)) - set(out))
         # Fill the holes among the first len(keep) slots from the slots behind them.
         holes = [slot for slot in out if slot < len(keep)]
@@ -267,33 +248,28 @@ class LocalEngine:
         slots = [s for s in range(count) if self.running[s].sampling.stop]
         if not slots:
             return set()
-        # A token is at least one byte of text, so a stop string that ends here lies within these last tokens.
-        window = max(len(s.encode()) for slot in slots for s in self.running[slot].sampling.stop) + 4
+        window = stop_window(s for slot in slots for s in self.running[slot].sampling.stop)
         index = torch.tensor(slots, device=self.device)
         sampled = self._rows.count[index][:, None]
         place = sampled - window + torch.arange(window, device=self.device)
         tails = self._rows.tokens[index[:, None], place.clamp_min(0)].masked_fill(place < 0, -1).tolist()
         reached = set()
         for slot, tail in zip(slots, tails, strict=True):
-            text = self.tokenizer.decode([t for t in tail if t >= 0])
-            if any(s in text for s in self.running[slot].sampling.stop):
+            if reached_stop(self.tokenizer, [t for t in tail if t >= 0], self.running[slot].sampling.stop):
                 reached.add(slot)
         return reached
 
-    def _completion(self, slot: int, stop: StopReason | None) -> Completion:
-        state, request = self._rows, self.running[slot]
-        count = int(state.count[slot])
-        tokens = state.tokens[slot, :count].tolist()
-        if stop is None and tokens[-1] in self.eos_ids:
-            stop = StopReason.EOS
-        elif stop is None:
-            budget_spent = count >= request.sampling.max_tokens
-            stop = StopReason.LENGTH if budget_spent else StopReason.CONTEXT
-        text = self.tokenizer.decode(tokens[:-1] if stop is StopReason.EOS else tokens)
-        if stop is StopReason.STOP:
-            # Where the tail alone showed the string, the whole text may not: bytes that are no character swallow it.
-            text = text[: min((text.find(s) + len(s) for s in request.sampling.stop if s in text), default=len(text))]
-        return Completion(request.id, tokens, state.logp[slot, :count].tolist(), text, stop, self.version)
+    def _completion(self, slot: int, stopped: bool) -> Completion:
+        state, count = self._rows, int(self._rows.count[slot])
+        return complete(
+            self.running[slot],
+            state.tokens[slot, :count].tolist(),
+            state.logp[slot, :count].tolist(),
+            stopped=stopped,
+            eos_ids=self.eos_ids,
+            tokenizer=self.tokenizer,
+            version=self.version,
+        )
 
     # -- storage ------------------------------------------------------------------------------------------------------
 
@@ -334,10 +310,9 @@ class _Rows:
         self.logp = torch.zeros(0, 0, dtype=torch.float32, device=device)
         self.longest = 0  # the greatest `length`, known without asking the device
 
-    def append(self, requests: list[_Request], context: int) -> None:
+    def append(self, requests: list[Request], context: int) -> None:
         sampling = [r.sampling for r in requests]
-        room = [context - len(r.prompt) for r in requests]
-        budget = [min(s.max_tokens, left) for s, left in zip(sampling, room, strict=True)]
+        budget = [r.budget(context) for r in requests]
         new = {
             "token": torch.zeros(len(requests), dtype=torch.int64),
             "length": torch.tensor([len(r.prompt) for r in requests]),

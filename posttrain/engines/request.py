@@ -1,0 +1,80 @@
+"""What is asked of an engine, and when and how a reply ends: the same for every engine.
+
+An engine samples tokens; whether a prompt may be asked, whether a stop string has been reached, why a reply ended and what
+its text is are decided here, with the run's own tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.types import Completion, Sampling, StopReason, UserError
+
+
+@dataclass(frozen=True)
+class Request:
+    """One reply that an engine owes."""
+
+    id: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+
+    def check(self, context: int, vocab: int) -> Request:
+        """Itself. Raises UserError if the prompt leaves no room for a reply, or holds a token the model lacks."""
+        if not self.prompt:
+            raise UserError(
+                "an empty prompt: there is nothing to continue; give the task a prompt or the tokenizer a BOS"
+            )
+        if len(self.prompt) >= context:
+            raise UserError(
+                f"a prompt of {len(self.prompt)} tokens leaves no room in the model's context of {context}: "
+                "shorten it, or leave such rows out"
+            )
+        if max(self.prompt) >= vocab:
+            raise UserError(
+                f"the tokenizer gives token {max(self.prompt)}, the model's vocabulary has {vocab}: "
+                "they do not belong together, or the prompt holds a special token that the model lacks"
+            )
+        return self
+
+    def budget(self, context: int) -> int:
+        """Tokens that may be sampled."""
+        return min(self.sampling.max_tokens, context - len(self.prompt))
+
+
+def stop_window(stop: Iterable[str]) -> int:
+    """How many last tokens to look at: each is at least one byte of text, so a stop string that ends here lies in them."""
+    return max(len(s.encode()) for s in stop) + 4
+
+
+def reached_stop(tokenizer: Tokenizer, tail: Sequence[int], stop: Iterable[str]) -> bool:
+    """Whether the last `stop_window` tokens of a reply hold a stop string."""
+    text = tokenizer.decode(tail)
+    return any(s in text for s in stop)
+
+
+def complete(
+    request: Request,
+    tokens: Sequence[int],
+    logp: Sequence[float],
+    *,
+    stopped: bool,
+    eos_ids: Sequence[int],
+    tokenizer: Tokenizer,
+    version: int,
+) -> Completion:
+    """The answer to a request that ended. `stopped`: whether its text reached a stop string with the last token."""
+    sampling = request.sampling
+    if stopped:
+        stop = StopReason.STOP
+    elif tokens[-1] in eos_ids:
+        stop = StopReason.EOS
+    else:
+        stop = StopReason.LENGTH if len(tokens) >= sampling.max_tokens else StopReason.CONTEXT
+    text = tokenizer.decode(tokens[:-1] if stop is StopReason.EOS else tokens)
+    if stopped:
+        # Where the tail alone showed the string, the whole text may not: bytes that are no character swallow it.
+        text = text[: min((text.find(s) + len(s) for s in sampling.stop if s in text), default=len(text))]
+    return Completion(request.id, tokens, logp, text, stop, version)

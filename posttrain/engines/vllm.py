@@ -1,0 +1,238 @@
+"""vLLM as rollout engine: a process of its own, to which weights are handed over in place.
+
+Decided here: every hand-over carries a version and a checksum which the process must give back, and everything it is asked
+has a time limit. When it dies, fails or takes too long, the run ends with one line that says so, and never goes on with
+what is left. The process is a plain interpreter, so vLLM's settings of torch and of the environment stay out of the run,
+and scripts need no `__main__` guard.
+
+vLLM's numbers differ a little from the learner's: `sampler/kl`, `sampler/gap` and `sampler/ess` of every step say by how
+much, and an algorithm's correction accounts for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from posttrain.engines.request import Request
+from posttrain.engines.vllm_worker import Setup, Stored, shared_memory
+from posttrain.models.decoder import Decoder
+from posttrain.models.folder import checkpoint_tensors, written_config
+from posttrain.models.tokenizer import Tokenizer, write_json
+from posttrain.types import Completion, Sampling, UserError
+
+BOOT = "import sys; sys.path[:] = sys.argv[3:]; from posttrain.engines.vllm_worker import main; main()"
+CLOSE_SECONDS = 5.0  # for an idle process to leave by itself
+BLOCK = 128  # tokens in a block of vLLM's cache on processors, the largest of its sizes
+COLDEST = 0.01  # vLLM raises lower temperatures to this one in silence
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is the separation: no further one
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the run's number of threads, on whatever processors are free
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class VLLMEngine:
+    """See `posttrain.types.Engine`. Close it: it holds a process.
+
+    `slots`: how many requests run at once. `precision`: of weights, arithmetic and cache. `cache_gib`: most memory of the
+    key-value cache. `start_seconds`, `load_seconds`, `step_seconds`: time limits of vLLM's start, of a hand-over of
+    weights and of one decoding step. Raises UserError if vLLM is not installed or does not start; so do all methods when
+    it has died, failed or overstepped a limit.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        slots: int = 256,
+        precision: str = "float32",
+        *,
+        cache_gib: float = 4.0,
+        start_seconds: float = 600.0,
+        load_seconds: float = 120.0,
+        step_seconds: float = 120.0,
+    ) -> None:
+        found = importlib.util.find_spec("vllm")
+        if found is None or found.origin is None:
+            raise UserError(
+                "vLLM is not installed: pip install vllm (on a machine without a GPU see `make test-vllm`), "
+                "or use the embedded engine"
+            )
+        self.load_seconds, self.step_seconds = load_seconds, step_seconds
+        self.context, self.vocab, self.version = model.config.context, model.config.vocab, 0
+        self.dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        self.stored = tuple(_layout(model, self.dtype))
+        memory_fd = os.memfd_create("posttrain weights")  # no file: nothing to clean up, and /dev/shm may be small
+        os.truncate(memory_fd, max(s.offset + _size(s.shape, self.dtype) for s in self.stored))
+        self.memory = shared_memory(memory_fd)
+        self._submitted: list[Request] = []
+        self._owed = 0  # requests that the process has
+        with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
+            tokenizer.save(folder)
+            config = dict(model.source) or written_config(model.config)
+            write_json(Path(folder) / "config.json", {**config, "tie_word_embeddings": False})
+            eos = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
+            cache = min(_cache_bytes(model, slots, self.dtype), int(cache_gib * 2**30))
+            setup = Setup(folder, self.dtype, self.context, slots, cache, tuple(eos), self.stored)
+            self.process = _Process(memory_fd)
+            os.close(memory_fd)
+            self.process.ask(setup, "starting", start_seconds)
+        self.load(model, 0)
+
+    def load(self, weights: Any, version: int) -> None:
+        """Hand over the weights of a `Decoder`. Returns when vLLM has them and says so with version and checksum."""
+        assert not self._submitted and not self._owed, "weights change between batches of rollouts, not within one"
+        tensors, checksum = dict(_handed_over(weights)), 0
+        for stored in self.stored:
+            stored.tensor_in(self.memory, self.dtype).copy_(tensors[stored.name])
+            checksum = stored.checksum(self.memory, self.dtype, checksum)
+        answer = self.process.ask(("load", version), f"taking over weights of version {version}", self.load_seconds)
+        if answer != (version, checksum):
+            self.process.fail(f"took over version {answer[0]} with checksum {answer[1]:08x}, not {checksum:08x}")
+        self.version = version
+
+    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Queue one request. Raises UserError if the prompt leaves no room for a reply."""
+        if 0 < sampling.temperature < COLDEST:
+            raise UserError(f"vLLM samples at temperature 0 or {COLDEST} and above, not at {sampling.temperature}")
+        request = Request(id, tuple(prompt), sampling)
+        self._submitted.append(request.check(self.context, self.vocab))
+
+    def poll(self) -> list[Completion]:
+        """Decode until at least one request has finished; [] when nothing is running or waiting."""
+        requests, self._submitted = self._submitted, []
+        self._owed += len(requests)
+        if not self._owed:
+            return []
+        done: list[Completion] = self.process.ask(("poll", requests), "sampling", self.step_seconds)
+        assert all(c.version == self.version for c in done), "sampled by weights of another version"
+        self._owed -= len(done)
+        return done
+
+    def close(self) -> None:
+        """End the process; requests in it are lost. May be called twice."""
+        self._submitted.clear()
+        self.process.close()
+
+
+class _Process:
+    """Our end of the process in which vLLM runs."""
+
+    def __init__(self, memory_fd: int) -> None:
+        ours, theirs = socket.socketpair()
+        descriptor, log = tempfile.mkstemp(prefix="posttrain-vllm-", suffix=".log")
+        self.log, self.dead = Path(log), ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", BOOT, str(theirs.fileno()), str(memory_fd), *(p or os.getcwd() for p in sys.path)],
+            pass_fds=(theirs.fileno(), memory_fd),
+            stdin=subprocess.DEVNULL,
+            stdout=descriptor,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+            start_new_session=True,  # out of reach of Ctrl-C, and killed with whatever it started
+        )
+        theirs.close()
+        os.close(descriptor)
+        self.socket = ours
+        self.connection: Connection[Any, Any] = Connection(os.dup(ours.fileno()))
+
+    def ask(self, message: object, doing: str, seconds: float) -> Any:
+        """The answer to a message. `seconds`: the longest silence. Raises UserError, and ends the process, without one."""
+        if self.dead:
+            raise UserError(f"the vLLM process {self.dead}")
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        try:
+            self.connection.send(message)
+            while self.connection.poll(seconds):
+                kind, value = self.connection.recv()
+                if kind == "failed":
+                    self.fail(f"failed while {doing}: {value}")
+                if kind == "answer":
+                    return value
+        except BlockingIOError:  # it has stopped in the middle of reading or writing
+            pass
+        except (EOFError, OSError):
+            self.fail(f"died while {doing} ({self._exit_code()})")
+        self.fail(f"was silent for {seconds:g} s while {doing}")
+
+    def fail(self, what: str) -> NoReturn:
+        """Raises UserError; the process is ended and its output kept."""
+        self.dead = f"{what}; its output is in {self.log}"
+        self._kill()
+        raise UserError(f"the vLLM process {self.dead}")
+
+    def close(self) -> None:
+        if self.dead:
+            return
+        self.dead = "is closed"
+        self.connection.close()
+        self.socket.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(CLOSE_SECONDS)
+        self._kill()
+        self.log.unlink(missing_ok=True)
+
+    def _kill(self) -> None:
+        if self.process.poll() is None:  # not yet reaped, so the number is still its own
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.connection.close()
+        self.socket.close()
+
+    def _exit_code(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
+        code = self.process.poll()
+        if code is None:
+            return "it closed its socket"
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _handed_over(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint, with the output head even where it is the embedding (see `vllm_worker`)."""
+    yield from checkpoint_tensors(model)
+    if model.config.tied:
+        yield "lm_head.weight", model.head.detach()
+
+
+def _layout(model: Decoder, dtype: torch.dtype) -> Iterator[Stored]:
+    """A place for each tensor, on boundaries of 64 bytes; a tied head lies where the embedding does."""
+    offset = 0
+    places: dict[str, int] = {}
+    for name, tensor in _handed_over(model):
+        shape = tuple(tensor.shape)
+        place = places["model.embed_tokens.weight"] if name == "lm_head.weight" and model.config.tied else offset
+        places[name] = place
+        yield Stored(name, shape, place)
+        if place == offset:
+            offset += -(-_size(shape, dtype) // 64) * 64
+
+
+def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _cache_bytes(model: Decoder, slots: int, dtype: torch.dtype) -> int:
+    """Keys and values of as many full contexts as run at once, in whole blocks, and one block that vLLM keeps free."""
+    config = model.config
+    token = 2 * config.layers * config.kv_heads * config.head_size * dtype.itemsize
+    return token * BLOCK * (slots * -(-config.context // BLOCK) + 1)

@@ -1,0 +1,218 @@
+"""The process in which vLLM runs, and how weights get into it. Decides what vLLM is asked for.
+
+    parent -> worker   first a `Setup`, then ("load", version) or ("poll", [Request])
+    worker -> parent   ("answer", ...) to each: None; (version, checksum) of the weights taken over; finished Completions.
+                       ("alive", None) about once a second while it steps, ("failed", message) before it gives up
+
+The worker steps only while the parent waits in a poll, until a request has finished: which requests run together, and so
+every bit of a rollout, then follows from the order of the calls and not from timing.
+
+vLLM keeps a tied output head packed for itself on processors and does not renew it when weights are reloaded
+(seen in 0.32). The model is therefore announced as untied, and the embedding is handed over a second time as its head.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.engines.request import Request, complete, reached_stop, stop_window
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.types import Completion
+
+ALIVE_SECONDS = 1.0  # between two signs of life
+GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; what it takes is weights + cache_bytes
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies in the memory that parent and worker share."""
+
+    name: str  # as in a checkpoint
+    shape: tuple[int, ...]
+    offset: int  # bytes
+
+    def bytes_in(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
+        """uint8 [n], a view."""
+        return memory[self.offset : self.offset + torch.Size(self.shape).numel() * dtype.itemsize]
+
+    def tensor_in(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
+        """A view of the shape."""
+        return self.bytes_in(memory, dtype).view(dtype).view(self.shape)
+
+    def checksum(self, memory: Tensor, dtype: torch.dtype, before: int) -> int:
+        """CRC-32 of name and content, continued. It notices mistakes, not malice, and is quicker than the copy."""
+        return zlib.crc32(self.bytes_in(memory, dtype).numpy().data, zlib.crc32(self.name.encode(), before))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the worker has to know to start."""
+
+    folder: str  # holds config.json and the tokenizer
+    dtype: torch.dtype  # of weights, arithmetic and cache
+    context: int
+    slots: int
+    cache_bytes: int  # of the key-value cache
+    eos_ids: tuple[int, ...]
+    weights: tuple[Stored, ...]
+
+
+@dataclass
+class _Running:
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+
+
+class Worker:
+    """vLLM with the weights, the requests it has and the version that samples them."""
+
+    def __init__(self, setup: Setup, memory: Tensor, connection: Connection[Any, Any]) -> None:
+        from vllm import EngineArgs, LLMEngine
+
+        self.setup, self.memory, self.connection = setup, memory, connection
+        self.tokenizer = Tokenizer.load(setup.folder)
+        self.version = -1  # no weights yet
+        self.running: dict[str, _Running] = {}
+        self.asked = 0
+        self.heard = time.monotonic()
+        gpu = torch.cuda.is_available()
+        if not gpu:  # compiling takes longer than what it saves
+            from torch import _dynamo
+
+            _dynamo.config.disable = True
+        self.engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=setup.folder,
+                load_format="dummy",  # weights are handed over
+                skip_tokenizer_init=True,  # tokens in, tokens out: the text is our own tokenizer's
+                generation_config="vllm",  # none: what a request does not say is not to come from a file
+                logprobs_mode="processed_logprobs",  # of the distribution that was sampled from, temperature applied
+                dtype=str(setup.dtype).removeprefix("torch."),
+                max_model_len=setup.context,
+                max_num_seqs=setup.slots,
+                kv_cache_memory_bytes=setup.cache_bytes,
+                gpu_memory_utilization=GPU_SHARE,
+                enforce_eager=not gpu,
+                disable_log_stats=True,
+            )
+        )
+
+    def load(self, version: int) -> tuple[int, int]:
+        """Take over the weights in the shared memory, in place. Returns the version and the checksum of what was read."""
+        assert not self.running, "weights change between batches of rollouts, not within one"
+        checksum, dtype = 0, self.setup.dtype
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            nonlocal checksum
+            for stored in self.setup.weights:
+                checksum = stored.checksum(self.memory, dtype, checksum)
+                yield stored.name, stored.tensor_in(self.memory, dtype)
+
+        self.engine.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=weights()))
+        forgotten = self.engine.reset_prefix_cache()
+        assert forgotten, "prompts computed with the old weights are still in use"
+        self.version = version
+        return version, checksum
+
+    def poll(self, requests: Sequence[Request]) -> list[Completion]:
+        """Take these up and step until a request has finished."""
+        for request in requests:
+            self._submit(request)
+        done: list[Completion] = []
+        while self.running and not done:
+            for output in self.engine.step():
+                done += self._take(output)
+            if time.monotonic() - self.heard > ALIVE_SECONDS:
+                self.connection.send(("alive", None))
+                self.heard = time.monotonic()
+        return done
+
+    def _submit(self, request: Request) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        how = request.sampling
+        params = SamplingParams(
+            temperature=how.temperature,
+            top_p=how.top_p,
+            top_k=how.top_k,
+            seed=how.seed,
+            max_tokens=request.budget(self.setup.context),
+            stop_token_ids=list(self.setup.eos_ids),
+            ignore_eos=True,  # those above and no others
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+            # a stop string may end a request at any token; without one, nothing is to be seen before its end
+            output_kind=RequestOutputKind.DELTA if how.stop else RequestOutputKind.FINAL_ONLY,
+        )
+        self.asked += 1
+        name = str(self.asked)
+        self.running[name] = _Running(request)
+        self.engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
+
+    def _take(self, output: Any) -> list[Completion]:
+        """What a request has sampled since; its completion if it ended with that."""
+        (new,) = output.outputs
+        running = self.running[output.request_id]
+        running.tokens += new.token_ids
+        running.logp += new.logprobs.logprobs
+        how = running.request.sampling
+        stopped = bool(how.stop) and reached_stop(self.tokenizer, running.tokens[-stop_window(how.stop) :], how.stop)
+        if not stopped and not output.finished:
+            return []
+        if not output.finished:
+            self.engine.abort_request([output.request_id])
+        del self.running[output.request_id]
+        # greedy sampling is a point distribution, as in the embedded engine
+        logp = running.logp if how.temperature else [0.0] * len(running.tokens)
+        return [
+            complete(
+                running.request,
+                running.tokens,
+                logp,
+                stopped=stopped,
+                eos_ids=self.setup.eos_ids,
+                tokenizer=self.tokenizer,
+                version=self.version,
+            )
+        ]
+
+
+def shared_memory(descriptor: int) -> Tensor:
+    """uint8 [n]: the memory behind a file descriptor."""
+    return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
+
+
+def main() -> None:
+    """Arguments: the file descriptors of the socket and of the memory."""
+    socket_fd, memory_fd = int(sys.argv[1]), int(sys.argv[2])
+    sys.argv[1:] = []
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    connection: Connection[Any, Any] = Connection(socket_fd)
+    try:
+        worker = Worker(connection.recv(), shared_memory(memory_fd), connection)
+        connection.send(("answer", None))
+        while True:
+            what, value = connection.recv()
+            answer = worker.load(value) if what == "load" else worker.poll(value)
+            connection.send(("answer", answer))
+            worker.heard = time.monotonic()
+    except (EOFError, ConnectionError):
+        os._exit(0)  # the parent is gone, or has closed us; vLLM takes seconds to put away what goes with the process
+    except Exception as error:
+        connection.send(("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+        raise

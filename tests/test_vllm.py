@@ -1,0 +1,318 @@
+"""vLLM samples what the learner scores, with the weights that were handed over, or the run stops. See `make test-vllm`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import posttrain
+from posttrain.data.pack import lay
+from posttrain.engines.local import LocalEngine
+from posttrain.engines.vllm import VLLMEngine
+from posttrain.envs.host import Host
+from posttrain.envs.play import Episode, play
+from posttrain.learners.local import LocalLearner, Optimization
+from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
+from posttrain.models.folder import load_model, save_model
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.types import Completion, Engine, Sampling, StopReason, Transcript, Turn, UserError
+
+INSTALLED = importlib.util.find_spec("vllm") is not None
+needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed here: make test-vllm")
+pytestmark = pytest.mark.timeout(1800)  # vLLM takes a quarter of a minute to start, and minutes on a busy machine
+
+GAP = 1e-4  # nats; what different kernels make of float32, seen: 1e-5
+KL = 1e-8  # nats per token
+
+
+def small(tokenizer: Tokenizer, tied: bool = True) -> Decoder:
+    """Heads of 32, the least vLLM has kernels for; far from uniform, so that mistakes show."""
+    config = DecoderConfig(
+        vocab=tokenizer.vocab_size, hidden=64, layers=2, heads=2, kv_heads=1, head_size=32, intermediate=96,
+        context=64, tied=tied,
+    )  # fmt: skip
+    model = new_decoder(config, seed=0)
+    assert tokenizer.eos_id is not None
+    model.eos_ids = (tokenizer.eos_id, *tokenizer.encode("b"))  # a character is an end too, so that replies end
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(6)
+    return model
+
+
+@pytest.fixture(scope="module")
+def policy(tokenizer: Tokenizer) -> Decoder:
+    return small(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def engine(policy: Decoder, tokenizer: Tokenizer) -> Iterator[VLLMEngine]:
+    with closing(VLLMEngine(policy, tokenizer, slots=16)) as started:
+        yield started
+
+
+def complete(engine: Engine, prompts: list[list[int]], how: list[Sampling]) -> list[Completion]:
+    for id, (prompt, sampling) in enumerate(zip(prompts, how, strict=True)):
+        engine.submit(id, prompt, sampling)
+    done: list[Completion] = []
+    while len(done) < len(prompts):
+        done += engine.poll()
+    assert engine.poll() == []
+    return sorted(done, key=lambda c: c.id)
+
+
+def ragged(count: int, **how: Any) -> tuple[list[list[int]], list[Sampling]]:
+    """Prompts of five groups, and budgets of all sizes."""
+    prompts = [[5 + (i % 5) * 7 + j for j in range(2 + 3 * (i % 5))] for i in range(count)]
+    return prompts, [Sampling(seed=2**62 + i, max_tokens=3 + i % 17, **how) for i in range(count)]
+
+
+def gap(model: Decoder, prompts: list[list[int]], done: list[Completion], temperature: float) -> torch.Tensor:
+    """float64 [N]: the learner's log-probability of each sampled token minus the engine's."""
+    transcripts = []
+    for prompt, completion in zip(prompts, done, strict=True):
+        transcripts.append(Transcript())
+        transcripts[-1].observe(prompt)
+        transcripts[-1].sample(completion)
+    batch = lay([[t] for t in transcripts], range(len(prompts)))
+    (outputs,) = LocalLearner(model, Optimization(), temperature=temperature).evaluate([batch])
+    assert batch.sampler_logp is not None
+    return outputs.logp.double() - batch.sampler_logp
+
+
+@pytest.mark.skipif(INSTALLED, reason="vLLM is installed here")
+def test_without_vllm_the_message_says_how_to_get_it(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match="pip install vllm"):
+        VLLMEngine(small(tokenizer), tokenizer)
+
+
+@needs_vllm
+def test_greedy_replies_equal_those_of_the_embedded_engine(
+    engine: VLLMEngine, policy: Decoder, tokenizer: Tokenizer
+) -> None:
+    prompts, budgets = ragged(30)
+    prompts += [[5 + i % 40 for i in range(n)] for n in (50, 63, 2, 3)]
+    budgets += [Sampling(max_tokens=100)] * 4
+    local = LocalEngine(policy, tokenizer, slots=8)
+    plain = [Sampling(0.0, max_tokens=b.max_tokens) for b in budgets]
+    texts = [c.text for c in complete(local, prompts, plain)]
+    how = [
+        Sampling(0.0, max_tokens=b.max_tokens, stop=(t[2:4],) if t[4:] else ())
+        for b, t in zip(plain, texts, strict=True)
+    ]
+    reasons: set[StopReason] = set()
+    for asked in (plain, how):
+        ours, theirs = complete(local, prompts, asked), complete(engine, prompts, asked)
+        assert theirs == ours  # tokens, log-probabilities (0), text, stop reason, version
+        reasons |= {c.stop for c in theirs}
+    assert reasons == set(StopReason)
+
+
+@needs_vllm
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_equal_the_learners_within_bounds(
+    engine: VLLMEngine, policy: Decoder, temperature: float
+) -> None:
+    prompts, how = ragged(60, temperature=temperature)
+    found = gap(policy, prompts, complete(engine, prompts, how), temperature)
+    assert len(found) > 300 and found.abs().max() < GAP and (found.expm1() - found).mean() < KL
+
+
+@needs_vllm
+def test_truncated_sampling_reports_the_truncated_distribution(engine: VLLMEngine, policy: Decoder) -> None:
+    prompts, how = ragged(20, top_k=3, temperature=0.8)
+    done = complete(engine, prompts, how)
+    for prompt, completion in zip(prompts, done, strict=True):
+        tokens = torch.tensor([*prompt, *completion.tokens])
+        logits = policy(tokens, torch.arange(len(tokens)), causal) @ policy.head.T / 0.8
+        best, which = logits[len(prompt) - 1 : -1].topk(3)
+        own = best.log_softmax(-1)[which == torch.tensor(completion.tokens)[:, None]]
+        assert torch.allclose(own, torch.tensor(completion.logp), atol=GAP)
+
+
+@needs_vllm
+def test_reply_follows_its_seed_and_not_what_else_runs(engine: VLLMEngine) -> None:
+    prompts, how = ragged(24)
+    together = complete(engine, prompts, how)
+    assert together == complete(engine, prompts, how)  # to the bit, in the same company
+    alone = [complete(engine, [p], [s])[0] for p, s in zip(prompts[:6], how, strict=False)]
+    assert [c.tokens for c in alone] == [c.tokens for c in together[:6]]
+    other = complete(engine, prompts, [Sampling(seed=s.seed + 1, max_tokens=s.max_tokens) for s in how])
+    assert sum(a.tokens != b.tokens for a, b in zip(together, other, strict=True)) > 20
+
+
+@needs_vllm
+def test_sampling_follows_the_distribution(engine: VLLMEngine, policy: Decoder) -> None:
+    count, prompt = 3000, [7, 9, 11]
+    done = complete(engine, [prompt] * count, [Sampling(seed=i, max_tokens=1) for i in range(count)])
+    expected = (policy(torch.tensor(prompt), torch.arange(3), causal)[-1] @ policy.head.T).softmax(-1)
+    seen = torch.bincount(torch.tensor([c.tokens[0] for c in done]), minlength=len(expected)) / count
+    assert (seen - expected).abs().max() < 4 * (0.25 / count) ** 0.5
+
+
+def echo(task: Any) -> Any:
+    first = yield Turn(task["prompt"], max_tokens=5)
+    second = yield Turn(f"<{task['id']}>", reward=0.5)
+    return float(len(first) + len(second))
+
+
+@needs_vllm
+def test_episode_of_two_turns_is_played_as_with_the_embedded_engine(
+    engine: VLLMEngine, policy: Decoder, tokenizer: Tokenizer
+) -> None:
+    episodes = [Episode({"id": str(i), "prompt": f"{i}+{i}="}, str(i), i) for i in range(7)]
+    how = Sampling(0.0, max_tokens=9)
+    rollouts = [
+        [(r.transcripts[0].tokens, r.transcripts[0].sampled, r.reward, r.stop, r.text) for r in played]
+        for played in (
+            play(episodes, Host(echo, 0), each, tokenizer, how, 64) for each in (engine, LocalEngine(policy, tokenizer))
+        )
+    ]
+    assert rollouts[0] == rollouts[1]
+
+
+@needs_vllm
+def test_prompts_and_temperatures_that_cannot_be_sampled_are_refused(engine: VLLMEngine) -> None:
+    for prompt, message in (([], "empty prompt"), ([5] * 64, "no room"), ([5, 48], "token 48")):
+        with pytest.raises(UserError, match=message):
+            engine.submit(0, prompt, Sampling())
+    with pytest.raises(UserError, match=r"at temperature 0 or 0\.01"):
+        engine.submit(0, [5], Sampling(temperature=0.001))
+
+
+@needs_vllm
+@pytest.mark.parametrize("tied", [True, False])
+def test_samples_with_the_weights_that_were_handed_over_last(tokenizer: Tokenizer, tied: bool) -> None:
+    model = small(tokenizer, tied)
+    prompts, how = ragged(40)
+    generator = torch.Generator().manual_seed(0)
+    with closing(VLLMEngine(model, tokenizer, slots=16)) as engine:
+        for version in (0, 3, 4):
+            if version:
+                stale = complete(engine, prompts, how)
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
+                assert gap(model, prompts, stale, 1.0).abs().max() > 0.1  # the change is one that shows
+                engine.load(model, version)
+            done = complete(engine, prompts, how)
+            assert {c.version for c in done} == {version}
+            assert gap(model, prompts, done, 1.0).abs().max() < GAP
+
+
+@needs_vllm
+@pytest.mark.parametrize("what", ["dies", "hangs", "reads other bytes"])
+def test_hand_over_that_goes_wrong_stops_the_run(
+    policy: Decoder, tokenizer: Tokenizer, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(VLLMEngine(policy, tokenizer, slots=4)) as engine:
+        engine.load_seconds = 2.0
+        process, ask = engine.process.process, engine.process.ask
+        message = {"dies": "died while taking over weights of version 1 .*SIGKILL", "hangs": "silent for 2 s while"}
+        if what == "dies":
+            os.kill(process.pid, signal.SIGKILL)
+        elif what == "hangs":
+            os.kill(process.pid, signal.SIGSTOP)
+        else:
+
+            def damaged(*arguments: Any) -> Any:
+                engine.memory[engine.stored[3].offset + 5] += 1
+                return ask(*arguments)
+
+            monkeypatch.setattr(engine.process, "ask", damaged)
+        with pytest.raises(UserError, match=message.get(what, "version 1 with checksum .*, not ")) as caught:
+            engine.load(policy, 1)
+        log = Path(str(caught.value).rpartition(" ")[2])
+        assert "\n" not in str(caught.value) and "vLLM" in log.read_text()
+        assert process.poll() is not None, "nothing is left running"
+        engine.submit(0, [5, 6], Sampling())
+        with pytest.raises(UserError, match="the vLLM process"):
+            engine.poll()
+        log.unlink()
+
+
+@needs_vllm
+def test_death_and_silence_while_sampling_stop_the_run(policy: Decoder, tokenizer: Tokenizer) -> None:
+    for number, message in ((signal.SIGKILL, "died while sampling .SIGKILL"), (signal.SIGSTOP, "silent for 1 s")):
+        with closing(VLLMEngine(policy, tokenizer, slots=4)) as engine:
+            engine.step_seconds = 1.0
+            os.kill(engine.process.process.pid, number)
+            engine.submit(0, [5, 6], Sampling())
+            with pytest.raises(UserError, match=message) as caught:
+                engine.poll()
+            Path(str(caught.value).rpartition(" ")[2]).unlink()
+
+
+@needs_vllm
+def test_pretrained_model_says_the_same_in_both_engines(data: Path) -> None:
+    folder = data / "models" / "gsm8k-5m"
+    model, tokenizer = load_model(folder), Tokenizer.load(folder)
+    questions = ["Tom has 3 apples and buys 4 more.", "A train goes 60 miles in 2 hours.", "Question: 12 * 3 = "]
+    prompts = [tokenizer.encode(q, start=True) for q in questions]
+    greedy = [Sampling(0.0, max_tokens=40, stop=(".",)), Sampling(0.0, max_tokens=40), Sampling(0.0, max_tokens=40)]
+    seeded = [Sampling(seed=i, max_tokens=80) for i in range(12)]
+    with closing(VLLMEngine(model, tokenizer, slots=12)) as engine:
+        ours, theirs = complete(LocalEngine(model, tokenizer), prompts, greedy), complete(engine, prompts, greedy)
+        assert [(c.text, c.stop) for c in theirs] == [(c.text, c.stop) for c in ours]
+        found = gap(model, prompts * 4, complete(engine, prompts * 4, seeded), 1.0)
+    assert found.abs().max() < GAP and (found.expm1() - found).mean() < KL
+    with closing(VLLMEngine(model, tokenizer, slots=12, precision="bfloat16")) as engine:
+        found = gap(model, prompts * 4, complete(engine, prompts * 4, seeded), 1.0)
+    assert GAP < found.abs().max() < 0.5 and (found.expm1() - found).mean() < 1e-3  # seen: 0.08 and 6e-5
+
+
+def digits(task: Any, reply: str) -> float:
+    return sum(c.isdigit() for c in reply) / 8
+
+
+@needs_vllm
+def test_ten_steps_of_grpo_learn_and_log_the_mismatch(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = small(tokenizer)
+    assert tokenizer.eos_id is not None
+    model.eos_ids = (tokenizer.eos_id,)
+    save_model(model, tmp_path / "start", tokenizer)
+    tasks = [{"id": str(i), "prompt": f"{i}+1="} for i in range(6)]
+    runs = [
+        posttrain.rl(
+            tasks, env=digits, model=str(tmp_path / "start"), out=str(tmp_path / name), engine="vllm", slots=64,
+            algorithm="grpo", correction="truncate", kl=0.0, lr=2e-3, steps=10, prompts=6, group=16, max_tokens=8,
+            quiet=True,
+        )
+        for name in ("first", "second")
+    ]  # fmt: skip
+    rows = runs[0].metrics
+    assert rows[0]["reward"] < 0.3 and rows[-1]["reward"] > 0.6
+    for row in rows:
+        assert row["ratio/first"] == 1.0 and row["sampler/gap/max"] < 1e-3
+        assert 0.9999 < row["sampler/ess"] <= 1 + 1e-9 and row["sampler/kl"] < 1e-6
+    assert (runs[0].path / "metrics.jsonl").read_bytes() == (runs[1].path / "metrics.jsonl").read_bytes()
+
+
+@needs_vllm
+def test_run_whose_vllm_dies_is_saved_and_says_how_to_go_on(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mortal(VLLMEngine):
+        def load(self, weights: Any, version: int) -> None:
+            if version == 2:
+                os.kill(self.process.process.pid, signal.SIGKILL)
+            super().load(weights, version)
+
+    monkeypatch.setattr("posttrain.run.VLLMEngine", Mortal)
+    save_model(small(tokenizer), tmp_path / "start", tokenizer)
+    tasks = [{"id": str(i), "prompt": f"{i}+1="} for i in range(2)]
+    with pytest.raises(UserError, match="died while taking over weights of version 2.*after step 2 with .* --resume"):
+        posttrain.rl(
+            tasks, env=digits, model=str(tmp_path / "start"), out=str(tmp_path / "run"), engine="vllm", slots=8,
+            algorithm="dr-grpo", lr=1e-3, steps=5, prompts=2, group=4, max_tokens=8, quiet=True,
+        )  # fmt: skip
+    assert (tmp_path / "run" / "checkpoints" / "step-000002" / "manifest.json").exists()

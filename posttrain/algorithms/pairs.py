@@ -1,0 +1,44 @@
+"""Losses of preference pairs, what offline rows are made of: a chosen and a rejected response to the same prompt.
+
+P    pairs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+@dataclass(frozen=True)
+class BradleyTerry:
+    """-log sigma(r_w - r_l - margin): the reward model's loss (Ouyang et al. 2022, arXiv 2203.02155, eq. 1).
+
+    The margin is how much better the chosen one is to be (Touvron et al. 2023, arXiv 2307.09288, eq. 2).
+    """
+
+    margin: float = 0.0
+    source: ClassVar[str] = "InstructGPT, arXiv 2203.02155, eq. 1; margin: Llama 2, arXiv 2307.09288, eq. 2"
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Scores [P] of the chosen and of the rejected responses -> losses [P], in nats."""
+        return -logsigmoid(chosen - rejected - self.margin)
+
+
+@dataclass(frozen=True)
+class DirectPreference:
+    """-log sigma(beta (x_w - x_l)), x the sequence's log ratio to the reference (DPO, arXiv 2305.18290, eq. 7).
+
+    `smoothing`: the share of pairs that are taken to be labelled the wrong way round (conservative DPO, Mitchell 2023).
+    """
+
+    beta: float = 0.1
+    smoothing: float = 0.0
+    source: ClassVar[str] = "DPO, arXiv 2305.18290, eq. 7; smoothing: Mitchell 2023, cDPO"
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Sums over the response's tokens of lp - ref, [P] each -> losses [P], in nats."""
+        margin = self.beta * (chosen - rejected)
+        return -(1 - self.smoothing) * logsigmoid(margin) - self.smoothing * logsigmoid(-margin)

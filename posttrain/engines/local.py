@@ -1,23 +1,22 @@
 """The embedded rollout engine: continuous batching over a key-value cache, with the learner's own weights.
 
-Requests wait in line until a slot of the cache is free. The prompt of a group is computed once and copied into the
-slots of its members. Running requests occupy the first slots, so one decoding step is one dense forward over them.
+Requests wait in line until a slot of the cache is free. The prompt of a group is computed and kept once. Running requests
+occupy the first slots, so one decoding step is one dense forward over them.
 
-    B    running requests (slots in use)    P    prompt tokens    M    tokens a slot can hold
+    B    running requests (slots in use)
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from posttrain.engines.cache import Cache, Prefix
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.engines.sampler import sample, uniform
 from posttrain.models.attention import SegmentAttention
@@ -27,15 +26,6 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Completion, Layout, Sampling
 
 PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
-
-
-@dataclass
-class _Prefix:
-    """A computed prompt, kept while requests that begin with it wait."""
-
-    k: Tensor  # [layers, kv_heads, P, size]
-    v: Tensor
-    logits: Tensor  # [V], of the first token to sample
 
 
 class LocalEngine:
@@ -61,10 +51,11 @@ class LocalEngine:
         self.eos_ids = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
         self.eos = torch.tensor(self.eos_ids, dtype=torch.int64, device=self.device)
         self.waiting: deque[Request] = deque()
-        self.prefixes: dict[tuple[int, ...], _Prefix] = {}
+        self.prefixes: dict[tuple[int, ...], Prefix] = {}
         self.running: list[Request] = []  # [B], request of each slot
         self._rows = _Rows(self.device)
-        self._cache: Tensor | None = None  # [2, layers, slots, kv_heads, M, size]
+        dtype = torch.bfloat16 if precision == "bfloat16" else model.head.dtype
+        self._cache = Cache(model.config, dtype, self.device)
 
     def load(self, weights: Any, version: int) -> None:
         """The weights are the learner's own module: only the version is noted."""
@@ -97,26 +88,24 @@ class LocalEngine:
         self.waiting.clear()
         self.prefixes.clear()
         self.running.clear()
-        self._cache = None
+        self._cache = Cache(self.model.config, self._cache.dtype, self.device)
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def _admit(self, free: int) -> None:
         """Move requests from the line into free slots and sample their first token."""
         requests = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
-        self._make_room(requests)
+        waiting = len(self.running) + len(requests) + len(self.waiting)
         self._prefill([p for p in dict.fromkeys(r.prompt for r in requests) if p not in self.prefixes])
+        self._cache.reserve(
+            min(self.slots, waiting),
+            max(r.budget(self.context) for r in requests),
+            len({r.prompt for r in requests}),
+            max(len(r.prompt) for r in requests),
+        )
+        self._cache.admit([r.prompt for r in requests], self.prefixes)
         first = len(self.running)
         self.running.extend(requests)
-        by_prompt: dict[tuple[int, ...], list[int]] = {}
-        for slot, request in enumerate(requests, first):
-            by_prompt.setdefault(request.prompt, []).append(slot)
-        for prompt, slots in by_prompt.items():
-            prefix = self.prefixes[prompt]
-            index = torch.tensor(slots, device=self.device)
-            # One prompt, copied to the slots of all its requests.
-            self._keys[:, index, :, : len(prompt)] = prefix.k[:, None]
-            self._values[:, index, :, : len(prompt)] = prefix.v[:, None]
         self._rows.append(requests, self.context)
         logits = torch.stack([self.prefixes[r.prompt].logits for r in requests])
         self._choose(logits, slice(first, len(self.running)))
@@ -156,51 +145,15 @@ class LocalEngine:
         k, v = torch.stack(keys).transpose(1, 2), torch.stack(values).transpose(1, 2)  # [layers, kv_heads, T, size]
         for i, prompt in enumerate(prompts):
             span = slice(start[i], start[i] + length[i])
-            self.prefixes[prompt] = _Prefix(k[:, :, span], v[:, :, span], logits[i])
-
-    def _make_room(self, requests: list[Request]) -> None:
-        """Grow the cache to what these requests can need: M to the longest of them, slots to as many as run at once."""
-        config = self.model.config
-        longest = max(len(r.prompt) + r.budget(self.context) for r in requests)
-        needed = min(self.slots, len(self.running) + len(requests) + len(self.waiting))
-        have = (0, 0) if self._cache is None else (self._cache.shape[2], self._cache.shape[4])
-        if needed <= have[0] and longest <= have[1]:
-            return
-        room = min(self.context, max(longest, 3 * have[1] // 2)) if have[1] else longest  # grows in few steps
-        shape = (max(needed, have[0]), max(64 * math.ceil(room / 64), have[1]))
-        dtype = torch.bfloat16 if self.precision == "bfloat16" else self.model.head.dtype
-        cache = torch.zeros(
-            (2, config.layers, shape[0], config.kv_heads, shape[1], config.head_size), dtype=dtype, device=self.device
-        )
-        if self._cache is not None:
-            cache[:, :, : have[0], :, : have[1]] = self._cache
-        self._cache = cache
+            self.prefixes[prompt] = Prefix(k[:, :, span], v[:, :, span], logits[i])
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
         """One token for every running request."""
         count, rows = len(self.running), self._rows
-        slot, length = rows.slot[:count], rows.length[:count]  # length: tokens in the cache, so also the new position
-        longest = rows.longest + 1
-        config = self.model.config
-        repeat = config.heads // config.kv_heads
-        visible = (torch.arange(longest, device=self.device)[None, :] <= length[:, None])[:, None, None, :]
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self._keys[layer], self._values[layer]
-            keys[slot, :, length] = k.to(keys.dtype)
-            values[slot, :, length] = v.to(values.dtype)
-            # The query heads that share a key-value head are laid as its queries: nothing is repeated.
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q.view(count, config.kv_heads, repeat, config.head_size).to(keys.dtype),
-                keys[:count, :, :longest],
-                values[:count, :, :longest],
-                attn_mask=visible,
-            )
-            return out.reshape(q.shape)
-
-        hidden = self.model(rows.token[:count], length, attend)
+        attend = self._cache.step(rows.count[:count] - 1, rows.longest)
+        hidden = self.model(rows.token[:count], rows.length[:count], attend)
         rows.advance(count)
         self._choose(output_logits(hidden, self.model.head), slice(0, count))
 
@@ -230,17 +183,14 @@ class LocalEngine:
         # Fill the holes among the first len(keep) slots from the slots behind them.
         holes = [slot for slot in out if slot < len(keep)]
         movers = [slot for slot in keep if slot >= len(keep)]
+        self._cache.keep(len(keep), movers, holes, state.longest)
         if holes:
-            to, source = torch.tensor(holes, device=self.device), torch.tensor(movers, device=self.device)
-            filled = int(state.length[source].max())
-            self._keys[:, to, :, :filled] = self._keys[:, source, :, :filled]
-            self._values[:, to, :, :filled] = self._values[:, source, :, :filled]
-            state.move(source, to)
+            state.move(torch.tensor(movers, device=self.device), torch.tensor(holes, device=self.device))
             for hole, mover in zip(holes, movers, strict=True):
                 self.running[hole] = self.running[mover]
         del self.running[len(keep) :]
         state.size = len(keep)
-        state.longest = int(state.length[: len(keep)].max()) if keep else 0
+        state.longest = int(state.count[: len(keep)].max()) if keep else 0
         return completions
 
     def _reached_stop(self, count: int) -> set[int]:
@@ -271,18 +221,6 @@ class LocalEngine:
             version=self.version,
         )
 
-    # -- storage ------------------------------------------------------------------------------------------------------
-
-    @property
-    def _keys(self) -> Tensor:
-        assert self._cache is not None
-        return self._cache[0]
-
-    @property
-    def _values(self) -> Tensor:
-        assert self._cache is not None
-        return self._cache[1]
-
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
@@ -300,7 +238,7 @@ class _Rows:
         floats = torch.zeros(0, dtype=torch.float32, device=device)
         self.slot = integers  # 0, 1, 2, ...
         self.token = integers  # the last token sampled
-        self.length = integers  # tokens in the cache
+        self.length = integers  # tokens in the cache, so also the position of the next
         self.count = integers  # tokens sampled
         self.budget = integers  # tokens that may be sampled
         self.seed = integers
@@ -308,7 +246,7 @@ class _Rows:
         self.ended = torch.zeros(0, dtype=torch.bool, device=device)
         self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [slots, tokens sampled]
         self.logp = torch.zeros(0, 0, dtype=torch.float32, device=device)
-        self.longest = 0  # the greatest `length`, known without asking the device
+        self.longest = 0  # the greatest `count`, known without asking the device
 
     def append(self, requests: list[Request], context: int) -> None:
         sampling = [r.sampling for r in requests]
@@ -336,7 +274,7 @@ class _Rows:
         self.slot = torch.arange(total, device=self.device)
         self.any_top_p = self.any_top_p or any(s.top_p < 1 for s in sampling)
         self.any_top_k = self.any_top_k or any(s.top_k > 0 for s in sampling)
-        self.longest = int(self.length.max())
+        self.longest = max(self.longest, 1)  # what is new samples its first token before anything is decoded
 
     def record(self, rows: slice, token: Tensor, logp: Tensor, eos: Tensor) -> None:
         count = self.count[rows]
@@ -348,7 +286,7 @@ class _Rows:
         self.ended[rows] = eos | (sampled >= self.budget[rows])
 
     def advance(self, count: int) -> None:
-        """The last token of the first `count` requests went into the cache."""
+        """The last token of the first `count` requests went into the cache; the next one is about to be sampled."""
         self.length[:count] += 1
         self.longest += 1
 

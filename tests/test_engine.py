@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -117,14 +118,48 @@ def test_truncated_sampling_reports_the_truncated_distribution() -> None:
 
 def test_greedy_takes_the_likeliest_token() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]])
-    token, logp = sample(logits, torch.tensor([0.999]), torch.tensor([0.0]), None, None)
+    token, logp = sample(logits, torch.tensor([0.999]), torch.tensor([0.0]), greedy=torch.tensor([True]))
     assert token.item() == 1 and logp.item() == 0.0
 
 
 def test_a_draw_never_gives_a_token_without_mass() -> None:
     logits = torch.tensor([[0.0, float("-inf"), 0.0, float("-inf")]]).repeat(2, 1)
-    token, _ = sample(logits, torch.tensor([0.5, 1.0]), torch.ones(2), None, None)
+    token, _ = sample(logits, torch.tensor([0.5, 1.0]))
     assert token.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1000])
+def test_sampling_inverts_the_cumulative_distribution(vocab: int) -> None:
+    count = 3000
+    logits = (4 * torch.randn(vocab, generator=torch.Generator().manual_seed(vocab))).masked_fill(
+        torch.arange(vocab) % 3 == 1, float("-inf")
+    )
+    draw = uniform(torch.arange(count), torch.zeros(count, dtype=torch.int64))
+    draw[:2] = torch.tensor([1.0, 1e-30])
+    token, logp = sample(logits.repeat(count, 1), draw)
+    probability = logits.double().softmax(-1)
+    running = probability.cumsum(-1)
+    assert torch.isfinite(logits[token]).all()
+    assert torch.allclose(logp.double(), probability.log()[token], atol=1e-5)
+    assert (draw < running[token] + 1e-6).all() and (draw > running[token] - probability[token] - 1e-6).all()
+
+
+@pytest.mark.parametrize("slots", [3, 5, 64])
+def test_requests_of_few_and_many_prompts_see_their_own_prompt_and_tokens(
+    model: Decoder, tokenizer: Tokenizer, slots: int
+) -> None:
+    chance = random.Random(slots)
+    prompts = [[chance.randrange(3, model.config.vocab) for _ in range(2 + 5 * n)] for n in range(6)]
+    asked = [prompts[chance.choice([0, 0, 0, 1, 2, 3, 4, 5])] for _ in range(40)]
+    engine = LocalEngine(model, tokenizer, slots=slots)
+    done = complete(engine, asked, [Sampling(seed=i, max_tokens=1 + i * 7 % 19) for i in range(len(asked))])
+    for number, prompt in enumerate(asked):
+        tokens = torch.tensor([*prompt, *done[number].tokens])
+        with torch.no_grad():
+            logits = model(tokens, torch.arange(len(tokens)), causal) @ model.head.T
+        at = torch.arange(len(prompt), len(tokens))
+        expected = logits.log_softmax(-1)[at - 1, tokens[at]]
+        assert torch.allclose(torch.tensor(done[number].logp), expected, atol=1e-5)
 
 
 def test_uniform_numbers_are_uniform_and_independent() -> None:

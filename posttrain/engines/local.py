@@ -164,9 +164,10 @@ class LocalEngine:
         token, logp = sample(
             logits,
             draw,
-            state.temperature[rows],
+            state.temperature[rows] if state.any_tempered else None,
             state.top_p[rows] if state.any_top_p else None,
             state.top_k[rows] if state.any_top_k else None,
+            state.temperature[rows] == 0 if state.any_greedy else None,
         )
         state.record(rows, token, logp, torch.isin(token, self.eos))
 
@@ -233,7 +234,7 @@ class _Rows:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.size = 0
-        self.any_top_p = self.any_top_k = False
+        self.any_tempered = self.any_top_p = self.any_top_k = self.any_greedy = False
         integers = torch.zeros(0, dtype=torch.int64, device=device)
         floats = torch.zeros(0, dtype=torch.float32, device=device)
         self.slot = integers  # 0, 1, 2, ...
@@ -272,6 +273,8 @@ class _Rows:
             setattr(self, name, grown)
         self.size = total
         self.slot = torch.arange(total, device=self.device)
+        self.any_tempered = self.any_tempered or any(s.temperature != 1 for s in sampling)
+        self.any_greedy = self.any_greedy or any(s.temperature == 0 for s in sampling)
         self.any_top_p = self.any_top_p or any(s.top_p < 1 for s in sampling)
         self.any_top_k = self.any_top_k or any(s.top_k > 0 for s in sampling)
         self.longest = max(self.longest, 1)  # what is new samples its first token before anything is decoded

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _LOW32 = 0xFFFFFFFF
+BLOCK = 64  # entries of the vocabulary that are summed before the running sum
 
 
 def uniform(seed: Tensor, index: Tensor) -> Tensor:
@@ -28,27 +29,56 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def sample(
-    logits: Tensor, draw: Tensor, temperature: Tensor, top_p: Tensor | None, top_k: Tensor | None
+    logits: Tensor,
+    draw: Tensor,
+    temperature: Tensor | None = None,
+    top_p: Tensor | None = None,
+    top_k: Tensor | None = None,
+    greedy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw by inverting the cumulative distribution. logits [B, V], draw and temperature [B] -> token, logp [B].
+    """Draw by inverting the cumulative distribution. logits [B, V], draw [B] -> token, logp [B].
 
-    Temperature 0 is greedy: its distribution is a point, so the log-probability is 0. `top_p` and `top_k` [B] are None
-    where no request uses them; a row with top_p = 1 or top_k = 0 is left whole.
+    `temperature`, `top_p`, `top_k` and `greedy` [B] are None where no request uses them; a row with temperature = 1,
+    top_p = 1 or top_k = 0 is left as it is. A greedy row has a point for a distribution: its log-probability is 0.
     """
-    logits = logits.float() / temperature.clamp_min(1e-6)[:, None]
+    logits = logits.float()
+    if temperature is not None:
+        logits = logits / temperature.clamp_min(1e-6)[:, None]
     if top_k is not None or top_p is not None:
         logits = _truncate(logits, top_p, top_k)
-    top, best = logits.max(-1)
-    mass = (logits - top[:, None]).exp_()
-    cumulative = mass.cumsum(-1)
-    total = cumulative[:, -1].contiguous()
-    # The first entry whose cumulative mass exceeds the draw. A draw may round up to the total: the last entry with mass.
-    token = torch.searchsorted(cumulative, (draw * total)[:, None], right=True).squeeze(-1)
-    last = torch.searchsorted(cumulative, total[:, None]).squeeze(-1)
-    token = torch.minimum(token, last)
+    top = logits.amax(-1)
+    # Two levels: first the block of the vocabulary, then the token in it. A running sum over all of it takes longest.
+    mass = _blocks((logits - top[:, None]).exp_())  # [B, blocks, BLOCK]
+    each = mass.sum(-1)
+    total = each.sum(-1)
+    block, before = _invert(each, draw * total)
+    token, _ = _invert(mass[torch.arange(len(block), device=block.device), block], draw * total - before)
+    token = block * BLOCK + token
+    if greedy is not None:
+        token = torch.where(greedy, logits.argmax(-1), token)
     logp = logits.gather(-1, token[:, None]).squeeze(-1) - top - total.log()
-    greedy = temperature == 0
-    return torch.where(greedy, best, token), torch.where(greedy, torch.zeros_like(logp), logp)
+    return token, logp if greedy is None else logp.masked_fill(greedy, 0.0)
+
+
+def _invert(mass: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
+    """The first entry of mass [B, n] at which the running sum exceeds draw [B], and the sum before it.
+
+    A draw may round to the total or above: then the last entry with mass.
+    """
+    running = mass.cumsum(-1)
+    found = torch.searchsorted(running, draw[:, None], right=True)
+    last = torch.searchsorted(running, running[:, -1:].contiguous())
+    found = torch.minimum(found, last)
+    # the very number the search compared with: what is left of the draw is never below 0
+    before = running.gather(-1, (found - 1).clamp_min_(0)).masked_fill_(found == 0, 0.0)
+    return found.squeeze(-1), before.squeeze(-1)
+
+
+def _blocks(mass: Tensor) -> Tensor:
+    """[B, V] -> [B, blocks, BLOCK], filled up with zeros."""
+    if missing := -mass.shape[-1] % BLOCK:
+        mass = torch.nn.functional.pad(mass, (0, missing))
+    return mass.unflatten(-1, (-1, BLOCK))
 
 
 def _truncate(logits: Tensor, top_p: Tensor | None, top_k: Tensor | None) -> Tensor:

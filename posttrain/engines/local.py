@@ -21,7 +21,7 @@ from posttrain.engines.request import Request, complete, reached_stop, stop_wind
 from posttrain.engines.sampler import sample, uniform
 from posttrain.models.attention import SegmentAttention
 from posttrain.models.decoder import Decoder
-from posttrain.models.likelihood import output_logits
+from posttrain.models.linear import decoding
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Completion, Layout, Sampling
 
@@ -63,6 +63,7 @@ class LocalEngine:
         assert not self.running and not self.waiting, "weights change between batches of rollouts, not within one"
         self.version = version
         self.prefixes.clear()
+        self.model.weights_changed()
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """Queue one request. Raises UserError if the prompt leaves no room for a reply."""
@@ -72,7 +73,7 @@ class LocalEngine:
     def poll(self) -> list[Completion]:
         """Decode until at least one request has finished; [] when nothing is running or waiting."""
         # Not inference_mode: under it autocast would cast every weight again at every token.
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self._autocast(), decoding(self.precision == "float32"):
             while self.running or self.waiting:
                 free = self.slots - len(self.running)
                 # Admitting a few at a time would interrupt decoding often; wait for a batch of free slots.
@@ -141,7 +142,7 @@ class LocalEngine:
 
         hidden = self.model(layout.tokens, layout.position, attend)
         last = torch.tensor([s + n - 1 for s, n in zip(start, length, strict=True)], device=self.device)
-        logits = output_logits(hidden[last], self.model.head)
+        logits = self.model.logits(hidden[last])
         k, v = torch.stack(keys).transpose(1, 2), torch.stack(values).transpose(1, 2)  # [layers, kv_heads, T, size]
         for i, prompt in enumerate(prompts):
             span = slice(start[i], start[i] + length[i])
@@ -155,7 +156,7 @@ class LocalEngine:
         attend = self._cache.step(rows.count[:count] - 1, rows.longest)
         hidden = self.model(rows.token[:count], rows.length[:count], attend)
         rows.advance(count)
-        self._choose(output_logits(hidden, self.model.head), slice(0, count))
+        self._choose(self.model.logits(hidden), slice(0, count))
 
     def _choose(self, logits: Tensor, rows: slice) -> None:
         """Sample the next token of these slots from logits [rows, V] and note which requests are finished."""

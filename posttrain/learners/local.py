@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posttrain.algorithms.policy import TrustRegion
+from posttrain.learners.adamw import AdamW
 from posttrain.learners.natural import search
 from posttrain.models.critic import STORED, ActionValueModel, Critic, ValueModel
 from posttrain.models.decoder import Decoder
@@ -96,12 +97,11 @@ class LocalLearner:
         self.reference_moved = False
         share = 1.0 if critic_lr is None else critic_lr / optimization.lr
         self.parts = [Part("policy", _trained(model))] + ([Part("critic", _trained(critic), share)] if critic else [])
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = AdamW(
             [group for part in self.parts for group in _groups(part, optimization.weight_decay)],
             lr=optimization.lr,
             betas=optimization.betas,
             eps=optimization.eps,
-            fused=True,
         )
 
     def evaluate(
@@ -123,7 +123,7 @@ class LocalLearner:
         moments, nor the schedule.
         """
         stats = Stats()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         if self.trust_region is not None:
             batches = self._with_old(batches)
         for batch in batches:
@@ -135,7 +135,7 @@ class LocalLearner:
         norms = self._clip()
         if not all(math.isfinite(norm) for norm in norms.values()):
             stats.add("skipped", 1)
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
             return stats
         if self.trust_region is not None:
             self._natural_step(self.trust_region, batches, objective, stats)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from posttrain.models.attention import SegmentAttention
+from posttrain.models.likelihood import output_logits
+from posttrain.models.linear import Embedding, Linear, Turned, swiglu
 from posttrain.types import Layout, UserError
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -82,12 +84,12 @@ class Layer(nn.Module):
         self.eps = config.norm_eps
         width = config.heads * config.head_size
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.qkv = nn.Linear(config.hidden, width + 2 * config.kv_heads * config.head_size, bias=config.qkv_bias)
+        self.qkv = Linear(config.hidden, width + 2 * config.kv_heads * config.head_size, bias=config.qkv_bias)
         self.qk_norm = nn.Parameter(torch.empty(2, config.head_size)) if config.qk_norm else None  # rows: q, k
-        self.o = nn.Linear(width, config.hidden, bias=config.o_bias)
+        self.o = Linear(width, config.hidden, bias=config.o_bias)
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.gate_up = nn.Linear(config.hidden, 2 * config.intermediate, bias=config.mlp_bias)
-        self.down = nn.Linear(config.intermediate, config.hidden, bias=config.mlp_bias)
+        self.gate_up = Linear(config.hidden, 2 * config.intermediate, bias=config.mlp_bias)
+        self.down = Linear(config.intermediate, config.hidden, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """[T, hidden] -> [T, hidden]; cos and sin as `Decoder.rotary` makes them."""
@@ -102,9 +104,7 @@ class Layer(nn.Module):
         qk = torch.addcmul(qk * cos, qk.roll(self.head_size // 2, -1), sin).type_as(v)
         q, k = qk.split_with_sizes((heads, kv_heads), 1)
         x = x + self.o(attend(self.number, q, k, v).flatten(1))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        x = x + self.down(functional.silu(gate) * up)
-        return x
+        return x + self.down(swiglu(self.gate_up(self.mlp_norm(x))))
 
 
 class Decoder(nn.Module):
@@ -116,12 +116,13 @@ class Decoder(nn.Module):
         self.source: dict[str, Any] = {}  # the config.json it came from, so that a save keeps what is unknown here
         self.generation: dict[str, Any] = {}  # its generation_config.json
         self.eos_ids: tuple[int, ...] = ()  # every token id that ends a reply
-        self.embed = nn.Embedding(config.vocab, config.hidden)
+        self.embed = Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(Layer(config, number) for number in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.output = None if config.tied else nn.Parameter(torch.empty(config.vocab, config.hidden))
         # not a buffer: a model cast to bfloat16 must keep its float32 frequencies
         self._frequency: dict[torch.device, Tensor] = {}
+        self._turned_head = Turned()
 
     @property
     def head(self) -> Tensor:
@@ -136,6 +137,19 @@ class Decoder(nn.Module):
             x = layer(x, cos, sin, attend)
         x = self.norm(x)
         return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab], in float32 at least. For few rows: a learner never holds all logits at once."""
+        if self._turned_head.pays(hidden, self.head):
+            return hidden @ self._turned_head.of(self.head)
+        return output_logits(hidden, self.head)
+
+    def weights_changed(self) -> None:
+        """Forget what was derived from them."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.turned.forget()
+        self._turned_head.forget()
 
     def hidden(self, layout: Layout) -> Tensor:
         """Hidden states [T, hidden] of a micro-batch. What a learner asks for: any model that answers it can be trained."""

@@ -1,20 +1,26 @@
 """Decides how log-probabilities, entropies and the like come out of hidden states: at scored tokens only, in chunks.
 
-No [N, vocabulary] tensor is kept: a chunk's logits are made, used and dropped, and made again in the backward pass.
+No [N, vocabulary] tensor is kept, but for small ones: the logits of a part are made, used and dropped, and made again in
+the backward pass.
 
     N    scored tokens    n    those of one chunk    D    hidden size    V    vocabulary
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+BLOCK_LOGITS = 1 << 20  # logits that are worked on at once: they stay in the processor's cache
+KEPT_LOGITS = 1 << 23  # up to so many (32 MiB in float32) are kept for the backward pass instead of made again
 CHUNK_LOGITS = 1 << 22  # logits alive at once (16 MiB in float32) ...
 CHUNK_ROWS = 512  # ... but never fewer rows: each chunk of the backward pass adds to a [V, D] gradient
 
@@ -37,25 +43,101 @@ def token_logp(hidden: Tensor, head: Tensor, target: Tensor, temperature: float 
 
     hidden [N, D], head [V, D], target int64 [N] -> [N], float32 or wider.
     """
-    policy = Hidden(hidden, head)
-
-    def logp(rows: slice) -> tuple[Tensor]:
-        logits = policy.logits(rows, temperature)
-        return (_at(logits, target[rows]) - logits.logsumexp(-1),)
-
-    return in_chunks(logp, hidden.shape[0], head.shape[0])[0]
+    logp: Tensor = _Likelihood.apply(hidden, head, target, temperature, False)[0]
+    return logp
 
 
 def token_logp_entropy(hidden: Tensor, head: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """As `token_logp`, and the entropy of the whole distribution at each token, both [N]."""
-    policy = Hidden(hidden, head)
-
-    def both(rows: slice) -> tuple[Tensor, Tensor]:
-        logs = policy.logits(rows, temperature).log_softmax(-1)
-        return _at(logs, target[rows]), -(logs.exp() * logs).sum(-1)
-
-    logp, entropy = in_chunks(both, hidden.shape[0], head.shape[0])
+    logp, entropy = _Likelihood.apply(hidden, head, target, temperature, True)
     return logp, entropy
+
+
+class _Likelihood(torch.autograd.Function):
+    """Both of the above, a block of the vocabulary at a time, so memory does not grow with V. Differentiable once.
+
+    With x = logits / temperature and p = softmax(x): d logp / dx = [target] - p and d entropy / dx = -p (log p + entropy).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, target: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        rows, vocabulary = hidden.shape[0], head.shape[0]
+        keep = any(ctx.needs_input_grad) and rows * vocabulary <= KEPT_LOGITS
+        kept = []
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        at = torch.zeros(rows, dtype=wide, device=hidden.device)
+        total, mean = torch.full_like(at, -math.inf), torch.zeros_like(at)
+        for block in _blocks(rows, vocabulary):
+            logits = _scaled(hidden, head[block], temperature)
+            if keep:
+                kept.append(logits)
+            inside, place = _inside(target, block)
+            at = torch.where(inside, _at(logits, place), at)
+            top = logits.amax(-1)
+            mass = (logits - top[:, None]).exp_() if keep or with_entropy else logits.sub_(top[:, None]).exp_()
+            here = mass.sum(-1).log_().add_(top)
+            joined = torch.logaddexp(total, here)
+            if with_entropy:  # the mean logit, over what has been seen so far
+                own = mass.mul_(logits).sum(-1) * (top - here).exp()
+                mean = mean * (total - joined).exp() + own * (here - joined).exp()
+            total = joined
+        logp, entropy = at - total, total - mean
+        ctx.save_for_backward(hidden, head, target, total, entropy, *kept)
+        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        return logp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_logp: Tensor, to_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, head, target, total, entropy, *kept = ctx.saved_tensors
+        temperature = ctx.temperature
+        rows, vocabulary = hidden.shape[0], head.shape[0]
+        wide = total.dtype
+        states = hidden.to(wide)
+        to_hidden = torch.zeros_like(states) if ctx.needs_input_grad[0] else None
+        to_head = torch.empty_like(head, dtype=wide) if ctx.needs_input_grad[1] else None
+        scale = to_logp / temperature
+        for number, block in enumerate(_blocks(rows, vocabulary)):
+            logits = kept[number] if kept else _scaled(hidden, head[block], temperature)
+            inside, place = _inside(target, block)
+            if ctx.with_entropy:
+                logs = logits - total[:, None]
+                share = (logs + entropy[:, None]).mul_((-to_entropy / temperature)[:, None]).sub_(scale[:, None])
+                grad = logs.exp_().mul_(share)
+            else:
+                grad = (logits - total[:, None]).exp_().mul_(-scale[:, None])
+            grad.scatter_add_(1, place[:, None], torch.where(inside, scale, 0.0)[:, None])
+            with torch.autocast(hidden.device.type, enabled=False):
+                if to_hidden is not None:
+                    to_hidden.addmm_(grad, head[block].to(wide))
+                if to_head is not None:
+                    torch.mm(grad.t(), states, out=to_head[block])
+        return (
+            None if to_hidden is None else to_hidden.to(hidden.dtype),
+            None if to_head is None else to_head.to(head.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _blocks(rows: int, vocabulary: int) -> list[slice]:
+    """Of the vocabulary, so that no more than BLOCK_LOGITS are worked on at once."""
+    width = max(64, BLOCK_LOGITS // max(1, rows))
+    return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
+
+
+def _scaled(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+    logits = output_logits(hidden, head)
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _inside(target: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """Which targets lie in a block, and the place of each in it (of the others: 0)."""
+    inside = (target >= block.start) & (target < block.stop)
+    return inside, (target - block.start).masked_fill_(~inside, 0)
 
 
 def exact_kl(policy: Hidden, other: Hidden, temperature: float = 1.0) -> Tensor:

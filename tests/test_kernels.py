@@ -1,0 +1,142 @@
+"""What is computed in a way of its own for speed equals the plain way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+from torch.nn import functional
+
+from posttrain.engines.local import LocalEngine
+from posttrain.learners.adamw import AdamW
+from posttrain.models import likelihood
+from posttrain.models.decoder import Decoder, causal, new_decoder
+from posttrain.models.likelihood import token_logp, token_logp_entropy
+from posttrain.models.linear import Linear, decoding, swiglu
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.types import Sampling
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["logits kept", "logits made again"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_likelihood_in_blocks_equals_the_plain_softmax(
+    monkeypatch: pytest.MonkeyPatch, kept: bool, temperature: float
+) -> None:
+    monkeypatch.setattr(likelihood, "BLOCK_LOGITS", 9 * 64)  # blocks of 64, the last one of 8
+    monkeypatch.setattr(likelihood, "KEPT_LOGITS", 1 << 20 if kept else 0)
+    hidden, head = normal(9, 5).requires_grad_(), normal(200, 5, seed=1).requires_grad_()
+    target = torch.tensor([0, 63, 64, 127, 128, 191, 192, 199, 5])
+    weight, other = normal(9, seed=2), normal(9, seed=3)
+
+    def plain() -> tuple[Tensor, Tensor]:
+        logs = (hidden @ head.T / temperature).log_softmax(-1)
+        return logs.gather(-1, target[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+
+    for ours, theirs in (
+        ((token_logp(hidden, head, target, temperature),), plain()[:1]),
+        (token_logp_entropy(hidden, head, target, temperature), plain()),
+    ):
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
+        total, expected = (
+            sum((part * w).sum() for part, w in zip(parts, (weight, other), strict=False)) for parts in (ours, theirs)
+        )
+        gradients, others = (torch.autograd.grad(x, (hidden, head)) for x in (total, expected))
+        assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(gradients, others, strict=True))
+
+
+def test_likelihood_of_no_token_is_empty_and_has_a_gradient_of_zero() -> None:
+    hidden, head = normal(0, 5).requires_grad_(), normal(20, 5).requires_grad_()
+    logp, entropy = token_logp_entropy(hidden, head, torch.zeros(0, dtype=torch.int64))
+    (logp.sum() + entropy.sum()).backward()
+    assert logp.shape == entropy.shape == (0,) and head.grad is not None and not head.grad.any()
+
+
+def test_gated_activation_has_the_gradients_of_its_formula() -> None:
+    x = normal(4, 6).requires_grad_()
+    gate, up = x.chunk(2, -1)
+    assert torch.allclose(swiglu(x), functional.silu(gate) * up, rtol=1e-12)
+    assert gradcheck(swiglu, x) and gradgradcheck(swiglu, x)
+
+
+def test_adamw_takes_the_steps_of_torch() -> None:
+    ours, theirs = ([nn.Parameter(normal(3, 4)), nn.Parameter(normal(4, seed=1))] for _ in range(2))
+    own = AdamW(
+        [{"params": ours[:1], "weight_decay": 0.1}, {"params": ours[1:], "weight_decay": 0.0}], 0.01, (0.9, 0.95), 1e-8
+    )
+    peer = torch.optim.AdamW(
+        [{"params": theirs[:1], "weight_decay": 0.1}, {"params": theirs[1:], "weight_decay": 0.0}],
+        lr=0.01, betas=(0.9, 0.95), eps=1e-8,
+    )  # fmt: skip
+    for step in range(5):
+        for parameters in (ours, theirs):
+            for number, parameter in enumerate(parameters):
+                parameter.grad = normal(*parameter.shape, seed=10 * step + number)
+                if step == 2 and number == 1:
+                    parameter.grad = None  # is left alone, moments included
+        own.step()
+        peer.step()
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_weight_that_changes_is_seen_by_decoding() -> None:
+    layer = Linear(6, 3, bias=True)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    optimizer = AdamW([{"params": list(layer.parameters()), "weight_decay": 0.0}], 0.5, (0.9, 0.9), 1e-8)
+    for _ in range(3):
+        with torch.no_grad(), decoding(True):
+            assert torch.allclose(layer(x), functional.linear(x, layer.weight, layer.bias), atol=1e-6)
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+
+def test_rollouts_are_sampled_from_weights_that_were_replaced(model: Decoder, tokenizer: Tokenizer) -> None:
+    engine = LocalEngine(model, tokenizer)
+
+    def logp() -> float:
+        engine.submit(0, [5, 6, 7], Sampling(max_tokens=2, seed=1))
+        (done,) = engine.poll()
+        tokens = torch.tensor([5, 6, 7, *done.tokens])
+        with torch.no_grad():
+            logs = (model(tokens, torch.arange(5), causal) @ model.head.T).log_softmax(-1)
+        assert done.logp == pytest.approx([logs[i, tokens[i + 1]].item() for i in (2, 3)], abs=1e-5)
+        return done.logp[1]
+
+    before = logp()
+    fresh = new_decoder(model.config, seed=99)
+    for parameter, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        parameter.data = other.data * 3  # which no version of a tensor tells
+    engine.load(model, 1)
+    assert logp() != before
+
+
+def test_a_first_update_imports_no_compiler() -> None:
+    code = """
+import sys, torch
+from posttrain.learners.local import LocalLearner, Optimization
+from posttrain.models.decoder import DecoderConfig, new_decoder
+from posttrain.supervised import Likelihood
+from posttrain.types import Completion, StopReason, Transcript
+from posttrain.data.pack import lay
+from dataclasses import replace
+t = Transcript()
+t.observe([1, 2])
+t.sample(Completion(0, [3, 4], [0.0, 0.0], "", StopReason.LENGTH, 0))
+batch = lay([[t]], [0])
+learner = LocalLearner(new_decoder(DecoderConfig(16, 8, 1, 2, 1, 4, 16, 16), 0), Optimization())
+learner.update([replace(batch, weight=torch.ones(2))], Likelihood())
+print([m for m in ("torch._dynamo", "torch._inductor", "transformers") if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

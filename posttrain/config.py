@@ -72,8 +72,9 @@ class Training(Data):
     """Steps between checkpoints; one more is made at the end."""
     keep: int = 2
     """How many checkpoints stay on the disk."""
-    tokens_per_microbatch: int = 8192
-    """How many tokens go through the model at once: the memory of an update. No result depends on it."""
+    tokens_per_microbatch: int | None = None
+    """How many tokens go through the model at once, beside a prompt: the memory of an update. No result depends on it.
+    Left out: 1024 on a processor, 8192 elsewhere."""
     lr: float = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -71,7 +71,7 @@ def sft(config: SFT, tasks: Sequence[Task] | None = None) -> Run:
     source = Demonstrations(
         [demonstrate(t, tokenizer, eos, context, config.mask_prompt) for t in train_tasks],
         config.rows,
-        config.tokens_per_microbatch,
+        microbatch_tokens(config, device),
         config.seed,
         device,
     )
@@ -92,7 +92,7 @@ def sft(config: SFT, tasks: Sequence[Task] | None = None) -> Run:
     sizes = [
         f"model {parameters(model):,} parameters, context {context}, vocabulary {model.config.vocab}",
         f"{len(train_tasks)} rows ({tokens:,} tokens to learn), {len(held_out)} held out",
-        f"{steps} steps of {config.rows} rows, micro-batches of {config.tokens_per_microbatch} tokens",
+        f"{steps} steps of {config.rows} rows, micro-batches of {microbatch_tokens(config, device)} tokens",
     ]
     lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
     loop = Course(config, start, resumed, learner, source, tokenizer, measure if unseen else None, steps)
@@ -140,7 +140,7 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
             tokenizer=tokenizer,
             algorithm=algorithm,
             sampling=sampling,
-            size=Size(config.prompts, config.group, config.tokens_per_microbatch),
+            size=Size(config.prompts, config.group, microbatch_tokens(config, device)),
             seed=config.seed,
             correct=config.correct,
             texts=_texts_to_imitate(config, tokenizer, model) if algorithm.pretraining else (),
@@ -162,7 +162,7 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
             f"model {parameters(model):,} parameters, context {model.config.context}, vocabulary {model.config.vocab}",
             f"{len(train_tasks)} tasks, {len(held_out)} held out",
             f"{config.steps} steps of {config.prompts} prompts x {config.group} rollouts = {rollouts} rollouts "
-            f"of at most {config.max_tokens} tokens; micro-batches of {config.tokens_per_microbatch} tokens; "
+            f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, device)} tokens; "
             f"{min(config.slots, rollouts)} sampled at once",
         ]
         loop = Course(config, start, resumed, learner, source, tokenizer, measure if held_out else None, config.steps)
@@ -233,6 +233,11 @@ def choose_device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def microbatch_tokens(config: Training, device: torch.device) -> int:
+    """On a processor larger micro-batches leave its caches: more memory, and slower rather than faster."""
+    return config.tokens_per_microbatch or (1024 if device.type == "cpu" else 8192)
 
 
 def load_tasks(

@@ -32,7 +32,8 @@ def needed_length(transcript: Transcript) -> int:
 def cut(transcripts: Sequence[Sequence[Transcript]], tokens_per_microbatch: int) -> list[list[int]]:
     """Indices of the rollouts of each micro-batch. Rollouts stay whole and in order; a shared prompt counts once.
 
-    A micro-batch holds at most `tokens_per_microbatch` fed tokens, or a single rollout that is longer than that.
+    A micro-batch holds at most `tokens_per_microbatch` fed tokens beside the prompt of its first rollout, or a single
+    rollout that is longer than that: so a long prompt does not drive the rollouts that share it apart.
     """
     batches: list[list[int]] = []
     used, prompts = 0, set[tuple[int, ...]]()
@@ -42,8 +43,8 @@ def cut(transcripts: Sequence[Sequence[Transcript]], tokens_per_microbatch: int)
         cost = replies + sum(len(p) for p in own - prompts)
         if not batches or used + cost > tokens_per_microbatch:
             batches.append([])
-            used, prompts = 0, set()
-            cost = replies + sum(len(p) for p in own)
+            used, prompts = 0, own
+            cost = replies
         batches[-1].append(index)
         used, prompts = used + cost, prompts | own
     return batches

@@ -73,7 +73,7 @@ class LocalEngine:
     def poll(self) -> list[Completion]:
         """Decode until at least one request has finished; [] when nothing is running or waiting."""
         # Not inference_mode: under it autocast would cast every weight again at every token.
-        with torch.no_grad(), self._autocast(), decoding(self.precision == "float32"):
+        with torch.no_grad(), self._autocast(), decoding(self._cache.dtype):
             while self.running or self.waiting:
                 free = self.slots - len(self.running)
                 # Admitting a few at a time would interrupt decoding often; wait for a batch of free slots.

@@ -29,6 +29,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 ROPE_TYPES = ("linear", "llama3")
 """What `rope_scaling["rope_type"]` may be; no scaling is None."""
 
+TURNED_HEAD = 1 << 22
+"""Entries of an output head up to which decoding keeps a turned copy: memory is not to grow with the vocabulary."""
+
 
 @dataclass(frozen=True)
 class DecoderConfig:
@@ -140,8 +143,10 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab], in float32 at least. For few rows: a learner never holds all logits at once."""
-        if self._turned_head.pays(hidden, self.head):
-            return hidden @ self._turned_head.of(self.head)
+        if self._turned_head.pays(hidden) and self.head.numel() <= TURNED_HEAD:
+            wide = torch.promote_types(hidden.dtype, torch.float32)
+            with torch.autocast(hidden.device.type, enabled=False):
+                return hidden.to(wide) @ self._turned_head.of(self.head, wide)
         return output_logits(hidden, self.head)
 
     def weights_changed(self) -> None:

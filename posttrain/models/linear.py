@@ -27,7 +27,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, inputs] -> [T, outputs]."""
-        if self.turned.pays(x, self.weight):
+        if self.turned.pays(x):
             turned = self.turned.of(self.weight)
             return x @ turned if self.bias is None else torch.addmm(self.bias, x, turned)
         return functional.linear(x, self.weight, self.bias)
@@ -45,7 +45,8 @@ class Embedding(nn.Module):
 
 
 class Turned:
-    """A copy of a weight, turned round, for products of few rows on a processor: without it each call turns it again.
+    """A copy of a weight, turned round, for products of few rows on a processor: without it each call turns it again, and
+    under autocast each batch of tokens narrows it again.
 
     It is used within `decoding` alone, whoever opens that forgets copies of weights that have changed (`forget`), and a
     change in place that a tensor's version shows is seen anyway.
@@ -55,27 +56,28 @@ class Turned:
         self._copy: Tensor | None = None
         self._version = -1
 
-    def pays(self, x: Tensor, weight: Tensor) -> bool:
-        return _decoding and x.shape[0] <= FEW and x.dtype == weight.dtype == torch.float32 and not x.is_cuda
+    def pays(self, x: Tensor) -> bool:
+        return _decoding is not None and x.shape[0] <= FEW and not x.is_cuda
 
-    def of(self, weight: Tensor) -> Tensor:
-        """weight [outputs, inputs] as a contiguous [inputs, outputs]."""
+    def of(self, weight: Tensor, at_least: torch.dtype | None = None) -> Tensor:
+        """weight [outputs, inputs] as a contiguous [inputs, outputs], in the type of the decoding or one given."""
         if self._copy is None or self._version != weight._version:
-            self._copy, self._version = weight.detach().t().contiguous(), weight._version
+            self._copy = weight.detach().t().contiguous().to(at_least or _decoding)
+            self._version = weight._version
         return self._copy
 
     def forget(self) -> None:
         self._copy = None
 
 
-_decoding = False
+_decoding: torch.dtype | None = None
 
 
 @contextmanager
-def decoding(enabled: bool) -> Iterator[None]:
-    """Within it weights stand still and the same few rows go through them over and over."""
+def decoding(dtype: torch.dtype) -> Iterator[None]:
+    """Within it weights stand still and the same few rows go through them over and over, in products of `dtype`."""
     global _decoding
-    before, _decoding = _decoding, enabled
+    before, _decoding = _decoding, dtype
     try:
         yield
     finally:

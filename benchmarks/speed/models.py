@@ -47,9 +47,8 @@ def _random(folder: Path, config: DecoderConfig, ends: float) -> None:
     if (folder / "config.json").exists():
         return
     model = new_decoder(config, seed=0)
-    eos = load_model(TRAINED).eos_ids[0]
-    model.eos_ids = (eos,)
-    set_end(model, eos, ends)
+    model.eos_ids = load_model(TRAINED).eos_ids
+    set_end(model, model.eos_ids[0], ends)
     _store(model, folder)
 
 
@@ -70,7 +69,7 @@ def _tiny(folder: Path) -> None:
     tokenizer = Tokenizer.train([r["prompt"] + r["response"] for r in rows(200)], 128, "characters")
     config = DecoderConfig(
         vocab=tokenizer.vocab_size, hidden=64, layers=2, heads=4, kv_heads=2, head_size=16, intermediate=176,
-        context=1024, qkv_bias=True, tied=True,
+        context=1024, tied=True,
     )  # fmt: skip
     model = new_decoder(config, seed=0)
     assert tokenizer.eos_id is not None

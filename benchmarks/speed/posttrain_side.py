@@ -41,27 +41,27 @@ Request = tuple[tuple[int, ...], int]  # prompt, tokens to sample
 class Bench:
     """One model with its engine and its learner, called directly."""
 
-    def __init__(self, folder: str, threads: int) -> None:
+    def __init__(self, folder: str, threads: int, device: str = "cpu", precision: str = "float32") -> None:
         use_threads(threads)
         self.folder = folder
-        self.model, tokenizer = load_model(folder), Tokenizer.load(folder)
+        self.model, self.tokenizer = load_model(folder, device=device), Tokenizer.load(folder)
         self.model.eos_ids = (self.model.config.vocab,)  # no token: replies have exactly the lengths that are asked for
-        self.engine = LocalEngine(self.model, tokenizer)
-        self.learner = LocalLearner(self.model, Optimization(lr=LEARNING_RATE))
+        self.engine = LocalEngine(self.model, self.tokenizer, precision=precision)
+        self.learner = LocalLearner(self.model, Optimization(lr=LEARNING_RATE), precision=precision)
         self.objective = policy_objective(adjust(find("grpo"), RL(kl=0.0)))
         self.batches: list[Batch] = []
 
     def sample(self, case: str) -> dict[str, Any]:
         wanted = self._requests(requests(case))
-        seconds, completions = self._sample(wanted)
+        seconds, completions = self.sampled(wanted)
         return {"seconds": seconds, "tokens": sum(len(c.tokens) for c in completions)}
 
     def update(self) -> dict[str, Any]:
         """One update on the ragged work, the same micro-batches every time."""
         if not self.batches:
             wanted = self._requests(requests("ragged"))
-            self.batches = self._batches(wanted, self._sample(wanted)[1])
-        return {"seconds": self._update(self.batches)}
+            self.batches = self.laid(wanted, self.sampled(wanted)[1])
+        return {"seconds": self.updated(self.batches)}
 
     def peak(self) -> dict[str, Any]:
         return {"flops": product_peak(peak_shapes(Shape.read(self.folder)))}
@@ -78,8 +78,8 @@ class Bench:
         return self._step([(tuple(ids), reply)] * group)
 
     def _step(self, wanted: Sequence[Request]) -> dict[str, Any]:
-        sampling, completions = self._sample(wanted)
-        update = self._update(self._batches(wanted, completions))
+        sampling, completions = self.sampled(wanted)
+        update = self.updated(self.laid(wanted, completions))
         tokens = sum(len(c.tokens) for c in completions)
         return {"sampling": sampling, "update": update, "seconds": sampling + update, "tokens": tokens}
 
@@ -87,7 +87,7 @@ class Bench:
         prompts = tokens_of(self.folder, [text for text, _ in texts])
         return [(tuple(ids), n) for ids, (_, n) in zip(prompts, texts, strict=True)]
 
-    def _sample(self, wanted: Sequence[Request]) -> tuple[float, list[Completion]]:
+    def sampled(self, wanted: Sequence[Request]) -> tuple[float, list[Completion]]:
         begin = time.perf_counter()
         self.engine.load(self.learner.weights(), self.engine.version + 1)  # forgets prompts that it has computed before
         for i, (prompt, n) in enumerate(wanted):
@@ -100,7 +100,7 @@ class Bench:
         assert [len(c.tokens) for c in completions] == [n for _, n in wanted]
         return seconds, completions
 
-    def _batches(self, wanted: Sequence[Request], completions: Sequence[Completion]) -> list[Batch]:
+    def laid(self, wanted: Sequence[Request], completions: Sequence[Completion]) -> list[Batch]:
         """Micro-batches as GRPO's: groups share their prompts, every rollout has an advantage."""
         rollouts = []
         for (prompt, _), completion in zip(wanted, completions, strict=True):
@@ -110,15 +110,17 @@ class Bench:
             rollouts.append([transcript])
         batches = []
         for index in cut(rollouts, RL().tokens_per_microbatch):
-            batch = lay([rollouts[i] for i in index], index)
+            batch = lay([rollouts[i] for i in index], index, self.learner.device)
             advantage = 1.0 - 2.0 * (batch.rollout % 2)
             weight = torch.full_like(batch.weight, 1 / sum(n for _, n in wanted))
             batches.append(replace(batch, advantage=advantage, weight=weight))
         return batches
 
-    def _update(self, batches: Sequence[Batch]) -> float:
+    def updated(self, batches: Sequence[Batch]) -> float:
         begin = time.perf_counter()
         self.learner.update(batches, self.objective)
+        if self.learner.device.type == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - begin
 
 
@@ -155,10 +157,10 @@ def grpo(line: Line, settings: dict[str, Any]) -> None:
 
     def after(trained: Trained) -> bool | None:
         seconds = trained.seconds
-        _end(laps.step(tokens=trained.stats["length"][0], rollout=seconds["rollout"], update=seconds["update"]))
+        leave(laps.step(tokens=trained.stats["length"][0], rollout=seconds["rollout"], update=seconds["update"]))
         return None
 
-    _also(after)
+    also(after)
     run.rl(config)
 
 
@@ -182,10 +184,10 @@ def sft(line: Line, settings: dict[str, Any]) -> None:
     laps = Laps(line, _watched(settings))
 
     def after(trained: Trained) -> bool | None:
-        _end(laps.step(tokens=trained.stats["nll"][1]))
+        leave(laps.step(tokens=trained.stats["nll"][1]))
         return None
 
-    _also(after)
+    also(after)
     run.sft(config)
 
 
@@ -198,7 +200,7 @@ def _watched(settings: dict[str, Any]) -> Memory:
     return watch
 
 
-def _also(hook: Callable[[Trained], bool | None]) -> None:
+def also(hook: Callable[[Trained], bool | None]) -> None:
     """Let the training loop call this after each step, when everything else has been done (recording, display)."""
     original = course.train
 
@@ -208,7 +210,7 @@ def _also(hook: Callable[[Trained], bool | None]) -> None:
     course.train = train
 
 
-def _end(wanted: bool) -> None:
+def leave(wanted: bool) -> None:
     """Leave a run where it stands: no checkpoint, no curves."""
     if wanted:
         raise SystemExit

@@ -23,7 +23,9 @@ class Figure:
         return median(self.values)
 
     def over(self, other: Figure) -> Figure:
-        """The ratio within each round: what drifts on the machine moves both sides of it."""
+        """The ratio within each round, since drift moves both sides of it; of the medians if they had other rounds."""
+        if len(self.values) != len(other.values):
+            return Figure((self.median / other.median,))
         return Figure(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
 
     def __str__(self) -> str:

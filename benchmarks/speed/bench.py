@@ -13,10 +13,13 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from parts import PARTS, QUICK, WHOLE
+from alone import growth, memory, peak, start
+from beside import grpo, sampling, sft
+from plan import QUICK, WHOLE, Plan
 from rich.console import Console
 from sides import HERE, ROOT, Failed, Machine
 from tables import Table
@@ -28,6 +31,15 @@ What `make bench` found, the newest run last. How it measures, what each row mea
 [benchmarks/speed](../../benchmarks/speed/README.md). Figures are medians over rounds with the least and the greatest in
 brackets; ratios are taken within a round, where the sides take turns.
 """
+PARTS: dict[str, Callable[[Machine, Plan], list[Table]]] = {
+    "sampling": sampling,
+    "grpo": grpo,
+    "sft": sft,
+    "peak": peak,
+    "memory": memory,
+    "start": start,
+    "growth": growth,
+}
 VERSIONS = {
     "posttrain": ("torch",),
     "trl": ("trl", "transformers", "torch"),
@@ -47,7 +59,7 @@ def main() -> int:
     if missing := what_is_missing(machine):
         print(missing, file=sys.stderr)
         return 2
-    console = Console(width=max(150, Console().width), soft_wrap=True)
+    console = Console(width=200)
     begin = time.perf_counter()
     about = describe(machine)
     console.print("\n".join(about))

@@ -20,6 +20,9 @@ SFT_ROWS = 16  # per step
 LEARNING_RATE = 1e-6
 VOCABULARIES = (4096, 32768, 131072)
 
+CASES = ("fixed", "ragged")
+"""What is sampled: see `requests`."""
+
 MAX_TOKENS = {"5m": 256, "27m": 200}
 """Most tokens of a reply in a GRPO step. The 27 M model is random and ends by chance (see `models.py`): with this bound and
 its chance its replies have the mean and the maximum of the 5 M model's own."""

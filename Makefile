@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Idle threads that spin would take the processor from the rest of the run.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-vllm check format recipes clean
+.PHONY: demo test test-vllm bench check format recipes clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -15,15 +15,20 @@ test: .venv/ready
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest tests/test_vllm.py
 
+# 20 to 30 minutes on two idle cores; appends what it finds to docs/results/speed.md.
+bench: .venv/ready .venv-vllm/ready
+	$(MAKE) -C benchmarks/peers ../../runs/peers/env-trl/ready
+	$(BIN)/python benchmarks/speed/bench.py
+
 check: .venv/ready
-	$(BIN)/ruff format --check posttrain tests examples recipes
-	$(BIN)/ruff check posttrain tests examples recipes
+	$(BIN)/ruff format --check posttrain tests examples recipes benchmarks
+	$(BIN)/ruff check posttrain tests examples recipes benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests -m "not slow" -n 2
 
 format: .venv/ready
-	$(BIN)/ruff format posttrain tests examples recipes
-	$(BIN)/ruff check --fix posttrain tests examples recipes
+	$(BIN)/ruff format posttrain tests examples recipes benchmarks
+	$(BIN)/ruff check --fix posttrain tests examples recipes benchmarks
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

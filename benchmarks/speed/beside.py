@@ -1,0 +1,150 @@
+"""The parts in which posttrain stands beside others: sampling, steps of GRPO, steps of SFT.
+
+Every round asks the sides one after the other, so that a machine that becomes slower does so for all of them; ratios are
+taken within a round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plan import Plan
+from sides import Machine, Sides
+from tables import Figure, Goal, Table, number
+from work import BUDGETS, CASES, FIXED, MAX_TOKENS, REQUESTS, SFT_ROWS, rows, tokens_of
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def sampling(machine: Machine, plan: Plan) -> list[Table]:
+    """Tokens per second of all requests at once."""
+    table = Table(
+        "Sampling, tokens per second",
+        ("model, work", "posttrain", "generate", "ratio", "goal", "vLLM", "ratio", "goal"),
+        notes=[
+            "Prefill included, model loading not; only tokens that were asked for count. posttrain and vLLM return the "
+            "log-probability of each token, generate does not.",
+            f"{REQUESTS} requests at once. fixed: {FIXED} tokens each; ragged: natural lengths, mean "
+            f"{sum(BUDGETS) / len(BUDGETS):.0f}, longest {max(BUDGETS)}."
+            + (" vLLM ran uncompiled." if plan.eager else ""),
+        ],
+    )
+    for model in plan.models:
+        names = ("posttrain", "generate", "vllm")
+        speed: dict[str, dict[str, list[float]]] = {case: {name: [] for name in names} for case in CASES}
+        with Sides(machine) as sides:
+            running = {name: sides.start(name, "serve", model=machine.model(model), eager=plan.eager) for name in names}
+            for side in running.values():
+                side.ask(do="sample", case="warm")
+            for _ in range(plan.rounds["sampling"][model]):
+                for case in CASES:
+                    for name, side in running.items():
+                        found = side.ask(do="sample", case=case)
+                        speed[case][name].append(found["tokens"] / found["seconds"])
+        for case in CASES:
+            ours, generate, vllm = (Figure.of(speed[case][name]) for name in names)
+            beside = [ours.over(generate), ours.over(vllm)]
+            goals = [Goal(2.5).judge(beside[0].median), Goal(1.5).judge(beside[1].median)]
+            table.add(f"{model}, {case}", ours, generate, beside[0], goals[0], vllm, beside[1], goals[1])
+    return [table]
+
+
+# -- GRPO --------------------------------------------------------------------------------------------------------------
+
+
+def grpo(machine: Machine, plan: Plan) -> list[Table]:
+    """Whole steps: rollouts, rewards, update, record."""
+    speed = Table(
+        "A step of GRPO from end to end, 8 prompts x 8 rollouts, sampled tokens per second",
+        ("model, reward", "posttrain", "TRL", "ratio", "goal", "posttrain s/step", "of it update", "TRL s/step"),
+    )
+    memory = Table(
+        "Most memory in these steps, MiB",
+        ("model, reward", "posttrain, added", "TRL, added", "ratio", "goal", "posttrain, all", "TRL, all", "ratio"),
+        notes=["Added: over imports and one loaded model. posttrain's includes the process that scores."],
+    )
+    for model in plan.models:
+        common = {"model": machine.model(model), "max_tokens": MAX_TOKENS[model]}
+        batch, note = _choose(machine, plan, model)
+        speed.notes.append(note)
+        with Sides(machine) as sides:
+            ours = {kind: sides.start("posttrain", "grpo", reward=kind, **common) for kind in ("signal", "sparse")}
+            theirs = sides.start("trl", "grpo", batch=batch, **common)
+            found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+            for _ in range(plan.rounds["grpo"][model]):
+                for kind, side in ours.items():
+                    found.setdefault(("posttrain", kind), []).append(side.ask())
+                    found.setdefault(("trl", kind), []).append(theirs.ask(reward=kind))
+        for kind in ours:
+            mine, peer = found["posttrain", kind], found["trl", kind]
+            _add_step(speed, f"{model}, {kind}", mine, peer, Goal(8 if kind == "sparse" else 5))
+            _add_memory(memory, f"{model}, {kind}", mine[-1], peer[-1])
+    return [speed, memory]
+
+
+def _choose(machine: Machine, plan: Plan, model: str) -> tuple[int, str]:
+    """The batch in which TRL is fastest, and how that was found."""
+    batches = plan.batches[model]
+    if len(batches) == 1:
+        return batches[0], f"{model}: TRL's update takes {batches[0]} rollouts at once."
+    with Sides(machine) as sides:
+        settings = {"model": machine.model(model), "max_tokens": MAX_TOKENS[model], "batches": batches}
+        tried = sides.start("trl", "choose", **settings).first
+    best = min(batches, key=lambda b: tried[str(b)])
+    listed = ", ".join(f"{b} at once {number(tried[str(b)])} s" for b in batches)
+    return best, f"{model}: TRL's update takes {best} rollouts at once, its fastest (per 1,000 tokens: {listed})."
+
+
+def _add_step(table: Table, name: str, mine: list[dict[str, Any]], peer: list[dict[str, Any]], goal: Goal) -> None:
+    ours, theirs = (Figure.of([x["tokens"] / x["seconds"] for x in found]) for found in (mine, peer))
+    seconds, theirs_seconds = (Figure.of([x["seconds"] for x in found]) for found in (mine, peer))
+    update = Figure.of([x["update"] for x in mine])
+    ratio = ours.over(theirs)
+    table.add(name, ours, theirs, ratio, goal.judge(ratio.median), seconds, update, theirs_seconds)
+
+
+def _add_memory(table: Table, name: str, mine: dict[str, Any], peer: dict[str, Any]) -> None:
+    ratio = mine["added"] / peer["added"]
+    cells = [number(x) for x in (mine["added"], peer["added"], ratio)]
+    everything = [number(x) for x in (mine["peak"], peer["peak"], mine["peak"] / peer["peak"])]
+    table.add(name, *cells, Goal(0.4, least=False).judge(ratio), *everything)
+
+
+# -- SFT ---------------------------------------------------------------------------------------------------------------
+
+
+def sft(machine: Machine, plan: Plan) -> list[Table]:
+    """Steps over GSM8K's worked solutions."""
+    table = Table(
+        f"SFT, {SFT_ROWS} rows of GSM8K a step, learned tokens per second",
+        ("model", "posttrain", "TRL, padded", "TRL, packed", "ratio to the better", "goal"),
+        notes=["Learned: tokens of the solutions; prompts are read but not learned. Preparing the data is left out."],
+    )
+    count = 1000
+    for model in plan.models:
+        common = {"model": machine.model(model), "rows": count}
+        packed = _packed_rows(machine.model(model), count)
+        speed: dict[str, list[float]] = {"ours": [], "padded": [], "packed": []}
+        with Sides(machine) as sides:
+            running = {
+                "ours": sides.start("posttrain", "sft", **common),
+                "padded": sides.start("trl", "sft", packed=False, batch=SFT_ROWS, **common),
+                "packed": sides.start("trl", "sft", packed=True, batch=packed, **common),
+            }
+            for _ in range(plan.rounds["sft"][model]):
+                for name, side in running.items():
+                    found = side.ask(steps=plan.sft_steps[model])
+                    speed[name].append(found["tokens"] / found["seconds"])
+        figures = {name: Figure.of(values) for name, values in speed.items()}
+        better = max(("padded", "packed"), key=lambda name: figures[name].median)
+        ratio = figures["ours"].over(figures[better])
+        table.add(model, *figures.values(), ratio, Goal(4).judge(ratio.median))
+    table.notes.append(f"TRL packs into rows of 1,024 tokens, {packed} of them a step: about {SFT_ROWS} rows of GSM8K.")
+    return [table]
+
+
+def _packed_rows(folder: str, count: int) -> int:
+    """How many rows of 1,024 tokens hold about as much as `SFT_ROWS` rows of the data."""
+    texts = [r["prompt"] + r["response"] for r in rows(count)]
+    mean = sum(len(ids) + 1 for ids in tokens_of(folder, texts)) / count
+    return max(1, round(SFT_ROWS * mean / 1024))

@@ -1,0 +1,111 @@
+"""Makes the model folders that every side reads: float32, one tokenizer, config and weights as transformers has them.
+
+python benchmarks/speed/models.py PLACE
+
+5m        the small model that was trained on GSM8K: replies of natural lengths
+27m       random, Qwen2-shaped, 27 M parameters; replies end by chance
+long      random, the 5 M shape with a context of 4,096; replies never end
+vocab-*   random, the 5 M trunk under vocabularies of several sizes; replies never end
+tiny      random, 0.1 M parameters, for the start of a run
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from work import BUDGETS, DATA, MAX_TOKENS, VOCABULARIES, rows
+
+from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
+from posttrain.models.folder import load_model, read_config, save_model
+from posttrain.models.tokenizer import Tokenizer
+
+TRAINED = DATA / "models" / "gsm8k-5m"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+NEVER = 1e-12
+
+
+def make(place: Path) -> None:
+    """All folders that are missing."""
+    small = read_config(TRAINED, json.loads((TRAINED / "config.json").read_text()))
+    large = replace(small, hidden=512, layers=8, heads=8, kv_heads=4, head_size=64, intermediate=1536)
+    if not (place / "5m" / "config.json").exists():
+        _store(load_model(TRAINED), place / "5m")
+    _random(place / "27m", large, _chance(sum(BUDGETS) / len(BUDGETS), MAX_TOKENS["27m"]))
+    _random(place / "long", replace(small, context=4096), NEVER)
+    for vocabulary in VOCABULARIES:
+        _random(place / f"vocab-{vocabulary}", replace(small, vocab=vocabulary), NEVER)
+    _tiny(place / "tiny")
+
+
+def _random(folder: Path, config: DecoderConfig, ends: float) -> None:
+    if (folder / "config.json").exists():
+        return
+    model = new_decoder(config, seed=0)
+    model.eos_ids = load_model(TRAINED).eos_ids
+    set_end(model, model.eos_ids[0], ends)
+    _store(model, folder)
+
+
+def _store(model: Decoder, folder: Path) -> None:
+    """Written beside its final name and moved there, so that a folder is whole or absent."""
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    save_model(model, part, dtype=torch.float32)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(TRAINED / name, part / name)
+    part.rename(folder)
+
+
+def _tiny(folder: Path) -> None:
+    """As small as what a first try uses: characters for tokens."""
+    if (folder / "config.json").exists():
+        return
+    tokenizer = Tokenizer.train([r["prompt"] + r["response"] for r in rows(200)], 128, "characters")
+    config = DecoderConfig(
+        vocab=tokenizer.vocab_size, hidden=64, layers=2, heads=4, kv_heads=2, head_size=16, intermediate=176,
+        context=1024, tied=True,
+    )  # fmt: skip
+    model = new_decoder(config, seed=0)
+    assert tokenizer.eos_id is not None
+    model.eos_ids = (tokenizer.eos_id,)
+    save_model(model, folder, tokenizer)
+
+
+@torch.no_grad()
+def set_end(model: Decoder, eos: int, chance: float) -> None:
+    """Make every token of a random model the last one with this chance.
+
+    There is no bias on the head. But where the first dimension of all embeddings holds the same number, and no layer
+    writes to it, the head's first column is a bias: the end's own row is made of it alone.
+    """
+    head = model.head
+    model.embed.weight[:, 0] = head.shape[1] ** 0.5 * 0.02  # as large as all others together
+    for layer in model.layers:
+        layer.o.weight[0] = 0  # type: ignore[union-attr, index]
+        layer.down.weight[0] = 0  # type: ignore[union-attr, index]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, len(head), (256,), generator=generator)
+    hidden = model(tokens, torch.arange(256), causal)
+    head[eos] = 0
+    others = (hidden @ head.T).index_fill_(1, torch.tensor([eos]), -math.inf).logsumexp(-1)
+    head[eos, 0] = ((others + math.log(chance / (1 - chance))) / hidden[:, 0]).mean()
+
+
+def _chance(mean: float, most: int) -> float:
+    """With which chance per token replies, cut off at `most`, have this mean."""
+    low, high = 1e-6, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        found = (1 - (1 - middle) ** most) / middle
+        low, high = (middle, high) if found > mean else (low, middle)
+    return low
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

@@ -1,0 +1,52 @@
+"""How much is measured: the whole of it, or a little of each part to see that it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from work import VOCABULARIES
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    models: tuple[str, ...]
+    rounds: dict[str, dict[str, int]]  # part -> model -> rounds
+    batches: dict[str, tuple[int, ...]]  # model -> rollouts at once in TRL's update, the fastest of which counts
+    vocabularies: tuple[int, ...]
+    contexts: tuple[int, ...]
+    starts: int
+    starts_of_trl: int
+    eager: bool  # vLLM without compiling: starts sooner, samples slower
+    sft_steps: dict[str, int]  # model -> steps in a round
+
+
+WHOLE = Plan(
+    models=("5m", "27m"),
+    rounds={
+        "sampling": {"5m": 5, "27m": 3},
+        "grpo": {"5m": 4, "27m": 2},
+        "sft": {"5m": 4, "27m": 3},
+        "peak": {"5m": 6, "27m": 3},
+        "growth": {"long": 2},
+    },
+    batches={"5m": (64, 16, 8), "27m": (64, 16)},
+    vocabularies=VOCABULARIES,
+    contexts=(512, 1024, 2048, 4096),
+    starts=5,
+    starts_of_trl=3,
+    eager=False,
+    sft_steps={"5m": 4, "27m": 2},
+)
+QUICK = Plan(
+    models=("5m",),
+    rounds={part: {"5m": 1, "long": 1} for part in WHOLE.rounds},
+    batches={"5m": (8,), "27m": (8,)},
+    vocabularies=(4096, 32768),
+    contexts=(512, 1024),
+    starts=1,
+    starts_of_trl=1,
+    eager=True,
+    sft_steps={"5m": 1},
+)

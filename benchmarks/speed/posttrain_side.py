@@ -1,0 +1,220 @@
+"""posttrain's side. Runs in posttrain's environment.
+
+python benchmarks/speed/posttrain_side.py PART SETTINGS     (started by bench.py; SETTINGS is JSON)
+
+serve         an engine and a learner, called directly: sampling, updates, long contexts, prompts of groups
+grpo, sft     the trainers that `posttrain rl` and `posttrain sft` run, interrupted after each step
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from flops import Shape, peak_shapes, product_peak
+from rewards import REWARDS
+from side import Laps, Line, Memory, use_threads
+from work import GROUP, LEARNING_RATE, PROMPTS, SFT_ROWS, requests, rows, tasks, tokens_of
+
+from posttrain import course, run
+from posttrain.algorithms.adjust import adjust
+from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.table import find
+from posttrain.config import RL, SFT
+from posttrain.data.pack import cut, lay
+from posttrain.engines.local import LocalEngine
+from posttrain.learners.local import LocalLearner, Optimization
+from posttrain.models.folder import load_model
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.train import Trained
+from posttrain.types import Batch, Completion, Sampling, Transcript
+
+Request = tuple[tuple[int, ...], int]  # prompt, tokens to sample
+
+
+class Bench:
+    """One model with its engine and its learner, called directly."""
+
+    def __init__(self, folder: str, threads: int, device: str = "cpu", precision: str = "float32") -> None:
+        use_threads(threads)
+        self.folder = folder
+        self.model, self.tokenizer = load_model(folder, device=device), Tokenizer.load(folder)
+        self.model.eos_ids = (self.model.config.vocab,)  # no token: replies have exactly the lengths that are asked for
+        self.engine = LocalEngine(self.model, self.tokenizer, precision=precision)
+        self.learner = LocalLearner(self.model, Optimization(lr=LEARNING_RATE), precision=precision)
+        self.objective = policy_objective(adjust(find("grpo"), RL(kl=0.0)))
+        self.batches: list[Batch] = []
+
+    def sample(self, case: str) -> dict[str, Any]:
+        wanted = self._requests(requests(case))
+        seconds, completions = self.sampled(wanted)
+        return {"seconds": seconds, "tokens": sum(len(c.tokens) for c in completions)}
+
+    def update(self) -> dict[str, Any]:
+        """One update on the ragged work, the same micro-batches every time."""
+        if not self.batches:
+            wanted = self._requests(requests("ragged"))
+            self.batches = self.laid(wanted, self.sampled(wanted)[1])
+        return {"seconds": self.updated(self.batches)}
+
+    def peak(self) -> dict[str, Any]:
+        return {"flops": product_peak(peak_shapes(Shape.read(self.folder)))}
+
+    def context(self, length: int) -> dict[str, Any]:
+        """A group of 8 that fills a context of this length."""
+        [prompt] = tokens_of(self.folder, [rows(1)[0]["prompt"]])
+        return self._step([(tuple(prompt), length - len(prompt))] * GROUP)
+
+    def prompt(self, length: int, reply: int, group: int) -> dict[str, Any]:
+        """A long prompt with short replies: what a group pays for its prompt."""
+        ids = tokens_of(self.folder, ["".join(r["prompt"] for r in rows(40))])[0][:length]
+        assert len(ids) == length
+        return self._step([(tuple(ids), reply)] * group)
+
+    def _step(self, wanted: Sequence[Request]) -> dict[str, Any]:
+        sampling, completions = self.sampled(wanted)
+        update = self.updated(self.laid(wanted, completions))
+        tokens = sum(len(c.tokens) for c in completions)
+        return {"sampling": sampling, "update": update, "seconds": sampling + update, "tokens": tokens}
+
+    def _requests(self, texts: Sequence[tuple[str, int]]) -> list[Request]:
+        prompts = tokens_of(self.folder, [text for text, _ in texts])
+        return [(tuple(ids), n) for ids, (_, n) in zip(prompts, texts, strict=True)]
+
+    def sampled(self, wanted: Sequence[Request]) -> tuple[float, list[Completion]]:
+        begin = time.perf_counter()
+        self.engine.load(self.learner.weights(), self.engine.version + 1)  # forgets prompts that it has computed before
+        for i, (prompt, n) in enumerate(wanted):
+            self.engine.submit(i, prompt, Sampling(max_tokens=n, seed=i))
+        completions: list[Completion] = []
+        while done := self.engine.poll():
+            completions += done
+        seconds = time.perf_counter() - begin
+        completions.sort(key=lambda c: c.id)
+        assert [len(c.tokens) for c in completions] == [n for _, n in wanted]
+        return seconds, completions
+
+    def laid(self, wanted: Sequence[Request], completions: Sequence[Completion]) -> list[Batch]:
+        """Micro-batches as GRPO's: groups share their prompts, every rollout has an advantage."""
+        rollouts = []
+        for (prompt, _), completion in zip(wanted, completions, strict=True):
+            transcript = Transcript()
+            transcript.observe(prompt)
+            transcript.sample(completion)
+            rollouts.append([transcript])
+        batches = []
+        for index in cut(rollouts, RL().tokens_per_microbatch):
+            batch = lay([rollouts[i] for i in index], index, self.learner.device)
+            advantage = 1.0 - 2.0 * (batch.rollout % 2)
+            weight = torch.full_like(batch.weight, 1 / sum(n for _, n in wanted))
+            batches.append(replace(batch, advantage=advantage, weight=weight))
+        return batches
+
+    def updated(self, batches: Sequence[Batch]) -> float:
+        begin = time.perf_counter()
+        self.learner.update(batches, self.objective)
+        if self.learner.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+
+def serve(line: Line, settings: dict[str, Any]) -> None:
+    bench = Bench(settings["model"], settings["threads"])
+    actions = ("sample", "update", "peak", "context", "prompt")
+    line.serve({name: getattr(bench, name) for name in actions})
+
+
+def grpo(line: Line, settings: dict[str, Any]) -> None:
+    """The trainer of `posttrain rl`, with its record, its scoring process and everything else it has by default."""
+    scratch = Path(settings["scratch"])
+    scratch.mkdir(parents=True, exist_ok=True)
+    (scratch / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks()))
+    config = RL(
+        tasks=str(scratch / "tasks.jsonl"),
+        env=f"{Path(__file__).with_name('rewards.py')}:{REWARDS[settings['reward']]}",
+        model=settings["model"],
+        out=str(scratch / "run"),
+        overwrite=True,
+        quiet=True,
+        threads=settings["threads"],
+        algorithm="grpo",
+        prompts=PROMPTS,
+        group=GROUP,
+        max_tokens=settings["max_tokens"],
+        kl=0.0,
+        lr=LEARNING_RATE,
+        max_grad_norm=1.0,
+        steps=1_000_000,
+        save_every=1_000_000,
+    )
+    laps = Laps(line, _watched(settings))
+
+    def after(trained: Trained) -> bool | None:
+        seconds = trained.seconds
+        leave(laps.step(tokens=trained.stats["length"][0], rollout=seconds["rollout"], update=seconds["update"]))
+        return None
+
+    also(after)
+    run.rl(config)
+
+
+def sft(line: Line, settings: dict[str, Any]) -> None:
+    """The trainer of `posttrain sft`."""
+    scratch = Path(settings["scratch"])
+    scratch.mkdir(parents=True, exist_ok=True)
+    (scratch / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(settings["rows"])))
+    config = SFT(
+        tasks=str(scratch / "rows.jsonl"),
+        model=settings["model"],
+        out=str(scratch / "run"),
+        overwrite=True,
+        quiet=True,
+        threads=settings["threads"],
+        rows=SFT_ROWS,
+        epochs=1000,
+        lr=LEARNING_RATE,
+        save_every=1_000_000,
+    )
+    laps = Laps(line, _watched(settings))
+
+    def after(trained: Trained) -> bool | None:
+        leave(laps.step(tokens=trained.stats["nll"][1]))
+        return None
+
+    also(after)
+    run.sft(config)
+
+
+def _watched(settings: dict[str, Any]) -> Memory:
+    """Memory from here on: all is imported, and the model was loaded once (the trainer loads it again)."""
+    use_threads(settings["threads"])
+    watch, model = Memory(), load_model(settings["model"])
+    watch.begin()
+    del model
+    return watch
+
+
+def also(hook: Callable[[Trained], bool | None]) -> None:
+    """Let the training loop call this after each step, when everything else has been done (recording, display)."""
+    original = course.train
+
+    def train(learner: Any, source: Any, objective: Any, hooks: Sequence[Any], **options: Any) -> int:
+        return original(learner, source, objective, [*hooks, hook], **options)
+
+    course.train = train
+
+
+def leave(wanted: bool) -> None:
+    """Leave a run where it stands: no checkpoint, no curves."""
+    if wanted:
+        raise SystemExit
+
+
+if __name__ == "__main__":
+    {"serve": serve, "grpo": grpo, "sft": sft}[sys.argv[1]](Line(), json.loads(sys.argv[2]))

@@ -1,0 +1,189 @@
+"""TRL's side: its GRPO and its SFT trainer, interrupted after each step. Runs in TRL's environment.
+
+    python benchmarks/speed/trl_side.py PART SETTINGS     (started by bench.py; SETTINGS is JSON)
+
+Same data, batch, lengths, rewards, optimizer and arithmetic (float32) as on the other side. What TRL does by default and
+what costs it time without changing the result is switched off: gradient checkpointing, logging, saving.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+import rewards
+import torch
+import transformers
+from datasets import Dataset
+from side import Laps, Line, Memory, timed, use_threads
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from work import GROUP, LEARNING_RATE, PROMPTS, REQUESTS, SFT_ROWS, rows, tasks
+
+transformers.logging.set_verbosity_error()
+
+COMMON: dict[str, Any] = dict(
+    use_cpu=True,
+    bf16=False,
+    gradient_checkpointing=False,
+    learning_rate=LEARNING_RATE,
+    lr_scheduler_type="constant",
+    max_grad_norm=1.0,
+    max_steps=1_000_000,
+    save_strategy="no",
+    logging_steps=1_000_000,
+    report_to=[],
+    disable_tqdm=True,
+    dataloader_pin_memory=False,
+)
+
+
+class AfterStep(TrainerCallback):
+    """Calls back when an optimizer step is done; ends the training when that says so."""
+
+    def __init__(self, step: Callable[[], bool]) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = self.step()
+
+
+class Scores:
+    """The reward as TRL calls it. Which one it is may change from step to step. Counts the sampled tokens it is shown."""
+
+    __name__ = "reward"
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.tokens = 0
+
+    def __call__(
+        self, completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any
+    ) -> list[float]:
+        self.tokens += sum(len(ids) for ids in completion_ids)
+        reward = getattr(rewards, rewards.REWARDS[self.kind])
+        return [reward({"answer": a}, text) for text, a in zip(completions, answer, strict=True)]
+
+    def counted(self) -> int:
+        tokens, self.tokens = self.tokens, 0
+        return tokens
+
+
+def grpo_trainer(
+    settings: dict[str, Any], scores: Scores, batch: int, step: Callable[[], bool], most: int
+) -> GRPOTrainer:
+    """`batch` rollouts go through the model at once in the update; all are sampled at once in any case."""
+    return GRPOTrainer(
+        model=settings["model"],
+        reward_funcs=scores,
+        args=GRPOConfig(
+            **COMMON,
+            output_dir=settings["scratch"],
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=REQUESTS // batch,
+            num_generations=GROUP,
+            max_completion_length=most,
+            beta=0.0,
+            loss_type="grpo",
+            temperature=1.0,
+            shuffle_dataset=False,
+        ),
+        train_dataset=Dataset.from_list(tasks() * 100).select_columns(["prompt", "answer"]),
+        processing_class=AutoTokenizer.from_pretrained(settings["model"]),
+        callbacks=[AfterStep(step)],
+    )
+
+
+def grpo(line: Line, settings: dict[str, Any]) -> None:
+    """Steps of GRPO. The reward of a step may be named in the request for it."""
+    watch = watched(settings)
+    scores = Scores(settings.get("reward", "signal"))
+    laps = Laps(line, watch, lambda request: setattr(scores, "kind", request.get("reward", scores.kind)))
+    trainer = grpo_trainer(
+        settings, scores, settings["batch"], lambda: laps.step(tokens=scores.counted()), settings["max_tokens"]
+    )
+    trainer.train()
+
+
+def choose(line: Line, settings: dict[str, Any]) -> None:
+    """Seconds per 1,000 sampled tokens of one step in each of several batches, so that TRL is compared in its best one.
+
+    In a process of its own: memory that one trainer leaves behind must not count as the next one's.
+    """
+    use_threads(settings["threads"])
+    scores = Scores("signal")
+    found = {}
+    for batch, most in ((settings["batches"][0], 16), *((b, settings["max_tokens"]) for b in settings["batches"])):
+        trainer = grpo_trainer(settings, scores, batch, lambda: True, most)
+        seconds = timed(trainer.train)
+        found[str(batch)] = 1000 * seconds / scores.counted()
+    line.answer(**found)
+
+
+class CountingSFT(SFTTrainer):
+    """Counts the tokens that are learned."""
+
+    counted = 0
+
+    def compute_loss(self, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
+        self.counted += int((inputs["labels"][:, 1:] != -100).sum())
+        return super().compute_loss(model, inputs, *more, **options)
+
+
+def sft(line: Line, settings: dict[str, Any]) -> None:
+    """Steps of SFT, padded or packed by TRL's default strategy. Both learn about as many rows a step."""
+    watch, packed = watched(settings), settings["packed"]
+    data = [{"prompt": r["prompt"], "completion": r["response"]} for r in rows(settings["rows"])]
+    made: list[CountingSFT] = []
+    laps = Laps(line, watch)
+
+    def step() -> bool:
+        tokens, made[0].counted = made[0].counted, 0
+        return laps.step(tokens=tokens)
+
+    def trainer(batch: int) -> CountingSFT:
+        return CountingSFT(
+            model=settings["model"],
+            args=SFTConfig(
+                **COMMON,
+                output_dir=settings["scratch"],
+                per_device_train_batch_size=batch,
+                packing=packed,
+                max_length=1024,
+            ),
+            train_dataset=Dataset.from_list(data),
+            processing_class=AutoTokenizer.from_pretrained(settings["model"]),
+            callbacks=[AfterStep(step)],
+        )
+
+    made.append(trainer(settings.get("batch", SFT_ROWS)))
+    laps.begin = time.perf_counter()
+    made[0].train()
+
+
+def start(line: Line, settings: dict[str, Any]) -> None:
+    """The first step of a run; the driver looks at the clock."""
+    trainer = grpo_trainer(settings, Scores("signal"), 8, lambda: True, settings["max_tokens"])
+    trainer.train()
+    line.answer(now=time.time())
+
+
+def watched(settings: dict[str, Any]) -> Memory:
+    """Memory from here on: all is imported, and the model was loaded once (the trainer loads it again)."""
+    use_threads(settings["threads"])
+    watch, model = Memory(), AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    watch.begin()
+    del model
+    return watch
+
+
+if __name__ == "__main__":
+    assert PROMPTS * GROUP == REQUESTS
+    {"grpo": grpo, "choose": choose, "sft": sft, "start": start}[sys.argv[1]](Line(), json.loads(sys.argv[2]))

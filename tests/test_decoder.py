@@ -331,3 +331,11 @@ def test_a_missing_folder_is_named_with_the_fix(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match=r"nobody/nothing: .* give a local checkpoint folder") as caught:
         load_model("nobody/nothing")
     assert "\n" not in str(caught.value)
+
+
+def test_hidden_states_at_some_tokens_are_those_of_all() -> None:
+    model = new_decoder(
+        DecoderConfig(vocab=40, hidden=16, layers=2, heads=4, kv_heads=2, head_size=4, intermediate=24, context=16), 0
+    ).double()
+    tokens, place, at = torch.randint(0, 40, (9,)), torch.arange(9), torch.tensor([8, 2, 2])
+    assert torch.allclose(model(tokens, place, causal, at), model(tokens, place, causal)[at], atol=1e-12)

@@ -83,9 +83,9 @@ def test_prompt_of_a_group_is_computed_once(model: Decoder, tokenizer: Tokenizer
     engine, fed = LocalEngine(model, tokenizer, slots=4), []
     forward = model.forward
 
-    def counting(tokens, position, attend):  # type: ignore[no-untyped-def]
+    def counting(tokens, position, attend, at=None):  # type: ignore[no-untyped-def]
         fed.append(tokens.tolist())
-        return forward(tokens, position, attend)
+        return forward(tokens, position, attend, at)
 
     model.forward = counting  # type: ignore[method-assign]
     prompt = list(range(5, 25))

@@ -56,8 +56,8 @@ def scores_of(reward: Sequence[float], group: Sequence[int], length: Sequence[in
 
 
 def outputs_of(model: Decoder, batch: Batch, temperature: float = 1.0) -> Outputs:
-    hidden = model.hidden(batch.layout)
-    return Outputs(token_logp(hidden[batch.at], model.head, batch.target, temperature))
+    hidden = model.hidden(batch.layout, batch.at)
+    return Outputs(token_logp(hidden, model.head, batch.target, temperature))
 
 
 def played(case: Case, rollout: Rollout, correct: float) -> Played:

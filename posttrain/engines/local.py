@@ -140,9 +140,8 @@ class LocalEngine:
             values.append(v)
             return attention(layer, q, k, v)
 
-        hidden = self.model(layout.tokens, layout.position, attend)
         last = torch.tensor([s + n - 1 for s, n in zip(start, length, strict=True)], device=self.device)
-        logits = self.model.logits(hidden[last])
+        logits = self.model.logits(self.model(layout.tokens, layout.position, attend, last))
         k, v = torch.stack(keys).transpose(1, 2), torch.stack(values).transpose(1, 2)  # [layers, kv_heads, T, size]
         for i, prompt in enumerate(prompts):
             span = slice(start[i], start[i] + length[i])

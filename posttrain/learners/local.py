@@ -207,7 +207,7 @@ class LocalLearner:
     def _outputs(self, model: Decoder, batch: Batch, want: frozenset[str]) -> Outputs:
         """What is wanted besides the log-probabilities; everything that is not stays uncomputed."""
         with self._autocast():
-            hidden = model.hidden(batch.layout).index_select(0, batch.at)
+            hidden = model.hidden(batch.layout, batch.at)
             if "entropy" in want:
                 logp, entropy = token_logp_entropy(hidden, model.head, batch.target, self.temperature)
                 outputs = Outputs(logp, entropy)
@@ -232,7 +232,7 @@ class LocalLearner:
         return outputs
 
     def _states(self, model: Decoder, batch: Batch) -> Tensor:
-        return model.hidden(batch.layout).index_select(0, batch.at)
+        return model.hidden(batch.layout, batch.at)
 
     def _share_gradients(self) -> None:
         """Sum them over the world, where there is more than this process; a part without any, anywhere, stays without."""

@@ -36,7 +36,7 @@ class ValueModel(nn.Module):
     def forward(self, batch: Batch, shared: Tensor) -> Tensor:
         """Values float32 [N]; `shared` [N, D]: the policy's hidden states at the scored tokens."""
         if self.backbone is not None:
-            shared = self.backbone.hidden(batch.layout).index_select(0, batch.at)
+            shared = self.backbone.hidden(batch.layout, batch.at)
         with torch.autocast(shared.device.type, enabled=False):  # small differences of values are what advantages are
             wide = torch.promote_types(shared.dtype, torch.float32)
             return shared.to(wide) @ self.weight.to(wide) + self.bias
@@ -55,9 +55,9 @@ class ActionValueModel(nn.Module):
 
     def states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Hidden states [N, D] of the critic (with a gradient) and of its slow copy (without)."""
-        own = self.backbone.hidden(batch.layout).index_select(0, batch.at)
+        own = self.backbone.hidden(batch.layout, batch.at)
         with torch.no_grad():
-            slow = self.slow_backbone.hidden(batch.layout).index_select(0, batch.at)
+            slow = self.slow_backbone.hidden(batch.layout, batch.at)
         return own, slow
 
     def twins(self, own: Tensor, slow: Tensor) -> tuple[tuple[Hidden, Hidden], tuple[Hidden, Hidden]]:

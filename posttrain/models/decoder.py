@@ -94,8 +94,8 @@ class Layer(nn.Module):
         self.gate_up = Linear(config.hidden, 2 * config.intermediate, bias=config.mlp_bias)
         self.down = Linear(config.intermediate, config.hidden, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """[T, hidden] -> [T, hidden]; cos and sin as `Decoder.rotary` makes them."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, at: Tensor | None = None) -> Tensor:
+        """[T, hidden] -> [T, hidden], or of some tokens only: at int64 [n]; cos and sin as `Decoder.rotary` makes them."""
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (heads + 2 * kv_heads, self.head_size))
         # q and k go through norm and rotation as one tensor: half the operations
@@ -106,7 +106,10 @@ class Layer(nn.Module):
         # under autocast the tables are wider than qkv: attention gets q, k and v of one type
         qk = torch.addcmul(qk * cos, qk.roll(self.head_size // 2, -1), sin).type_as(v)
         q, k = qk.split_with_sizes((heads, kv_heads), 1)
-        x = x + self.o(attend(self.number, q, k, v).flatten(1))
+        attended = attend(self.number, q, k, v).flatten(1)
+        if at is not None:
+            attended, x = attended.index_select(0, at), x.index_select(0, at)
+        x = x + self.o(attended)
         return x + self.down(swiglu(self.gate_up(self.mlp_norm(x))))
 
 
@@ -132,12 +135,16 @@ class Decoder(nn.Module):
         """Weight of the output head, [vocab, hidden]: logits = hidden @ head.T. The embedding when tied."""
         return self.embed.weight if self.output is None else self.output
 
-    def forward(self, tokens: Tensor, position: Tensor, attend: Attend) -> Tensor:
-        """Hidden states after the final norm, float [T, hidden], of tokens int64 [T] at position int64 [T]."""
+    def forward(self, tokens: Tensor, position: Tensor, attend: Attend, at: Tensor | None = None) -> Tensor:
+        """Hidden states after the final norm, float [T, hidden], of tokens int64 [T] at position int64 [T].
+
+        `at` int64 [n]: only these tokens' are wanted, [n, hidden]. Behind its attention the last layer sees no others.
+        """
         x: Tensor = self.embed(tokens)
         cos, sin = self.rotary(position, x.dtype)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x = layer(x, cos, sin, attend)
+        x = self.layers[-1](x, cos, sin, attend, at)
         x = self.norm(x)
         return x
 
@@ -156,9 +163,12 @@ class Decoder(nn.Module):
                 module.turned.forget()
         self._turned_head.forget()
 
-    def hidden(self, layout: Layout) -> Tensor:
-        """Hidden states [T, hidden] of a micro-batch. What a learner asks for: any model that answers it can be trained."""
-        return self(layout.tokens, layout.position, SegmentAttention(layout))
+    def hidden(self, layout: Layout, at: Tensor) -> Tensor:
+        """Hidden states [n, hidden] at some tokens of a micro-batch, at int64 [n].
+
+        What a learner asks for: any model that answers it can be trained.
+        """
+        return self(layout.tokens, layout.position, SegmentAttention(layout), at)
 
     def rotary(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tables (cos, sin), each [T, 1, head_size]: rotated(x) = x * cos + x.roll(head_size // 2) * sin.

@@ -75,7 +75,7 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
                 scoreboard(rollouts, value=by_rollout(outputs.value, rollouts)),
                 square=learner.squared_gradients([one_batch([r]) for r in rollouts]),
             )
-            hidden = learner.model.hidden(batch.layout).index_select(0, batch.at)
+            hidden = learner.model.hidden(batch.layout, batch.at)
             logits = hidden @ learner.model.head.T
             logp = logits.gather(-1, batch.target[:, None]).squeeze(-1) - logits.logsumexp(-1)
             for name, advantage in estimators().items():

@@ -65,20 +65,20 @@ def _flops(folder: str, case: str) -> float:
 # -- memory beside the vocabulary --------------------------------------------------------------------------------------
 
 SHORT = 64  # tokens of each reply
+LARGEST_OF_TRL = 32768  # beyond that it would take more memory than most machines have
 
 
 def memory(machine: Machine, plan: Plan) -> list[Table]:
     """Most memory of a GRPO step under vocabularies of several sizes."""
+    ways = plan.memory_ways
     table = Table(
         f"Most memory of a GRPO step beside the vocabulary: the 5 M trunk, {REQUESTS} replies of {SHORT} tokens, MiB added",
         (
             "vocabulary",
             "posttrain",
             "of it work",
-            "TRL, 64 at once",
-            "TRL, 8 at once",
-            "ratio to 64",
-            "ratio to 8",
+            *(f"TRL, {way} at once" for way in ways),
+            "ratio to the least",
             "goal",
         ),
         notes=[
@@ -92,11 +92,11 @@ def memory(machine: Machine, plan: Plan) -> list[Table]:
         added = _added(machine, "posttrain", model=model, reward="signal")
         state = 12 * _parameters(Shape.read(model)) / (1 << 20)
         work[vocabulary] = added - state
-        cells: list[str] = ["", "", "", "", ""]
-        if vocabulary <= 32768:
-            theirs = [_added(machine, "trl", model=model, batch=batch) for batch in (64, 8)]
-            ratios = [added / x for x in theirs]
-            cells = [*map(number, theirs), *map(number, ratios), Goal(0.4, least=False).judge(ratios[1])]
+        cells = [""] * (len(ways) + 2)
+        if vocabulary <= LARGEST_OF_TRL:
+            theirs = [_added(machine, "trl", model=model, way=way) for way in ways]
+            ratio = added / min(theirs)
+            cells = [*map(number, theirs), number(ratio), Goal(0.4, least=False).judge(ratio)]
         table.add(f"{vocabulary:,}", number(added), number(work[vocabulary]), *cells)
     growth = work[max(work)] / work[min(work)]
     flat = Goal(1.25, least=False).judge(growth)

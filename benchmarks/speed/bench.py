@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -106,9 +107,8 @@ def what_is_missing(machine: Machine) -> str | None:
     """In one line, or None."""
     if not DATA.is_dir():
         return f"the benchmark needs the data folder {DATA}: GSM8K and a small model trained on it"
-    for python in (machine.trl, machine.vllm):
-        if not python.exists():
-            return f"{python} is missing: make bench builds the environments"
+    if not machine.trl.exists():
+        return f"{machine.trl} is missing: make bench builds the environments"
     return None
 
 
@@ -117,13 +117,14 @@ def describe(machine: Machine) -> list[str]:
     versions = [
         f"{name} ({', '.join(f'{p} {version(machine.python(name), p)}' for p in packages)})"
         for name, packages in VERSIONS.items()
+        if machine.python(name).exists()
     ]
     return [
         f"Date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, load average at the start {os.getloadavg()[0]:.2f}",
         f"Machine: {processor()}, {os.cpu_count()} cores, {machine.threads} threads for every side",
         f"Environments: {', '.join(versions)}, Python {sys.version.split()[0]}",
         f"Commit: {commit()}",
-        f"Command: python {' '.join([str(Path(sys.argv[0])), *sys.argv[1:]])}",
+        f"Command: python {shlex.join(sys.argv)}",
     ]
 
 

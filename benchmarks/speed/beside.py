@@ -29,8 +29,10 @@ def sampling(machine: Machine, plan: Plan) -> list[Table]:
             + (" vLLM ran uncompiled." if plan.eager else ""),
         ],
     )
+    names = ["posttrain", "generate", *(["vllm"] if machine.vllm.exists() else [])]
+    if "vllm" not in names:
+        table.notes.append(f"vLLM was not measured: {machine.vllm} is missing.")
     for model in plan.models:
-        names = ("posttrain", "generate", "vllm")
         speed: dict[str, dict[str, list[float]]] = {case: {name: [] for name in names} for case in CASES}
         with Sides(machine) as sides:
             running = {name: sides.start(name, "serve", model=machine.model(model), eager=plan.eager) for name in names}
@@ -42,10 +44,12 @@ def sampling(machine: Machine, plan: Plan) -> list[Table]:
                         found = side.ask(do="sample", case=case)
                         speed[case][name].append(found["tokens"] / found["seconds"])
         for case in CASES:
-            ours, generate, vllm = (Figure.of(speed[case][name]) for name in names)
-            beside = [ours.over(generate), ours.over(vllm)]
-            goals = [Goal(2.5).judge(beside[0].median), Goal(1.5).judge(beside[1].median)]
-            table.add(f"{model}, {case}", ours, generate, beside[0], goals[0], vllm, beside[1], goals[1])
+            ours, *others = (Figure.of(speed[case][name]) for name in names)
+            cells: list[object] = []
+            for other, bound in zip(others, (2.5, 1.5), strict=False):
+                ratio = ours.over(other)
+                cells += [other, ratio, Goal(bound).judge(ratio.median)]
+            table.add(f"{model}, {case}", ours, *cells, *[""] * (6 - len(cells)))
     return [table]
 
 
@@ -65,11 +69,11 @@ def grpo(machine: Machine, plan: Plan) -> list[Table]:
     )
     for model in plan.models:
         common = {"model": machine.model(model), "max_tokens": MAX_TOKENS[model]}
-        batch, note = _choose(machine, plan, model)
+        way, note = _choose(machine, plan, model)
         speed.notes.append(note)
         with Sides(machine) as sides:
             ours = {kind: sides.start("posttrain", "grpo", reward=kind, **common) for kind in ("signal", "sparse")}
-            theirs = sides.start("trl", "grpo", batch=batch, **common)
+            theirs = sides.start("trl", "grpo", way=way, **common)
             found: dict[tuple[str, str], list[dict[str, Any]]] = {}
             for _ in range(plan.rounds["grpo"][model]):
                 for kind, side in ours.items():
@@ -82,17 +86,22 @@ def grpo(machine: Machine, plan: Plan) -> list[Table]:
     return [speed, memory]
 
 
-def _choose(machine: Machine, plan: Plan, model: str) -> tuple[int, str]:
-    """The batch in which TRL is fastest, and how that was found."""
-    batches = plan.batches[model]
-    if len(batches) == 1:
-        return batches[0], f"{model}: TRL's update takes {batches[0]} rollouts at once."
+def _choose(machine: Machine, plan: Plan, model: str) -> tuple[str, str]:
+    """The way in which TRL is fastest, and how that was found."""
+    ways = plan.ways[model]
+    if len(ways) == 1:
+        return ways[0], f"{model}: TRL {_told(ways[0])}."
     with Sides(machine) as sides:
-        settings = {"model": machine.model(model), "max_tokens": MAX_TOKENS[model], "batches": batches}
+        settings = {"model": machine.model(model), "max_tokens": MAX_TOKENS[model], "ways": ways}
         tried = sides.start("trl", "choose", **settings).first
-    best = min(batches, key=lambda b: tried[str(b)])
-    listed = ", ".join(f"{b} at once {number(tried[str(b)])} s" for b in batches)
-    return best, f"{model}: TRL's update takes {best} rollouts at once, its fastest (per 1,000 tokens: {listed})."
+    best = min(tried, key=lambda way: tried[way])
+    listed = "; ".join(f"{_told(way)}: {number(seconds)} s" for way, seconds in tried.items())
+    return best, f"{model}: TRL {_told(best)}, its fastest (one step each, per 1,000 tokens: {listed})."
+
+
+def _told(way: str) -> str:
+    batch = way.removesuffix("+")
+    return f"updates with {batch} rollouts at once" + (" and samples with continuous batching" if way != batch else "")
 
 
 def _add_step(table: Table, name: str, mine: list[dict[str, Any]], peer: list[dict[str, Any]], goal: Goal) -> None:

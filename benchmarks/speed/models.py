@@ -31,11 +31,11 @@ NEVER = 1e-12
 
 
 def make(place: Path) -> None:
-    """All folders that are missing."""
+    """All folders, anew: seconds, and never those of an older version."""
     small = read_config(TRAINED, json.loads((TRAINED / "config.json").read_text()))
     large = replace(small, hidden=512, layers=8, heads=8, kv_heads=4, head_size=64, intermediate=1536)
-    if not (place / "5m" / "config.json").exists():
-        _store(load_model(TRAINED), place / "5m")
+    shutil.rmtree(place, ignore_errors=True)
+    _store(load_model(TRAINED), place / "5m")
     _random(place / "27m", large, _chance(sum(BUDGETS) / len(BUDGETS), MAX_TOKENS["27m"]))
     _random(place / "long", replace(small, context=4096), NEVER)
     for vocabulary in VOCABULARIES:
@@ -44,8 +44,6 @@ def make(place: Path) -> None:
 
 
 def _random(folder: Path, config: DecoderConfig, ends: float) -> None:
-    if (folder / "config.json").exists():
-        return
     model = new_decoder(config, seed=0)
     model.eos_ids = load_model(TRAINED).eos_ids
     set_end(model, model.eos_ids[0], ends)
@@ -53,19 +51,13 @@ def _random(folder: Path, config: DecoderConfig, ends: float) -> None:
 
 
 def _store(model: Decoder, folder: Path) -> None:
-    """Written beside its final name and moved there, so that a folder is whole or absent."""
-    part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    save_model(model, part, dtype=torch.float32)
+    save_model(model, folder, dtype=torch.float32)
     for name in TOKENIZER_FILES:
-        shutil.copyfile(TRAINED / name, part / name)
-    part.rename(folder)
+        shutil.copyfile(TRAINED / name, folder / name)
 
 
 def _tiny(folder: Path) -> None:
     """As small as what a first try uses: characters for tokens."""
-    if (folder / "config.json").exists():
-        return
     tokenizer = Tokenizer.train([r["prompt"] + r["response"] for r in rows(200)], 128, "characters")
     config = DecoderConfig(
         vocab=tokenizer.vocab_size, hidden=64, layers=2, heads=4, kv_heads=2, head_size=16, intermediate=176,

@@ -13,7 +13,8 @@ class Plan:
 
     models: tuple[str, ...]
     rounds: dict[str, dict[str, int]]  # part -> model -> rounds
-    batches: dict[str, tuple[int, ...]]  # model -> rollouts at once in TRL's update, the fastest of which counts
+    ways: dict[str, tuple[str, ...]]  # model -> settings of TRL, the fastest of which counts: see `trl_side.choose`
+    memory_ways: tuple[str, ...]  # settings of TRL whose memory is measured
     vocabularies: tuple[int, ...]
     contexts: tuple[int, ...]
     starts: int
@@ -31,7 +32,8 @@ WHOLE = Plan(
         "peak": {"5m": 6, "27m": 3},
         "growth": {"long": 2},
     },
-    batches={"5m": (64, 16, 8), "27m": (64, 16)},
+    ways={"5m": ("64", "16", "8"), "27m": ("16", "8")},
+    memory_ways=("64", "8"),
     vocabularies=VOCABULARIES,
     contexts=(512, 1024, 2048, 4096),
     starts=5,
@@ -42,9 +44,10 @@ WHOLE = Plan(
 QUICK = Plan(
     models=("5m",),
     rounds={part: {"5m": 1, "long": 1} for part in WHOLE.rounds},
-    batches={"5m": (8,), "27m": (8,)},
+    ways={"5m": ("8",)},
+    memory_ways=("8",),
     vocabularies=(4096, 32768),
-    contexts=(512, 1024),
+    contexts=(256, 512),
     starts=1,
     starts_of_trl=1,
     eager=True,

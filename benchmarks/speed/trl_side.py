@@ -77,9 +77,13 @@ class Scores:
 
 
 def grpo_trainer(
-    settings: dict[str, Any], scores: Scores, batch: int, step: Callable[[], bool], most: int
+    settings: dict[str, Any], scores: Scores, way: str, step: Callable[[], bool], most: int
 ) -> GRPOTrainer:
-    """`batch` rollouts go through the model at once in the update; all are sampled at once in any case."""
+    """`way`: how many rollouts go through the model at once in the update, with a + if sampling batches continuously.
+
+    All rollouts of a step are sampled at once in any case.
+    """
+    batch = int(way.removesuffix("+"))
     return GRPOTrainer(
         model=settings["model"],
         reward_funcs=scores,
@@ -94,6 +98,8 @@ def grpo_trainer(
             loss_type="grpo",
             temperature=1.0,
             shuffle_dataset=False,
+            use_transformers_continuous_batching=way.endswith("+"),
+            transformers_continuous_batching_config={"max_memory_percent": 0.2},
         ),
         train_dataset=Dataset.from_list(tasks() * 100).select_columns(["prompt", "answer"]),
         processing_class=AutoTokenizer.from_pretrained(settings["model"]),
@@ -107,23 +113,30 @@ def grpo(line: Line, settings: dict[str, Any]) -> None:
     scores = Scores(settings.get("reward", "signal"))
     laps = Laps(line, watch, lambda request: setattr(scores, "kind", request.get("reward", scores.kind)))
     trainer = grpo_trainer(
-        settings, scores, settings["batch"], lambda: laps.step(tokens=scores.counted()), settings["max_tokens"]
+        settings, scores, settings["way"], lambda: laps.step(tokens=scores.counted()), settings["max_tokens"]
     )
     trainer.train()
 
 
 def choose(line: Line, settings: dict[str, Any]) -> None:
-    """Seconds per 1,000 sampled tokens of one step in each of several batches, so that TRL is compared in its best one.
+    """Seconds per 1,000 sampled tokens of one step in several settings, so that TRL is compared in its best one.
 
+    Settings are called "8" (rollouts at once in the update) or "8+" (and transformers' continuous batching for sampling).
     In a process of its own: memory that one trainer leaves behind must not count as the next one's.
     """
     use_threads(settings["threads"])
     scores = Scores("signal")
-    found = {}
-    for batch, most in ((settings["batches"][0], 16), *((b, settings["max_tokens"]) for b in settings["batches"])):
-        trainer = grpo_trainer(settings, scores, batch, lambda: True, most)
+    found: dict[str, float] = {}
+
+    def measure(way: str, most: int) -> None:
+        trainer = grpo_trainer(settings, scores, way, lambda: True, most)
         seconds = timed(trainer.train)
-        found[str(batch)] = 1000 * seconds / scores.counted()
+        found[way] = 1000 * seconds / scores.counted()
+
+    measure(settings["ways"][0], 16)  # warms up; measured again
+    for way in settings["ways"]:
+        measure(way, settings["max_tokens"])
+    measure(min(found, key=lambda way: found[way]) + "+", settings["max_tokens"])
     line.answer(**found)
 
 
@@ -170,7 +183,7 @@ def sft(line: Line, settings: dict[str, Any]) -> None:
 
 def start(line: Line, settings: dict[str, Any]) -> None:
     """The first step of a run; the driver looks at the clock."""
-    trainer = grpo_trainer(settings, Scores("signal"), 8, lambda: True, settings["max_tokens"])
+    trainer = grpo_trainer(settings, Scores("signal"), "8", lambda: True, settings["max_tokens"])
     trainer.train()
     line.answer(now=time.time())
 

@@ -26,10 +26,10 @@ class Plan:
 WHOLE = Plan(
     models=("5m", "27m"),
     rounds={
-        "sampling": {"5m": 5, "27m": 3},
-        "grpo": {"5m": 4, "27m": 2},
-        "sft": {"5m": 4, "27m": 3},
-        "peak": {"5m": 6, "27m": 3},
+        "sampling": {"5m": 3, "27m": 3},
+        "grpo": {"5m": 3, "27m": 2},
+        "sft": {"5m": 3, "27m": 2},
+        "peak": {"5m": 4, "27m": 3},
         "growth": {"long": 2},
     },
     ways={"5m": ("64", "16", "8"), "27m": ("16", "8")},

@@ -26,18 +26,18 @@ class Plan:
 WHOLE = Plan(
     models=("5m", "27m"),
     rounds={
-        "sampling": {"5m": 3, "27m": 3},
+        "sampling": {"5m": 3, "27m": 2},
         "grpo": {"5m": 3, "27m": 2},
         "sft": {"5m": 3, "27m": 2},
-        "peak": {"5m": 4, "27m": 3},
+        "peak": {"5m": 4, "27m": 2},
         "growth": {"long": 2},
     },
     ways={"5m": ("64", "16", "8"), "27m": ("16", "8")},
     memory_ways=("64", "8"),
     vocabularies=VOCABULARIES,
     contexts=(512, 1024, 2048, 4096),
-    starts=5,
-    starts_of_trl=3,
+    starts=3,
+    starts_of_trl=2,
     eager=False,
     sft_steps={"5m": 4, "27m": 2},
 )

@@ -109,7 +109,7 @@ class Bench:
             transcript.sample(completion)
             rollouts.append([transcript])
         batches = []
-        for index in cut(rollouts, RL().tokens_per_microbatch):
+        for index in cut(rollouts, run.microbatch_tokens(RL(), self.learner.device)):
             batch = lay([rollouts[i] for i in index], index, self.learner.device)
             advantage = 1.0 - 2.0 * (batch.rollout % 2)
             weight = torch.full_like(batch.weight, 1 / sum(n for _, n in wanted))

@@ -38,7 +38,7 @@ class Machine:
         return str(self.place / "models" / name)
 
     def environment(self) -> dict[str, str]:
-        """What every side gets. Threads wait as they do by default: what the Makefile asks for its tests is no user's setting."""
+        """What every side gets. Threads wait as they do by default: the Makefile's setting for tests is no user's."""
         threads = str(self.threads)
         return {
             **{name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"},

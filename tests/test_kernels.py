@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional
 
+from posttrain.engines.cache import attention, plain_attention
 from posttrain.engines.local import LocalEngine
 from posttrain.learners.adamw import AdamW
 from posttrain.models import likelihood
@@ -64,6 +65,15 @@ def test_gated_activation_has_the_gradients_of_its_formula() -> None:
     gate, up = x.chunk(2, -1)
     assert torch.allclose(swiglu(x), functional.silu(gate) * up, rtol=1e-12)
     assert gradcheck(swiglu, x) and gradgradcheck(swiglu, x)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_attention_of_every_device_gives_the_same_mass_and_mixture(dtype: torch.dtype, error: float) -> None:
+    q, k, v = (normal(3, 2, n, 8, seed=n).to(dtype) for n in (4, 9, 9))
+    mask = torch.zeros(3, 1, 1, 9, dtype=dtype)
+    mask[0, :, :, 5:] = float("-inf")
+    for ours, theirs in zip(attention(q, k, v, mask), plain_attention(q, k, v, mask), strict=True):
+        assert ours.dtype == theirs.dtype and torch.allclose(ours.double(), theirs.double(), atol=error)
 
 
 def test_adamw_takes_the_steps_of_torch() -> None:

@@ -12,11 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flops import BACKWARD, Shape, forward
+from flops import BACKWARD, config_of, forward, trunk
 from plan import Plan
 from sides import ROOT, Machine, Side, Sides
 from tables import Figure, Goal, Table, number
 from work import CASES, GROUP, PROMPTS, REQUESTS, requests, tasks, tokens_of
+
+from posttrain.models.decoder import DecoderConfig
 
 # -- share of the peak -------------------------------------------------------------------------------------------------
 
@@ -59,7 +61,45 @@ def _flops(folder: str, case: str) -> float:
     wanted = requests(case)
     lengths = [len(ids) for ids in tokens_of(folder, [text for text, _ in wanted[::GROUP]])]
     replies = [[n for _, n in wanted[i * GROUP : (i + 1) * GROUP]] for i in range(PROMPTS)]
-    return forward(Shape.read(folder), list(zip(lengths, replies, strict=True)))
+    return forward(config_of(folder), list(zip(lengths, replies, strict=True)))
+
+
+# -- where the time goes -----------------------------------------------------------------------------------------------
+
+RUNNING = (1, 8, 32, 64)
+
+
+def profile(machine: Machine, plan: Plan) -> list[Table]:
+    """What limits updates and sampling: shares of the time by kind of operation, and decoding steps of few and many."""
+    shares: list[tuple[str, dict[str, float]]] = []
+    steps = Table(
+        "A decoding step, milliseconds",
+        ("model, weights", *(f"{n} running" for n in RUNNING)),
+        notes=["turned: with copies of the weights as decoding keeps them; as stored: without."],
+    )
+    for model in plan.models:
+        with Sides(machine) as sides:
+            side = sides.start("posttrain", "serve", model=machine.model(model))
+            for work in ("update", *CASES):
+                found = side.ask(do="profile", work=work)
+                shares.append((f"{model}, {'update' if work == 'update' else 'sampling, ' + work}", found))
+            laps: dict[tuple[bool, int], list[float]] = {}
+            for _ in range(plan.rounds["peak"][model]):
+                for running in RUNNING:
+                    for turned in (True, False):
+                        lap = side.ask(do="decode", running=running, turned=turned)["seconds"]
+                        laps.setdefault((turned, running), []).append(1000 * lap)
+        for turned in (True, False):
+            cells = [Figure.of(laps[turned, running]) for running in RUNNING]
+            steps.add(f"{model}, {'turned' if turned else 'as stored'}", *cells)
+    kinds = [kind for kind in shares[0][1] if any(found[kind] >= 0.01 for _, found in shares)]
+    table = Table(
+        "Where posttrain's time goes: % of the time inside operations, by torch.profiler, one repeat",
+        ("model, work", *kinds),
+    )
+    for name, found in shares:
+        table.add(name, *(f"{100 * found[kind]:.0f}" for kind in kinds))
+    return [table, steps]
 
 
 # -- memory beside the vocabulary --------------------------------------------------------------------------------------
@@ -90,7 +130,7 @@ def memory(machine: Machine, plan: Plan) -> list[Table]:
     for vocabulary in plan.vocabularies:
         model = machine.model(f"vocab-{vocabulary}")
         added = _added(machine, "posttrain", model=model, reward="signal")
-        state = 12 * _parameters(Shape.read(model)) / (1 << 20)
+        state = 12 * _parameters(config_of(model)) / (1 << 20)
         work[vocabulary] = added - state
         cells = [""] * (len(ways) + 2)
         if vocabulary <= LARGEST_OF_TRL:
@@ -112,8 +152,8 @@ def _added(machine: Machine, name: str, **settings: Any) -> float:
         return float(side.ask()["added"])
 
 
-def _parameters(shape: Shape) -> int:
-    return shape.trunk + shape.vocabulary * shape.hidden  # tied; norms and biases are not worth counting
+def _parameters(config: DecoderConfig) -> int:
+    return trunk(config) + config.vocab * config.hidden  # tied; norms and biases are not worth counting
 
 
 # -- start -------------------------------------------------------------------------------------------------------------

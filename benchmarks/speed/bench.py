@@ -18,7 +18,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from alone import growth, memory, peak, start
+from alone import growth, memory, peak, profile, start
 from beside import grpo, sampling, sft
 from plan import QUICK, WHOLE, Plan
 from rich.console import Console
@@ -37,6 +37,7 @@ PARTS: dict[str, Callable[[Machine, Plan], list[Table]]] = {
     "grpo": grpo,
     "sft": sft,
     "peak": peak,
+    "profile": profile,
     "memory": memory,
     "start": start,
     "growth": growth,

@@ -25,7 +25,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
-from flops import BACKWARD, Shape, forward, peak_shapes, product_peak
+from flops import BACKWARD, config_of, forward, peak_shapes, product_peak
 from posttrain_side import Bench, also, leave
 from rich.console import Console
 from tables import Figure, Table, number
@@ -130,7 +130,7 @@ def parts_of_a_step(folder: Path, size: Size) -> Table:
     )
     bench = Bench(str(folder), threads=os.cpu_count() or 1, device=size.device, precision="bfloat16")
     wanted = [(tuple(bench.tokenizer.encode(p)), size.tokens) for p in prompts(size.prompts) for _ in range(size.group)]
-    shape = Shape.read(folder)
+    shape = config_of(folder)
     groups = [(len(wanted[i * size.group][0]), [size.tokens] * size.group) for i in range(size.prompts)]
     useful = {"sampling": forward(shape, groups), "update": BACKWARD * forward(shape, groups)}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in useful}

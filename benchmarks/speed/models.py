@@ -11,7 +11,6 @@ tiny      random, 0.1 M parameters, for the start of a run
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import sys
@@ -19,10 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from flops import config_of
 from work import BUDGETS, DATA, MAX_TOKENS, VOCABULARIES, rows
 
 from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
-from posttrain.models.folder import load_model, read_config, save_model
+from posttrain.models.folder import load_model, save_model
 from posttrain.models.tokenizer import Tokenizer
 
 TRAINED = DATA / "models" / "gsm8k-5m"
@@ -32,7 +32,7 @@ NEVER = 1e-12
 
 def make(place: Path) -> None:
     """All folders, anew: seconds, and never those of an older version."""
-    small = read_config(TRAINED, json.loads((TRAINED / "config.json").read_text()))
+    small = config_of(TRAINED)
     large = replace(small, hidden=512, layers=8, heads=8, kv_heads=4, head_size=64, intermediate=1536)
     shutil.rmtree(place, ignore_errors=True)
     _store(load_model(TRAINED), place / "5m")

@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from flops import Shape, peak_shapes, product_peak
+from flops import peak_shapes, product_peak
 from rewards import REWARDS
 from side import Laps, Line, Memory, use_threads
 from work import GROUP, LEARNING_RATE, PROMPTS, SFT_ROWS, requests, rows, tasks, tokens_of
@@ -30,10 +31,26 @@ from posttrain.config import RL, SFT
 from posttrain.data.pack import cut, lay
 from posttrain.engines.local import LocalEngine
 from posttrain.learners.local import LocalLearner, Optimization
+from posttrain.models import linear
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.train import Trained
 from posttrain.types import Batch, Completion, Sampling, Transcript
+
+DECODED = 64  # tokens of each reply where decoding steps are timed
+
+KINDS = {
+    "products": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "attention": ("flash_attention",),
+    "gather, scatter, copy": ("index", "scatter", "gather", "cat", "embedding", "roll", "copy", "clone"),
+    "norms, rotation": ("rms_norm", "pow", "rsqrt", "mean", "addcmul"),
+    "draw, likelihood": ("cumsum", "searchsorted", "amax", "exp", "log", "shift", "bitwise"),
+    "activation": ("silu",),
+    "optimizer": ("adam", "foreach"),
+}
+"""Kind of work -> what the names of its operations hold; the first that fits counts."""
+
+OTHER = "elementwise, the rest"
 
 Request = tuple[tuple[int, ...], int]  # prompt, tokens to sample
 
@@ -64,7 +81,27 @@ class Bench:
         return {"seconds": self.updated(self.batches)}
 
     def peak(self) -> dict[str, Any]:
-        return {"flops": product_peak(peak_shapes(Shape.read(self.folder)))}
+        return {"flops": product_peak(peak_shapes(self.model.config))}
+
+    def profile(self, work: str) -> dict[str, Any]:
+        """Shares of the time inside operations, by kind, of an update ("update") or of sampling (a case of `work.py`)."""
+        run_it = self.update if work == "update" else partial(self.sample, work)
+        run_it()
+        with torch.profiler.profile() as profiler:
+            run_it()
+        seconds: dict[str, float] = dict.fromkeys([*KINDS, OTHER], 0.0)
+        for event in profiler.key_averages():
+            kind = next((kind for kind, names in KINDS.items() if any(n in event.key for n in names)), OTHER)
+            seconds[kind] += event.self_cpu_time_total
+        return {kind: spent / sum(seconds.values()) for kind, spent in seconds.items()}
+
+    def decode(self, running: int, turned: bool) -> dict[str, Any]:
+        """Seconds of a decoding step of so many requests, with or without turned copies of the weights."""
+        before, linear.FEW = linear.FEW, linear.FEW if turned else 0
+        texts = [text for text, _ in requests("fixed")][:running]
+        seconds, _ = self.sampled(self._requests([(text, DECODED) for text in texts]))
+        linear.FEW = before
+        return {"seconds": seconds / DECODED}
 
     def context(self, length: int) -> dict[str, Any]:
         """A group of 8 that fills a context of this length."""
@@ -126,7 +163,7 @@ class Bench:
 
 def serve(line: Line, settings: dict[str, Any]) -> None:
     bench = Bench(settings["model"], settings["threads"])
-    actions = ("sample", "update", "peak", "context", "prompt")
+    actions = ("sample", "update", "peak", "profile", "decode", "context", "prompt")
     line.serve({name: getattr(bench, name) for name in actions})
 
 

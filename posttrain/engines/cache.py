@@ -148,18 +148,20 @@ class Step:
         values[self.slot, :, self.place] = v.to(cache.dtype)
         # The R query heads that share a key head are laid as its queries: nothing is repeated.
         queries = q.to(cache.dtype).reshape(count, heads, -1, size)
-        own, own_mass = _attend(queries, keys[:count, :, : self.longest], values[:count, :, : self.longest], self.mask)
+        own, own_mass = attention(
+            queries, keys[:count, :, : self.longest], values[:count, :, : self.longest], self.mask
+        )
         used, length = groups.mask.shape[0], groups.mask.shape[-1]
         together = queries.reshape(count * heads, -1).index_select(0, groups.members).view(used, heads, -1, size)
         keys, values = cache.shared[0, layer], cache.shared[1, layer]
-        shared, shared_mass = _attend(together, keys[:used, :, :length], values[:used, :, :length], groups.mask)
+        shared, shared_mass = attention(together, keys[:used, :, :length], values[:used, :, :length], groups.mask)
         shared = shared.reshape(groups.members.shape[0], -1).index_select(0, groups.place).view_as(own)
         shared_mass = shared_mass.reshape(groups.members.shape[0], -1).index_select(0, groups.place)
         share = torch.sigmoid(own_mass - shared_mass.view_as(own_mass))  # of the own tokens in all that is looked at
         return torch.lerp(shared, own, share.unsqueeze(-1).to(own.dtype)).reshape(q.shape)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Attention [B, heads, n, size] of q over k and v [B, heads, m, size], and the logsumexp of its scores [B, heads, n].
 
     mask [B, 1, 1, m] is added to the scores.
@@ -168,9 +170,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tens
         # what scaled_dot_product_attention runs here; only this name of it returns the logsumexp too
         out, mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
         return out, mass
-    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5 + mask
+    return plain_attention(q, k, v, mask)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in single operations, for devices whose fused kernels want another mask. Scores are float32 at least."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * q.shape[-1] ** -0.5 + mask
     mass = scores.logsumexp(-1)
-    return (scores - mass.unsqueeze(-1)).exp().to(v.dtype) @ v, mass
+    return ((scores - mass.unsqueeze(-1)).exp() @ v.to(wide)).to(v.dtype), mass
 
 
 def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,62 +11,193 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from posttrain.types import Layout
 
 _GROWTH = math.log(1.25)  # segments of one bucket differ by at most this factor in length: at most 20% of it is padding
 
 
-@dataclass(frozen=True)
-class _Bucket:
-    size: int  # B
-    queries: Tensor  # int64 [B * n], index in [T]; padding points at the segment's first token
-    keys: Tensor  # int64 [B * m]
-    mask: Tensor | None  # bool [B, 1, n, m], True where a query may look; None: causal
-
-
 class SegmentAttention:
     """An `attend` for `Decoder.forward`: every segment looks at its prefix and, causally, at itself."""
 
     def __init__(self, layout: Layout) -> None:
+        assert all(p < 0 or layout.prefix[p] < 0 for p in layout.prefix), "prefixes are one level deep"
+        self.layout = layout
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
+        # Fused kernels are switched off where a second derivative is wanted: they have none.
+        if q.device.type == "cpu" and torch.backends.cuda.flash_sdp_enabled():
+            attended: Tensor = _Joined.apply(q, k, v, self._joined)
+            return attended
+        return self._masked(q, k, v)
+
+    @cached_property
+    def _joined(self) -> _Parts:
+        return _Parts(self.layout)
+
+    @cached_property
+    def _masked(self) -> _Masked:
+        return _Masked(self.layout)
+
+
+# -- without masks: a segment's own tokens and its prefix apart --------------------------------------------------------
+
+
+class _Own:
+    """Segments of about one length, each looking causally at itself."""
+
+    def __init__(self, layout: Layout, segments: list[int]) -> None:
+        self.size = len(segments)
+        index, self.inside = _padded(layout, segments)
+        self.tokens = torch.from_numpy(index.reshape(-1))  # int64 [B * n]; padding points at the segment's first token
+        self.padding = torch.from_numpy(np.flatnonzero(~self.inside))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[T, heads, ...] -> [B, heads, n, ...]."""
+        return x.index_select(0, self.tokens).view(self.size, -1, *x.shape[1:]).transpose(1, 2)
+
+    def gather_gradient(self, x: Tensor) -> Tensor:
+        """The same, with 0 at padding: a padded query must not move the keys it sees."""
+        flat = x.index_select(0, self.tokens)
+        if self.padding.numel():
+            flat.index_fill_(0, self.padding, 0.0)
+        return flat.view(self.size, -1, *x.shape[1:]).transpose(1, 2)
+
+
+class _Parts:
+    """A layout's tokens as keys of their own segment, in buckets, and as keys of the segments that continue them."""
+
+    def __init__(self, layout: Layout) -> None:
+        members: dict[int, list[int]] = defaultdict(list)
+        for k, length in enumerate(layout.length):
+            members[_grade(length)].append(k)
+        self.own = [_Own(layout, segments) for _, segments in sorted(members.items())]
+        self.place = torch.from_numpy(_places(layout.tokens.shape[0], self.own))
+        users: dict[int, list[np.ndarray]] = defaultdict(list)
+        for start, length, prefix in zip(layout.start, layout.length, layout.prefix, strict=True):
+            if prefix >= 0:
+                users[prefix].append(np.arange(start, start + length))
+        self.prefixes = [  # (where the prefix lies, int64: the tokens of all who continue it)
+            (slice(layout.start[p], layout.start[p] + layout.length[p]), torch.from_numpy(np.concatenate(tokens)))
+            for p, tokens in users.items()
+        ]
+
+    def flat(self, pieces: list[Tensor]) -> Tensor:
+        """What the buckets say of their queries, each [B, heads, n, ...] -> [T, heads, ...]."""
+        whole = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in pieces])
+        return whole.index_select(0, self.place)
+
+
+class _Joined(torch.autograd.Function):
+    """Attention to two sets of keys apart, joined by their normalisers; on a processor, differentiable once.
+
+    With the joined output and normaliser, the kernel's own backward gives each set's part of the gradient: a key's weight
+    is exp(score - normaliser) wherever the other keys are. So nothing is masked, causal halves are skipped, and the keys
+    of a prompt are read once for all replies to it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: _Parts) -> Tensor:
+        found = [_forward(own.gather(q), own.gather(k), own.gather(v), causal=True) for own in parts.own]
+        out, mass = (parts.flat(list(pieces)) for pieces in zip(*found, strict=True))
+        for where, tokens in parts.prefixes:
+            before, its_mass = _forward(_one(q.index_select(0, tokens)), _one(k[where]), _one(v[where]), causal=False)
+            before, its_mass = _many(before), _many(its_mass)
+            own, own_mass = out.index_select(0, tokens), mass.index_select(0, tokens)
+            share = torch.sigmoid(own_mass - its_mass).unsqueeze(-1).to(own.dtype)
+            out.index_copy_(0, tokens, torch.lerp(before, own, share))
+            mass.index_copy_(0, tokens, torch.logaddexp(own_mass, its_mass))
+        ctx.save_for_backward(q, k, v, out, mass)
+        ctx.parts = parts
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, mass = ctx.saved_tensors
+        parts: _Parts = ctx.parts
+        # in bfloat16 the kernel's backward takes three times as long as in float32
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        q, k, v, out, to_out = (x.to(wide) for x in (*tensors, grad))
+        found = [
+            _backward(own.gather_gradient(to_out), *map(own.gather, (q, k, v, out, mass)), causal=True)
+            for own in parts.own
+        ]
+        to_q, to_k, to_v = (parts.flat(list(pieces)) for pieces in zip(*found, strict=True))
+        for where, tokens in parts.prefixes:
+            queries, its_out, its_grad, its_mass = (_one(x.index_select(0, tokens)) for x in (q, out, to_out, mass))
+            more = _backward(its_grad, queries, _one(k[where]), _one(v[where]), its_out, its_mass, causal=False)
+            to_q.index_add_(0, tokens, _many(more[0]))
+            to_k[where] += _many(more[1])
+            to_v[where] += _many(more[2])
+        return to_q.to(grad.dtype), to_k.to(grad.dtype), to_v.to(grad.dtype), None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output [B, heads, n, size] and normaliser [B, heads, n]: what scaled_dot_product_attention runs on a processor."""
+    out, mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out, mass
+
+
+def _backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, from that of the output, q, k, v, the output and the normaliser."""
+    *found, mass = tensors
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    to_q, to_k, to_v = kernel(*found, mass.contiguous(), 0.0, causal)
+    return to_q, to_k, to_v
+
+
+def _one(x: Tensor) -> Tensor:
+    """[n, heads, ...] -> [1, heads, n, ...]."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _many(x: Tensor) -> Tensor:
+    """The inverse of `_one`."""
+    return x.squeeze(0).transpose(0, 1)
+
+
+# -- with masks: one call a bucket, whatever the kernel ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    size: int  # B
+    queries: Tensor  # int64 [B * n], index in [T]; padding points at the segment's first token
+    inside: np.ndarray  # bool [B, n], False at padding
+    keys: Tensor  # int64 [B * m]
+    mask: Tensor | None  # bool [B, 1, n, m], True where a query may look; None: causal
+
+
+class _Masked:
+    """The same through `scaled_dot_product_attention` alone: on a GPU, and where a second derivative is wanted."""
+
+    def __init__(self, layout: Layout) -> None:
         members: dict[tuple[int, int], list[int]] = defaultdict(list)
         for k, (own, prefix) in enumerate(zip(layout.length, layout.prefix, strict=True)):
-            assert prefix < 0 or layout.prefix[prefix] < 0, "prefixes are one level deep"
             members[_grade(own), _grade(layout.length[prefix]) if prefix >= 0 else -1].append(k)
         device = layout.tokens.device
         self.buckets: list[_Bucket] = []
-        place = np.empty(layout.tokens.shape[0], dtype=np.int64)  # where each token's output lies among the buckets'
-        offset = 0
         for (_, prefixed), segments in sorted(members.items()):
-            start = np.array([layout.start[k] for k in segments])
-            length = np.array([layout.length[k] for k in segments])
-            n = int(length.max())
-            column = np.arange(n)
-            inside = column[None, :] < length[:, None]  # [B, n]
-            queries = start[:, None] + np.where(inside, column[None, :], 0)
-            place[queries[inside]] = offset + np.flatnonzero(inside)
-            offset += inside.size
+            queries, inside = _padded(layout, segments)
             keys, mask = queries, None
             if prefixed >= 0:
                 keys, visible = _with_prefix(layout, segments, queries)
                 mask = torch.from_numpy(visible).to(device)
-            self.buckets.append(
-                _Bucket(
-                    len(segments),
-                    torch.from_numpy(queries.reshape(-1)).to(device),
-                    torch.from_numpy(np.ascontiguousarray(keys).reshape(-1)).to(device),
-                    mask,
-                )
-            )
-        self.place = torch.from_numpy(place).to(device)
+            index = [torch.from_numpy(np.ascontiguousarray(x).reshape(-1)).to(device) for x in (queries, keys)]
+            self.buckets.append(_Bucket(len(segments), index[0], inside, index[1], mask))
+        self.place = torch.from_numpy(_places(layout.tokens.shape[0], self.buckets)).to(device)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outputs = []
         for bucket in self.buckets:
 
@@ -94,6 +225,27 @@ class SegmentAttention:
 
 def _grade(length: int) -> int:
     return math.ceil(math.log(max(length, 8)) / _GROWTH)
+
+
+def _padded(layout: Layout, segments: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of segments side by side, int64 [B, n] with the first one for padding, and bool [B, n]: what is none."""
+    start = np.array([layout.start[k] for k in segments])
+    length = np.array([layout.length[k] for k in segments])
+    column = np.arange(int(length.max()))
+    inside = column[None, :] < length[:, None]
+    return start[:, None] + np.where(inside, column[None, :], 0), inside
+
+
+def _places(tokens: int, buckets: list[_Own] | list[_Bucket]) -> np.ndarray:
+    """int64 [T]: where each token lies among the queries of the buckets, laid end to end."""
+    place = np.empty(tokens, dtype=np.int64)
+    offset = 0
+    for bucket in buckets:
+        index = (bucket.tokens if isinstance(bucket, _Own) else bucket.queries).cpu().numpy()
+        inside = np.flatnonzero(bucket.inside)
+        place[index[inside]] = offset + inside
+        offset += bucket.inside.size
+    return place
 
 
 def _with_prefix(layout: Layout, segments: list[int], queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posttrain.engines.cache import attention, plain_attention
 from posttrain.engines.local import LocalEngine
 from posttrain.learners.adamw import AdamW
 from posttrain.models import likelihood
+from posttrain.models.attention import SegmentAttention
 from posttrain.models.decoder import Decoder, causal, new_decoder
+from posttrain.models.fused import rms_norm, swiglu
 from posttrain.models.likelihood import token_logp, token_logp_entropy
-from posttrain.models.linear import Linear, decoding, swiglu
+from posttrain.models.linear import Linear, accumulating, decoding
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Sampling
+from posttrain.types import Layout, Sampling
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -60,6 +65,22 @@ def test_likelihood_of_no_token_is_empty_and_has_a_gradient_of_zero() -> None:
     assert logp.shape == entropy.shape == (0,) and head.grad is not None and not head.grad.any()
 
 
+def test_norm_has_the_gradients_of_its_formula() -> None:
+    x = normal(4, 3, 6).requires_grad_()
+    for weight in (normal(6, seed=1).requires_grad_(), normal(3, 6, seed=1).requires_grad_()):
+        with torch.no_grad():
+            assert torch.allclose(
+                rms_norm(x, weight, 0.1), functional.rms_norm(x, (6,), None, 0.1) * weight, rtol=1e-12
+            )
+        assert gradcheck(rms_norm, (x, weight, 0.1)) and gradgradcheck(rms_norm, (x, weight, 0.1))
+
+
+def test_norm_of_narrow_numbers_is_computed_in_float32() -> None:
+    x, weight = normal(5, 64).bfloat16(), normal(64, seed=1).bfloat16()
+    wide = functional.rms_norm(x.float(), (64,), weight.float(), 1e-6)
+    assert torch.equal(rms_norm(x, weight, 1e-6), wide.bfloat16())
+
+
 def test_gated_activation_has_the_gradients_of_its_formula() -> None:
     x = normal(4, 6).requires_grad_()
     gate, up = x.chunk(2, -1)
@@ -74,6 +95,74 @@ def test_attention_of_every_device_gives_the_same_mass_and_mixture(dtype: torch.
     mask[0, :, :, 5:] = float("-inf")
     for ours, theirs in zip(attention(q, k, v, mask), plain_attention(q, k, v, mask), strict=True):
         assert ours.dtype == theirs.dtype and torch.allclose(ours.double(), theirs.double(), atol=error)
+
+
+def segments(*lengths: tuple[int, int]) -> Layout:
+    """A layout of segments, each of a length behind a prefix (its number, or -1)."""
+    total = sum(length for length, _ in lengths)
+    start = [sum(length for length, _ in lengths[:number]) for number in range(len(lengths))]
+    zeros = torch.zeros(total, dtype=torch.int64)
+    return Layout(zeros, zeros, tuple(start), *(tuple(column) for column in zip(*lengths, strict=True)))
+
+
+def test_attention_to_own_tokens_and_prefix_apart_equals_attention_with_a_mask() -> None:
+    layout = segments((9, -1), (30, 0), (3, 0), (31, 0), (1, 0), (14, -1), (12, 5), (2, -1), (29, 5), (30, 0))
+    total = len(layout.tokens)
+    q, k, v = (normal(total, heads, 8, seed=heads).requires_grad_() for heads in (4, 2, 2))
+    attend, weight = SegmentAttention(layout), normal(total, 4, 8, seed=5)
+    joined = attend(0, q, k, v)
+    gradients = torch.autograd.grad((joined * weight).sum(), (q, k, v))
+    with sdpa_kernel(SDPBackend.MATH):
+        masked = attend(0, q, k, v)
+    others = torch.autograd.grad((masked * weight).sum(), (q, k, v))
+    assert torch.allclose(joined, masked, rtol=1e-12)
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(gradients, others, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
+def test_gradients_added_where_they_lie_are_those_of_torch(model: Decoder, precision: str) -> None:
+    """Of two passes: an embedding that is the output head too, products with and without a bias, norms."""
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    mine, other = copy.deepcopy(model).to(dtype), copy.deepcopy(model).to(dtype)
+    for number in (0, 1):
+        tokens = torch.arange(3 + number, 12)
+        for decoder, context in ((mine, accumulating), (other, nullcontext)):
+            with context(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+                hidden = decoder(tokens, torch.arange(len(tokens)), causal)
+                token_logp(hidden, decoder.head, tokens).sum().backward()
+    assert mine.embed.weight.grad is not None and mine.config.tied
+    for ours, theirs in zip(mine.parameters(), other.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        error = (ours.grad - theirs.grad).norm() / theirs.grad.norm()
+        assert error < (1e-12 if precision == "float64" else 1e-3)
+
+
+def test_weights_that_are_not_trained_get_no_gradient_where_others_do() -> None:
+    layer = Linear(4, 3, bias=False)
+    torch.nn.init.ones_(layer.weight).requires_grad_(False)
+    x = normal(2, 4).float().requires_grad_()
+    with accumulating():
+        layer(x).sum().backward()
+    assert layer.weight.grad is None and x.grad is not None and x.grad.eq(3).all()
+
+
+def test_products_of_decoding_in_bfloat16_are_those_of_torch() -> None:
+    layer = Linear(64, 48, bias=True)
+    with torch.no_grad():
+        layer.weight.copy_(normal(48, 64)), layer.bias.copy_(normal(48))
+    x = normal(7, 64, seed=3).float()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = layer(x)
+        with decoding(torch.bfloat16):
+            found = layer(x)
+    assert found.dtype == torch.bfloat16 and torch.allclose(found.float(), expected.float(), rtol=2e-2, atol=0.1)
+
+
+def test_an_engine_without_requests_holds_no_cache(model: Decoder, tokenizer: Tokenizer) -> None:
+    engine = LocalEngine(model, tokenizer)
+    engine.submit(0, [5, 6, 7], Sampling(max_tokens=3, seed=1))
+    assert engine.poll() and not engine.running
+    assert engine._cache.own.numel() == engine._cache.shared.numel() == 0 and not engine.prefixes
 
 
 def test_adamw_takes_the_steps_of_torch() -> None:

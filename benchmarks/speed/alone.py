@@ -75,7 +75,7 @@ def profile(machine: Machine, plan: Plan) -> list[Table]:
     steps = Table(
         "A decoding step, milliseconds",
         ("model, weights", *(f"{n} running" for n in RUNNING)),
-        notes=["turned: with copies of the weights as decoding keeps them; as stored: without."],
+        notes=["relaid: with copies of the weights as decoding lays them; as stored: without."],
     )
     for model in plan.models:
         with Sides(machine) as sides:
@@ -86,12 +86,12 @@ def profile(machine: Machine, plan: Plan) -> list[Table]:
             laps: dict[tuple[bool, int], list[float]] = {}
             for _ in range(plan.rounds["peak"][model]):
                 for running in RUNNING:
-                    for turned in (True, False):
-                        lap = side.ask(do="decode", running=running, turned=turned)["seconds"]
-                        laps.setdefault((turned, running), []).append(1000 * lap)
-        for turned in (True, False):
-            cells = [Figure.of(laps[turned, running]) for running in RUNNING]
-            steps.add(f"{model}, {'turned' if turned else 'as stored'}", *cells)
+                    for relaid in (True, False):
+                        lap = side.ask(do="decode", running=running, relaid=relaid)["seconds"]
+                        laps.setdefault((relaid, running), []).append(1000 * lap)
+        for relaid in (True, False):
+            cells = [Figure.of(laps[relaid, running]) for running in RUNNING]
+            steps.add(f"{model}, {'relaid' if relaid else 'as stored'}", *cells)
     kinds = [kind for kind in shares[0][1] if any(found[kind] >= 0.01 for _, found in shares)]
     table = Table(
         "Where posttrain's time goes: % of the time inside operations, by torch.profiler, one repeat",

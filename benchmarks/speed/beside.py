@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from plan import Plan
+from plan import Plan, Rival
 from sides import Machine, Sides
 from tables import Figure, Goal, Table, number
 from work import BUDGETS, CASES, FIXED, MAX_TOKENS, REQUESTS, SFT_ROWS, rows, tokens_of
@@ -32,13 +32,14 @@ def sampling(machine: Machine, plan: Plan) -> list[Table]:
     names = ["posttrain", "generate", *(["vllm"] if machine.vllm.exists() else [])]
     if "vllm" not in names:
         table.notes.append(f"vLLM was not measured: {machine.vllm} is missing.")
-    for model in plan.models:
+    for rival in plan.rivals:
         speed: dict[str, dict[str, list[float]]] = {case: {name: [] for name in names} for case in CASES}
+        settings = {"model": machine.model(rival.model), "precision": rival.precision, "eager": plan.eager}
         with Sides(machine) as sides:
-            running = {name: sides.start(name, "serve", model=machine.model(model), eager=plan.eager) for name in names}
+            running = {name: sides.start(name, "serve", **settings) for name in names}
             for side in running.values():
                 side.ask(do="sample", case="warm")
-            for _ in range(plan.rounds["sampling"][model]):
+            for _ in range(plan.rounds["sampling"][rival.model]):
                 for case in CASES:
                     for name, side in running.items():
                         found = side.ask(do="sample", case=case)
@@ -49,7 +50,7 @@ def sampling(machine: Machine, plan: Plan) -> list[Table]:
             for other, bound in zip(others, (2.5, 1.5), strict=False):
                 ratio = ours.over(other)
                 cells += [other, ratio, Goal(bound).judge(ratio.median)]
-            table.add(f"{model}, {case}", ours, *cells, *[""] * (6 - len(cells)))
+            table.add(f"{rival.name}, {case}", ours, *cells, *[""] * (6 - len(cells)))
     return [table]
 
 
@@ -67,36 +68,40 @@ def grpo(machine: Machine, plan: Plan) -> list[Table]:
         ("model, reward", "posttrain, added", "TRL, added", "ratio", "goal", "posttrain, all", "TRL, all", "ratio"),
         notes=["Added: over imports and one loaded model. posttrain's includes the process that scores."],
     )
-    for model in plan.models:
-        common = {"model": machine.model(model), "max_tokens": MAX_TOKENS[model]}
-        way, note = _choose(machine, plan, model)
+    for rival in plan.rivals:
+        common = _settings(machine, rival)
+        way, note = _choose(machine, plan, rival)
         speed.notes.append(note)
         with Sides(machine) as sides:
             ours = {kind: sides.start("posttrain", "grpo", reward=kind, **common) for kind in ("signal", "sparse")}
             theirs = sides.start("trl", "grpo", way=way, **common)
             found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-            for _ in range(plan.rounds["grpo"][model]):
+            for _ in range(plan.rounds["grpo"][rival.model]):
                 for kind, side in ours.items():
                     found.setdefault(("posttrain", kind), []).append(side.ask())
                     found.setdefault(("trl", kind), []).append(theirs.ask(reward=kind))
         for kind in ours:
             mine, peer = found["posttrain", kind], found["trl", kind]
-            _add_step(speed, f"{model}, {kind}", mine, peer, Goal(8 if kind == "sparse" else 5))
-            _add_memory(memory, f"{model}, {kind}", mine[-1], peer[-1])
+            _add_step(speed, f"{rival.name}, {kind}", mine, peer, Goal(8 if kind == "sparse" else 5))
+            _add_memory(memory, f"{rival.name}, {kind}", mine[-1], peer[-1])
     return [speed, memory]
 
 
-def _choose(machine: Machine, plan: Plan, model: str) -> tuple[str, str]:
+def _settings(machine: Machine, rival: Rival) -> dict[str, Any]:
+    model = rival.model
+    return {"model": machine.model(model), "precision": rival.precision, "max_tokens": MAX_TOKENS[model]}
+
+
+def _choose(machine: Machine, plan: Plan, rival: Rival) -> tuple[str, str]:
     """The way in which TRL is fastest, and how that was found."""
-    ways = plan.ways[model]
+    ways = plan.ways[rival.model]
     if len(ways) == 1:
-        return ways[0], f"{model}: TRL {_told(ways[0])}."
+        return ways[0], f"{rival.name}: TRL {_told(ways[0])}."
     with Sides(machine) as sides:
-        settings = {"model": machine.model(model), "max_tokens": MAX_TOKENS[model], "ways": ways}
-        tried = sides.start("trl", "choose", **settings).first
+        tried = sides.start("trl", "choose", ways=ways, **_settings(machine, rival)).first
     best = min(tried, key=lambda way: tried[way])
     listed = "; ".join(f"{_told(way)}: {number(seconds)} s" for way, seconds in tried.items())
-    return best, f"{model}: TRL {_told(best)}, its fastest (one step each, per 1,000 tokens: {listed})."
+    return best, f"{rival.name}: TRL {_told(best)}, its fastest (one step each, per 1,000 tokens: {listed})."
 
 
 def _told(way: str) -> str:
@@ -130,8 +135,9 @@ def sft(machine: Machine, plan: Plan) -> list[Table]:
         notes=["Learned: tokens of the solutions; prompts are read but not learned. Preparing the data is left out."],
     )
     count = 1000
-    for model in plan.models:
-        common = {"model": machine.model(model), "rows": count}
+    for rival in plan.rivals:
+        model = rival.model
+        common = {"model": machine.model(model), "precision": rival.precision, "rows": count}
         packed = _packed_rows(machine.model(model), count)
         speed: dict[str, list[float]] = {"ours": [], "padded": [], "packed": []}
         with Sides(machine) as sides:
@@ -147,7 +153,7 @@ def sft(machine: Machine, plan: Plan) -> list[Table]:
         figures = {name: Figure.of(values) for name, values in speed.items()}
         better = max(("padded", "packed"), key=lambda name: figures[name].median)
         ratio = figures["ours"].over(figures[better])
-        table.add(model, *figures.values(), ratio, Goal(4).judge(ratio.median))
+        table.add(rival.name, *figures.values(), ratio, Goal(4).judge(ratio.median))
     table.notes.append(f"TRL packs into rows of 1,024 tokens, {packed} of them a step: about {SFT_ROWS} rows of GSM8K.")
     return [table]
 

@@ -24,7 +24,7 @@ transformers.logging.set_verbosity_error()
 
 def serve(line: Line, settings: dict[str, Any]) -> None:
     use_threads(settings["threads"])
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["precision"])).eval()
     model.generation_config.eos_token_id = None  # replies have exactly the lengths that are asked for
 
     def sample(case: str) -> dict[str, Any]:

@@ -8,10 +8,23 @@ from work import VOCABULARIES
 
 
 @dataclass(frozen=True)
+class Rival:
+    """A model, and the arithmetic in which both sides run it: "float32", or "bfloat16" products over float32 weights."""
+
+    model: str
+    precision: str = "float32"
+
+    @property
+    def name(self) -> str:
+        return self.model if self.precision == "float32" else f"{self.model} {self.precision}"
+
+
+@dataclass(frozen=True)
 class Plan:
     """How much is measured."""
 
-    models: tuple[str, ...]
+    models: tuple[str, ...]  # where posttrain is alone, in float32
+    rivals: tuple[Rival, ...]  # where it stands beside others
     rounds: dict[str, dict[str, int]]  # part -> model -> rounds
     ways: dict[str, tuple[str, ...]]  # model -> settings of TRL, the fastest of which counts: see `trl_side.choose`
     memory_ways: tuple[str, ...]  # settings of TRL whose memory is measured
@@ -25,11 +38,12 @@ class Plan:
 
 WHOLE = Plan(
     models=("5m", "27m"),
+    rivals=(Rival("5m"), Rival("27m"), Rival("27m", "bfloat16")),
     rounds={
         "sampling": {"5m": 3, "27m": 2},
         "grpo": {"5m": 3, "27m": 2},
         "sft": {"5m": 3, "27m": 2},
-        "peak": {"5m": 4, "27m": 2},
+        "peak": {"5m": 3, "27m": 2},
         "growth": {"long": 2},
     },
     ways={"5m": ("64", "16", "8"), "27m": ("16", "8")},
@@ -43,6 +57,7 @@ WHOLE = Plan(
 )
 QUICK = Plan(
     models=("5m",),
+    rivals=(Rival("5m"), Rival("5m", "bfloat16")),
     rounds={part: {"5m": 1, "long": 1} for part in WHOLE.rounds},
     ways={"5m": ("8",)},
     memory_ways=("8",),

@@ -95,9 +95,9 @@ class Bench:
             seconds[kind] += event.self_cpu_time_total
         return {kind: spent / sum(seconds.values()) for kind, spent in seconds.items()}
 
-    def decode(self, running: int, turned: bool) -> dict[str, Any]:
-        """Seconds of a decoding step of so many requests, with or without turned copies of the weights."""
-        before, linear.FEW = linear.FEW, linear.FEW if turned else 0
+    def decode(self, running: int, relaid: bool) -> dict[str, Any]:
+        """Seconds of a decoding step of so many requests, with or without copies of the weights laid for it."""
+        before, linear.FEW = linear.FEW, linear.FEW if relaid else 0
         texts = [text for text, _ in requests("fixed")][:running]
         seconds, _ = self.sampled(self._requests([(text, DECODED) for text in texts]))
         linear.FEW = before
@@ -162,7 +162,7 @@ class Bench:
 
 
 def serve(line: Line, settings: dict[str, Any]) -> None:
-    bench = Bench(settings["model"], settings["threads"])
+    bench = Bench(settings["model"], settings["threads"], precision=settings.get("precision", "float32"))
     actions = ("sample", "update", "peak", "profile", "decode", "context", "prompt")
     line.serve({name: getattr(bench, name) for name in actions})
 
@@ -180,6 +180,7 @@ def grpo(line: Line, settings: dict[str, Any]) -> None:
         overwrite=True,
         quiet=True,
         threads=settings["threads"],
+        precision=settings.get("precision", "float32"),
         algorithm="grpo",
         prompts=PROMPTS,
         group=GROUP,
@@ -213,6 +214,7 @@ def sft(line: Line, settings: dict[str, Any]) -> None:
         overwrite=True,
         quiet=True,
         threads=settings["threads"],
+        precision=settings["precision"],
         rows=SFT_ROWS,
         epochs=1000,
         lr=LEARNING_RATE,

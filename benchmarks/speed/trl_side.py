@@ -2,8 +2,9 @@
 
     python benchmarks/speed/trl_side.py PART SETTINGS     (started by bench.py; SETTINGS is JSON)
 
-Same data, batch, lengths, rewards, optimizer and arithmetic (float32) as on the other side. What TRL does by default and
-what costs it time without changing the result is switched off: gradient checkpointing, logging, saving.
+Same data, batch, lengths, rewards, optimizer and arithmetic as on the other side: float32, or bfloat16 by autocast. What
+TRL does by default and what costs it time without changing the result is switched off: gradient checkpointing, logging,
+saving.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ transformers.logging.set_verbosity_error()
 
 COMMON: dict[str, Any] = dict(
     use_cpu=True,
-    bf16=False,
     gradient_checkpointing=False,
     learning_rate=LEARNING_RATE,
     lr_scheduler_type="constant",
@@ -43,6 +43,11 @@ COMMON: dict[str, Any] = dict(
     disable_tqdm=True,
     dataloader_pin_memory=False,
 )
+
+
+def narrow(settings: dict[str, Any]) -> bool:
+    """Whether products are computed in bfloat16."""
+    return bool(settings.get("precision", "float32") == "bfloat16")
 
 
 class AfterStep(TrainerCallback):
@@ -89,6 +94,7 @@ def grpo_trainer(
         reward_funcs=scores,
         args=GRPOConfig(
             **COMMON,
+            bf16=narrow(settings),
             output_dir=settings["scratch"],
             per_device_train_batch_size=batch,
             gradient_accumulation_steps=REQUESTS // batch,
@@ -166,6 +172,7 @@ def sft(line: Line, settings: dict[str, Any]) -> None:
             model=settings["model"],
             args=SFTConfig(
                 **COMMON,
+                bf16=narrow(settings),
                 output_dir=settings["scratch"],
                 per_device_train_batch_size=batch,
                 packing=packed,

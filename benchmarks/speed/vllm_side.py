@@ -32,7 +32,7 @@ def serve(line: Line, settings: dict[str, Any]) -> None:
     use_threads(settings["threads"])
     llm = LLM(
         settings["model"],
-        dtype="float32",
+        dtype=settings["precision"],
         max_model_len=512,
         max_num_seqs=REQUESTS,
         skip_tokenizer_init=True,

@@ -19,9 +19,9 @@ from torch import Tensor
 from posttrain.engines.cache import Cache, Prefix
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.engines.sampler import sample, uniform
-from posttrain.models.attention import SegmentAttention
+from posttrain.models.attention import SegmentAttention, filled
 from posttrain.models.decoder import Decoder
-from posttrain.models.linear import decoding
+from posttrain.models.linear import ROUND, decoding, rounds
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Completion, Layout, Sampling
 
@@ -54,8 +54,8 @@ class LocalEngine:
         self.prefixes: dict[tuple[int, ...], Prefix] = {}
         self.running: list[Request] = []  # [B], request of each slot
         self._rows = _Rows(self.device)
-        dtype = torch.bfloat16 if precision == "bfloat16" else model.head.dtype
-        self._cache = Cache(model.config, dtype, self.device)
+        self.dtype = torch.bfloat16 if precision == "bfloat16" else model.head.dtype
+        self._cache = self._new_cache()
 
     def load(self, weights: Any, version: int) -> None:
         """The weights are the learner's own module: only the version is noted."""
@@ -73,7 +73,7 @@ class LocalEngine:
     def poll(self) -> list[Completion]:
         """Decode until at least one request has finished; [] when nothing is running or waiting."""
         # Not inference_mode: under it autocast would cast every weight again at every token.
-        with torch.no_grad(), self._autocast(), decoding(self._cache.dtype):
+        with torch.no_grad(), self._autocast(), decoding(self.dtype):
             while self.running or self.waiting:
                 free = self.slots - len(self.running)
                 # Admitting a few at a time would interrupt decoding often; wait for a batch of free slots.
@@ -82,6 +82,8 @@ class LocalEngine:
                 else:
                     self._decode()
                 if done := self._finished():
+                    if not self.running and not self.waiting:
+                        self._rest()
                     return done
         return []
 
@@ -89,7 +91,20 @@ class LocalEngine:
         self.waiting.clear()
         self.prefixes.clear()
         self.running.clear()
-        self._cache = Cache(self.model.config, self._cache.dtype, self.device)
+        self._rest()
+
+    def _rest(self) -> None:
+        """Nothing runs: give back the memory that an update can use."""
+        self._cache = self._new_cache()
+        self.model.weights_changed()
+
+    def _new_cache(self) -> Cache:
+        # a processor's attention of few queries is faster in float32, though it reads more
+        return Cache(
+            self.model.config,
+            self.dtype if self.device.type == "cuda" else torch.promote_types(self.dtype, torch.float32),
+            self.device,
+        )
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -132,6 +147,8 @@ class LocalEngine:
             tuple(length),
             (-1,) * len(prompts),
         )
+        if rounds(self.device):
+            layout = filled(layout, ROUND)
         attention = SegmentAttention(layout)
         keys, values = [], []
 

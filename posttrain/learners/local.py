@@ -25,6 +25,7 @@ from posttrain.learners.natural import search
 from posttrain.models.critic import STORED, ActionValueModel, Critic, ValueModel
 from posttrain.models.decoder import Decoder
 from posttrain.models.likelihood import Hidden, exact_kl, soft_values, token_logp, token_logp_entropy
+from posttrain.models.linear import accumulating
 from posttrain.types import Alone, Batch, Objective, Outputs, Stats, World
 
 
@@ -127,8 +128,9 @@ class LocalLearner:
         if self.trust_region is not None:
             batches = self._with_old(batches)
         for batch in batches:
-            loss = objective(self._outputs(self.model, batch, objective.wants), batch, stats)
-            loss.backward()
+            with accumulating():
+                loss = objective(self._outputs(self.model, batch, objective.wants), batch, stats)
+                loss.backward()
             stats.add("loss", loss.item(), 0)
         stats.add("loss", 0.0, 1)
         self._share_gradients()

@@ -49,6 +49,21 @@ class SegmentAttention:
         return _Masked(self.layout)
 
 
+def filled(layout: Layout, multiple: int) -> Layout:
+    """With a last segment that nobody looks at, so that the number of tokens is a multiple of this."""
+    total = layout.tokens.shape[0]
+    if not (missing := -total % multiple):
+        return layout
+    more = torch.arange(missing, device=layout.tokens.device)
+    return Layout(
+        torch.cat((layout.tokens, torch.zeros_like(more))),
+        torch.cat((layout.position, more)),
+        (*layout.start, total),
+        (*layout.length, missing),
+        (*layout.prefix, -1),
+    )
+
+
 # -- without masks: a segment's own tokens and its prefix apart --------------------------------------------------------
 
 
@@ -107,16 +122,19 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: _Parts) -> Tensor:
+        narrow = q, k, v
+        q, k, v = map(_wide, narrow)
         found = [_forward(own.gather(q), own.gather(k), own.gather(v), causal=True) for own in parts.own]
         out, mass = (parts.flat(list(pieces)) for pieces in zip(*found, strict=True))
         for where, tokens in parts.prefixes:
             before, its_mass = _forward(_one(q.index_select(0, tokens)), _one(k[where]), _one(v[where]), causal=False)
             before, its_mass = _many(before), _many(its_mass)
             own, own_mass = out.index_select(0, tokens), mass.index_select(0, tokens)
-            share = torch.sigmoid(own_mass - its_mass).unsqueeze(-1).to(own.dtype)
+            share = torch.sigmoid(own_mass - its_mass).unsqueeze(-1)
             out.index_copy_(0, tokens, torch.lerp(before, own, share))
             mass.index_copy_(0, tokens, torch.logaddexp(own_mass, its_mass))
-        ctx.save_for_backward(q, k, v, out, mass)
+        out = out.to(narrow[0].dtype)
+        ctx.save_for_backward(*narrow, out, mass)
         ctx.parts = parts
         return out
 
@@ -125,9 +143,7 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, mass = ctx.saved_tensors
         parts: _Parts = ctx.parts
-        # in bfloat16 the kernel's backward takes three times as long as in float32
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        q, k, v, out, to_out = (x.to(wide) for x in (*tensors, grad))
+        q, k, v, out, to_out = map(_wide, (*tensors, grad))
         found = [
             _backward(own.gather_gradient(to_out), *map(own.gather, (q, k, v, out, mass)), causal=True)
             for own in parts.own
@@ -154,6 +170,13 @@ def _backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     to_q, to_k, to_v = kernel(*found, mass.contiguous(), 0.0, causal)
     return to_q, to_k, to_v
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least: in bfloat16 these kernels are no faster, backward three times slower, and each new length is
+    compiled anew.
+    """
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _one(x: Tensor) -> Tensor:

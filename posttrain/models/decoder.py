@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from posttrain.models.attention import SegmentAttention
+from posttrain.models.attention import SegmentAttention, filled
+from posttrain.models.fused import rms_norm, swiglu
 from posttrain.models.likelihood import output_logits
-from posttrain.models.linear import Embedding, Linear, Turned, swiglu
+from posttrain.models.linear import ROUND, Embedding, Linear, Relaid, rounds
 from posttrain.types import Layout, UserError
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -29,8 +30,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 ROPE_TYPES = ("linear", "llama3")
 """What `rope_scaling["rope_type"]` may be; no scaling is None."""
 
-TURNED_HEAD = 1 << 22
-"""Entries of an output head up to which decoding keeps a turned copy: memory is not to grow with the vocabulary."""
+RELAID_HEAD = 1 << 22
+"""Entries of an output head up to which decoding keeps a copy: memory is not to grow with the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Layer(nn.Module):
@@ -102,7 +103,7 @@ class Layer(nn.Module):
         qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
         if self.qk_norm is not None:
             weight = torch.cat((self.qk_norm[:1].expand(heads, -1), self.qk_norm[1:].expand(kv_heads, -1)))
-            qk = functional.rms_norm(qk, (self.head_size,), None, self.eps) * weight
+            qk = rms_norm(qk, weight, self.eps)
         # under autocast the tables are wider than qkv: attention gets q, k and v of one type
         qk = torch.addcmul(qk * cos, qk.roll(self.head_size // 2, -1), sin).type_as(v)
         q, k = qk.split_with_sizes((heads, kv_heads), 1)
@@ -128,7 +129,7 @@ class Decoder(nn.Module):
         self.output = None if config.tied else nn.Parameter(torch.empty(config.vocab, config.hidden))
         # not a buffer: a model cast to bfloat16 must keep its float32 frequencies
         self._frequency: dict[torch.device, Tensor] = {}
-        self._turned_head = Turned()
+        self._relaid_head = Relaid()
 
     @property
     def head(self) -> Tensor:
@@ -150,25 +151,29 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab], in float32 at least. For few rows: a learner never holds all logits at once."""
-        if self._turned_head.pays(hidden) and self.head.numel() <= TURNED_HEAD:
+        if self._relaid_head.pays(hidden) and self.head.numel() <= RELAID_HEAD:
             wide = torch.promote_types(hidden.dtype, torch.float32)
             with torch.autocast(hidden.device.type, enabled=False):
-                return hidden.to(wide) @ self._turned_head.of(self.head, wide)
+                return self._relaid_head.product(hidden, self.head, None, wide)
         return output_logits(hidden, self.head)
 
     def weights_changed(self) -> None:
         """Forget what was derived from them."""
         for module in self.modules():
             if isinstance(module, Linear):
-                module.turned.forget()
-        self._turned_head.forget()
+                module.relaid.forget()
+        self._relaid_head.forget()
 
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
         """Hidden states [n, hidden] at some tokens of a micro-batch, at int64 [n].
 
         What a learner asks for: any model that answers it can be trained.
         """
-        return self(layout.tokens, layout.position, SegmentAttention(layout), at)
+        count = len(at)
+        if rounds(at.device) and count:
+            layout, at = filled(layout, ROUND), torch.cat((at, at[:1].expand(-count % ROUND)))
+        hidden: Tensor = self(layout.tokens, layout.position, SegmentAttention(layout), at)
+        return hidden[:count]
 
     def rotary(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tables (cos, sin), each [T, 1, head_size]: rotated(x) = x * cos + x.roll(head_size // 2) * sin.

@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.models.linear import collected
+
 BLOCK_LOGITS = 1 << 20  # logits that are worked on at once: they stay in the processor's cache
 KEPT_LOGITS = 1 << 23  # up to so many (32 MiB in float32) are kept for the backward pass instead of made again
 CHUNK_LOGITS = 1 << 22  # logits alive at once (16 MiB in float32) ...
@@ -97,7 +99,8 @@ class _Likelihood(torch.autograd.Function):
         wide = total.dtype
         states = hidden.to(wide)
         to_hidden = torch.zeros_like(states) if ctx.needs_input_grad[0] else None
-        to_head = torch.empty_like(head, dtype=wide) if ctx.needs_input_grad[1] else None
+        sum_of_head = collected(head) if ctx.needs_input_grad[1] else None
+        to_head = torch.empty_like(head, dtype=wide) if ctx.needs_input_grad[1] and sum_of_head is None else None
         scale = to_logp / temperature
         for number, block in enumerate(_blocks(rows, vocabulary)):
             logits = kept[number] if kept else _scaled(hidden, head[block], temperature)
@@ -114,6 +117,10 @@ class _Likelihood(torch.autograd.Function):
                     to_hidden.addmm_(grad, head[block].to(wide))
                 if to_head is not None:
                     torch.mm(grad.t(), states, out=to_head[block])
+                elif sum_of_head is not None and sum_of_head.dtype == wide:
+                    sum_of_head[block].addmm_(grad.t(), states)
+                elif sum_of_head is not None:
+                    sum_of_head[block] += grad.t() @ states
         return (
             None if to_hidden is None else to_hidden.to(hidden.dtype),
             None if to_head is None else to_head.to(head.dtype),

@@ -1,4 +1,4 @@
-"""Decides how products with weights are computed, and the gated activation between two of them.
+"""Decides how products with weights are computed, and where their gradients go.
 
 T    tokens
 """
@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-FEW = 256  # rows up to which a weight is read faster turned round, as decoding does it over and over
+ROUND, FEW_ROUND = 64, 8
+"""Rows of products in bfloat16 on a processor are filled up to a multiple of this, where they are many and where few:
+oneDNN compiles every new number of rows anew, for 6 ms and 1 MiB each.
+"""
+FEW = 256  # rows up to which a weight is read faster in another layout, as decoding does it over and over
 
 
 class Linear(nn.Module):
@@ -23,13 +29,15 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-        self.turned = Turned()
+        self.relaid = Relaid()
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, inputs] -> [T, outputs]."""
-        if self.turned.pays(x):
-            turned = self.turned.of(self.weight)
-            return x @ turned if self.bias is None else torch.addmm(self.bias, x, turned)
+        if self.relaid.pays(x):
+            return self.relaid.product(x, self.weight, self.bias)
+        if _accumulating and torch.is_grad_enabled() and self.weight.requires_grad:
+            product: Tensor = _Product.apply(x, self.weight, self.bias)
+            return product
         return functional.linear(x, self.weight, self.bias)
 
 
@@ -41,15 +49,21 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(count, size))
 
     def forward(self, index: Tensor) -> Tensor:
+        if _accumulating and torch.is_grad_enabled() and self.weight.requires_grad:
+            rows: Tensor = _Rows.apply(self.weight, index)
+            return rows
         return functional.embedding(index, self.weight)
 
 
-class Turned:
-    """A copy of a weight, turned round, for products of few rows on a processor: without it each call turns it again, and
-    under autocast each batch of tokens narrows it again.
+# -- decoding ----------------------------------------------------------------------------------------------------------
 
-    It is used within `decoding` alone, whoever opens that forgets copies of weights that have changed (`forget`), and a
-    change in place that a tensor's version shows is seen anyway.
+
+class Relaid:
+    """A copy of a weight as products of few rows on a processor read it fastest: turned round, or packed in bfloat16.
+
+    Without it each call turns the weight again, and under autocast each batch of tokens narrows it again. It is used
+    within `decoding` alone; whoever opens that forgets copies of weights that may have changed (`forget`), and a change
+    in place that a tensor's version shows is seen anyway.
     """
 
     def __init__(self) -> None:
@@ -59,15 +73,36 @@ class Turned:
     def pays(self, x: Tensor) -> bool:
         return _decoding is not None and x.shape[0] <= FEW and not x.is_cuda
 
-    def of(self, weight: Tensor, at_least: torch.dtype | None = None) -> Tensor:
-        """weight [outputs, inputs] as a contiguous [inputs, outputs], in the type of the decoding or one given."""
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, at_least: torch.dtype | None = None) -> Tensor:
+        """x weight^T + bias, in the type of the decoding or one given."""
+        dtype = at_least or _decoding
+        assert dtype is not None, "within `decoding` alone"
+        packed = dtype == torch.bfloat16 and _packs()
         if self._copy is None or self._version != weight._version:
-            self._copy = weight.detach().t().contiguous().to(at_least or _decoding)
+            narrow = weight.detach().to(dtype)
+            self._copy = torch.ops.mkldnn._reorder_linear_weight(narrow) if packed else narrow.t().contiguous()
             self._version = weight._version
-        return self._copy
+        x, bias = x.to(dtype), bias if bias is None else bias.to(dtype)
+        if packed:
+            rows = x.shape[0]
+            x = functional.pad(x, (0, 0, 0, -rows % FEW_ROUND)) if rows % FEW_ROUND else x
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._copy, bias, "none", [], "")
+            return product[:rows]
+        return x @ self._copy if bias is None else torch.addmm(bias, x, self._copy)
 
     def forget(self) -> None:
         self._copy = None
+
+
+@cache
+def _packs() -> bool:
+    """Whether this processor and this torch have oneDNN's packed products in bfloat16."""
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def rounds(device: torch.device) -> bool:
+    """Whether products are computed in bfloat16 on a processor: numbers of rows should then come again and again."""
+    return device.type == "cpu" and torch.is_autocast_enabled("cpu")
 
 
 _decoding: torch.dtype | None = None
@@ -84,35 +119,75 @@ def decoding(dtype: torch.dtype) -> Iterator[None]:
         _decoding = before
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up of x = (gate, up): [T, 2 n] -> [T, n] (arXiv 2002.05202)."""
-    out: Tensor = _SwiGLU.apply(x) if torch.is_grad_enabled() else _swiglu(x)
-    return out
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+_accumulating = False
 
 
-def _swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return functional.silu(gate).mul_(up)
+@contextmanager
+def accumulating() -> Iterator[None]:
+    """Within it `backward` adds the gradients of weights to their `.grad` itself, where they lie.
+
+    torch would make each micro-batch's gradient apart and then add it: of an embedding and an output head that is as much
+    memory again as they have. Not for `torch.autograd.grad`, nor for second derivatives.
+    """
+    global _accumulating
+    before, _accumulating = _accumulating, True
+    try:
+        yield
+    finally:
+        _accumulating = before
 
 
-class _SwiGLU(torch.autograd.Function):
-    """Keeps x alone, and writes both halves of its gradient in place; can be differentiated twice."""
+def collected(weight: Tensor) -> Tensor | None:
+    """Where a backward pass is to add the gradient of a weight; None: it returns it, as always."""
+    if not (_accumulating and weight.is_leaf and weight.requires_grad):
+        return None
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
+class _Product(torch.autograd.Function):
+    """functional.linear, also under autocast."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return _swiglu(x)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        device, narrow, shift = x.device.type, weight, bias
+        ctx.weight, ctx.bias, ctx.type = weight, bias, x.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            x, narrow, shift = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        ctx.save_for_backward(x, narrow)
+        return functional.linear(x, narrow, shift)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (x,), (grad,) = ctx.saved_tensors, grads
-        gate, up = x.chunk(2, -1)
-        if torch.is_grad_enabled():  # a gradient of this gradient is wanted
-            share = torch.sigmoid(gate)
-            silu = gate * share
-            return torch.cat((grad * up * (share + silu * (1 - share)), grad * silu), -1)
-        out = torch.empty_like(x)
-        to_gate, to_up = out.chunk(2, -1)
-        torch.mul(grad, functional.silu(gate), out=to_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=to_gate)
-        return out
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, narrow = ctx.saved_tensors
+        to_x = (grad @ narrow).to(ctx.type) if ctx.needs_input_grad[0] else None
+        place = collected(ctx.weight)
+        assert place is not None
+        if place.dtype == grad.dtype:
+            place.addmm_(grad.t(), x)
+        else:
+            place.add_(grad.t() @ x)
+        return to_x, None, None if ctx.bias is None else grad.sum(0, dtype=ctx.bias.dtype)
+
+
+class _Rows(torch.autograd.Function):
+    """functional.embedding."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.weight = weight
+        return functional.embedding(index, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        place = collected(ctx.weight)
+        assert place is not None
+        place.index_add_(0, ctx.saved_tensors[0], grad.to(place.dtype))
+        return None, None

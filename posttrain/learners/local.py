@@ -127,11 +127,11 @@ class LocalLearner:
         self.optimizer.zero_grad()
         if self.trust_region is not None:
             batches = self._with_old(batches)
-        for batch in batches:
-            with accumulating():
+        with accumulating():
+            for batch in batches:
                 loss = objective(self._outputs(self.model, batch, objective.wants), batch, stats)
                 loss.backward()
-            stats.add("loss", loss.item(), 0)
+                stats.add("loss", loss.item(), 0)
         stats.add("loss", 0.0, 1)
         self._share_gradients()
         norms = self._clip()

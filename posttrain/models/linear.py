@@ -35,7 +35,7 @@ class Linear(nn.Module):
         """[T, inputs] -> [T, outputs]."""
         if self.relaid.pays(x):
             return self.relaid.product(x, self.weight, self.bias)
-        if _accumulating and torch.is_grad_enabled() and self.weight.requires_grad:
+        if _accumulating is not None and torch.is_grad_enabled() and self.weight.requires_grad:
             product: Tensor = _Product.apply(x, self.weight, self.bias)
             return product
         return functional.linear(x, self.weight, self.bias)
@@ -49,7 +49,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(count, size))
 
     def forward(self, index: Tensor) -> Tensor:
-        if _accumulating and torch.is_grad_enabled() and self.weight.requires_grad:
+        if _accumulating is not None and torch.is_grad_enabled() and self.weight.requires_grad:
             rows: Tensor = _Rows.apply(self.weight, index)
             return rows
         return functional.embedding(index, self.weight)
@@ -121,18 +121,18 @@ def decoding(dtype: torch.dtype) -> Iterator[None]:
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
-_accumulating = False
+_accumulating: dict[Tensor, Tensor] | None = None  # weight -> the same in the type of products, where that is another
 
 
 @contextmanager
 def accumulating() -> Iterator[None]:
-    """Within it `backward` adds the gradients of weights to their `.grad` itself, where they lie.
+    """Within it weights stand still, and `backward` adds their gradients to their `.grad` itself, where they lie.
 
     torch would make each micro-batch's gradient apart and then add it: of an embedding and an output head that is as much
     memory again as they have. Not for `torch.autograd.grad`, nor for second derivatives.
     """
     global _accumulating
-    before, _accumulating = _accumulating, True
+    before, _accumulating = _accumulating, {}
     try:
         yield
     finally:
@@ -141,7 +141,7 @@ def accumulating() -> Iterator[None]:
 
 def collected(weight: Tensor) -> Tensor | None:
     """Where a backward pass is to add the gradient of a weight; None: it returns it, as always."""
-    if not (_accumulating and weight.is_leaf and weight.requires_grad):
+    if _accumulating is None or not (weight.is_leaf and weight.requires_grad):
         return None
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
@@ -157,7 +157,10 @@ class _Product(torch.autograd.Function):
         ctx.weight, ctx.bias, ctx.type = weight, bias, x.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            x, narrow, shift = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+            assert _accumulating is not None
+            if weight not in _accumulating:
+                _accumulating[weight] = weight.to(dtype)
+            x, narrow, shift = x.to(dtype), _accumulating[weight], None if bias is None else bias.to(dtype)
         ctx.save_for_backward(x, narrow)
         return functional.linear(x, narrow, shift)
 

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from posttrain.engines.cache import attention, plain_attention
 from posttrain.engines.local import LocalEngine
 from posttrain.learners.adamw import AdamW
 from posttrain.models import likelihood
-from posttrain.models.attention import SegmentAttention
+from posttrain.models.attention import SegmentAttention, filled
 from posttrain.models.decoder import Decoder, causal, new_decoder
 from posttrain.models.fused import rms_norm, swiglu
 from posttrain.models.likelihood import token_logp, token_logp_entropy
@@ -117,6 +118,31 @@ def test_attention_to_own_tokens_and_prefix_apart_equals_attention_with_a_mask()
     others = torch.autograd.grad((masked * weight).sum(), (q, k, v))
     assert torch.allclose(joined, masked, rtol=1e-12)
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(gradients, others, strict=True))
+
+
+@pytest.mark.parametrize("multiple", [1, 8, 64])
+def test_tokens_that_fill_up_a_layout_are_seen_by_nobody(model: Decoder, multiple: int) -> None:
+    layout = segments((9, -1), (30, 0), (3, 0), (7, -1))
+    layout = replace(layout, tokens=torch.arange(49) % 16, position=torch.cat([torch.arange(n) for n in layout.length]))
+    full = filled(layout, multiple)
+    assert len(full.tokens) % multiple == 0 and sum(full.length) == len(full.tokens)
+    wide = copy.deepcopy(model).double()
+    at = torch.tensor([0, 8, 38, 48])
+    expected, found = (wide(part.tokens, part.position, SegmentAttention(part), at) for part in (layout, full))
+    assert torch.allclose(expected, found, rtol=1e-12)
+
+
+def test_hidden_states_in_bfloat16_are_those_of_float32_nearly(model: Decoder) -> None:
+    """With rows filled up inside, and as many as were asked for."""
+    layout = segments((9, -1), (30, 0), (3, 0), (7, -1))
+    layout = replace(layout, tokens=torch.arange(49) % 16, position=torch.cat([torch.arange(n) for n in layout.length]))
+    at = torch.tensor([0, 8, 38, 48, 48])
+    expected = model.hidden(layout, at)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model.hidden(layout, at)
+        nothing = model.hidden(layout, at[:0])
+    assert found.shape == expected.shape and nothing.shape == (0, expected.shape[1])
+    assert ((found - expected).norm() / expected.norm()) < 2e-2
 
 
 @pytest.mark.parametrize("precision", ["float64", "bfloat16"])

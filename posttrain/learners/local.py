@@ -145,6 +145,7 @@ class LocalLearner:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["share"]
         self.optimizer.step()
+        self.optimizer.zero_grad()  # rollouts come next, which need the memory
         if isinstance(self.critic, ActionValueModel):
             self.critic.follow(self.follow)
         self.version += 1

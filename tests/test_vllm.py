@@ -17,6 +17,7 @@ import posttrain
 from posttrain.data.pack import lay
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.vllm import VLLMEngine
+from posttrain.engines.vllm_worker import PREFILL_TOKENS
 from posttrain.envs.host import Host
 from posttrain.envs.play import Episode, play
 from posttrain.learners.local import LocalLearner, Optimization
@@ -148,6 +149,15 @@ def test_reply_follows_its_seed_and_not_what_else_runs(engine: VLLMEngine) -> No
     assert [c.tokens for c in alone] == [c.tokens for c in together[:6]]
     other = complete(engine, prompts, [Sampling(seed=s.seed + 1, max_tokens=s.max_tokens) for s in how])
     assert sum(a.tokens != b.tokens for a, b in zip(together, other, strict=True)) > 20
+
+
+@needs_vllm
+def test_more_prompts_than_are_computed_at_once_are_sampled(policy: Decoder, tokenizer: Tokenizer) -> None:
+    prompts = [[5 + (i + j) % 40 for j in range(45)] for i in range(64)]
+    assert sum(map(len, prompts)) > PREFILL_TOKENS
+    with closing(VLLMEngine(policy, tokenizer, slots=64)) as engine:
+        done = complete(engine, prompts, [Sampling(seed=i, max_tokens=3) for i in range(64)])
+    assert gap(policy, prompts, done, 1.0).abs().max() < GAP
 
 
 @needs_vllm

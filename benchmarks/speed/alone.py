@@ -80,7 +80,7 @@ def profile(machine: Machine, plan: Plan) -> list[Table]:
     for model in plan.models:
         with Sides(machine) as sides:
             side = sides.start("posttrain", "serve", model=machine.model(model))
-            for work in ("update", *CASES):
+            for work in ("update", "ragged"):
                 found = side.ask(do="profile", work=work)
                 shares.append((f"{model}, {'update' if work == 'update' else 'sampling, ' + work}", found))
             laps: dict[tuple[bool, int], list[float]] = {}
@@ -110,15 +110,14 @@ LARGEST_OF_TRL = 32768  # beyond that it would take more memory than most machin
 
 def memory(machine: Machine, plan: Plan) -> list[Table]:
     """Most memory of a GRPO step under vocabularies of several sizes."""
-    ways = plan.memory_ways
     table = Table(
         f"Most memory of a GRPO step beside the vocabulary: the 5 M trunk, {REQUESTS} replies of {SHORT} tokens, MiB added",
         (
             "vocabulary",
             "posttrain",
             "of it work",
-            *(f"TRL, {way} at once" for way in ways),
-            "ratio to the least",
+            f"TRL, {plan.memory_way} at once",
+            "ratio",
             "goal",
         ),
         notes=[
@@ -132,11 +131,11 @@ def memory(machine: Machine, plan: Plan) -> list[Table]:
         added = _added(machine, "posttrain", model=model, reward="signal")
         state = 12 * _parameters(config_of(model)) / (1 << 20)
         work[vocabulary] = added - state
-        cells = [""] * (len(ways) + 2)
+        cells = [""] * 3
         if vocabulary <= LARGEST_OF_TRL:
-            theirs = [_added(machine, "trl", model=model, way=way) for way in ways]
-            ratio = added / min(theirs)
-            cells = [*map(number, theirs), number(ratio), Goal(0.4, least=False).judge(ratio)]
+            theirs = _added(machine, "trl", model=model, way=plan.memory_way)
+            ratio = added / theirs
+            cells = [number(theirs), number(ratio), Goal(0.4, least=False).judge(ratio)]
         table.add(f"{vocabulary:,}", number(added), number(work[vocabulary]), *cells)
     growth = work[max(work)] / work[min(work)]
     flat = Goal(1.25, least=False).judge(growth)

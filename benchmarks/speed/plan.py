@@ -27,7 +27,7 @@ class Plan:
     rivals: tuple[Rival, ...]  # where it stands beside others
     rounds: dict[str, dict[str, int]]  # part -> model -> rounds
     ways: dict[str, tuple[str, ...]]  # model -> settings of TRL, the fastest of which counts: see `trl_side.choose`
-    memory_ways: tuple[str, ...]  # settings of TRL whose memory is measured
+    memory_way: str  # the setting of TRL whose memory is measured
     vocabularies: tuple[int, ...]
     contexts: tuple[int, ...]
     starts: int
@@ -46,8 +46,8 @@ WHOLE = Plan(
         "peak": {"5m": 3, "27m": 2},
         "growth": {"long": 2},
     },
-    ways={"5m": ("64", "16", "8"), "27m": ("16", "8")},
-    memory_ways=("64", "8"),
+    ways={"5m": ("16", "8"), "27m": ("16", "8")},
+    memory_way="8",
     vocabularies=VOCABULARIES,
     contexts=(512, 1024, 2048, 4096),
     starts=3,
@@ -60,7 +60,7 @@ QUICK = Plan(
     rivals=(Rival("5m"), Rival("5m", "bfloat16")),
     rounds={part: {"5m": 1, "long": 1} for part in WHOLE.rounds},
     ways={"5m": ("8",)},
-    memory_ways=("8",),
+    memory_way="8",
     vocabularies=(4096, 32768),
     contexts=(256, 512),
     starts=1,

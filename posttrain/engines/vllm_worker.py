@@ -32,6 +32,7 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Completion
 
 ALIVE_SECONDS = 1.0  # between two signs of life
+PREFILL_TOKENS = 2048  # of prompts that a processor computes at once, or one longer prompt
 GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; what it takes is weights + cache_bytes
 
 
@@ -105,6 +106,10 @@ class Worker:
                 max_num_seqs=setup.slots,
                 kv_cache_memory_bytes=setup.cache_bytes,
                 gpu_memory_utilization=GPU_SHARE,
+                # vLLM 0.32 rewinds the generator of a request whose prompt it computes in pieces, which one on a processor
+                # refuses: there a prompt is computed in one piece
+                enable_chunked_prefill=gpu,
+                max_num_batched_tokens=None if gpu else max(setup.context, PREFILL_TOKENS),
                 enforce_eager=not gpu,
                 disable_log_stats=True,
             )

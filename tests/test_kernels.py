@@ -106,7 +106,8 @@ def segments(*lengths: tuple[int, int]) -> Layout:
     return Layout(zeros, zeros, tuple(start), *(tuple(column) for column in zip(*lengths, strict=True)))
 
 
-def test_attention_to_own_tokens_and_prefix_apart_equals_attention_with_a_mask() -> None:
+def test_attention_to_own_tokens_and_prefix_apart_equals_attention_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.models.attention.PREFIX_TOKENS", 1)
     layout = segments((9, -1), (30, 0), (3, 0), (31, 0), (1, 0), (14, -1), (12, 5), (2, -1), (29, 5), (30, 0))
     total = len(layout.tokens)
     q, k, v = (normal(total, heads, 8, seed=heads).requires_grad_() for heads in (4, 2, 2))

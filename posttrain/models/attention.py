@@ -22,6 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from posttrain.types import Layout
 
+PREFIX_TOKENS = 128
+"""Tokens of a micro-batch for each of its prefixes from which on attention to prefixes is computed apart."""
 _GROWTH = math.log(1.25)  # segments of one bucket differ by at most this factor in length: at most 20% of it is padding
 
 
@@ -34,11 +36,18 @@ class SegmentAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
+        if q.device.type != "cpu":
+            return self._masked(q, k, v)
         # Fused kernels are switched off where a second derivative is wanted: they have none.
-        if q.device.type == "cpu" and torch.backends.cuda.flash_sdp_enabled():
+        if self._few_prefixes and torch.backends.cuda.flash_sdp_enabled():
             attended: Tensor = _Joined.apply(q, k, v, self._joined)
             return attended
-        return self._masked(q, k, v)
+        return self._masked(*map(_wide, (q, k, v))).to(q.dtype)
+
+    @cached_property
+    def _few_prefixes(self) -> bool:
+        """Whether going through prefixes one by one pays."""
+        return PREFIX_TOKENS * len({p for p in self.layout.prefix if p >= 0}) <= self.layout.tokens.shape[0]
 
     @cached_property
     def _joined(self) -> _Parts:

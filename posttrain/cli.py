@@ -47,7 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
         result = app(_recipe(words), exit_on_error=False, print_error=False, result_action="return_value")
         return result if isinstance(result, int) else 0
     except (UserError, CycloptsError) as error:
-        print("posttrain:", " ".join(str(error).split()), file=sys.stderr)
+        said = " ".join(str(error).split())
+        if "into dict[" in said:
+            said += " Name one entry at a time: --fields.prompt question"
+        print("posttrain:", said, file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read what we print has seen enough, such as head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again

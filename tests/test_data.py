@@ -302,7 +302,7 @@ def test_environments_that_write_their_own_prompt_need_none() -> None:
 @pytest.mark.parametrize(
     ("row", "need", "parts"),
     [
-        ({"question": "hi", "answer": "x"}, RL, ("no prompt", "question, answer")),
+        ({"question": "hi", "answer": "x"}, RL, ("no prompt", "question, answer", "--fields.prompt")),
         ({"prompt": " \n"}, RL, ("prompt is empty",)),
         ({"prompt": 12}, RL, ("prompt must be text", "int")),
         ({"prompt": "half \ud83d"}, RL, ("surrogate",)),

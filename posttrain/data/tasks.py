@@ -232,7 +232,8 @@ def _meet(task: Task, need: Sequence[str], where: str) -> Task:
         return {key: value for key, value in task.items() if key != "prompt"}
     if missing:
         has = ", ".join(key for key, value in task.items() if not _blank(value)) or "nothing"
-        raise UserError(f"{where}: no {' and no '.join(missing)}; the row has: {has}")
+        named = " ".join(f"--fields.{name} COLUMN" for name in missing)
+        raise UserError(f"{where}: no {' and no '.join(missing)}; the row has: {has}; say which column it is: {named}")
     if "response" in need:
         _text(task["response"], "response", where)
     return {key: value for key, value in task.items() if key != "messages" or "prompt" not in task}

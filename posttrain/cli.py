@@ -10,10 +10,10 @@ import difflib
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from cyclopts import App
-from cyclopts.exceptions import CycloptsError
+from cyclopts.exceptions import CoercionError, CycloptsError
 
 from posttrain import __version__
 from posttrain.types import UserError
@@ -48,8 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
         return result if isinstance(result, int) else 0
     except (UserError, CycloptsError) as error:
         said = " ".join(str(error).split())
-        if "into dict[" in said:
-            said += " Name one entry at a time: --fields.prompt question"
+        if isinstance(error, CoercionError) and get_origin(error.target_type) is dict and error.token is not None:
+            said += f" Name one entry at a time: {error.token.keyword}.NAME VALUE"
         print("posttrain:", said, file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read what we print has seen enough, such as head

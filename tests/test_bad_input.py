@@ -136,6 +136,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown option": (words("rl", stesp=3), ("--stesp", "Did you mean --steps?")),
     "unknown verb": (["trian"], ("trian", "sft, rl, eval")),
     "wrong type": (words("rl", steps="many"), ("--steps", "many")),
+    "columns in one word": (words("rl", fields="prompt=question"), ("--fields", "--fields.NAME VALUE")),
     "impossible number": (words("rl", steps=0), ("--steps must be above 0, not 0",)),
     "share above one": (words("sft", held_out=2), ("--held-out is a share",)),
     "unknown device": (words("sft", device="gpu"), ("--device gpu cannot be used",)),

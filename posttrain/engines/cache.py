@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from posttrain.models.attention import fused, joined
 from posttrain.models.decoder import DecoderConfig
 
 Prompt = tuple[int, ...]
@@ -157,8 +158,7 @@ class Step:
         shared, shared_mass = attention(together, keys[:used, :, :length], values[:used, :, :length], groups.mask)
         shared = shared.reshape(groups.members.shape[0], -1).index_select(0, groups.place).view_as(own)
         shared_mass = shared_mass.reshape(groups.members.shape[0], -1).index_select(0, groups.place)
-        share = torch.sigmoid(own_mass - shared_mass.view_as(own_mass))  # of the own tokens in all that is looked at
-        return torch.lerp(shared, own, share.unsqueeze(-1).to(own.dtype)).reshape(q.shape)
+        return joined(own, own_mass, shared, shared_mass.view_as(own_mass)).reshape(q.shape)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,9 +167,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Te
     mask [B, 1, 1, m] is added to the scores.
     """
     if q.device.type == "cpu":
-        # what scaled_dot_product_attention runs here; only this name of it returns the logsumexp too
-        out, mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
-        return out, mass
+        return fused(q, k, v, mask)
     return plain_attention(q, k, v, mask)
 
 

@@ -63,7 +63,7 @@ class LocalEngine:
         assert not self.running and not self.waiting, "weights change between batches of rollouts, not within one"
         self.version = version
         self.prefixes.clear()
-        self.model.weights_changed()
+        self.model.forget_copies()
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """Queue one request. Raises UserError if the prompt leaves no room for a reply."""
@@ -96,7 +96,7 @@ class LocalEngine:
     def _rest(self) -> None:
         """Nothing runs: give back the memory that an update can use."""
         self._cache = self._new_cache()
-        self.model.weights_changed()
+        self.model.forget_copies()
 
     def _new_cache(self) -> Cache:
         # a processor's attention of few queries is faster in float32, though it reads more

@@ -73,21 +73,25 @@ def filled(layout: Layout, multiple: int) -> Layout:
     )
 
 
-# -- without masks: a segment's own tokens and its prefix apart --------------------------------------------------------
-
-
 class _Own:
-    """Segments of about one length, each looking causally at itself."""
+    """A bucket: segments of about one length, side by side."""
 
     def __init__(self, layout: Layout, segments: list[int]) -> None:
+        start = np.array([layout.start[k] for k in segments])
+        length = np.array([layout.length[k] for k in segments])
+        column = np.arange(int(length.max()))
         self.size = len(segments)
-        index, self.inside = _padded(layout, segments)
-        self.tokens = torch.from_numpy(index.reshape(-1))  # int64 [B * n]; padding points at the segment's first token
-        self.padding = torch.from_numpy(np.flatnonzero(~self.inside))
+        self.inside = column[None, :] < length[:, None]  # bool [B, n], False at padding
+        self.index = start[:, None] + np.where(
+            self.inside, column[None, :], 0
+        )  # [B, n]; padding: the segment's first token
+        device = layout.tokens.device
+        self.tokens = torch.from_numpy(self.index.reshape(-1)).to(device)  # int64 [B * n]
+        self.padding = torch.from_numpy(np.flatnonzero(~self.inside)).to(device)
 
     def gather(self, x: Tensor) -> Tensor:
         """[T, heads, ...] -> [B, heads, n, ...]."""
-        return x.index_select(0, self.tokens).view(self.size, -1, *x.shape[1:]).transpose(1, 2)
+        return _gathered(x, self.tokens, self.size)
 
     def gather_gradient(self, x: Tensor) -> Tensor:
         """The same, with 0 at padding: a padded query must not move the keys it sees."""
@@ -95,6 +99,43 @@ class _Own:
         if self.padding.numel():
             flat.index_fill_(0, self.padding, 0.0)
         return flat.view(self.size, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def _gathered(x: Tensor, index: Tensor, size: int) -> Tensor:
+    """[T, heads, ...] -> [B, heads, n, ...], of the tokens at index int64 [B * n]."""
+    return x.index_select(0, index).view(size, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def _places(layout: Layout, buckets: list[_Own]) -> Tensor:
+    """int64 [T]: where each token lies among the queries of the buckets, laid end to end."""
+    place = np.empty(layout.tokens.shape[0], dtype=np.int64)
+    offset = 0
+    for bucket in buckets:
+        place[bucket.index[bucket.inside]] = offset + np.flatnonzero(bucket.inside)
+        offset += bucket.inside.size
+    return torch.from_numpy(place).to(layout.tokens.device)
+
+
+def _grade(length: int) -> int:
+    return math.ceil(math.log(max(length, 8)) / _GROWTH)
+
+
+# -- without masks: a segment's own tokens and its prefix apart --------------------------------------------------------
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Attention [B, heads, n, size] on a processor, and its normaliser, the logsumexp of the scores, [B, heads, n].
+
+    What scaled_dot_product_attention runs there; only this name of it returns the normaliser too.
+    """
+    out, mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
+    return out, mass
+
+
+def joined(one: Tensor, one_mass: Tensor, other: Tensor, other_mass: Tensor) -> Tensor:
+    """Attention [..., size] to two sets of keys, from that to each and its normaliser [...]."""
+    share = torch.sigmoid(one_mass - other_mass).unsqueeze(-1)
+    return torch.lerp(other, one, share.to(one.dtype))
 
 
 class _Parts:
@@ -105,7 +146,7 @@ class _Parts:
         for k, length in enumerate(layout.length):
             members[_grade(length)].append(k)
         self.own = [_Own(layout, segments) for _, segments in sorted(members.items())]
-        self.place = torch.from_numpy(_places(layout.tokens.shape[0], self.own))
+        self.place = _places(layout, self.own)
         users: dict[int, list[np.ndarray]] = defaultdict(list)
         for start, length, prefix in zip(layout.start, layout.length, layout.prefix, strict=True):
             if prefix >= 0:
@@ -133,14 +174,12 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: _Parts) -> Tensor:
         narrow = q, k, v
         q, k, v = map(_wide, narrow)
-        found = [_forward(own.gather(q), own.gather(k), own.gather(v), causal=True) for own in parts.own]
+        found = [fused(own.gather(q), own.gather(k), own.gather(v), causal=True) for own in parts.own]
         out, mass = (parts.flat(list(pieces)) for pieces in zip(*found, strict=True))
         for where, tokens in parts.prefixes:
-            before, its_mass = _forward(_one(q.index_select(0, tokens)), _one(k[where]), _one(v[where]), causal=False)
-            before, its_mass = _many(before), _many(its_mass)
+            before, its_mass = map(_many, fused(_one(q.index_select(0, tokens)), _one(k[where]), _one(v[where])))
             own, own_mass = out.index_select(0, tokens), mass.index_select(0, tokens)
-            share = torch.sigmoid(own_mass - its_mass).unsqueeze(-1)
-            out.index_copy_(0, tokens, torch.lerp(before, own, share))
+            out.index_copy_(0, tokens, joined(own, own_mass, before, its_mass))
             mass.index_copy_(0, tokens, torch.logaddexp(own_mass, its_mass))
         out = out.to(narrow[0].dtype)
         ctx.save_for_backward(*narrow, out, mass)
@@ -167,12 +206,6 @@ class _Joined(torch.autograd.Function):
         return to_q.to(grad.dtype), to_k.to(grad.dtype), to_v.to(grad.dtype), None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output [B, heads, n, size] and normaliser [B, heads, n]: what scaled_dot_product_attention runs on a processor."""
-    out, mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return out, mass
-
-
 def _backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, from that of the output, q, k, v, the output and the normaliser."""
     *found, mass = tensors
@@ -182,8 +215,8 @@ def _backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32 at least: in bfloat16 these kernels are no faster, backward three times slower, and each new length is
-    compiled anew.
+    """In float32 at least: in bfloat16 these kernels gain nothing, lose in the backward pass, and are compiled for each
+    new length.
     """
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -203,9 +236,7 @@ def _many(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Bucket:
-    size: int  # B
-    queries: Tensor  # int64 [B * n], index in [T]; padding points at the segment's first token
-    inside: np.ndarray  # bool [B, n], False at padding
+    queries: _Own
     keys: Tensor  # int64 [B * m]
     mask: Tensor | None  # bool [B, 1, n, m], True where a query may look; None: causal
 
@@ -220,23 +251,18 @@ class _Masked:
         device = layout.tokens.device
         self.buckets: list[_Bucket] = []
         for (_, prefixed), segments in sorted(members.items()):
-            queries, inside = _padded(layout, segments)
-            keys, mask = queries, None
+            queries = _Own(layout, segments)
+            keys, mask = queries.tokens, None
             if prefixed >= 0:
-                keys, visible = _with_prefix(layout, segments, queries)
-                mask = torch.from_numpy(visible).to(device)
-            index = [torch.from_numpy(np.ascontiguousarray(x).reshape(-1)).to(device) for x in (queries, keys)]
-            self.buckets.append(_Bucket(len(segments), index[0], inside, index[1], mask))
-        self.place = torch.from_numpy(_places(layout.tokens.shape[0], self.buckets)).to(device)
+                index, visible = _with_prefix(layout, segments, queries.index)
+                keys, mask = torch.from_numpy(index.reshape(-1)).to(device), torch.from_numpy(visible).to(device)
+            self.buckets.append(_Bucket(queries, keys, mask))
+        self.place = _places(layout, [bucket.queries for bucket in self.buckets])
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outputs = []
         for bucket in self.buckets:
-
-            def gather(x: Tensor, index: Tensor, size: int = bucket.size) -> Tensor:
-                return x.index_select(0, index).view(size, -1, *x.shape[1:]).transpose(1, 2)
-
-            keys, values = gather(k, bucket.keys), gather(v, bucket.keys)
+            keys, values = (_gathered(x, bucket.keys, bucket.queries.size) for x in (k, v))
             repeat = q.shape[1] // k.shape[1]
             if repeat > 1 and q.is_cuda and (bucket.mask is not None or q.dtype == torch.float32):
                 # On CUDA only the kernels without a mask and below float32 share key-value heads; the others would fall
@@ -244,7 +270,7 @@ class _Masked:
                 keys, values = (x.repeat_interleave(repeat, 1) for x in (keys, values))
                 repeat = 1
             out = F.scaled_dot_product_attention(
-                gather(q, bucket.queries),
+                bucket.queries.gather(q),
                 keys,
                 values,
                 attn_mask=bucket.mask,
@@ -253,31 +279,6 @@ class _Masked:
             )
             outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
         return torch.cat(outputs).index_select(0, self.place)
-
-
-def _grade(length: int) -> int:
-    return math.ceil(math.log(max(length, 8)) / _GROWTH)
-
-
-def _padded(layout: Layout, segments: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of segments side by side, int64 [B, n] with the first one for padding, and bool [B, n]: what is none."""
-    start = np.array([layout.start[k] for k in segments])
-    length = np.array([layout.length[k] for k in segments])
-    column = np.arange(int(length.max()))
-    inside = column[None, :] < length[:, None]
-    return start[:, None] + np.where(inside, column[None, :], 0), inside
-
-
-def _places(tokens: int, buckets: list[_Own] | list[_Bucket]) -> np.ndarray:
-    """int64 [T]: where each token lies among the queries of the buckets, laid end to end."""
-    place = np.empty(tokens, dtype=np.int64)
-    offset = 0
-    for bucket in buckets:
-        index = (bucket.tokens if isinstance(bucket, _Own) else bucket.queries).cpu().numpy()
-        inside = np.flatnonzero(bucket.inside)
-        place[index[inside]] = offset + inside
-        offset += bucket.inside.size
-    return place
 
 
 def _with_prefix(layout: Layout, segments: list[int], queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -157,8 +157,8 @@ class Decoder(nn.Module):
                 return self._relaid_head.product(hidden, self.head, None, wide)
         return output_logits(hidden, self.head)
 
-    def weights_changed(self) -> None:
-        """Forget what was derived from them."""
+    def forget_copies(self) -> None:
+        """Drop what decoding derived from the weights: they may have changed, or nothing runs."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.relaid.forget()

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from posttrain.models.linear import collected
+from posttrain.models.linear import add_product, collected
 
 BLOCK_LOGITS = 1 << 20  # logits that are worked on at once: they stay in the processor's cache
 KEPT_LOGITS = 1 << 23  # up to so many (32 MiB in float32) are kept for the backward pass instead of made again
@@ -117,10 +117,8 @@ class _Likelihood(torch.autograd.Function):
                     to_hidden.addmm_(grad, head[block].to(wide))
                 if to_head is not None:
                     torch.mm(grad.t(), states, out=to_head[block])
-                elif sum_of_head is not None and sum_of_head.dtype == wide:
-                    sum_of_head[block].addmm_(grad.t(), states)
                 elif sum_of_head is not None:
-                    sum_of_head[block] += grad.t() @ states
+                    add_product(sum_of_head[block], grad.t(), states)
         return (
             None if to_hidden is None else to_hidden.to(hidden.dtype),
             None if to_head is None else to_head.to(head.dtype),

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 ROUND, FEW_ROUND = 64, 8
 """Rows of products in bfloat16 on a processor are filled up to a multiple of this, where they are many and where few:
-oneDNN compiles every new number of rows anew, for 6 ms and 1 MiB each.
+oneDNN compiles each number of rows that it has not seen, which takes longer than the product, and keeps what it compiled.
 """
 FEW = 256  # rows up to which a weight is read faster in another layout, as decoding does it over and over
 
@@ -35,7 +35,7 @@ class Linear(nn.Module):
         """[T, inputs] -> [T, outputs]."""
         if self.relaid.pays(x):
             return self.relaid.product(x, self.weight, self.bias)
-        if _accumulating is not None and torch.is_grad_enabled() and self.weight.requires_grad:
+        if _collects(self.weight) and torch.is_grad_enabled():
             product: Tensor = _Product.apply(x, self.weight, self.bias)
             return product
         return functional.linear(x, self.weight, self.bias)
@@ -49,7 +49,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(count, size))
 
     def forward(self, index: Tensor) -> Tensor:
-        if _accumulating is not None and torch.is_grad_enabled() and self.weight.requires_grad:
+        if _collects(self.weight) and torch.is_grad_enabled():
             rows: Tensor = _Rows.apply(self.weight, index)
             return rows
         return functional.embedding(index, self.weight)
@@ -139,13 +139,25 @@ def accumulating() -> Iterator[None]:
         _accumulating = before
 
 
+def _collects(weight: Tensor) -> bool:
+    return _accumulating is not None and weight.is_leaf and weight.requires_grad
+
+
 def collected(weight: Tensor) -> Tensor | None:
     """Where a backward pass is to add the gradient of a weight; None: it returns it, as always."""
-    if _accumulating is None or not (weight.is_leaf and weight.requires_grad):
+    if not _collects(weight):
         return None
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     return weight.grad
+
+
+def add_product(place: Tensor, one: Tensor, other: Tensor) -> None:
+    """place += one @ other, also where they are of a narrower or wider type."""
+    if place.dtype == one.dtype:
+        place.addmm_(one, other)
+    else:
+        place.add_(one @ other)
 
 
 class _Product(torch.autograd.Function):
@@ -171,10 +183,7 @@ class _Product(torch.autograd.Function):
         to_x = (grad @ narrow).to(ctx.type) if ctx.needs_input_grad[0] else None
         place = collected(ctx.weight)
         assert place is not None
-        if place.dtype == grad.dtype:
-            place.addmm_(grad.t(), x)
-        else:
-            place.add_(grad.t() @ x)
+        add_product(place, grad.t(), x)
         return to_x, None, None if ctx.bias is None else grad.sum(0, dtype=ctx.bias.dtype)
 
 

@@ -265,6 +265,9 @@ class RL(Axes):
     """Time limit of one call of the environment; beyond it the reward is invalid."""
     slots: int = 256
     """Most replies sampled at once: the memory of the key-value cache."""
+    compiled: bool = True
+    """On a processor, sample by code compiled for it where a C compiler is found: the same but faster. --no-compiled: in
+    torch's operations."""
     engine: Literal["local", "vllm"] = "local"
     """What samples: local, with the learner's own weights, or vLLM in a process of its own."""
     engine_cache: float = 4.0
@@ -314,6 +317,8 @@ class Evaluation(Data):
     """Time limit of one call of the environment."""
     slots: int = 256
     """Most replies sampled at once."""
+    compiled: bool = True
+    """On a processor, sample by code compiled for it where a C compiler is found. --no-compiled: in torch's operations."""
     precision: Precision = "float32"
     """Arithmetic of the forward passes."""
     device: str = "auto"

@@ -163,7 +163,7 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
             f"{len(train_tasks)} tasks, {len(held_out)} held out",
             f"{config.steps} steps of {config.prompts} prompts x {config.group} rollouts = {rollouts} rollouts "
             f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, device)} tokens; "
-            f"{min(config.slots, rollouts)} sampled at once",
+            f"{min(config.slots, rollouts)} sampled at once by {engine.means}",
         ]
         loop = Course(config, start, resumed, learner, source, tokenizer, measure if held_out else None, config.steps)
         return loop.run(policy_objective(algorithm), sizes, describe(algorithm))
@@ -186,7 +186,7 @@ def evaluate(
             path = resolve(folder)
             model, tokenizer = load_model(path, device=device), Tokenizer.load(path)
             end_tokens(model, tokenizer)
-            engine = LocalEngine(model, tokenizer, config.slots, config.precision)
+            engine = LocalEngine(model, tokenizer, config.slots, config.precision, config.compiled)
             episodes = repeated(data, config.samples, config.seed)
             rollouts = play(episodes, host, engine, tokenizer, sampling, model.config.context)
             rewards: dict[str, list[float]] = {t["id"]: [] for t in data}
@@ -311,7 +311,7 @@ def _start(
 def _engine(config: RL, model: Decoder, tokenizer: Tokenizer) -> LocalEngine | VLLMEngine:
     """What samples the rollouts."""
     if config.engine == "local":
-        return LocalEngine(model, tokenizer, config.slots, config.precision)
+        return LocalEngine(model, tokenizer, config.slots, config.precision, config.compiled)
     limit = config.engine_seconds
     return VLLMEngine(
         model,

@@ -245,7 +245,8 @@ def test_stop_string_behind_bytes_that_are_no_character_still_ends_the_reply(dat
     assert tokenizer.decode(script[-1:]) == "\n" and not tokenizer.decode(script).endswith("A\n")
     drawn = iter(script)
     monkeypatch.setattr("posttrain.engines.local.sample", lambda *_: (torch.tensor([next(drawn)]), torch.tensor([0.0])))
-    (done,) = complete(LocalEngine(model, tokenizer), [[1, 2]], [Sampling(max_tokens=50, stop=("\n",))]).values()
+    engine = LocalEngine(model, tokenizer, compiled=False)
+    (done,) = complete(engine, [[1, 2]], [Sampling(max_tokens=50, stop=("\n",))]).values()
     assert list(done.tokens) == script and done.stop is StopReason.STOP
 
 

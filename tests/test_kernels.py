@@ -23,7 +23,7 @@ from posttrain.models.attention import SegmentAttention, filled
 from posttrain.models.decoder import Decoder, causal, new_decoder
 from posttrain.models.fused import rms_norm, swiglu
 from posttrain.models.likelihood import token_logp, token_logp_entropy
-from posttrain.models.linear import Linear, accumulating, decoding
+from posttrain.models.linear import Linear, accumulating
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Layout, Sampling
 
@@ -173,18 +173,6 @@ def test_weights_that_are_not_trained_get_no_gradient_where_others_do() -> None:
     assert layer.weight.grad is None and x.grad is not None and x.grad.eq(3).all()
 
 
-def test_products_of_decoding_in_bfloat16_are_those_of_torch() -> None:
-    layer = Linear(64, 48, bias=True)
-    with torch.no_grad():
-        layer.weight.copy_(normal(48, 64)), layer.bias.copy_(normal(48))
-    x = normal(7, 64, seed=3).float()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = layer(x)
-        with decoding(torch.bfloat16):
-            found = layer(x)
-    assert found.dtype == torch.bfloat16 and torch.allclose(found.float(), expected.float(), rtol=2e-2, atol=0.1)
-
-
 def test_an_engine_without_requests_holds_no_cache(model: Decoder, tokenizer: Tokenizer) -> None:
     engine = LocalEngine(model, tokenizer)
     engine.submit(0, [5, 6, 7], Sampling(max_tokens=3, seed=1))
@@ -210,21 +198,6 @@ def test_adamw_takes_the_steps_of_torch() -> None:
         own.step()
         peer.step()
         assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for a, b in zip(ours, theirs, strict=True))
-
-
-def test_a_weight_that_changes_is_seen_by_decoding() -> None:
-    layer = Linear(6, 3, bias=True)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
-    optimizer = AdamW([{"params": list(layer.parameters()), "weight_decay": 0.0}], 0.5, (0.9, 0.9), 1e-8)
-    for _ in range(3):
-        with torch.no_grad(), decoding(torch.float32):
-            assert torch.allclose(layer(x), functional.linear(x, layer.weight, layer.bias), atol=1e-6)
-        for parameter in layer.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
 
 
 def test_rollouts_are_sampled_from_weights_that_were_replaced(model: Decoder, tokenizer: Tokenizer) -> None:

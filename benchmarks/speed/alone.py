@@ -71,35 +71,48 @@ RUNNING = (1, 8, 32, 64)
 
 def profile(machine: Machine, plan: Plan) -> list[Table]:
     """What limits updates and sampling: shares of the time by kind of operation, and decoding steps of few and many."""
-    shares: list[tuple[str, dict[str, float]]] = []
+    updates = _Shares("Where an update's time goes: % of the time inside operations, by torch.profiler, one repeat")
+    sampling = _Shares("Where sampling's time goes: % of all of it, one repeat")
     steps = Table(
         "A decoding step, milliseconds",
-        ("model, weights", *(f"{n} running" for n in RUNNING)),
-        notes=["relaid: with copies of the weights as decoding lays them; as stored: without."],
+        ("model, means", *(f"{n} running" for n in RUNNING)),
+        notes=["Prompts and the packing of weights included. operations: torch's, where no C compiler is found."],
     )
     for model in plan.models:
         with Sides(machine) as sides:
             side = sides.start("posttrain", "serve", model=machine.model(model))
-            for work in ("update", "ragged"):
-                found = side.ask(do="profile", work=work)
-                shares.append((f"{model}, {'update' if work == 'update' else 'sampling, ' + work}", found))
+            updates.add(model, side.ask(do="profile"))
+            for case in CASES:
+                sampling.add(f"{model}, {case}", side.ask(do="phases", case=case))
             laps: dict[tuple[bool, int], list[float]] = {}
             for _ in range(plan.rounds["peak"][model]):
                 for running in RUNNING:
-                    for relaid in (True, False):
-                        lap = side.ask(do="decode", running=running, relaid=relaid)["seconds"]
-                        laps.setdefault((relaid, running), []).append(1000 * lap)
-        for relaid in (True, False):
-            cells = [Figure.of(laps[relaid, running]) for running in RUNNING]
-            steps.add(f"{model}, {'relaid' if relaid else 'as stored'}", *cells)
-    kinds = [kind for kind in shares[0][1] if any(found[kind] >= 0.01 for _, found in shares)]
-    table = Table(
-        "Where posttrain's time goes: % of the time inside operations, by torch.profiler, one repeat",
-        ("model, work", *kinds),
-    )
-    for name, found in shares:
-        table.add(name, *(f"{100 * found[kind]:.0f}" for kind in kinds))
-    return [table, steps]
+                    for compiled in (True, False):
+                        lap = side.ask(do="decode", running=running, compiled=compiled)["seconds"]
+                        laps.setdefault((compiled, running), []).append(1000 * lap)
+        for compiled in (True, False):
+            cells = [Figure.of(laps[compiled, running]) for running in RUNNING]
+            steps.add(f"{model}, {'compiled' if compiled else 'operations'}", *cells)
+    return [updates.table(), sampling.table(), steps]
+
+
+class _Shares:
+    """A table of shares of a time, by kind of work; without kinds that come to nothing anywhere."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.found: dict[str, dict[str, float]] = {}
+
+    def add(self, name: str, shares: dict[str, float]) -> None:
+        if shares:
+            self.found[name] = shares
+
+    def table(self) -> Table:
+        kinds = dict.fromkeys(kind for shares in self.found.values() for kind, share in shares.items() if share >= 0.01)
+        table = Table(self.title, ("model, work", *kinds))
+        for name, shares in self.found.items():
+            table.add(name, *(f"{100 * shares[kind]:.0f}" for kind in kinds))
+        return table
 
 
 # -- memory beside the vocabulary --------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,9 @@ from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.table import find
 from posttrain.config import RL, SFT
 from posttrain.data.pack import cut, lay
+from posttrain.engines.compiled import KINDS as KINDS_OF_STEP
 from posttrain.engines.local import LocalEngine
 from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models import linear
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.train import Trained
@@ -83,24 +82,37 @@ class Bench:
     def peak(self) -> dict[str, Any]:
         return {"flops": product_peak(peak_shapes(self.model.config))}
 
-    def profile(self, work: str) -> dict[str, Any]:
-        """Shares of the time inside operations, by kind, of an update ("update") or of sampling (a case of `work.py`)."""
-        run_it = self.update if work == "update" else partial(self.sample, work)
-        run_it()
+    def profile(self) -> dict[str, Any]:
+        """Shares of an update's time inside operations, by kind."""
+        self.update()
         with torch.profiler.profile() as profiler:
-            run_it()
+            self.update()
         seconds: dict[str, float] = dict.fromkeys([*KINDS, OTHER], 0.0)
         for event in profiler.key_averages():
             kind = next((kind for kind, names in KINDS.items() if any(n in event.key for n in names)), OTHER)
             seconds[kind] += event.self_cpu_time_total
         return {kind: spent / sum(seconds.values()) for kind, spent in seconds.items()}
 
-    def decode(self, running: int, relaid: bool) -> dict[str, Any]:
-        """Seconds of a decoding step of so many requests, with or without copies of the weights laid for it."""
-        before, linear.FEW = linear.FEW, linear.FEW if relaid else 0
+    def phases(self, case: str) -> dict[str, Any]:
+        """Shares of the time of sampling (a case of `work.py`), by kind; what compiled code does, and what is around it."""
+        step = self.engine._compiled
+        if step is None:  # no compiler, no phases
+            return {}
+        self.sample(case)
+        step.spent = torch.zeros(len(KINDS_OF_STEP), dtype=torch.float64)
+        whole = self.sample(case)["seconds"]
+        shares = dict(zip(KINDS_OF_STEP, (step.spent / whole).tolist(), strict=True))
+        step.spent = None
+        return {**shares, "prompts, packing, the rest": 1 - sum(shares.values())}
+
+    def decode(self, running: int, compiled: bool) -> dict[str, Any]:
+        """Seconds of a decoding step of so many requests, by compiled code or in torch's operations."""
+        before = self.engine
+        if not compiled:
+            self.engine = LocalEngine(self.model, self.tokenizer, precision=before.precision, compiled=False)
         texts = [text for text, _ in requests("fixed")][:running]
         seconds, _ = self.sampled(self._requests([(text, DECODED) for text in texts]))
-        linear.FEW = before
+        self.engine = before
         return {"seconds": seconds / DECODED}
 
     def context(self, length: int) -> dict[str, Any]:
@@ -163,7 +175,7 @@ class Bench:
 
 def serve(line: Line, settings: dict[str, Any]) -> None:
     bench = Bench(settings["model"], settings["threads"], precision=settings.get("precision", "float32"))
-    actions = ("sample", "update", "peak", "profile", "decode", "context", "prompt")
+    actions = ("sample", "update", "peak", "profile", "phases", "decode", "context", "prompt")
     line.serve({name: getattr(bench, name) for name in actions})
 
 

@@ -42,6 +42,8 @@ class _Groups:
 class Cache:
     """Running requests occupy the first slots, and their prompts the first rows: one step is a few dense products."""
 
+    UNIT = 1  # tokens that lie together
+
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.own = self._empty(0, 0)
@@ -60,27 +62,40 @@ class Cache:
         for prompt in dict.fromkeys(prompts):
             if prompt not in self.row:
                 row = self.row[prompt] = len(self.row)
-                self.shared[0, :, row, :, : len(prompt)] = computed[prompt].k
-                self.shared[1, :, row, :, : len(prompt)] = computed[prompt].v
+                self._write(row, computed[prompt])
         self.prompt.extend(prompts)
-        self._groups = None
+        self._reseated()
 
     def keep(self, count: int, source: Sequence[int], to: Sequence[int], filled: int) -> None:
         """The first `count` slots go on, after `source` moved to `to`; `filled`: most own tokens of a request."""
         if source:
             index, place = (torch.tensor(slots, device=self.device) for slots in (source, to))
+            filled = self._whole(filled)
             self.own[:, :, place, :, :filled] = self.own[:, :, index, :, :filled]
             for old, new in zip(source, to, strict=True):
                 self.prompt[new] = self.prompt[old]
         del self.prompt[count:]
         self._release(set(self.prompt))
-        self._groups = None
+        self._reseated()
 
     def step(self, place: Tensor, longest: int) -> Step:
         """Where the next token of every request is put and what it may look at; place int64 [B], all below `longest`."""
         if self._groups is None:
             self._groups = self._group()
         return Step(self, place, longest, self._groups)
+
+    def _reseated(self) -> None:
+        """Other requests run, or in other slots."""
+        self._groups = None
+
+    def _write(self, row: int, prefix: Prefix) -> None:
+        """Keep a prompt in a row."""
+        tokens = prefix.k.shape[2]
+        self.shared[0, :, row, :, :tokens] = prefix.k
+        self.shared[1, :, row, :, :tokens] = prefix.v
+
+    def _whole(self, tokens: int) -> int:
+        return math.ceil(tokens / self.UNIT) * self.UNIT
 
     def _release(self, used: set[Prompt]) -> None:
         """Give back the rows of prompts that nobody uses; the last rows fill the holes."""
@@ -90,7 +105,7 @@ class Cache:
                 rows.pop()
             if hole < len(rows):
                 rows[hole] = prompt = rows.pop()
-                filled = len(prompt)
+                filled = self._whole(len(prompt))
                 self.shared[:, :, hole, :, :filled] = self.shared[:, :, self.row[prompt], :, :filled]
         self.row = {prompt: row for row, prompt in enumerate(rows)}
 

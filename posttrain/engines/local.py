@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from posttrain.engines.cache import Cache, Prefix
+from posttrain.engines.compiled import CompiledStep, PackedCache, supported
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.engines.sampler import sample, uniform
 from posttrain.models.attention import SegmentAttention, filled
 from posttrain.models.decoder import Decoder
-from posttrain.models.linear import ROUND, decoding, rounds
+from posttrain.models.linear import ROUND, rounds
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Completion, Layout, Sampling
 
@@ -32,6 +33,7 @@ class LocalEngine:
     """See `posttrain.types.Engine`. One per learner; not thread-safe.
 
     `slots`: how many requests run at once. `context`: tokens of prompt and reply together, at most the model's.
+    `compiled`: on a processor, decode by compiled code where there is a compiler and the code covers the model.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class LocalEngine:
         tokenizer: Tokenizer,
         slots: int = 256,
         precision: str = "float32",
+        compiled: bool = True,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -53,9 +56,17 @@ class LocalEngine:
         self.waiting: deque[Request] = deque()
         self.prefixes: dict[tuple[int, ...], Prefix] = {}
         self.running: list[Request] = []  # [B], request of each slot
-        self._rows = _Rows(self.device)
+        self._rows = Rows(self.device)
         self.dtype = torch.bfloat16 if precision == "bfloat16" else model.head.dtype
+        self._compiled = (
+            CompiledStep(model, self.dtype, self.eos) if compiled and supported(model, self.dtype) else None
+        )
         self._cache = self._new_cache()
+
+    @property
+    def means(self) -> str:
+        """What computes the decoding steps, in words."""
+        return "torch's operations" if self._compiled is None else "compiled code"
 
     def load(self, weights: Any, version: int) -> None:
         """The weights are the learner's own module: only the version is noted."""
@@ -63,7 +74,7 @@ class LocalEngine:
         assert not self.running and not self.waiting, "weights change between batches of rollouts, not within one"
         self.version = version
         self.prefixes.clear()
-        self.model.forget_copies()
+        self._forget_copies()
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """Queue one request. Raises UserError if the prompt leaves no room for a reply."""
@@ -73,7 +84,7 @@ class LocalEngine:
     def poll(self) -> list[Completion]:
         """Decode until at least one request has finished; [] when nothing is running or waiting."""
         # Not inference_mode: under it autocast would cast every weight again at every token.
-        with torch.no_grad(), self._autocast(), decoding(self.dtype):
+        with torch.no_grad(), self._autocast():
             while self.running or self.waiting:
                 free = self.slots - len(self.running)
                 # Admitting a few at a time would interrupt decoding often; wait for a batch of free slots.
@@ -96,9 +107,16 @@ class LocalEngine:
     def _rest(self) -> None:
         """Nothing runs: give back the memory that an update can use."""
         self._cache = self._new_cache()
-        self.model.forget_copies()
+        self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        """Of the weights: they may have changed, or nothing runs."""
+        if self._compiled is not None:
+            self._compiled.forget()
 
     def _new_cache(self) -> Cache:
+        if self._compiled is not None:
+            return PackedCache(self.model.config, torch.float32, self.device)
         # a processor's attention of few queries is faster in float32, though it reads more
         return Cache(
             self.model.config,
@@ -169,6 +187,13 @@ class LocalEngine:
     def _decode(self) -> None:
         """One token for every running request."""
         count, rows = len(self.running), self._rows
+        if self._compiled is not None:
+            assert isinstance(self._cache, PackedCache)
+            hidden = self._compiled(self._cache, rows, count)
+            rows.longest += 1
+            if hidden is not None:
+                self._choose(self.model.logits(hidden), slice(0, count))
+            return
         attend = self._cache.step(rows.count[:count] - 1, rows.longest)
         hidden = self.model(rows.token[:count], rows.length[:count], attend)
         rows.advance(count)
@@ -243,7 +268,7 @@ class LocalEngine:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
-class _Rows:
+class Rows:
     """What is known of each running request, one row per slot, on the device: a decoding step touches no Python list."""
 
     _COLUMNS = ("token", "length", "count", "seed", "budget", "temperature", "top_p", "top_k", "ended")

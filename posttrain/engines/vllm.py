@@ -56,6 +56,8 @@ class VLLMEngine:
     it has died, failed or overstepped a limit.
     """
 
+    means = "vLLM"
+
     def __init__(
         self,
         model: Decoder,

@@ -21,7 +21,7 @@ from torch.nn import functional
 from posttrain.models.attention import SegmentAttention, filled
 from posttrain.models.fused import rms_norm, swiglu
 from posttrain.models.likelihood import output_logits
-from posttrain.models.linear import ROUND, Embedding, Linear, Relaid, rounds
+from posttrain.models.linear import ROUND, Embedding, Linear, rounds
 from posttrain.types import Layout, UserError
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -29,9 +29,6 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 ROPE_TYPES = ("linear", "llama3")
 """What `rope_scaling["rope_type"]` may be; no scaling is None."""
-
-RELAID_HEAD = 1 << 22
-"""Entries of an output head up to which decoding keeps a copy: memory is not to grow with the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,6 @@ class Decoder(nn.Module):
         self.output = None if config.tied else nn.Parameter(torch.empty(config.vocab, config.hidden))
         # not a buffer: a model cast to bfloat16 must keep its float32 frequencies
         self._frequency: dict[torch.device, Tensor] = {}
-        self._relaid_head = Relaid()
 
     @property
     def head(self) -> Tensor:
@@ -151,18 +147,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab], in float32 at least. For few rows: a learner never holds all logits at once."""
-        if self._relaid_head.pays(hidden) and self.head.numel() <= RELAID_HEAD:
-            wide = torch.promote_types(hidden.dtype, torch.float32)
-            with torch.autocast(hidden.device.type, enabled=False):
-                return self._relaid_head.product(hidden, self.head, None, wide)
         return output_logits(hidden, self.head)
-
-    def forget_copies(self) -> None:
-        """Drop what decoding derived from the weights: they may have changed, or nothing runs."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.relaid.forget()
-        self._relaid_head.forget()
 
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
         """Hidden states [n, hidden] at some tokens of a micro-batch, at int64 [n].

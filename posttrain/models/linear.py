@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,11 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-ROUND, FEW_ROUND = 64, 8
-"""Rows of products in bfloat16 on a processor are filled up to a multiple of this, where they are many and where few:
-oneDNN compiles each number of rows that it has not seen, which takes longer than the product, and keeps what it compiled.
+ROUND = 64
+"""Rows of products in bfloat16 on a processor are filled up to a multiple of this: oneDNN compiles each number of rows that
+it has not seen, which takes longer than the product, and keeps what it compiled.
 """
-FEW = 256  # rows up to which a weight is read faster in another layout, as decoding does it over and over
 
 
 class Linear(nn.Module):
@@ -29,12 +27,9 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-        self.relaid = Relaid()
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, inputs] -> [T, outputs]."""
-        if self.relaid.pays(x):
-            return self.relaid.product(x, self.weight, self.bias)
         if _collects(self.weight) and torch.is_grad_enabled():
             product: Tensor = _Product.apply(x, self.weight, self.bias)
             return product
@@ -55,68 +50,9 @@ class Embedding(nn.Module):
         return functional.embedding(index, self.weight)
 
 
-# -- decoding ----------------------------------------------------------------------------------------------------------
-
-
-class Relaid:
-    """A copy of a weight as products of few rows on a processor read it fastest: turned round, or packed in bfloat16.
-
-    Without it each call turns the weight again, and under autocast each batch of tokens narrows it again. It is used
-    within `decoding` alone; whoever opens that forgets copies of weights that may have changed (`forget`), and a change
-    in place that a tensor's version shows is seen anyway.
-    """
-
-    def __init__(self) -> None:
-        self._copy: Tensor | None = None
-        self._version = -1
-
-    def pays(self, x: Tensor) -> bool:
-        return _decoding is not None and x.shape[0] <= FEW and not x.is_cuda
-
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, at_least: torch.dtype | None = None) -> Tensor:
-        """x weight^T + bias, in the type of the decoding or one given."""
-        dtype = at_least or _decoding
-        assert dtype is not None, "within `decoding` alone"
-        packed = dtype == torch.bfloat16 and _packs()
-        if self._copy is None or self._version != weight._version:
-            narrow = weight.detach().to(dtype)
-            self._copy = torch.ops.mkldnn._reorder_linear_weight(narrow) if packed else narrow.t().contiguous()
-            self._version = weight._version
-        x, bias = x.to(dtype), bias if bias is None else bias.to(dtype)
-        if packed:
-            rows = x.shape[0]
-            x = functional.pad(x, (0, 0, 0, -rows % FEW_ROUND)) if rows % FEW_ROUND else x
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._copy, bias, "none", [], "")
-            return product[:rows]
-        return x @ self._copy if bias is None else torch.addmm(bias, x, self._copy)
-
-    def forget(self) -> None:
-        self._copy = None
-
-
-@cache
-def _packs() -> bool:
-    """Whether this processor and this torch have oneDNN's packed products in bfloat16."""
-    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def rounds(device: torch.device) -> bool:
     """Whether products are computed in bfloat16 on a processor: numbers of rows should then come again and again."""
     return device.type == "cpu" and torch.is_autocast_enabled("cpu")
-
-
-_decoding: torch.dtype | None = None
-
-
-@contextmanager
-def decoding(dtype: torch.dtype) -> Iterator[None]:
-    """Within it weights stand still and the same few rows go through them over and over, in products of `dtype`."""
-    global _decoding
-    before, _decoding = _decoding, dtype
-    try:
-        yield
-    finally:
-        _decoding = before
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

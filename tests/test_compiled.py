@@ -1,0 +1,200 @@
+"""Compiled decoding samples what torch's operations would, for every shape of model, and the same bits in any company."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from test_engine import complete, ragged
+
+from posttrain.engines import compiled
+from posttrain.engines.compiled import library, paired, panels
+from posttrain.engines.local import LocalEngine
+from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.types import Completion, Sampling
+
+needs_compiler = pytest.mark.skipif(library() is None, reason="needs a C compiler")
+
+PLAIN = DecoderConfig(
+    vocab=64, hidden=48, layers=2, heads=4, kv_heads=2, head_size=16, intermediate=80, context=256, tied=True
+)
+SHAPES = {
+    "plain": PLAIN,
+    "own output head": replace(PLAIN, tied=False),
+    "every bias": replace(PLAIN, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "norms of heads": replace(PLAIN, qk_norm=True),
+    "one query head a key head": replace(PLAIN, kv_heads=4),
+    "seven query heads a key head": replace(PLAIN, heads=7, kv_heads=1),
+    "small heads": replace(PLAIN, head_size=8),
+    "heads of five vectors": replace(PLAIN, head_size=80),
+    "no whole vectors": replace(PLAIN, hidden=45, heads=3, kv_heads=1, head_size=10, intermediate=51, vocab=67),
+    "slowed rotation": replace(PLAIN, rope_scaling={"rope_type": "linear", "factor": 4.0}),
+}
+
+
+def decoder(config: DecoderConfig) -> Decoder:
+    model = new_decoder(config, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():  # far from uniform, so that mistakes show
+        for parameter in model.parameters():
+            parameter.mul_(6) if parameter.ndim == 2 else parameter.add_(
+                torch.randn(parameter.shape, generator=generator) / 3
+            )
+    model.eos_ids = (3,)
+    return model
+
+
+def both(model: Decoder, tokenizer: Tokenizer, prompts: list[list[int]], how: list[Sampling], slots: int = 11):  # type: ignore[no-untyped-def]
+    """Completions by torch's operations and by compiled code."""
+    engines = [LocalEngine(model, tokenizer, slots=slots, compiled=choice) for choice in (False, True)]
+    assert [e.means for e in engines] == ["torch's operations", "compiled code"]
+    return [complete(engine, prompts, how) for engine in engines]
+
+
+def assert_same(one: dict[int, Completion], other: dict[int, Completion], tolerance: float = 2e-5) -> None:
+    assert one.keys() == other.keys()
+    for id, completion in one.items():
+        assert completion.tokens == other[id].tokens and completion.stop == other[id].stop
+        assert torch.allclose(torch.tensor(completion.logp), torch.tensor(other[id].logp), atol=tolerance)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_of_model_samples_what_torch_samples(tokenizer: Tokenizer, threads: int, shape: str) -> None:
+    prompts, how = ragged(30)
+    assert_same(*both(decoder(SHAPES[shape]), tokenizer, prompts, how))
+
+
+@needs_compiler
+def test_long_prompts_and_replies_cross_every_block_of_the_cache(tokenizer: Tokenizer, threads: int) -> None:
+    model = decoder(PLAIN)
+    model.eos_ids = (64,)  # none: replies have the lengths that are asked for
+    prompts = [[5 + i % 50 for i in range(length)] for length in (1, 15, 16, 17, 63, 64, 65, 120)]
+    how = [Sampling(seed=i, max_tokens=n) for i, n in enumerate((130, 1, 15, 16, 17, 64, 65, 129))]
+    assert_same(*both(model, tokenizer, prompts, how, slots=5))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "asked",
+    [{"temperature": 0.0}, {"temperature": 0.6}, {"top_p": 0.8}, {"top_k": 5}, {"stop": ("1", "a")}],
+    ids=lambda asked: next(iter(asked)) + " " + str(next(iter(asked.values()))),
+)
+def test_every_way_of_sampling_is_that_of_torch(tokenizer: Tokenizer, asked: dict[str, object]) -> None:
+    prompts, how = ragged(20, **asked)
+    assert_same(*both(decoder(PLAIN), tokenizer, prompts, how))
+
+
+@needs_compiler
+def test_a_large_head_stays_where_it_is(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logits are torch's, of the compiled step's hidden states; there is no copy that grows with the vocabulary."""
+    monkeypatch.setattr(compiled, "PACKED_HEAD", 10)
+    prompts, how = ragged(20)
+    assert_same(*both(decoder(replace(PLAIN, tied=False)), tokenizer, prompts, how))
+
+
+@needs_compiler
+def test_a_rollout_is_the_same_bits_whatever_runs_beside_it(tokenizer: Tokenizer) -> None:
+    model, prompt = decoder(PLAIN), [7, 8, 9, 10]
+    how = [Sampling(seed=i, max_tokens=5 + 3 * i) for i in range(40)]
+    together = complete(LocalEngine(model, tokenizer), [prompt] * 40, how)
+    for i in (0, 13, 39):
+        alone = complete(LocalEngine(model, tokenizer), [prompt], [how[i]])[0]
+        assert alone.logp == together[i].logp and alone.tokens == together[i].tokens
+
+
+@needs_compiler
+def test_bits_do_not_depend_on_the_number_of_threads(tokenizer: Tokenizer) -> None:
+    model, before = decoder(PLAIN), torch.get_num_threads()
+    found = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.append(complete(LocalEngine(model, tokenizer), [[5, 6]] * 20, ragged(20)[1]))
+    torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", ["plain", "every bias", "no whole vectors"])
+def test_bfloat16_is_float32_nearly(tokenizer: Tokenizer, threads: int, shape: str) -> None:
+    model = new_decoder(SHAPES[shape], seed=1)
+    engine = LocalEngine(model, tokenizer, precision="bfloat16")
+    if engine.means != "compiled code":
+        pytest.skip("needs a processor with matrix tiles in bfloat16")
+    prompts = [[5, 6, 7]] * 40
+    how = [Sampling(seed=i, max_tokens=2) for i in range(40)]
+    wide, narrow = complete(LocalEngine(model, tokenizer), prompts, how), complete(engine, prompts, how)
+    gaps = [
+        abs(a.logp[1] - b.logp[1]) for a, b in zip(wide.values(), narrow.values(), strict=True) if a.tokens == b.tokens
+    ]
+    assert len(gaps) > 30 and 0 < max(gaps) < 0.05
+
+
+@needs_compiler
+def test_weights_that_change_in_place_are_seen(tokenizer: Tokenizer) -> None:
+    model = decoder(PLAIN)
+    engine = LocalEngine(model, tokenizer, slots=2)
+    prompts, how = ragged(6)
+    before = complete(engine, prompts, how)
+    with torch.no_grad():
+        model.layers[0].down.weight.mul_(3)
+    after = complete(engine, prompts, how)
+    assert after != before
+    assert_same(complete(LocalEngine(model, tokenizer, compiled=False), prompts, how), after)
+
+
+@needs_compiler
+def test_nothing_is_held_when_nothing_runs(tokenizer: Tokenizer) -> None:
+    engine = LocalEngine(decoder(PLAIN), tokenizer)
+    complete(engine, *ragged(6))
+    step = engine._compiled
+    assert step is not None and step._model is None and not step._held and not step._room
+
+
+def test_without_a_compiler_torch_decodes(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, how = ragged(6)
+    expected = complete(LocalEngine(decoder(PLAIN), tokenizer, compiled=False), prompts, how)
+    monkeypatch.setattr(compiled, "library", lambda: None)
+    engine = LocalEngine(decoder(PLAIN), tokenizer)
+    assert engine.means == "torch's operations" and complete(engine, prompts, how) == expected
+
+
+@pytest.mark.parametrize("found", [None, "/bin/false", "/bin/true"])
+def test_a_compiler_that_is_missing_or_fails_is_no_compiler(monkeypatch, tmp_path, found) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: found)
+    assert library.__wrapped__() is None
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@needs_compiler
+def test_code_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ran = []
+    run = subprocess.run
+    monkeypatch.setattr(compiled.subprocess, "run", lambda command, **how: (ran.append(command), run(command, **how)))
+    assert library.__wrapped__() is not None and library.__wrapped__() is not None
+    assert len(ran) == 2, "it is compiled and linked"
+
+
+def test_panels_hold_a_weight_in_the_order_in_which_it_is_read() -> None:
+    weight = torch.arange(40 * 6).view(40, 6).float()
+    wide, narrow = panels(weight, torch.float32), panels(weight, torch.bfloat16)
+    assert wide.shape == (2, 6, 32) and narrow.shape == (2, 16, 32, 2)
+    assert torch.equal(wide[0, :, 5], weight[5]) and torch.equal(wide[1, :, 7], weight[39]) and not wide[1, :, 8:].any()
+    assert torch.equal(narrow[1, :3, 7].flatten(), weight[39]) and not narrow[:, 3:].any()
+    rows = paired(torch.arange(40).float())  # 20 of gate, 20 of up
+    assert rows[:16].tolist() == list(range(16)) and rows[16:32].tolist() == list(range(20, 36))
+    assert rows[32:36].tolist() == [16, 17, 18, 19] and rows[48:52].tolist() == [36, 37, 38, 39] and len(rows) == 64

@@ -191,10 +191,10 @@ def test_code_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Non
 
 def test_panels_hold_a_weight_in_the_order_in_which_it_is_read() -> None:
     weight = torch.arange(40 * 6).view(40, 6).float()
-    wide, narrow = panels(weight, torch.float32), panels(weight, torch.bfloat16)
+    wide, narrow = (panels(weight, dtype, lanes=16) for dtype in (torch.float32, torch.bfloat16))
     assert wide.shape == (2, 6, 32) and narrow.shape == (2, 16, 32, 2)
     assert torch.equal(wide[0, :, 5], weight[5]) and torch.equal(wide[1, :, 7], weight[39]) and not wide[1, :, 8:].any()
     assert torch.equal(narrow[1, :3, 7].flatten(), weight[39]) and not narrow[:, 3:].any()
-    rows = paired(torch.arange(40).float())  # 20 of gate, 20 of up
+    rows = paired(torch.arange(40).float(), lanes=16)  # 20 of gate, 20 of up
     assert rows[:16].tolist() == list(range(16)) and rows[16:32].tolist() == list(range(20, 36))
     assert rows[32:36].tolist() == [16, 17, 18, 19] and rows[48:52].tolist() == [36, 37, 38, 39] and len(rows) == 64

@@ -42,10 +42,9 @@ class _Groups:
 class Cache:
     """Running requests occupy the first slots, and their prompts the first rows: one step is a few dense products."""
 
-    UNIT = 1  # tokens that lie together
-
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
+        self.unit = 1  # tokens that lie together
         self.own = self._empty(0, 0)
         self.shared = self._empty(0, 0)
         self.row: dict[Prompt, int] = {}  # of every prompt in use, in the order of the rows
@@ -95,7 +94,7 @@ class Cache:
         self.shared[1, :, row, :, :tokens] = prefix.v
 
     def _whole(self, tokens: int) -> int:
-        return math.ceil(tokens / self.UNIT) * self.UNIT
+        return math.ceil(tokens / self.unit) * self.unit
 
     def _release(self, used: set[Prompt]) -> None:
         """Give back the rows of prompts that nobody uses; the last rows fill the holes."""

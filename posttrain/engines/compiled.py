@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("decode.c")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-std=gnu11", "-fno-math-errno")
-LANES, PANEL, TILED, BLOCK, QUERIES = 16, 32, 32, 64, 4  # as in decode.c
+UNIT = 32  # rows of scratch and entries in a row of it are a multiple of this, which every processor's vectors divide
+BLOCK, QUERIES = 64, 4  # as in decode.c, or more
 KINDS = ("products", "attention", "norms", "draws")  # of the work in a step, as in decode.c
 PACKED_HEAD = 1 << 22
 """Entries of an output head up to which a copy is kept: memory is not to grow with the vocabulary."""
@@ -154,21 +155,22 @@ def _filled(x: Tensor, rows: int, columns: int) -> Tensor:
     return functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
 
 
-def panels(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight [outputs, K] as products of `dtype` read it: panels of 32 outputs; in bfloat16, of pairs of inputs."""
-    outputs = _up(weight.shape[0], PANEL)
+def panels(weight: Tensor, dtype: torch.dtype, lanes: int) -> Tensor:
+    """A weight [outputs, K] as products of `dtype` read it: panels of two vectors of outputs, in bfloat16 of input pairs."""
+    width = 2 * lanes
+    outputs = _up(weight.shape[0], width)
     if dtype == torch.float32:
         wide = _filled(weight, outputs, weight.shape[1])
-        return wide.view(outputs // PANEL, PANEL, -1).transpose(1, 2).contiguous()
-    narrow = _filled(weight.to(dtype), outputs, _up(weight.shape[1], PANEL))
-    return narrow.view(outputs // PANEL, PANEL, -1, 2).transpose(1, 2).contiguous()
+        return wide.view(outputs // width, width, -1).transpose(1, 2).contiguous()
+    narrow = _filled(weight.to(dtype), outputs, _up(weight.shape[1], UNIT))
+    return narrow.view(outputs // width, width, -1, 2).transpose(1, 2).contiguous()
 
 
-def paired(gate_up: Tensor) -> Tensor:
-    """Rows (gate, up) [2 n, ...] as 16 of gate, the same 16 of up, and so on; missing ones are zeros."""
+def paired(gate_up: Tensor, lanes: int) -> Tensor:
+    """Rows (gate, up) [2 n, ...] as a vector of gate, the same of up, and so on; missing ones are zeros."""
     gate, up = gate_up.chunk(2)
-    missing = (0,) * (2 * (gate.dim() - 1)) + (0, -len(gate) % LANES)
-    both = torch.stack([functional.pad(x, missing).unflatten(0, (-1, LANES)) for x in (gate, up)], 1)
+    missing = (0,) * (2 * (gate.dim() - 1)) + (0, -len(gate) % lanes)
+    both = torch.stack([functional.pad(x, missing).unflatten(0, (-1, lanes)) for x in (gate, up)], 1)
     return both.flatten(0, 2)
 
 
@@ -179,11 +181,13 @@ class CompiledStep:
         loaded = library()
         assert loaded is not None and supported(model, dtype)
         self._library, self._decoder, self._dtype, self._eos = loaded, model, dtype, eos
+        self._lanes: int = loaded.lanes()
         self._model: _Model | None = None
         self._held: list[Any] = []  # what the structures point to
         self._room: dict[str, Tensor] = {}  # scratch
         self._rotary: tuple[Tensor, Tensor] | None = None
-        self._versions: tuple[int, ...] = ()
+        self._parameters: list[Tensor] = []
+        self._versions: list[int] = []  # of the parameters that were packed
         self.spent: Tensor | None = None  # float64 [KINDS]: to these, seconds of decoding are added
 
     def forget(self) -> None:
@@ -224,14 +228,14 @@ class CompiledStep:
         step.cos, step.sin = self._rotary[0].data_ptr(), self._rotary[1].data_ptr()
 
     def _give_room(self, step: _Step, cache: PackedCache) -> None:
-        config, lines = self._decoder.config, _up(step.rows, TILED)
-        step.x_stride = step.inputs_stride[0] = _up(config.hidden, PANEL)
-        step.wide_stride = max(step.x_stride, _up((config.heads + 2 * config.kv_heads) * config.head_size, PANEL))
-        step.inputs_stride[1] = _up(max(config.heads * config.head_size, config.intermediate), PANEL)
+        config, lines = self._decoder.config, _up(step.rows, UNIT)
+        step.x_stride = step.inputs_stride[0] = _up(config.hidden, UNIT)
+        step.wide_stride = max(step.x_stride, _up((config.heads + 2 * config.kv_heads) * config.head_size, UNIT))
+        step.inputs_stride[1] = _up(max(config.heads * config.head_size, config.intermediate), UNIT)
         step.logits_stride = _up(config.vocab, BLOCK) if step.draws else step.x_stride
-        attention = 2 * config.heads // config.kv_heads * cache.config.head_size
+        attention = (2 * config.heads // config.kv_heads + 1) * cache.config.head_size
         attention += QUERIES * (step.own_tokens + step.shared_tokens)
-        step.own_size = _up(max(attention, step.draws * (step.logits_stride + step.logits_stride // BLOCK)), LANES)
+        step.own_size = _up(max(attention, step.draws * (step.logits_stride + step.logits_stride // BLOCK)), UNIT)
         step.x = self._space("x", lines * step.x_stride)
         step.wide = self._space("wide", lines * step.wide_stride)
         for i in (0, 1):
@@ -252,9 +256,10 @@ class CompiledStep:
         return self._decoder.head.numel() <= PACKED_HEAD
 
     def _packed(self) -> _Model:
-        versions = tuple(p._version for p in self._decoder.parameters())
-        if self._model is None or versions != self._versions:
-            self._model, self._versions = self._pack(), versions
+        if self._model is None or self._versions != [p._version for p in self._parameters]:
+            self._parameters = list(self._decoder.parameters())
+            self._versions = [p._version for p in self._parameters]
+            self._model = self._pack()
         return self._model
 
     @torch.no_grad()
@@ -262,16 +267,16 @@ class CompiledStep:
         config, self._held = self._decoder.config, []
 
         def numbers(x: Tensor | None) -> int | None:
-            """A bias or a norm, with zeros up to whole panels."""
+            """A bias or a norm, with zeros up to whole vectors."""
             if x is None:
                 return None
-            self._held.append(functional.pad(x.detach(), (0, -x.shape[-1] % PANEL)).contiguous())
+            self._held.append(functional.pad(x.detach(), (0, -x.shape[-1] % UNIT)).contiguous())
             return self._held[-1].data_ptr()
 
         def product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> _Product:
-            packed = panels(weight.detach(), dtype)
+            packed = panels(weight.detach(), dtype, self._lanes)
             self._held.append(packed)
-            inputs = weight.shape[1] if dtype == torch.float32 else _up(weight.shape[1], PANEL)
+            inputs = weight.shape[1] if dtype == torch.float32 else _up(weight.shape[1], UNIT)
             return _Product(packed.data_ptr(), numbers(bias), inputs, packed.shape[0])
 
         layers = (_Layer * config.layers)()
@@ -285,7 +290,11 @@ class CompiledStep:
                 linear = getattr(layer, name)
                 setattr(to, name, product(linear.weight, linear.bias, self._dtype))
             bias = layer.gate_up.bias
-            to.gate_up = product(paired(layer.gate_up.weight), bias if bias is None else paired(bias), self._dtype)
+            to.gate_up = product(
+                paired(layer.gate_up.weight, self._lanes),
+                bias if bias is None else paired(bias, self._lanes),
+                self._dtype,
+            )
         model = _Model(
             config.layers, config.hidden, config.heads, config.kv_heads, config.head_size, config.intermediate,
             config.vocab, int(self._dtype == torch.bfloat16), config.norm_eps,
@@ -303,12 +312,13 @@ class CompiledStep:
 
 
 class PackedCache(Cache):
-    """Keys lie in blocks of 16 tokens [tokens / 16, size, 16], where a plain cache has [tokens, size]."""
-
-    UNIT = LANES
+    """Keys lie in blocks of a vector of tokens [tokens / lanes, size, lanes], where a plain cache has [tokens, size]."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(replace(config, head_size=_up(config.head_size, LANES)), dtype, device)
+        loaded = library()
+        assert loaded is not None
+        super().__init__(replace(config, head_size=_up(config.head_size, loaded.lanes())), dtype, device)
+        self.unit = loaded.lanes()
         self._requests: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
@@ -330,7 +340,7 @@ class PackedCache(Cache):
 
     def _write(self, row: int, prefix: Prefix) -> None:
         tokens, size = prefix.k.shape[2:]
-        keys = functional.pad(prefix.k, (0, self.config.head_size - size, 0, -tokens % LANES))
-        whole = keys.unflatten(2, (-1, LANES)).transpose(-1, -2)  # [layers, kv_heads, blocks, size, 16]
+        keys = functional.pad(prefix.k, (0, self.config.head_size - size, 0, -tokens % self.unit))
+        whole = keys.unflatten(2, (-1, self.unit)).transpose(-1, -2)  # [layers, kv_heads, blocks, size, unit]
         self.shared[0, :, row, :, : keys.shape[2]] = whole.reshape(keys.shape)
         self.shared[1, :, row, :, :tokens, :size] = prefix.v

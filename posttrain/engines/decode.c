@@ -7,11 +7,11 @@
 //     B  rows (running requests)    K  inputs of a product    R  query heads per key head    S  head size
 //
 // Layouts (engines/compiled.py makes them):
-//   weights, float32:    panels of 32 outputs, [outputs / 32][K][32]
+//   weights, float32:    panels of two vectors of outputs, [outputs / PANEL][K][PANEL]
 //   weights, bfloat16:   [outputs / 32][K / 2][32][2], as matrix tiles read them
-//   gate and up:         each panel has 16 outputs of gate, then the same 16 of up
-//   keys in the cache:   blocks of 16 tokens, [tokens / 16][S][16], so that a vector runs over tokens
-//   values in the cache: [tokens][S], so that a vector runs over S
+//   gate and up:         each panel has a vector of gate's outputs, then the same of up's
+//   keys in the cache:   blocks of a vector of tokens, [tokens / LANES][S][LANES]
+//   values in the cache: [tokens][S]
 // Rows of all buffers are padded with zeros to whole vectors.
 
 #include <math.h>
@@ -27,24 +27,30 @@
 #include <unistd.h>
 #endif
 
+// LANES: numbers in a register of a vector. The others follow from how many of them there are.
+#if defined(__AVX512F__)
 #define LANES 16
-#define PANEL 32
-#define TILED 32  // rows of one tile in bfloat16
-#define STRETCH 16  // inputs of a product between two looks ahead
-#define KEYS 64   // of which the cache has a multiple of tokens
-#define BLOCK 64  // entries of the vocabulary that are summed before the running sum
-#ifdef __AVX512F__  // 32 registers of a vector each
-#define ROWS 12     // of one tile in float32: 24 sums, 2 weights and a factor
-#define QUERIES 4   // that go through the cache together
-#define VECTORS 4   // of keys or values for each of them
-#else  // registers hold part of a vector
-#define ROWS 3
+#define ROWS 12    // of one tile in float32: 24 sums, 2 weights and a factor
+#define QUERIES 4  // that go through the cache together
+#elif defined(__AVX__)
+#define LANES 8
+#define ROWS 6
 #define QUERIES 2
-#define VECTORS 2
+#else
+#define LANES 4
+#define ROWS 6
+#define QUERIES 2
 #endif
+#define VECTORS 4          // of keys or values for each of these queries
+#define PANEL (2 * LANES)  // outputs of a product that are computed together
+#define TILED 32           // rows of one tile in bfloat16
+#define STRETCH 16         // inputs of a product between two looks ahead
+#define BLOCK 64           // entries of the vocabulary that are summed before the running sum
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t bits_t __attribute__((vector_size(4 * LANES)));
+typedef uint16_t half_t __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 struct product {
@@ -88,9 +94,8 @@ struct step {
     int64_t eos_count;
     // rotation, [positions][S]; the sign is in the first half of the sines
     const float *cos, *sin;
-    // the cache: [layers][slots or prompts][kv_heads][tokens][padded S]
-    float *own_keys, *own_values;
-    const float *shared_keys, *shared_values;
+    // the cache: [layers][slots or prompts][kv_heads][tokens][padded S], float32 or bfloat16 as weights are
+    void *own_keys, *own_values, *shared_keys, *shared_values;
     int64_t own_slots, own_tokens, shared_prompts, shared_tokens;
     // scratch
     float *x;         // [B][hidden]
@@ -177,13 +182,18 @@ INLINE void put(void *row, int64_t at, vec x, int narrow) {
         store((float *)row + at, x);
         return;
     }
-    typedef uint32_t bits_t __attribute__((vector_size(4 * LANES)));
-    typedef uint16_t half_t __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
     bits_t bits = (bits_t)x;
     *(half_t *)((uint16_t *)row + at) = __builtin_convertvector((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, half_t);
 }
 
-INLINE void *row_of(void *base, int64_t row, int64_t stride, int narrow) {
+INLINE void put_one(void *row, int64_t at, float x, int64_t narrow) {
+    if (narrow)
+        ((uint16_t *)row)[at] = rounded(x);
+    else
+        ((float *)row)[at] = x;
+}
+
+INLINE void *row_of(void *base, int64_t row, int64_t stride, int64_t narrow) {
     return (char *)base + row * stride * (narrow ? 2 : 4);
 }
 
@@ -193,7 +203,7 @@ INLINE int64_t up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit
 
 enum use { WRITE, ADD, ACTIVATE };
 
-// What becomes of 32 outputs of a row.
+// What becomes of a panel's outputs of a row.
 INLINE void use_outputs(enum use use, vec one, vec other, void *out, int64_t panel, int narrow) {
     if (use == ACTIVATE) {  // silu(gate) * up
         put(out, panel * LANES, one / (1.0f + exponential(-one)) * other, narrow);
@@ -353,77 +363,82 @@ static void norm(const struct model *m, const struct step *s, const float *weigh
     }
 }
 
-// One head, normed where the model does so, rotated and scaled: to[i * stride].
+// One head, normed where the model does so, rotated and scaled.
 INLINE void turn(const struct model *m, const float *x, const float *norm, const float *cos, const float *sin,
-                 float scale, float *to, int64_t stride) {
+                 float scale, float *to) {
     int64_t size = m->size, half = size / 2;
     float rate = norm ? rate_of(x, size, m->eps) : 1.0f;
     for (int64_t i = 0; i < size; i++) {
         int64_t other = i < half ? i + half : i - half;
         float one = x[i], two = x[other];
         if (norm) one *= rate * norm[i], two *= rate * norm[other];
-        to[i * stride] = (one * cos[i] + two * sin[i]) * scale;
+        to[i] = (one * cos[i] + two * sin[i]) * scale;
     }
 }
 
-// scores[query][token] for whole vectors of tokens, a few vectors at once
-INLINE void score(const int queries, int64_t size, int64_t padded, const float *query, const float *keys, int64_t tokens,
-                  float *scores, int64_t stride) {
-    for (int64_t t = 0; t < tokens; t += VECTORS * LANES) {
-        vec sum[QUERIES][VECTORS];
-        for (int q = 0; q < queries; q++)
-            for (int v = 0; v < VECTORS; v++) sum[q][v] = every(0.0f);
-        const float *block = keys + t * padded;
-        for (int64_t i = 0; i < size; i++) {
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) {
-                vec key = load(block + v * LANES * padded + i * LANES);
-#pragma GCC unroll 4
-                for (int q = 0; q < queries; q++) sum[q][v] += key * query[q * padded + i];
-            }
-        }
-        for (int q = 0; q < queries; q++)
-            for (int v = 0; v < VECTORS; v++) store(scores + q * stride + t + v * LANES, sum[q][v]);
-    }
+// A vector of the cache, which holds numbers as inputs of products are.
+INLINE vec cached(const void *base, int64_t at, const int narrow) {
+    if (!narrow) return load((const float *)base + at);
+    return (vec)(__builtin_convertvector(*(const half_t *)((const uint16_t *)base + at), bits_t) << 16);
 }
 
-// to[query][i] += sum over tokens of weights[query][token] values[token][i], for a few vectors of i
-INLINE void mix(const int queries, const int vectors, int64_t padded, const float *weights, int64_t stride,
-                const float *values, int64_t tokens, float *to) {
+struct seen {  // what a request looks at in one layer and head: its prompt, and its own tokens
+    const void *keys[2], *values[2];
+    int64_t tokens[2];
+};
+
+// scores[query][token] of a few vectors of tokens, from the one at first
+INLINE void score(const int narrow, const int queries, const int vectors, int64_t size, int64_t padded, const float *query,
+                  const void *keys, int64_t first, float *scores, int64_t stride) {
     vec sum[QUERIES][VECTORS];
     for (int q = 0; q < queries; q++)
-        for (int v = 0; v < vectors; v++) sum[q][v] = load(to + q * padded + v * LANES);
+        for (int v = 0; v < vectors; v++) sum[q][v] = every(0.0f);
+    for (int64_t i = 0; i < size; i++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            vec key = cached(keys, (first + v * LANES) * padded + i * LANES, narrow);
+#pragma GCC unroll 4
+            for (int q = 0; q < queries; q++) sum[q][v] += key * query[q * padded + i];
+        }
+    }
+    for (int q = 0; q < queries; q++)
+        for (int v = 0; v < vectors; v++) store(scores + q * stride + first + v * LANES, sum[q][v]);
+}
+
+// to[query][i] += sum over tokens of weights[query][token] values[token][i], for a few vectors of i from the one at first
+INLINE void mix(const int narrow, const int queries, const int vectors, int64_t padded, const float *weights, int64_t stride,
+                const void *values, int64_t first, int64_t tokens, float *to) {
+    vec sum[QUERIES][VECTORS];
+    for (int q = 0; q < queries; q++)
+        for (int v = 0; v < vectors; v++) sum[q][v] = load(to + q * padded + first + v * LANES);
     for (int64_t t = 0; t < tokens; t++) {
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
-            vec value = load(values + t * padded + v * LANES);
+            vec value = cached(values, t * padded + first + v * LANES, narrow);
 #pragma GCC unroll 4
             for (int q = 0; q < queries; q++) sum[q][v] += value * weights[q * stride + t];
         }
     }
     for (int q = 0; q < queries; q++)
-        for (int v = 0; v < vectors; v++) store(to + q * padded + v * LANES, sum[q][v]);
+        for (int v = 0; v < vectors; v++) store(to + q * padded + first + v * LANES, sum[q][v]);
 }
-
-INLINE void mix_all(const int queries, int64_t padded, const float *weights, int64_t stride, const float *values,
-                    int64_t tokens, float *to) {
-    int64_t i = 0;
-    for (; i + VECTORS * LANES <= padded; i += VECTORS * LANES)
-        mix(queries, VECTORS, padded, weights, stride, values + i, tokens, to + i);
-    for (; i < padded; i += LANES) mix(queries, 1, padded, weights, stride, values + i, tokens, to + i);
-}
-
-struct seen {  // what a request looks at in one layer and head: its prompt, and its own tokens
-    const float *keys[2], *values[2];
-    int64_t tokens[2];
-};
 
 // Softmax attention of a few queries [queries][padded] to all that is seen; to [queries][padded].
-INLINE void attend(const int queries, int64_t size, int64_t padded, const float *query, const struct seen *seen,
-                   float *scores, int64_t stride, float *to) {
-    int64_t start[2] = {0, up(seen->tokens[0], KEYS)};
-    for (int part = 0; part < 2; part++)
-        score(queries, size, padded, query, seen->keys[part], seen->tokens[part], scores + start[part], stride);
+INLINE void attend(const int narrow, const int queries, int64_t size, int64_t padded, const float *query,
+                   const struct seen *seen, float *scores, int64_t stride, float *to) {
+    int64_t start[2] = {0, up(seen->tokens[0], LANES)};
+    for (int part = 0; part < 2; part++) {
+        const void *keys = seen->keys[part];
+        float *at = scores + start[part];
+        int64_t t = 0, left = seen->tokens[part];
+        for (; left > VECTORS / 2 * LANES; t += VECTORS * LANES, left -= VECTORS * LANES)
+            score(narrow, queries, VECTORS, size, padded, query, keys, t, at, stride);
+        if (left > LANES)
+            score(narrow, queries, VECTORS / 2, size, padded, query, keys, t, at, stride);
+        else if (left > 0)
+            score(narrow, queries, 1, size, padded, query, keys, t, at, stride);
+        // those of the next part are written over what was computed beyond this one
+    }
     float share[QUERIES];
     for (int q = 0; q < queries; q++) {
         float *row = scores + q * stride;
@@ -443,10 +458,29 @@ INLINE void attend(const int queries, int64_t size, int64_t padded, const float 
         share[q] = 1.0f / total(sum);
         for (int64_t i = 0; i < padded; i += LANES) store(to + q * padded + i, every(0.0f));
     }
-    for (int part = 0; part < 2; part++)
-        mix_all(queries, padded, scores + start[part], stride, seen->values[part], seen->tokens[part], to);
+    for (int part = 0; part < 2; part++) {
+        const float *weights = scores + start[part];
+        int64_t i = 0;
+        for (; i + VECTORS * LANES <= padded; i += VECTORS * LANES)
+            mix(narrow, queries, VECTORS, padded, weights, stride, seen->values[part], i, seen->tokens[part], to);
+        for (; i < padded; i += LANES)
+            mix(narrow, queries, 1, padded, weights, stride, seen->values[part], i, seen->tokens[part], to);
+    }
     for (int q = 0; q < queries; q++)
         for (int64_t i = 0; i < padded; i += LANES) store(to + q * padded + i, load(to + q * padded + i) * share[q]);
+}
+
+INLINE void attend_all(const int narrow, int64_t queries, int64_t size, int64_t padded, const float *query,
+                       const struct seen *seen, float *scores, int64_t stride, float *to) {
+    int64_t q = 0;
+#define TOGETHER(n) \
+    for (; q + n <= queries; q += n) \
+        attend(narrow, n, size, padded, query + q * padded, seen, scores, stride, to + q * padded);
+#if QUERIES == 4
+    TOGETHER(4)
+#endif
+    TOGETHER(2) TOGETHER(1)
+#undef TOGETHER
 }
 
 // The new token of every request goes into the cache and looks at all before it.
@@ -454,8 +488,8 @@ static void attention(const struct model *m, const struct step *s, int64_t numbe
     const struct layer *l = m->layer + number;
     const int64_t size = m->size, padded = up(size, LANES), repeat = m->heads / m->kv_heads;
     const int64_t own_block = s->own_tokens * padded, shared_block = s->shared_tokens * padded;
-    float *query = scratch, *out = query + repeat * padded, *scores = out + repeat * padded;
-    const int64_t stride = (s->own_size - 2 * repeat * padded) / QUERIES;
+    float *query = scratch, *key = query + repeat * padded, *out = key + padded, *scores = out + repeat * padded;
+    const int64_t stride = (s->own_size - (2 * repeat + 1) * padded) / QUERIES;
     memset(query, 0, sizeof(float) * repeat * padded);
     for (int64_t item; (item = take(taken)) < s->rows * m->kv_heads;) {
         const int64_t head = item / s->rows, row = s->order[item % s->rows], prompt = s->prompt[row];
@@ -463,34 +497,26 @@ static void attention(const struct model *m, const struct step *s, int64_t numbe
         const float *cos = s->cos + s->length[row] * size, *sin = s->sin + s->length[row] * size;
         const float *qkv = s->wide + row * s->wide_stride;
         for (int64_t q = 0; q < repeat; q++)
-            turn(m, qkv + (head * repeat + q) * size, l->qk_norm, cos, sin, 1.0f / sqrtf((float)size), query + q * padded, 1);
-        int64_t mine = (number * s->own_slots + row) * m->kv_heads + head;
-        int64_t ours = (number * s->shared_prompts + prompt) * m->kv_heads + head;
-        float *key = s->own_keys + mine * own_block + place / LANES * LANES * padded + place % LANES;
-        turn(m, qkv + (m->heads + head) * size, l->qk_norm ? l->qk_norm + size : NULL, cos, sin, 1.0f, key, LANES);
-        memcpy(s->own_values + mine * own_block + place * padded, qkv + (m->heads + m->kv_heads + head) * size,
-               sizeof(float) * size);
-        struct seen seen = {
-            {s->shared_keys + ours * shared_block, s->own_keys + mine * own_block},
-            {s->shared_values + ours * shared_block, s->own_values + mine * own_block},
+            turn(m, qkv + (head * repeat + q) * size, l->qk_norm, cos, sin, 1.0f / sqrtf((float)size), query + q * padded);
+        turn(m, qkv + (m->heads + head) * size, l->qk_norm ? l->qk_norm + size : NULL, cos, sin, 1.0f, key);
+        const int64_t mine = ((number * s->own_slots + row) * m->kv_heads + head) * own_block;
+        const int64_t ours = ((number * s->shared_prompts + prompt) * m->kv_heads + head) * shared_block;
+        const int64_t at = mine + place / LANES * LANES * padded + place % LANES;
+        for (int64_t i = 0; i < size; i++) put_one(s->own_keys, at + i * LANES, key[i], m->narrow);
+        const float *value = qkv + (m->heads + m->kv_heads + head) * size;
+        for (int64_t i = 0; i < size; i++) put_one(s->own_values, mine + place * padded + i, value[i], m->narrow);
+        const struct seen seen = {
+            {row_of(s->shared_keys, 1, ours, m->narrow), row_of(s->own_keys, 1, mine, m->narrow)},
+            {row_of(s->shared_values, 1, ours, m->narrow), row_of(s->own_values, 1, mine, m->narrow)},
             {s->prompted[prompt], place + 1},
         };
-        int64_t q = 0;
-#define TOGETHER(n) \
-    for (; q + n <= repeat; q += n) attend(n, size, padded, query + q * padded, &seen, scores, stride, out + q * padded);
-#if QUERIES == 4
-        TOGETHER(4)
-#endif
-        TOGETHER(2) TOGETHER(1)
-#undef TOGETHER
+        if (m->narrow)
+            attend_all(1, repeat, size, padded, query, &seen, scores, stride, out);
+        else
+            attend_all(0, repeat, size, padded, query, &seen, scores, stride, out);
         void *to = row_of(s->inputs[1], row, s->inputs_stride[1], m->narrow);
-        for (q = 0; q < repeat; q++) {
-            int64_t at = (head * repeat + q) * size;
-            if (m->narrow)
-                for (int64_t i = 0; i < size; i++) ((uint16_t *)to)[at + i] = rounded(out[q * padded + i]);
-            else
-                memcpy((float *)to + at, out + q * padded, sizeof(float) * size);
-        }
+        for (int64_t q = 0; q < repeat; q++)
+            for (int64_t i = 0; i < size; i++) put_one(to, (head * repeat + q) * size + i, out[q * padded + i], m->narrow);
     }
 }
 
@@ -615,6 +641,7 @@ static void run(const struct model *m, const struct step *s, struct team *team, 
 
 int model_size(void) { return sizeof(struct model); }
 int step_size(void) { return sizeof(struct step); }
+int lanes(void) { return LANES; }
 int phases(int layers) { return 7 * layers + 4; }
 
 void decode(const struct model *m, const struct step *s) {

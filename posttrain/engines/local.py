@@ -116,7 +116,7 @@ class LocalEngine:
 
     def _new_cache(self) -> Cache:
         if self._compiled is not None:
-            return PackedCache(self.model.config, torch.float32, self.device)
+            return PackedCache(self.model.config, self.dtype, self.device)
         # a processor's attention of few queries is faster in float32, though it reads more
         return Cache(
             self.model.config,

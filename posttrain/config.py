@@ -93,6 +93,8 @@ class Training(Data):
     """auto, cpu, cuda, cuda:1 ..."""
     threads: int | None = None
     """Processor threads; left out: PyTorch's choice."""
+    compiled: bool = True
+    """On a processor, use code compiled for it where a C compiler is found; --no-compiled: torch's operations alone."""
     quiet: bool = False
     """No progress display."""
 
@@ -265,9 +267,6 @@ class RL(Axes):
     """Time limit of one call of the environment; beyond it the reward is invalid."""
     slots: int = 256
     """Most replies sampled at once: the memory of the key-value cache."""
-    compiled: bool = True
-    """On a processor, sample by code compiled for it where a C compiler is found: the same but faster. --no-compiled: in
-    torch's operations."""
     engine: Literal["local", "vllm"] = "local"
     """What samples: local, with the learner's own weights, or vLLM in a process of its own."""
     engine_cache: float = 4.0
@@ -318,7 +317,7 @@ class Evaluation(Data):
     slots: int = 256
     """Most replies sampled at once."""
     compiled: bool = True
-    """On a processor, sample by code compiled for it where a C compiler is found. --no-compiled: in torch's operations."""
+    """As in training."""
     precision: Precision = "float32"
     """Arithmetic of the forward passes."""
     device: str = "auto"

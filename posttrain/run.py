@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from posttrain import native
 from posttrain.algorithms.adjust import adjust
 from posttrain.algorithms.critic import SoftQ
 from posttrain.algorithms.page import describe
@@ -186,7 +187,7 @@ def evaluate(
             path = resolve(folder)
             model, tokenizer = load_model(path, device=device), Tokenizer.load(path)
             end_tokens(model, tokenizer)
-            engine = LocalEngine(model, tokenizer, config.slots, config.precision, config.compiled)
+            engine = LocalEngine(model, tokenizer, config.slots, config.precision)
             episodes = repeated(data, config.samples, config.seed)
             rollouts = play(episodes, host, engine, tokenizer, sampling, model.config.context)
             rewards: dict[str, list[float]] = {t["id"]: [] for t in data}
@@ -221,6 +222,7 @@ def prepare(config: Training | Evaluation) -> torch.device:
     """Threads, seed of the global generator (nothing should draw from it) and the device."""
     if config.threads:
         torch.set_num_threads(config.threads)
+    native.use(config.compiled)
     torch.manual_seed(config.seed)
     return choose_device(config.device)
 
@@ -311,7 +313,7 @@ def _start(
 def _engine(config: RL, model: Decoder, tokenizer: Tokenizer) -> LocalEngine | VLLMEngine:
     """What samples the rollouts."""
     if config.engine == "local":
-        return LocalEngine(model, tokenizer, config.slots, config.precision, config.compiled)
+        return LocalEngine(model, tokenizer, config.slots, config.precision)
     limit = config.engine_seconds
     return VLLMEngine(
         model,

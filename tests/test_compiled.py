@@ -1,7 +1,8 @@
-"""Compiled decoding samples what torch's operations would, for every shape of model, and the same bits in any company."""
+"""Compiled code samples and learns what torch's operations would, for every shape of model."""
 
 from __future__ import annotations
 
+import copy
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,10 +11,13 @@ import pytest
 import torch
 from test_engine import complete, ragged
 
+from posttrain import native
 from posttrain.engines import compiled
 from posttrain.engines.compiled import library, paired, panels
 from posttrain.engines.local import LocalEngine
-from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
+from posttrain.models.likelihood import token_logp
+from posttrain.models.linear import accumulating
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Completion, Sampling
 
@@ -48,9 +52,17 @@ def decoder(config: DecoderConfig) -> Decoder:
     return model
 
 
+def in_torch(model: Decoder, tokenizer: Tokenizer, slots: int = 256) -> LocalEngine:
+    """An engine that decodes in torch's operations."""
+    native.use(False)
+    engine = LocalEngine(model, tokenizer, slots)
+    native.use(True)
+    return engine
+
+
 def both(model: Decoder, tokenizer: Tokenizer, prompts: list[list[int]], how: list[Sampling], slots: int = 11):  # type: ignore[no-untyped-def]
     """Completions by torch's operations and by compiled code."""
-    engines = [LocalEngine(model, tokenizer, slots=slots, compiled=choice) for choice in (False, True)]
+    engines = [in_torch(model, tokenizer, slots=slots), LocalEngine(model, tokenizer, slots=slots)]
     assert [e.means for e in engines] == ["torch's operations", "compiled code"]
     return [complete(engine, prompts, how) for engine in engines]
 
@@ -152,7 +164,7 @@ def test_weights_that_change_in_place_are_seen(tokenizer: Tokenizer) -> None:
         model.layers[0].down.weight.mul_(3)
     after = complete(engine, prompts, how)
     assert after != before
-    assert_same(complete(LocalEngine(model, tokenizer, compiled=False), prompts, how), after)
+    assert_same(complete(in_torch(model, tokenizer), prompts, how), after)
 
 
 @needs_compiler
@@ -165,7 +177,7 @@ def test_nothing_is_held_when_nothing_runs(tokenizer: Tokenizer) -> None:
 
 def test_without_a_compiler_torch_decodes(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, how = ragged(6)
-    expected = complete(LocalEngine(decoder(PLAIN), tokenizer, compiled=False), prompts, how)
+    expected = complete(in_torch(decoder(PLAIN), tokenizer), prompts, how)
     monkeypatch.setattr(compiled, "library", lambda: None)
     engine = LocalEngine(decoder(PLAIN), tokenizer)
     assert engine.means == "torch's operations" and complete(engine, prompts, how) == expected
@@ -174,8 +186,8 @@ def test_without_a_compiler_torch_decodes(tokenizer: Tokenizer, monkeypatch: pyt
 @pytest.mark.parametrize("found", [None, "/bin/false", "/bin/true"])
 def test_a_compiler_that_is_missing_or_fails_is_no_compiler(monkeypatch, tmp_path, found) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: found)
-    assert library.__wrapped__() is None
+    monkeypatch.setattr(native.shutil, "which", lambda name: found)
+    assert native._loaded.__wrapped__("engines/decode.c") is None
     assert not list(tmp_path.rglob("*.so"))
 
 
@@ -184,8 +196,8 @@ def test_code_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Non
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ran = []
     run = subprocess.run
-    monkeypatch.setattr(compiled.subprocess, "run", lambda command, **how: (ran.append(command), run(command, **how)))
-    assert library.__wrapped__() is not None and library.__wrapped__() is not None
+    monkeypatch.setattr(native.subprocess, "run", lambda command, **how: (ran.append(command), run(command, **how)))
+    assert all(native._loaded.__wrapped__("models/layer.c") is not None for _ in range(2))
     assert len(ran) == 2, "it is compiled and linked"
 
 
@@ -198,3 +210,52 @@ def test_panels_hold_a_weight_in_the_order_in_which_it_is_read() -> None:
     rows = paired(torch.arange(40).float(), lanes=16)  # 20 of gate, 20 of up
     assert rows[:16].tolist() == list(range(16)) and rows[16:32].tolist() == list(range(20, 36))
     assert rows[32:36].tolist() == [16, 17, 18, 19] and rows[48:52].tolist() == [36, 37, 38, 39] and len(rows) == 64
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def gradients(model: Decoder, used: bool, passes: int = 2) -> list[torch.Tensor]:
+    """Of all weights after a few passes, as an update makes them; with compiled code or without."""
+    native.use(used)
+    model.zero_grad()
+    for number in range(passes):
+        tokens = torch.arange(60 + number) % 37
+        with accumulating():
+            hidden = model(tokens, torch.arange(len(tokens)), causal)
+            token_logp(hidden, model.head, tokens).sum().backward()
+    native.use(True)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_every_shape_of_model_are_those_of_torch(threads: int, shape: str) -> None:
+    model = decoder(SHAPES[shape])
+    ours, theirs = gradients(model, True), gradients(model, False)
+    exact = gradients(copy.deepcopy(model).double(), False)  # what both come near
+    assert len(ours) == len(theirs) == len(exact) == len(list(model.parameters()))
+    assert any(not torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), "compiled code is to be used"
+    for mine, other, right in zip(ours, theirs, exact, strict=True):
+        limit = 1e-6 * right.norm() + 3 * (other - right).norm()
+        assert (mine - right).norm() < limit
+
+
+@needs_compiler
+def test_an_evaluation_and_an_update_compute_the_same_bits(model: Decoder) -> None:
+    """So that a ratio of probabilities before any update is 1."""
+    tokens, place = torch.arange(40) % 17, torch.arange(40)
+    with torch.no_grad():
+        evaluated = model(tokens, place, causal)
+    with accumulating():
+        trained = model(tokens, place, causal)
+    assert torch.equal(evaluated, trained)
+
+
+@needs_compiler
+def test_frozen_weights_get_no_gradient(model: Decoder) -> None:
+    frozen = model.layers[0].down.weight.requires_grad_(False)
+    found = gradients(model, True)
+    assert frozen.grad is None and len(found) == len(list(model.parameters())) - 1
+    for mine, other in zip(found, gradients(model, False), strict=True):
+        assert torch.allclose(mine, other, rtol=1e-3, atol=1e-4)

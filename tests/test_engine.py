@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import tiny
 
+from posttrain import native
 from posttrain.data.pack import lay
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.sampler import sample, uniform
@@ -245,7 +246,9 @@ def test_stop_string_behind_bytes_that_are_no_character_still_ends_the_reply(dat
     assert tokenizer.decode(script[-1:]) == "\n" and not tokenizer.decode(script).endswith("A\n")
     drawn = iter(script)
     monkeypatch.setattr("posttrain.engines.local.sample", lambda *_: (torch.tensor([next(drawn)]), torch.tensor([0.0])))
-    engine = LocalEngine(model, tokenizer, compiled=False)
+    native.use(False)  # the draws are scripted
+    engine = LocalEngine(model, tokenizer)
+    native.use(True)
     (done,) = complete(engine, [[1, 2]], [Sampling(max_tokens=50, stop=("\n",))]).values()
     assert list(done.tokens) == script and done.stop is StopReason.STOP
 

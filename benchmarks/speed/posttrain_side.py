@@ -22,7 +22,7 @@ from rewards import REWARDS
 from side import Laps, Line, Memory, use_threads
 from work import GROUP, LEARNING_RATE, PROMPTS, SFT_ROWS, requests, rows, tasks, tokens_of
 
-from posttrain import course, run
+from posttrain import course, native, run
 from posttrain.algorithms.adjust import adjust
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.table import find
@@ -109,7 +109,9 @@ class Bench:
         """Seconds of a decoding step of so many requests, by compiled code or in torch's operations."""
         before = self.engine
         if not compiled:
-            self.engine = LocalEngine(self.model, self.tokenizer, precision=before.precision, compiled=False)
+            native.use(False)
+            self.engine = LocalEngine(self.model, self.tokenizer, precision=before.precision)
+            native.use(True)
         texts = [text for text, _ in requests("fixed")][:running]
         seconds, _ = self.sampled(self._requests([(text, DECODED) for text in texts]))
         self.engine = before

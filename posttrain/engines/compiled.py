@@ -1,7 +1,6 @@
 """Decides whether decoding steps run as compiled code, and lays weights, cache and requests as that code reads them.
 
-`decode.c` holds the step itself. It is compiled where a C compiler is found, once for a machine, and kept in the user's
-cache folder; without one, decoding runs in torch's operations.
+`decode.c` holds the step itself.
 
     B    running requests
 """
@@ -9,29 +8,20 @@ cache folder; without one, decoding runs in torch's operations.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from posttrain import native
 from posttrain.engines.cache import Cache, Prefix
 from posttrain.models.decoder import Decoder, DecoderConfig, Layer
 
 if TYPE_CHECKING:
     from posttrain.engines.local import Rows
 
-SOURCE = Path(__file__).with_name("decode.c")
-FLAGS = ("-O3", "-march=native", "-fPIC", "-std=gnu11", "-fno-math-errno")
 UNIT = 32  # rows of scratch and entries in a row of it are a multiple of this, which every processor's vectors divide
 BLOCK, QUERIES = 64, 4  # as in decode.c, or more
 KINDS = ("products", "attention", "norms", "draws")  # of the work in a step, as in decode.c
@@ -39,52 +29,14 @@ PACKED_HEAD = 1 << 22
 """Entries of an output head up to which a copy is kept: memory is not to grow with the vocabulary."""
 
 
-@cache
 def library() -> ctypes.CDLL | None:
-    """The compiled step; None where there is no compiler, or what it makes does not load."""
-    compiler = next(filter(None, map(shutil.which, ("gcc", "cc", "clang"))), None)
-    if compiler is None:
-        return None
-    try:
-        loaded = ctypes.CDLL(str(_compiled(compiler)))
-    except (OSError, subprocess.SubprocessError):
-        return None
-    loaded.decode.argtypes = (ctypes.POINTER(_Model), ctypes.POINTER(_Step))
-    loaded.decode.restype = None
-    assert loaded.step_size() == ctypes.sizeof(_Step) and loaded.model_size() == ctypes.sizeof(_Model)
+    """The compiled step, if there is one."""
+    loaded = native.library("engines/decode.c")
+    if loaded is not None:
+        loaded.decode.argtypes = (ctypes.POINTER(_Model), ctypes.POINTER(_Step))
+        loaded.decode.restype = None
+        assert loaded.step_size() == ctypes.sizeof(_Step) and loaded.model_size() == ctypes.sizeof(_Model)
     return loaded
-
-
-def _compiled(compiler: str) -> Path:
-    """Compiled for this processor by this compiler, now or before."""
-    built = os.stat(compiler)
-    parts = (SOURCE.read_text(), *FLAGS, compiler, str(built.st_mtime_ns), str(built.st_size), _processor())
-    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain"
-    path = folder / f"decode-{name}.so"
-    if path.exists():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        half, whole = Path(place, "decode.o"), Path(place, "decode.so")
-        # Linked without OpenMP's library: its names are those that torch has loaded, so both share one set of threads.
-        for command in (
-            (compiler, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", str(half)),
-            (compiler, "-shared", str(half), "-lm", "-o", str(whole)),
-        ):
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
-        whole.replace(path)
-    return path
-
-
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor()
-    return "\n".join(
-        sorted({line for line in text.splitlines() if line.startswith(("model name", "flags", "Features"))})
-    )
 
 
 # -- as decode.c declares them -----------------------------------------------------------------------------------------

@@ -14,30 +14,23 @@
 //   values in the cache: [tokens][S]
 // Rows of all buffers are padded with zeros to whole vectors.
 
-#include <math.h>
 #include <omp.h>
 #include <sched.h>
 #include <stdatomic.h>
-#include <stdint.h>
-#include <string.h>
 #include <time.h>
+
+#include "vectors.h"
 #ifdef __AMX_BF16__
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
-// LANES: numbers in a register of a vector. The others follow from how many of them there are.
-#if defined(__AVX512F__)
-#define LANES 16
+// These follow from how many registers there are.
+#if LANES == 16
 #define ROWS 12    // of one tile in float32: 24 sums, 2 weights and a factor
 #define QUERIES 4  // that go through the cache together
-#elif defined(__AVX__)
-#define LANES 8
-#define ROWS 6
-#define QUERIES 2
 #else
-#define LANES 4
 #define ROWS 6
 #define QUERIES 2
 #endif
@@ -46,12 +39,6 @@
 #define TILED 32           // rows of one tile in bfloat16
 #define STRETCH 16         // inputs of a product between two looks ahead
 #define BLOCK 64           // entries of the vocabulary that are summed before the running sum
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint32_t bits_t __attribute__((vector_size(4 * LANES)));
-typedef uint16_t half_t __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 struct product {
     const void *weight;
@@ -133,42 +120,7 @@ static void meet(struct team *team) {
 // The next piece of a phase's work that nobody has taken.
 INLINE int64_t take(int32_t *taken) { return __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED); }
 
-// -- vectors ----------------------------------------------------------------------------------------------------------
-
-INLINE vec load(const float *at) { return *(const vec *)at; }
-INLINE void store(float *at, vec x) { *(vec *)at = x; }
-INLINE vec every(float x) { return x - (vec){0}; }
-INLINE vec choose(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes) | (~where & (ivec)no)); }
-INLINE vec greater(vec x, vec y) { return choose(x > y, x, y); }
-
-INLINE float total(vec x) {
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) x[i] += x[i + half];
-    return x[0];
-}
-
-INLINE float greatest(vec x) {
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
-    return x[0];
-}
-
-// e^x to within 2 units in the last place; 0 below -87, and e^88 above 88.
-INLINE vec exponential(vec x) {
-    ivec none = x < every(-87.0f), beyond = x > every(88.0f);
-    x = choose(none, every(-87.0f), choose(beyond, every(88.0f), x));
-    vec turns = x * 1.44269504088896341f + 12582912.0f - 12582912.0f;  // rounded: its fraction falls off 2^23 and a half
-    vec rest = x - turns * 0.693359375f + turns * 2.12194440e-4f;
-    vec y = every(1.9875691500e-4f);
-    y = y * rest + 1.3981999507e-3f;
-    y = y * rest + 8.3334519073e-3f;
-    y = y * rest + 4.1665795894e-2f;
-    y = y * rest + 1.6666665459e-1f;
-    y = y * rest + 5.0000001201e-1f;
-    y = y * rest * rest + rest + 1.0f;
-    vec scale = (vec)((__builtin_convertvector(turns, ivec) + 127) << 23);
-    return choose(none, every(0.0f), y * scale);
-}
+// -- numbers ----------------------------------------------------------------------------------------------------------
 
 INLINE uint16_t rounded(float x) {  // to bfloat16, the nearest, ties to even
     uint32_t bits;

@@ -33,7 +33,6 @@ class LocalEngine:
     """See `posttrain.types.Engine`. One per learner; not thread-safe.
 
     `slots`: how many requests run at once. `context`: tokens of prompt and reply together, at most the model's.
-    `compiled`: on a processor, decode by compiled code where there is a compiler and the code covers the model.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class LocalEngine:
         tokenizer: Tokenizer,
         slots: int = 256,
         precision: str = "float32",
-        compiled: bool = True,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -58,9 +56,7 @@ class LocalEngine:
         self.running: list[Request] = []  # [B], request of each slot
         self._rows = Rows(self.device)
         self.dtype = torch.bfloat16 if precision == "bfloat16" else model.head.dtype
-        self._compiled = (
-            CompiledStep(model, self.dtype, self.eos) if compiled and supported(model, self.dtype) else None
-        )
+        self._compiled = CompiledStep(model, self.dtype, self.eos) if supported(model, self.dtype) else None
         self._cache = self._new_cache()
 
     @property

@@ -1,17 +1,25 @@
-"""Decides how what lies between the products is computed, where gradients written out are faster than torch's.
+"""Decides how what lies between the products is computed: by compiled code on a processor, or with gradients written out.
 
-Each can be differentiated twice.
+Compiled code (`layer.c`) goes through memory once where torch's operations go through it several times. That is cheap enough
+to compute norms and activations again in the backward pass instead of keeping them. It knows float32 alone; whatever it does
+not cover goes through torch's operations, each of which can be differentiated twice.
 
 T    tokens
 """
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from posttrain import native
+from posttrain.models.linear import Linear, accumulates, add_product, collected, collects
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -93,3 +101,164 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(grad, functional.silu(gate), out=to_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=to_gate)
         return out
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def _kernels() -> ctypes.CDLL | None:
+    loaded = native.library("models/layer.c")
+    return None if loaded is None else _typed(loaded)
+
+
+@cache
+def _typed(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, long, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+    for name, kinds in {
+        "norm": (pointer, pointer, real, long, long, pointer, pointer, number, number),
+        "norm_backward": (*(pointer,) * 4, long, long, pointer, pointer, number),
+        "activate": (pointer, long, long, pointer, number),
+        "activate_backward": (pointer, pointer, long, long, pointer, pointer, number),
+        "rotate": (pointer, pointer, pointer, *(long,) * 4, pointer, number, number),
+    }.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = kinds, None
+    return loaded
+
+
+def _covers(x: Tensor, *weights: Tensor) -> bool:
+    """Whether compiled code can do it: once differentiable at most, in float32, on a processor."""
+    return (
+        (accumulates() or not torch.is_grad_enabled())
+        and x.device.type == "cpu"
+        and x.is_contiguous()
+        and all(y.dtype == torch.float32 for y in (x, *weights))
+        and not torch.is_autocast_enabled("cpu")
+        and _kernels() is not None
+    )
+
+
+def normed_product(x: Tensor, weight: Tensor, eps: float, linear: Linear) -> Tensor:
+    """linear(rms_norm(x)): [T, inputs] -> [T, outputs]."""
+    if _covers(x, weight, linear.weight) and (collects(linear.weight) or not torch.is_grad_enabled()):
+        product: Tensor = _NormedProduct.apply(x, weight, eps, linear.weight, linear.bias)
+        return product
+    return linear(rms_norm(x, weight, eps))
+
+
+def activated_product(x: Tensor, linear: Linear) -> Tensor:
+    """linear(swiglu(x)): [T, 2 inputs] -> [T, outputs]."""
+    if _covers(x, linear.weight) and (collects(linear.weight) or not torch.is_grad_enabled()):
+        product: Tensor = _ActivatedProduct.apply(x, linear.weight, linear.bias)
+        return product
+    return linear(swiglu(x))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, turned: int) -> tuple[Tensor, Tensor]:
+    """The first `turned` heads of x [T, heads * size] rotated, [T, turned, size], and the others. May overwrite x.
+
+    cos and sin [T, 1, size] as `Decoder.rotary` makes them.
+    """
+    size = cos.shape[-1]
+    heads = x.shape[-1] // size
+    if _covers(x, cos):
+        x = _Rotated.apply(x, cos, sin, turned)
+        some, others = x.unflatten(-1, (heads, size)).split_with_sizes((turned, heads - turned), 1)
+        return some, others
+    some, others = x.unflatten(-1, (heads, size)).split_with_sizes((turned, heads - turned), 1)
+    return turn(some, cos, sin), others
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads x [T, heads, size] rotated; of x's type, also where the tables are wider."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).type_as(x)
+
+
+def _normed_again(x: Tensor, weight: Tensor, rate: Tensor) -> Tensor:
+    out, kernels = torch.empty_like(x), _kernels()
+    assert kernels is not None
+    kernels.norm(*_pointers(x, weight), 0.0, *x.shape, *_pointers(out, rate), True, torch.get_num_threads())
+    return out
+
+
+def _pointers(*tensors: Tensor) -> list[int]:
+    return [x.data_ptr() for x in tensors]
+
+
+class _NormedProduct(torch.autograd.Function):
+    """Keeps x and one number of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        normed, rate, kernels = torch.empty_like(x), x.new_empty(x.shape[0]), _kernels()
+        assert kernels is not None
+        kernels.norm(*_pointers(x, norm), eps, *x.shape, *_pointers(normed, rate), False, torch.get_num_threads())
+        ctx.save_for_backward(x, norm, rate)
+        ctx.weight, ctx.bias = weight, bias
+        return functional.linear(normed, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, norm, rate), kernels, threads = ctx.saved_tensors, _kernels(), torch.get_num_threads()
+        place = collected(ctx.weight)
+        assert kernels is not None and place is not None
+        to_normed = grad @ ctx.weight
+        add_product(place, grad.t(), _normed_again(x, norm, rate))
+        to_x, to_norm = torch.empty_like(x), x.new_zeros(threads, x.shape[1])
+        kernels.norm_backward(*_pointers(to_normed, x, norm, rate), *x.shape, *_pointers(to_x, to_norm), threads)
+        return to_x, to_norm.sum(0), None, None, None if ctx.bias is None else grad.sum(0)
+
+
+class _ActivatedProduct(torch.autograd.Function):
+    """Keeps x alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        inner, kernels = x.new_empty(x.shape[0], x.shape[1] // 2), _kernels()
+        assert kernels is not None
+        kernels.activate(x.data_ptr(), *inner.shape, inner.data_ptr(), torch.get_num_threads())
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias = weight, bias
+        return functional.linear(inner, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), kernels = ctx.saved_tensors, _kernels()
+        place = collected(ctx.weight)
+        assert kernels is not None and place is not None
+        to_inner = grad @ ctx.weight
+        inner, to_x = torch.empty_like(to_inner), torch.empty_like(x)
+        kernels.activate_backward(
+            *_pointers(to_inner, x), *inner.shape, *_pointers(inner, to_x), torch.get_num_threads()
+        )
+        add_product(place, grad.t(), inner)
+        return to_x, None, None if ctx.bias is None else grad.sum(0)
+
+
+class _Rotated(torch.autograd.Function):
+    """In place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(cos, sin)
+        ctx.turned = turned
+        _rotate(x, cos, sin, turned, x, backward=False)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        to_x = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        cos, sin = ctx.saved_tensors
+        _rotate(grad.contiguous(), cos, sin, ctx.turned, to_x, backward=True)
+        return to_x, None, None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, turned: int, to: Tensor, backward: bool) -> None:
+    (rows, width), size, kernels = x.shape, cos.shape[-1], _kernels()
+    assert kernels is not None and cos.is_contiguous() and sin.is_contiguous()
+    threads = torch.get_num_threads()
+    kernels.rotate(*_pointers(x, cos, sin), rows, turned, width // size, size, to.data_ptr(), backward, threads)

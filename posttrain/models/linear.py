@@ -30,7 +30,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, inputs] -> [T, outputs]."""
-        if _collects(self.weight) and torch.is_grad_enabled():
+        if collects(self.weight) and torch.is_grad_enabled():
             product: Tensor = _Product.apply(x, self.weight, self.bias)
             return product
         return functional.linear(x, self.weight, self.bias)
@@ -44,7 +44,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(count, size))
 
     def forward(self, index: Tensor) -> Tensor:
-        if _collects(self.weight) and torch.is_grad_enabled():
+        if collects(self.weight) and torch.is_grad_enabled():
             rows: Tensor = _Rows.apply(self.weight, index)
             return rows
         return functional.embedding(index, self.weight)
@@ -75,13 +75,18 @@ def accumulating() -> Iterator[None]:
         _accumulating = before
 
 
-def _collects(weight: Tensor) -> bool:
+def accumulates() -> bool:
+    return _accumulating is not None
+
+
+def collects(weight: Tensor) -> bool:
+    """Whether a backward pass adds this weight's gradient itself."""
     return _accumulating is not None and weight.is_leaf and weight.requires_grad
 
 
 def collected(weight: Tensor) -> Tensor | None:
     """Where a backward pass is to add the gradient of a weight; None: it returns it, as always."""
-    if not _collects(weight):
+    if not collects(weight):
         return None
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)

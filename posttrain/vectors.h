@@ -1,0 +1,55 @@
+// Vectors of float32 as wide as the processor's registers, in GCC's and Clang's notation; for any processor.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+// Numbers in a register.
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t bits_t __attribute__((vector_size(4 * LANES)));
+typedef uint16_t half_t __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+INLINE vec load(const float *at) { return *(const vec *)at; }
+INLINE void store(float *at, vec x) { *(vec *)at = x; }
+INLINE vec every(float x) { return x - (vec){0}; }
+INLINE vec choose(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes) | (~where & (ivec)no)); }
+INLINE vec greater(vec x, vec y) { return choose(x > y, x, y); }
+
+INLINE float total(vec x) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
+}
+
+INLINE float greatest(vec x) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
+    return x[0];
+}
+
+// e^x to within 2 units in the last place; 0 below -87, and e^88 above 88.
+INLINE vec exponential(vec x) {
+    ivec none = x < every(-87.0f), beyond = x > every(88.0f);
+    x = choose(none, every(-87.0f), choose(beyond, every(88.0f), x));
+    vec turns = x * 1.44269504088896341f + 12582912.0f - 12582912.0f;  // rounded: its fraction falls off 2^23 and a half
+    vec rest = x - turns * 0.693359375f + turns * 2.12194440e-4f;
+    vec y = every(1.9875691500e-4f);
+    y = y * rest + 1.3981999507e-3f;
+    y = y * rest + 8.3334519073e-3f;
+    y = y * rest + 4.1665795894e-2f;
+    y = y * rest + 1.6666665459e-1f;
+    y = y * rest + 5.0000001201e-1f;
+    y = y * rest * rest + rest + 1.0f;
+    vec scale = (vec)((__builtin_convertvector(turns, ivec) + 127) << 23);
+    return choose(none, every(0.0f), y * scale);
+}

@@ -53,3 +53,49 @@ INLINE vec exponential(vec x) {
     vec scale = (vec)((__builtin_convertvector(turns, ivec) + 127) << 23);
     return choose(none, every(0.0f), y * scale);
 }
+
+// -- numbers of two widths: float32, or bfloat16 where `narrow` -------------------------------------------------------
+
+INLINE uint16_t rounded(float x) {  // to bfloat16, the nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+INLINE vec get(const void *row, int64_t at, int narrow) {
+    if (!narrow) return load((const float *)row + at);
+    return (vec)(__builtin_convertvector(*(const half_t *)((const uint16_t *)row + at), bits_t) << 16);
+}
+
+INLINE void put(void *row, int64_t at, vec x, int narrow) {
+    if (!narrow) {
+        store((float *)row + at, x);
+        return;
+    }
+    bits_t bits = (bits_t)x;
+    *(half_t *)((uint16_t *)row + at) = __builtin_convertvector((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, half_t);
+}
+
+// The same of fewer numbers than a vector has, where fewer are left.
+INLINE vec get_some(const void *row, int64_t at, int64_t left, int narrow) {
+    if (left >= LANES) return get(row, at, narrow);
+    float x[LANES] = {0};
+    if (narrow)
+        memcpy(x, (const uint16_t *)row + at, sizeof(uint16_t) * (size_t)left);
+    else
+        memcpy(x, (const float *)row + at, sizeof(float) * (size_t)left);
+    return get(x, 0, narrow);
+}
+
+INLINE void put_some(void *row, int64_t at, vec x, int64_t left, int narrow) {
+    if (left >= LANES) {
+        put(row, at, x, narrow);
+        return;
+    }
+    float part[LANES];
+    put(part, 0, x, narrow);
+    if (narrow)
+        memcpy((uint16_t *)row + at, part, sizeof(uint16_t) * (size_t)left);
+    else
+        memcpy((float *)row + at, part, sizeof(float) * (size_t)left);
+}

@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "posttrain"
 RANKS = (
-    {"types", "config", "estimate", "health", "diversity"},
+    {"types", "config", "estimate", "health", "diversity", "native"},
     {"algorithms", "data", "envs", "record", "verify", "display"},
     {"models", "retrieval", "view"},
     {"engines", "learners"},

@@ -122,22 +122,6 @@ INLINE int64_t take(int32_t *taken) { return __atomic_fetch_add(taken, 1, __ATOM
 
 // -- numbers ----------------------------------------------------------------------------------------------------------
 
-INLINE uint16_t rounded(float x) {  // to bfloat16, the nearest, ties to even
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-}
-
-// Inputs of a product, in its type.
-INLINE void put(void *row, int64_t at, vec x, int narrow) {
-    if (!narrow) {
-        store((float *)row + at, x);
-        return;
-    }
-    bits_t bits = (bits_t)x;
-    *(half_t *)((uint16_t *)row + at) = __builtin_convertvector((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, half_t);
-}
-
 INLINE void put_one(void *row, int64_t at, float x, int64_t narrow) {
     if (narrow)
         ((uint16_t *)row)[at] = rounded(x);
@@ -328,12 +312,6 @@ INLINE void turn(const struct model *m, const float *x, const float *norm, const
     }
 }
 
-// A vector of the cache, which holds numbers as inputs of products are.
-INLINE vec cached(const void *base, int64_t at, const int narrow) {
-    if (!narrow) return load((const float *)base + at);
-    return (vec)(__builtin_convertvector(*(const half_t *)((const uint16_t *)base + at), bits_t) << 16);
-}
-
 struct seen {  // what a request looks at in one layer and head: its prompt, and its own tokens
     const void *keys[2], *values[2];
     int64_t tokens[2];
@@ -348,7 +326,7 @@ INLINE void score(const int narrow, const int queries, const int vectors, int64_
     for (int64_t i = 0; i < size; i++) {
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
-            vec key = cached(keys, (first + v * LANES) * padded + i * LANES, narrow);
+            vec key = get(keys, (first + v * LANES) * padded + i * LANES, narrow);
 #pragma GCC unroll 4
             for (int q = 0; q < queries; q++) sum[q][v] += key * query[q * padded + i];
         }
@@ -366,7 +344,7 @@ INLINE void mix(const int narrow, const int queries, const int vectors, int64_t 
     for (int64_t t = 0; t < tokens; t++) {
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
-            vec value = cached(values, t * padded + first + v * LANES, narrow);
+            vec value = get(values, t * padded + first + v * LANES, narrow);
 #pragma GCC unroll 4
             for (int q = 0; q < queries; q++) sum[q][v] += value * weights[q * stride + t];
         }

@@ -1,8 +1,8 @@
 """Decides how what lies between the products is computed: by compiled code on a processor, or with gradients written out.
 
 Compiled code (`layer.c`) goes through memory once where torch's operations go through it several times. That is cheap enough
-to compute norms and activations again in the backward pass instead of keeping them. It knows float32 alone; whatever it does
-not cover goes through torch's operations, each of which can be differentiated twice.
+to compute norms and activations again in the backward pass instead of keeping them. It knows float32, and products in
+bfloat16; whatever it does not cover goes through torch's operations, each of which can be differentiated twice.
 
 T    tokens
 """
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from posttrain import native
-from posttrain.models.linear import Linear, accumulates, add_product, collected, collects
+from posttrain.models.linear import Linear, accumulates, add_product, collected, collects, narrowed, product_type
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -115,32 +115,36 @@ def _kernels() -> ctypes.CDLL | None:
 def _typed(loaded: ctypes.CDLL) -> ctypes.CDLL:
     pointer, long, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
     for name, kinds in {
-        "norm": (pointer, pointer, real, long, long, pointer, pointer, number, number),
-        "norm_backward": (*(pointer,) * 4, long, long, pointer, pointer, number),
-        "activate": (pointer, long, long, pointer, number),
-        "activate_backward": (pointer, pointer, long, long, pointer, pointer, number),
-        "rotate": (pointer, pointer, pointer, *(long,) * 4, pointer, number, number),
+        "norm": (pointer, pointer, real, long, long, pointer, pointer, number),
+        "norm_backward": (*(pointer,) * 4, long, long, pointer, pointer),
+        "activate": (pointer, long, long, pointer),
+        "activate_backward": (pointer, pointer, long, long, pointer, pointer),
+        "rotate": (pointer, pointer, pointer, *(long,) * 4, pointer, number),
     }.items():
         function = getattr(loaded, name)
-        function.argtypes, function.restype = kinds, None
+        function.argtypes, function.restype = (number, *kinds, number), None  # narrow first, threads last
     return loaded
 
 
-def _covers(x: Tensor, *weights: Tensor) -> bool:
-    """Whether compiled code can do it: once differentiable at most, in float32, on a processor."""
+def _covers(x: Tensor, wide: bool, *others: Tensor) -> bool:
+    """Whether compiled code can do it: differentiable once at most, on a processor, in float32 or bfloat16.
+
+    wide: x is float32, whatever products are.
+    """
     return (
         (accumulates() or not torch.is_grad_enabled())
         and x.device.type == "cpu"
         and x.is_contiguous()
-        and all(y.dtype == torch.float32 for y in (x, *weights))
-        and not torch.is_autocast_enabled("cpu")
+        and product_type(x) in (torch.float32, torch.bfloat16)
+        and x.dtype == (torch.float32 if wide else product_type(x))
+        and all(y.dtype == torch.float32 for y in others)
         and _kernels() is not None
     )
 
 
 def normed_product(x: Tensor, weight: Tensor, eps: float, linear: Linear) -> Tensor:
     """linear(rms_norm(x)): [T, inputs] -> [T, outputs]."""
-    if _covers(x, weight, linear.weight) and (collects(linear.weight) or not torch.is_grad_enabled()):
+    if _covers(x, True, weight, linear.weight) and (collects(linear.weight) or not torch.is_grad_enabled()):
         product: Tensor = _NormedProduct.apply(x, weight, eps, linear.weight, linear.bias)
         return product
     return linear(rms_norm(x, weight, eps))
@@ -148,7 +152,7 @@ def normed_product(x: Tensor, weight: Tensor, eps: float, linear: Linear) -> Ten
 
 def activated_product(x: Tensor, linear: Linear) -> Tensor:
     """linear(swiglu(x)): [T, 2 inputs] -> [T, outputs]."""
-    if _covers(x, linear.weight) and (collects(linear.weight) or not torch.is_grad_enabled()):
+    if _covers(x, False, linear.weight) and (collects(linear.weight) or not torch.is_grad_enabled()):
         product: Tensor = _ActivatedProduct.apply(x, linear.weight, linear.bias)
         return product
     return linear(swiglu(x))
@@ -161,12 +165,11 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, turned: int) -> tuple[Tensor, T
     """
     size = cos.shape[-1]
     heads = x.shape[-1] // size
-    if _covers(x, cos):
+    compiled = _covers(x, False, cos, sin)
+    if compiled:
         x = _Rotated.apply(x, cos, sin, turned)
-        some, others = x.unflatten(-1, (heads, size)).split_with_sizes((turned, heads - turned), 1)
-        return some, others
     some, others = x.unflatten(-1, (heads, size)).split_with_sizes((turned, heads - turned), 1)
-    return turn(some, cos, sin), others
+    return some if compiled else turn(some, cos, sin), others
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -174,15 +177,12 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).type_as(x)
 
 
-def _normed_again(x: Tensor, weight: Tensor, rate: Tensor) -> Tensor:
-    out, kernels = torch.empty_like(x), _kernels()
+def _call(name: str, narrow: torch.dtype, *arguments: Tensor | float) -> None:
+    """A function of layer.c; `narrow`: the type of what products take and give."""
+    kernels = _kernels()
     assert kernels is not None
-    kernels.norm(*_pointers(x, weight), 0.0, *x.shape, *_pointers(out, rate), True, torch.get_num_threads())
-    return out
-
-
-def _pointers(*tensors: Tensor) -> list[int]:
-    return [x.data_ptr() for x in tensors]
+    passed = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+    getattr(kernels, name)(narrow == torch.bfloat16, *passed, torch.get_num_threads())
 
 
 class _NormedProduct(torch.autograd.Function):
@@ -190,24 +190,26 @@ class _NormedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        normed, rate, kernels = torch.empty_like(x), x.new_empty(x.shape[0]), _kernels()
-        assert kernels is not None
-        kernels.norm(*_pointers(x, norm), eps, *x.shape, *_pointers(normed, rate), False, torch.get_num_threads())
-        ctx.save_for_backward(x, norm, rate)
+        normed, rate = torch.empty_like(x, dtype=product_type(x)), x.new_empty(x.shape[0])
+        _call("norm", normed.dtype, x, norm, eps, *x.shape, normed, rate, False)
+        narrow = narrowed(weight)
+        ctx.save_for_backward(x, norm, rate, narrow)
         ctx.weight, ctx.bias = weight, bias
-        return functional.linear(normed, weight, bias)
+        return functional.linear(normed, narrow, None if bias is None else narrowed(bias))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, norm, rate), kernels, threads = ctx.saved_tensors, _kernels(), torch.get_num_threads()
+        x, norm, rate, narrow = ctx.saved_tensors
         place = collected(ctx.weight)
-        assert kernels is not None and place is not None
-        to_normed = grad @ ctx.weight
-        add_product(place, grad.t(), _normed_again(x, norm, rate))
-        to_x, to_norm = torch.empty_like(x), x.new_zeros(threads, x.shape[1])
-        kernels.norm_backward(*_pointers(to_normed, x, norm, rate), *x.shape, *_pointers(to_x, to_norm), threads)
-        return to_x, to_norm.sum(0), None, None, None if ctx.bias is None else grad.sum(0)
+        assert place is not None
+        to_normed = grad @ narrow
+        again = torch.empty_like(to_normed)
+        _call("norm", again.dtype, x, norm, 0.0, *x.shape, again, rate, True)
+        add_product(place, grad.t(), again)
+        to_x, to_norm = torch.empty_like(x), x.new_zeros(torch.get_num_threads(), x.shape[1])
+        _call("norm_backward", to_normed.dtype, to_normed, x, norm, rate, *x.shape, to_x, to_norm)
+        return to_x, to_norm.sum(0), None, None, None if ctx.bias is None else grad.sum(0, dtype=ctx.bias.dtype)
 
 
 class _ActivatedProduct(torch.autograd.Function):
@@ -215,26 +217,23 @@ class _ActivatedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        inner, kernels = x.new_empty(x.shape[0], x.shape[1] // 2), _kernels()
-        assert kernels is not None
-        kernels.activate(x.data_ptr(), *inner.shape, inner.data_ptr(), torch.get_num_threads())
-        ctx.save_for_backward(x)
+        inner, narrow = x.new_empty(x.shape[0], x.shape[1] // 2), narrowed(weight)
+        _call("activate", x.dtype, x, *inner.shape, inner)
+        ctx.save_for_backward(x, narrow)
         ctx.weight, ctx.bias = weight, bias
-        return functional.linear(inner, weight, bias)
+        return functional.linear(inner, narrow, None if bias is None else narrowed(bias))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), kernels = ctx.saved_tensors, _kernels()
+        x, narrow = ctx.saved_tensors
         place = collected(ctx.weight)
-        assert kernels is not None and place is not None
-        to_inner = grad @ ctx.weight
+        assert place is not None
+        to_inner = grad @ narrow
         inner, to_x = torch.empty_like(to_inner), torch.empty_like(x)
-        kernels.activate_backward(
-            *_pointers(to_inner, x), *inner.shape, *_pointers(inner, to_x), torch.get_num_threads()
-        )
+        _call("activate_backward", x.dtype, to_inner, x, *inner.shape, inner, to_x)
         add_product(place, grad.t(), inner)
-        return to_x, None, None if ctx.bias is None else grad.sum(0)
+        return to_x, None, None if ctx.bias is None else grad.sum(0, dtype=ctx.bias.dtype)
 
 
 class _Rotated(torch.autograd.Function):
@@ -251,14 +250,13 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        to_x = torch.empty_like(grad, memory_format=torch.contiguous_format)
         cos, sin = ctx.saved_tensors
+        to_x = torch.empty_like(grad, memory_format=torch.contiguous_format)
         _rotate(grad.contiguous(), cos, sin, ctx.turned, to_x, backward=True)
         return to_x, None, None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, turned: int, to: Tensor, backward: bool) -> None:
-    (rows, width), size, kernels = x.shape, cos.shape[-1], _kernels()
-    assert kernels is not None and cos.is_contiguous() and sin.is_contiguous()
-    threads = torch.get_num_threads()
-    kernels.rotate(*_pointers(x, cos, sin), rows, turned, width // size, size, to.data_ptr(), backward, threads)
+    assert cos.is_contiguous() and sin.is_contiguous()
+    (rows, width), size = x.shape, cos.shape[-1]
+    _call("rotate", x.dtype, x, cos, sin, rows, turned, width // size, size, to, backward)

@@ -84,6 +84,22 @@ def collects(weight: Tensor) -> bool:
     return _accumulating is not None and weight.is_leaf and weight.requires_grad
 
 
+def product_type(x: Tensor) -> torch.dtype:
+    """Of the products that x goes into: under autocast, its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def narrowed(weight: Tensor) -> Tensor:
+    """A weight in the type of products, cast once for all that is accumulated."""
+    dtype = product_type(weight)
+    if weight.dtype == dtype or _accumulating is None:
+        return weight.to(dtype)
+    if weight not in _accumulating:
+        _accumulating[weight] = weight.to(dtype)
+    return _accumulating[weight]
+
+
 def collected(weight: Tensor) -> Tensor | None:
     """Where a backward pass is to add the gradient of a weight; None: it returns it, as always."""
     if not collects(weight):
@@ -106,14 +122,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        device, narrow, shift = x.device.type, weight, bias
         ctx.weight, ctx.bias, ctx.type = weight, bias, x.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            assert _accumulating is not None
-            if weight not in _accumulating:
-                _accumulating[weight] = weight.to(dtype)
-            x, narrow, shift = x.to(dtype), _accumulating[weight], None if bias is None else bias.to(dtype)
+        x, narrow, shift = x.to(product_type(x)), narrowed(weight), None if bias is None else narrowed(bias)
         ctx.save_for_backward(x, narrow)
         return functional.linear(x, narrow, shift)
 

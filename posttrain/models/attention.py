@@ -8,10 +8,12 @@ same length, and the padding is dropped again at once.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from posttrain import native
 from posttrain.types import Layout
 
 PREFIX_TOKENS = 128
@@ -39,15 +42,24 @@ class SegmentAttention:
         if q.device.type != "cpu":
             return self._masked(q, k, v)
         # Fused kernels are switched off where a second derivative is wanted: they have none.
-        if self._few_prefixes and torch.backends.cuda.flash_sdp_enabled():
-            attended: Tensor = _Joined.apply(q, k, v, self._joined)
-            return attended
+        if torch.backends.cuda.flash_sdp_enabled():
+            attended: Tensor
+            if self._families.compiled(k.shape[1], k.shape[2]):
+                attended = _Compiled.apply(q, k, v, self._families)
+                return attended
+            if self._few_prefixes:
+                attended = _Joined.apply(q, k, v, self._joined)
+                return attended
         return self._masked(*map(_wide, (q, k, v))).to(q.dtype)
 
     @cached_property
     def _few_prefixes(self) -> bool:
         """Whether going through prefixes one by one pays."""
         return PREFIX_TOKENS * len({p for p in self.layout.prefix if p >= 0}) <= self.layout.tokens.shape[0]
+
+    @cached_property
+    def _families(self) -> _Families:
+        return _Families(self.layout)
 
     @cached_property
     def _joined(self) -> _Parts:
@@ -118,6 +130,107 @@ def _places(layout: Layout, buckets: list[_Own]) -> Tensor:
 
 def _grade(length: int) -> int:
     return math.ceil(math.log(max(length, 8)) / _GROWTH)
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def _kernel() -> ctypes.CDLL | None:
+    loaded = native.library("models/attention.c")
+    return None if loaded is None else _typed(loaded)
+
+
+@cache
+def _typed(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    loaded.attention.argtypes, loaded.attention.restype = (ctypes.POINTER(_Attention), ctypes.c_int), None
+    assert loaded.attention_size() == ctypes.sizeof(_Attention)
+    return loaded
+
+
+class _Attention(ctypes.Structure):
+    """As attention.c declares it."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("families", "heads", "kv_heads", "size", "threads")),
+        ("scale", ctypes.c_float),
+        *((n, ctypes.c_void_p) for n in ("first", "start", "length", "prefix_start", "prefix_length", "q", "k", "v")),
+        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
+        *((name, ctypes.c_void_p) for name in ("out", "mass", "grad", "to_q", "to_k", "to_v", "room")),
+        *((name, ctypes.c_int64) for name in ("room_size", "room_row")),
+    ]
+
+
+class _Families:
+    """A layout's segments, each behind the one that it continues, as attention.c reads them."""
+
+    def __init__(self, layout: Layout) -> None:
+        members: dict[int, list[int]] = {k: [k] for k, prefix in enumerate(layout.prefix) if prefix < 0}
+        for k, prefix in enumerate(layout.prefix):
+            if prefix >= 0:
+                members[prefix].append(k)
+        seen = [n + (layout.length[p] if p >= 0 else 0) for n, p in zip(layout.length, layout.prefix, strict=True)]
+        # the longest first: threads that are done early find something short
+        families = sorted(members.values(), key=lambda family: -sum(layout.length[k] * seen[k] for k in family))
+        order = [k for family in families for k in family]
+        before = [layout.prefix[k] for k in order]
+        self.count = len(families)
+        self.widest = max(seen)
+        self.first = torch.tensor([0, *accumulate(map(len, families))])
+        self.start = torch.tensor([layout.start[k] for k in order])
+        self.length = torch.tensor([layout.length[k] for k in order])
+        self.prefix_start = torch.tensor([layout.start[p] if p >= 0 else 0 for p in before])
+        self.prefix_length = torch.tensor([layout.length[p] if p >= 0 else 0 for p in before])
+
+    def compiled(self, kv_heads: int, size: int) -> bool:
+        """Whether compiled code covers heads of this size, and every thread gets something to do."""
+        kernel = _kernel()
+        return kernel is not None and size % kernel.panel() == 0 and self.count * kv_heads >= torch.get_num_threads()
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor, backward: bool, **tensors: Tensor) -> None:
+        """q, k and v are float32 [T, heads, size], heads side by side."""
+        kernel, threads = _kernel(), torch.get_num_threads()
+        assert kernel is not None
+        (_, heads, size), panel = q.shape, kernel.panel()
+        row = -(-self.widest // panel) * panel
+        room = torch.empty(threads, (2 + backward) * size * row + (1 + backward) * kernel.queries() * row)
+        names = ("first", "start", "length", "prefix_start", "prefix_length")
+        pointers = {name: getattr(self, name) for name in names} | {"q": q, "k": k, "v": v, "room": room} | tensors
+        how = _Attention(
+            **{name: x.data_ptr() for name, x in pointers.items()},
+            **dict(families=self.count, heads=heads, kv_heads=k.shape[1], size=size, threads=threads, scale=size**-0.5),
+            **dict(q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0)),
+            **dict(room_size=room.shape[1], room_row=row),
+        )
+        kernel.attention(how, backward)
+
+
+class _Compiled(torch.autograd.Function):
+    """Differentiable once."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, families: _Families) -> Tensor:
+        narrow = q, k, v
+        q, k, v = (_side_by_side(_wide(x)) for x in narrow)
+        out, mass = torch.empty(q.shape), torch.empty(q.shape[:2])
+        families.call(q, k, v, False, out=out, mass=mass)
+        ctx.save_for_backward(*narrow, out.to(narrow[0].dtype), mass)
+        ctx.families = families
+        return out.to(narrow[0].dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, mass = ctx.saved_tensors
+        q, k, v, out = (_side_by_side(_wide(x)) for x in tensors)
+        to_q, to_k, to_v = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
+        tensors = {"out": out, "mass": mass, "grad": _wide(grad).contiguous(), "to_q": to_q, "to_k": to_k, "to_v": to_v}
+        ctx.families.call(q, k, v, True, **tensors)
+        return to_q.to(grad.dtype), to_k.to(grad.dtype), to_v.to(grad.dtype), None
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """x [T, heads, size] with the heads of a token without gaps between them."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 # -- without masks: a segment's own tokens and its prefix apart --------------------------------------------------------

@@ -28,6 +28,11 @@ def use(compiled: bool) -> None:
     _used = compiled
 
 
+def means() -> str:
+    """What the inner loops run as, in words."""
+    return "compiled code" if library("models/layer.c") is not None else "torch's operations"
+
+
 def library(source: str) -> ctypes.CDLL | None:
     """A file of this package, compiled and loaded; None where that cannot be, or is not wanted."""
     return _loaded(source) if _used else None

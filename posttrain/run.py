@@ -93,7 +93,8 @@ def sft(config: SFT, tasks: Sequence[Task] | None = None) -> Run:
     sizes = [
         f"model {parameters(model):,} parameters, context {context}, vocabulary {model.config.vocab}",
         f"{len(train_tasks)} rows ({tokens:,} tokens to learn), {len(held_out)} held out",
-        f"{steps} steps of {config.rows} rows, micro-batches of {microbatch_tokens(config, device)} tokens",
+        f"{steps} steps of {config.rows} rows, micro-batches of {microbatch_tokens(config, device)} tokens"
+        + (f", between products {native.means()}" if device.type == "cpu" else ""),
     ]
     lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
     loop = Course(config, start, resumed, learner, source, tokenizer, measure if unseen else None, steps)

@@ -99,3 +99,30 @@ INLINE void put_some(void *row, int64_t at, vec x, int64_t left, int narrow) {
     else
         memcpy((float *)row + at, part, sizeof(float) * (size_t)left);
 }
+
+// -- products ---------------------------------------------------------------------------------------------------------
+
+#define PANEL (2 * LANES)  // outputs that are computed together
+#if LANES == 16
+#define ROWS 12  // most rows of them: 24 sums, 2 vectors of b and a factor fill 32 registers
+#define EVERY_HEIGHT(CASE) \
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#else
+#define ROWS 6
+#define EVERY_HEIGHT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#endif
+
+// sum[rows][PANEL] += over `depth` of a[row, i] b[i][PANEL]; entries of a lie anywhere. Each is added up by itself, in the
+// order of i.
+INLINE void add_up(const int rows, vec sum[ROWS][2], int64_t depth, const float *a, int64_t a_row, int64_t a_next,
+                   const float *b, int64_t b_next) {
+    for (int64_t i = 0; i < depth; i++) {
+        vec one = load(b + i * b_next), other = load(b + i * b_next + LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            float x = a[r * a_row + i * a_next];
+            sum[r][0] += one * x;
+            sum[r][1] += other * x;
+        }
+    }
+}

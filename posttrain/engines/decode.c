@@ -26,19 +26,11 @@
 #include <unistd.h>
 #endif
 
-// These follow from how many registers there are.
-#if LANES == 16
-#define ROWS 12    // of one tile in float32: 24 sums, 2 weights and a factor
-#define QUERIES 4  // that go through the cache together
-#else
-#define ROWS 6
-#define QUERIES 2
-#endif
-#define VECTORS 4          // of keys or values for each of these queries
-#define PANEL (2 * LANES)  // outputs of a product that are computed together
-#define TILED 32           // rows of one tile in bfloat16
-#define STRETCH 16         // inputs of a product between two looks ahead
-#define BLOCK 64           // entries of the vocabulary that are summed before the running sum
+#define QUERIES (LANES == 16 ? 4 : 2)  // that go through the cache together: as many as registers hold the sums of
+#define VECTORS 4                      // of keys or values for each of these queries
+#define TILED 32                       // rows of one tile in bfloat16
+#define STRETCH 16                     // inputs of a product between two looks ahead
+#define BLOCK 64                       // entries of the vocabulary that are summed before the running sum
 
 struct product {
     const void *weight;
@@ -170,7 +162,7 @@ INLINE struct ahead ahead_of(const struct product *p, int64_t next, int64_t entr
 }
 
 INLINE void wide_tile(const int rows, const struct product *p, const float *in, int64_t in_stride, int64_t panel,
-                      enum use use, void *out, int64_t out_stride, int narrow, struct ahead *ahead) {
+                      enum use use, float *out, int64_t out_stride, struct ahead *ahead) {
     vec sum[ROWS][2];
     for (int r = 0; r < rows; r++) {
         sum[r][0] = p->bias ? load(p->bias + panel * PANEL) : every(0.0f);
@@ -179,34 +171,26 @@ INLINE void wide_tile(const int rows, const struct product *p, const float *in, 
     const float *weight = (const float *)p->weight + panel * PANEL * p->inputs;
     for (int64_t k = 0; k < p->inputs;) {
         fetch(ahead);
-        int64_t end = k + STRETCH < p->inputs ? k + STRETCH : p->inputs;
-        for (; k < end; k++, weight += PANEL) {
-            vec one = load(weight), other = load(weight + LANES);
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                float x = in[r * in_stride + k];
-                sum[r][0] += one * x;
-                sum[r][1] += other * x;
-            }
-        }
+        int64_t now = p->inputs - k < STRETCH ? p->inputs - k : STRETCH;
+        add_up(rows, sum, now, in + k, in_stride, 1, weight, PANEL);
+        k += now, weight += now * PANEL;
     }
-    for (int r = 0; r < rows; r++)
-        use_outputs(use, sum[r][0], sum[r][1], row_of(out, r, out_stride, use == ACTIVATE && narrow), panel, narrow);
+    for (int r = 0; r < rows; r++) use_outputs(use, sum[r][0], sum[r][1], out + r * out_stride, panel, 0);
 }
 
 static void wide_panel(const struct product *p, const float *in, int64_t in_stride, int64_t rows, int64_t panel,
-                       enum use use, void *out, int64_t out_stride, int narrow, int64_t next) {
+                       enum use use, float *out, int64_t out_stride, int64_t next) {
 #define TILE(n) \
-    case n: wide_tile(n, p, in, in_stride, panel, use, out, out_stride, narrow, &ahead); break;
+    case n: wide_tile(n, p, in, in_stride, panel, use, out, out_stride, &ahead); break;
     int64_t tiles = (rows + ROWS - 1) / ROWS;
     struct ahead ahead = ahead_of(p, next, sizeof(float), STRETCH, tiles);
     for (; rows > 0; tiles--) {
         int64_t now = (rows + tiles - 1) / tiles;  // tiles of about one height, none of a row or two beside full ones
         switch (now) {
-            TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+            EVERY_HEIGHT(TILE)
         }
         in += now * in_stride;
-        out = row_of(out, now, out_stride, use == ACTIVATE && narrow);
+        out += now * out_stride;
         rows -= now;
     }
 #undef TILE
@@ -265,6 +249,7 @@ static void narrow_panel(const struct product *p, const uint16_t *in, int64_t in
 
 static void multiply(const struct product *p, const void *in, int64_t in_stride, int64_t rows, enum use use, void *out,
                      int64_t out_stride, int narrow, int32_t *taken) {
+    (void)narrow;  // without matrix tiles weights are float32
     for (int64_t panel = take(taken), next; panel < p->panels; panel = next) {
         next = take(taken);
 #ifdef __AMX_BF16__
@@ -273,7 +258,7 @@ static void multiply(const struct product *p, const void *in, int64_t in_stride,
             continue;
         }
 #endif
-        wide_panel(p, in, in_stride, rows, panel, use, out, out_stride, 0, next);
+        wide_panel(p, in, in_stride, rows, panel, use, out, out_stride, next);
     }
 }
 
@@ -406,9 +391,9 @@ INLINE void attend_all(const int narrow, int64_t queries, int64_t size, int64_t 
 #define TOGETHER(n) \
     for (; q + n <= queries; q += n) \
         attend(narrow, n, size, padded, query + q * padded, seen, scores, stride, to + q * padded);
-#if QUERIES == 4
-    TOGETHER(4)
-#endif
+    if (QUERIES == 4) {
+        TOGETHER(4)
+    }
     TOGETHER(2) TOGETHER(1)
 #undef TOGETHER
 }

@@ -9,12 +9,6 @@
 
 #include "vectors.h"
 
-#define PANEL (2 * LANES)
-#if LANES == 16
-#define ROWS 12
-#else
-#define ROWS 6
-#endif
 #define QUERIES (4 * ROWS)  // whose scores are held at once
 
 struct attention {
@@ -41,15 +35,7 @@ INLINE void tile(const int rows, int64_t depth, const float *a, int64_t a_row, i
         sum[r][0] = add ? load(c + r * c_row) : every(0.0f);
         sum[r][1] = add ? load(c + r * c_row + LANES) : every(0.0f);
     }
-    for (int64_t i = 0; i < depth; i++) {
-        vec one = load(b + i * b_next), other = load(b + i * b_next + LANES);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            float x = a[r * a_row + i * a_next];
-            sum[r][0] += one * x;
-            sum[r][1] += other * x;
-        }
-    }
+    add_up(rows, sum, depth, a, a_row, a_next, b, b_next);
     for (int r = 0; r < rows; r++) {
         store(c + r * c_row, sum[r][0]);
         store(c + r * c_row + LANES, sum[r][1]);
@@ -66,10 +52,7 @@ static void multiply(int64_t rows, int64_t columns, int64_t depth, const float *
         int64_t now = (rows + tiles - 1) / tiles;
         for (int64_t j = 0; j < columns; j += PANEL)
             switch (now) {
-                TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
-#if ROWS == 12
-                TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
-#endif
+                EVERY_HEIGHT(TILE)
             }
         a += now * a_row, c += now * c_row, rows -= now;
     }

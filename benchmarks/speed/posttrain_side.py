@@ -40,11 +40,11 @@ DECODED = 64  # tokens of each reply where decoding steps are timed
 
 KINDS = {
     "products": ("aten::mm", "aten::addmm", "aten::bmm"),
-    "attention": ("flash_attention",),
+    "attention": ("flash_attention", "_Compiled", "_Joined"),
     "gather, scatter, copy": ("index", "scatter", "gather", "cat", "embedding", "roll", "copy", "clone"),
-    "norms, rotation": ("rms_norm", "pow", "rsqrt", "mean", "addcmul"),
-    "draw, likelihood": ("cumsum", "searchsorted", "amax", "exp", "log", "shift", "bitwise"),
-    "activation": ("silu",),
+    "norms, rotation": ("Norm", "_Rotated", "rms_norm", "pow", "rsqrt", "mean", "addcmul"),
+    "draw, likelihood": ("cumsum", "searchsorted", "amax", "exp", "log", "Likelihood", "aten::sub", "shift", "bitwise"),
+    "activation": ("silu", "_Activated"),
     "optimizer": ("adam", "foreach"),
 }
 """Kind of work -> what the names of its operations hold; the first that fits counts."""

@@ -45,7 +45,7 @@ def _loaded(source: str) -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(_compiled(HERE / source, compiler)))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # no room, no home, no result
         return None
 
 

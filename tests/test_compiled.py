@@ -37,6 +37,7 @@ SHAPES = {
     "one query head a key head": replace(PLAIN, kv_heads=4),
     "seven query heads a key head": replace(PLAIN, heads=7, kv_heads=1),
     "small heads": replace(PLAIN, head_size=8),
+    "heads of whole panels": replace(PLAIN, head_size=32),
     "heads of five vectors": replace(PLAIN, head_size=80),
     "no whole vectors": replace(PLAIN, hidden=45, heads=3, kv_heads=1, head_size=10, intermediate=51, vocab=67),
     "slowed rotation": replace(PLAIN, rope_scaling={"rope_type": "linear", "factor": 4.0}),
@@ -313,6 +314,10 @@ def test_what_compiled_attention_does_not_cover_goes_through_torch() -> None:
     layout = segments((9, -1), (30, 0))
     families = SegmentAttention(layout)._families
     assert families.compiled(2, 64) and not families.compiled(2, 24), "heads of no whole panels"
+    wide = normal(39, 6, 64).split_with_sizes((2, 2, 2), 1)
+    assert not families.compiled(2, 64, wide[0].dtype), "float64"
+    attend = SegmentAttention(layout)
+    assert torch.allclose(attend(0, *wide), attend._masked(*wide), rtol=1e-12)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     assert not families.compiled(2, 64), "a thread without work"

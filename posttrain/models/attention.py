@@ -44,7 +44,7 @@ class SegmentAttention:
         # Fused kernels are switched off where a second derivative is wanted: they have none.
         if torch.backends.cuda.flash_sdp_enabled():
             attended: Tensor
-            if self._families.compiled(k.shape[1], k.shape[2]):
+            if self._families.compiled(k.shape[1], k.shape[2], q.dtype):
                 attended = _Compiled.apply(q, k, v, self._families)
                 return attended
             if self._few_prefixes:
@@ -181,10 +181,15 @@ class _Families:
         self.prefix_start = torch.tensor([layout.start[p] if p >= 0 else 0 for p in before])
         self.prefix_length = torch.tensor([layout.length[p] if p >= 0 else 0 for p in before])
 
-    def compiled(self, kv_heads: int, size: int) -> bool:
-        """Whether compiled code covers heads of this size, and every thread gets something to do."""
+    def compiled(self, kv_heads: int, size: int, dtype: torch.dtype = torch.float32) -> bool:
+        """Whether compiled code covers heads of this size and type, and every thread gets something to do."""
         kernel = _kernel()
-        return kernel is not None and size % kernel.panel() == 0 and self.count * kv_heads >= torch.get_num_threads()
+        return (
+            kernel is not None
+            and torch.promote_types(dtype, torch.float32) == torch.float32
+            and size % kernel.panel() == 0
+            and self.count * kv_heads >= torch.get_num_threads()
+        )
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, backward: bool, **tensors: Tensor) -> None:
         """q, k and v are float32 [T, heads, size], heads side by side."""

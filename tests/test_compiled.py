@@ -179,6 +179,15 @@ def test_nothing_is_held_when_nothing_runs(tokenizer: Tokenizer) -> None:
     assert step is not None and step._model is None and not step._held and not step._room
 
 
+@needs_compiler
+def test_weights_that_are_no_numbers_are_not_sampled_from_in_silence(tokenizer: Tokenizer) -> None:
+    model = decoder(PLAIN)
+    with torch.no_grad():
+        model.embed.weight[7:] = torch.nan  # the prompt's own are sound: it is noticed while decoding
+    with pytest.raises((AssertionError, IndexError)):
+        complete(LocalEngine(model, tokenizer), [[5, 6]], [Sampling(seed=1, max_tokens=8)])
+
+
 def test_without_a_compiler_torch_decodes(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, how = ragged(6)
     expected = complete(in_torch(decoder(PLAIN), tokenizer), prompts, how)
@@ -313,7 +322,7 @@ def test_attention_in_bfloat16_is_that_of_float32_rounded(threads: int) -> None:
 def test_what_compiled_attention_does_not_cover_goes_through_torch() -> None:
     layout = segments((9, -1), (30, 0))
     families = SegmentAttention(layout)._families
-    assert families.compiled(2, 64) and not families.compiled(2, 24), "heads of no whole panels"
+    assert families.compiled(2, 64) and not families.compiled(2, 20), "heads of no whole panels"
     wide = normal(39, 6, 64).split_with_sizes((2, 2, 2), 1)
     assert not families.compiled(2, 64, wide[0].dtype), "float64"
     attend = SegmentAttention(layout)

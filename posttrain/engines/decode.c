@@ -432,6 +432,9 @@ static void attention(const struct model *m, const struct step *s, int64_t numbe
         void *to = row_of(s->inputs[1], row, s->inputs_stride[1], m->narrow);
         for (int64_t q = 0; q < repeat; q++)
             for (int64_t i = 0; i < size; i++) put_one(to, (head * repeat + q) * size + i, out[q * padded + i], m->narrow);
+        // what pads the row is multiplied by zeros: it must be a number, and may be left from a wider product
+        if (m->narrow && head == 0)
+            for (int64_t i = m->heads * size; i < up(m->heads * size, TILED); i++) put_one(to, i, 0.0f, 1);
     }
 }
 

@@ -8,6 +8,7 @@ occupy the first slots, so one decoding step is one dense forward over them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -250,10 +251,12 @@ class LocalEngine:
 
     def _completion(self, slot: int, stopped: bool) -> Completion:
         state, count = self._rows, int(self._rows.count[slot])
+        logp = state.logp[slot, :count].tolist()
+        assert math.isfinite(sum(logp)), "log-probabilities are no numbers: the weights hold NaN or infinities"
         return complete(
             self.running[slot],
             state.tokens[slot, :count].tolist(),
-            state.logp[slot, :count].tolist(),
+            logp,
             stopped=stopped,
             eos_ids=self.eos_ids,
             tokenizer=self.tokenizer,

@@ -37,6 +37,7 @@ from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
 from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
 from posttrain.models.folder import load_model
+from posttrain.models.fused import compiles
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.supervised import Demonstrations, Likelihood, demonstrate
 from posttrain.types import Invalid, Reply, Rollout, Sampling, Stats, Task, Transcript, UserError
@@ -94,7 +95,7 @@ def sft(config: SFT, tasks: Sequence[Task] | None = None) -> Run:
         f"model {parameters(model):,} parameters, context {context}, vocabulary {model.config.vocab}",
         f"{len(train_tasks)} rows ({tokens:,} tokens to learn), {len(held_out)} held out",
         f"{steps} steps of {config.rows} rows, micro-batches of {microbatch_tokens(config, device)} tokens"
-        + (f", between products {native.means()}" if device.type == "cpu" else ""),
+        + (f", between products {native.means(compiles())}" if device.type == "cpu" else ""),
     ]
     lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
     loop = Course(config, start, resumed, learner, source, tokenizer, measure if unseen else None, steps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from torch.nn import functional
 
 from posttrain import native
 from posttrain.engines.cache import Cache, Prefix
+from posttrain.engines.rows import Rows
 from posttrain.models.decoder import Decoder, DecoderConfig, Layer
-
-if TYPE_CHECKING:
-    from posttrain.engines.local import Rows
 
 UNIT = 32  # rows of scratch and entries in a row of it are a multiple of this, which every processor's vectors divide
 BLOCK, QUERIES = 64, 4  # as in decode.c, or more

@@ -106,6 +106,11 @@ class _SwiGLU(torch.autograd.Function):
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
+def compiles() -> bool:
+    """Whether what lies between the products of an update is compiled code here."""
+    return _kernels() is not None
+
+
 def _kernels() -> ctypes.CDLL | None:
     loaded = native.library("models/layer.c")
     return None if loaded is None else _typed(loaded)

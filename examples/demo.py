@@ -16,9 +16,9 @@ from collections import Counter
 from pathlib import Path
 
 import posttrain
-from posttrain.display import sample, table
 from posttrain.envs import arithmetic
-from posttrain.record import curves, read_rollouts, rollout_steps
+from posttrain.runs.display import sample, table
+from posttrain.runs.record import curves, read_rollouts, rollout_steps
 
 STEPS = 560
 PER_ANSWER = 45  # demonstrations: what imitation has never seen, exploration hardly finds, and rare sums are rare

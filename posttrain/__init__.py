@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from posttrain.types import Completion, Invalid, Reply, Rollout, Sampling, Task, Turn, UserError
 
 if TYPE_CHECKING:
-    from posttrain.course import Run
-    from posttrain.run import Evaluated
+    from posttrain.training.assembly import Evaluated
+    from posttrain.training.trainer import Run
 
 __version__ = "0.1.0"
 __all__ = [
@@ -45,11 +45,11 @@ def sft(tasks: Rows, **options: Any) -> Run:
 
     The options are the fields of `posttrain.config.SFT`. Raises UserError for a mistake of the caller's.
     """
-    from posttrain import run
     from posttrain.config import SFT
+    from posttrain.training import assembly
 
     named, rows = _named(tasks)
-    return run.sft(_fill(SFT, {**options, "tasks": named}), rows)
+    return assembly.sft(_fill(SFT, {**options, "tasks": named}), rows)
 
 
 def rl(tasks: Rows, env: str | Callable[..., Any], model: str, **options: Any) -> Run:
@@ -57,12 +57,12 @@ def rl(tasks: Rows, env: str | Callable[..., Any], model: str, **options: Any) -
 
     The options are the fields of `posttrain.config.RL`, such as algorithm="grpo", steps=200, prompts=16, group=8.
     """
-    from posttrain import run
     from posttrain.config import RL
+    from posttrain.training import assembly
 
     named, rows = _named(tasks)
     name, function = (env, None) if isinstance(env, str) else (getattr(env, "__qualname__", repr(env)), env)
-    return run.rl(_fill(RL, {**options, "tasks": named, "env": name, "model": str(model)}), rows, function)
+    return assembly.rl(_fill(RL, {**options, "tasks": named, "env": name, "model": str(model)}), rows, function)
 
 
 def evaluate(tasks: Rows, env: str | Callable[..., Any], model: str, **options: Any) -> Evaluated:
@@ -70,12 +70,12 @@ def evaluate(tasks: Rows, env: str | Callable[..., Any], model: str, **options: 
 
     The options are the fields of `posttrain.config.Evaluation`, such as samples=8, k=(1, 4, 8), against="runs/sft".
     """
-    from posttrain import run
     from posttrain.config import Evaluation
+    from posttrain.training import assembly
 
     named, rows = _named(tasks)
     name, function = (env, None) if isinstance(env, str) else (getattr(env, "__qualname__", repr(env)), env)
-    return run.evaluate(
+    return assembly.evaluate(
         _fill(Evaluation, {**options, "tasks": named, "env": name, "model": str(model)}), rows, function
     )
 

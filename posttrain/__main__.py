@@ -1,5 +1,5 @@
 """`python -m posttrain` is the command `posttrain`."""
 
-from posttrain.cli import entry
+from posttrain.cli.main import entry
 
 entry()

@@ -33,7 +33,7 @@ from seeds import STUDENT
 import posttrain
 from posttrain.algorithms.table import TABLE
 from posttrain.envs import arithmetic
-from posttrain.record import COLOURS, read_metrics, read_run
+from posttrain.runs.record import COLOURS, read_metrics, read_run
 from posttrain.types import Task, UserError
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.table import TABLE
 from posttrain.config import RL
-from posttrain.data.pack import lay
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.scoreboard import scoreboard
+from posttrain.sources.packing import collate
+from posttrain.sources.scores import scoreboard
 from posttrain.types import Batch, Completion, Rollout, Scores, Stats, StopReason, Transcript, World
 
 WORDS = Tokenizer.train(["0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>"], 64, "characters")
@@ -121,7 +121,7 @@ def new_case(
     want = frozenset({"value"}) if isinstance(row.critic, Value) else frozenset()
     old, reference, value = {}, {}, {}
     for rollout in rollouts:
-        (own,) = learner.evaluate([lay([rollout.transcripts], [0])], want=want)
+        (own,) = learner.evaluate([collate([rollout.transcripts], [0])], want=want)
         old[id(rollout)], reference[id(rollout)] = near(own.logp, noise), near(own.logp, 0.5)
         if own.value is not None:
             value[id(rollout)] = near(own.value, 0.3)
@@ -189,7 +189,7 @@ def feed(
     for index in ([i for i in part if found.fed[offset + i]] for part in cuts):
         if not index:
             continue
-        batch = lay([rollouts[i].transcripts for i in index], [offset + i for i in index])
+        batch = collate([rollouts[i].transcripts for i in index], [offset + i for i in index])
         fields: dict[str, Any] = {"advantage": torch.cat([found.advantage[offset + i] for i in index])}
         if row.surrogate.uses_ratio:
             fields["old_logp"] = torch.cat([case.old[id(rollouts[i])] for i in index])
@@ -204,7 +204,7 @@ def feed(
     texts = case.texts if texts is None else texts
     if row.pretraining is not None and texts:
         share = row.pretraining.coefficient / (text_tokens or sum(t.n_sampled for t in texts))
-        batch = lay([[t] for t in texts], range(len(texts)))
+        batch = collate([[t] for t in texts], range(len(texts)))
         weight = torch.full(batch.weight.shape, share, dtype=torch.float64)
         batches.append(replace(batch, weight=weight, sampler_logp=None))
     return batches

@@ -15,34 +15,26 @@ from conftest import tiny
 from feeding import WORDS, new_learner
 
 from posttrain.algorithms.adjust import adjust
-from posttrain.algorithms.choice import DynamicSampling, GroupLength, OverlongFilter, Replay, SoftOverlong, TopEntropy
+from posttrain.algorithms.aggregate import ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.credit import GAE, Baselined, Process, ToGo
 from posttrain.algorithms.critic import SoftQ, Value
-from posttrain.algorithms.page import differences
-from posttrain.algorithms.parts import (
-    Clip,
-    ConstantLength,
-    ImportanceRatio,
-    LogProbability,
-    PromptMean,
-    SequenceMean,
-    SequenceSum,
-    TokenMean,
-    WeightedLogProbability,
-)
+from posttrain.algorithms.describe import differences
+from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, TrustRegion, policy_objective
 from posttrain.algorithms.ratio import Causal, Correction, OverSequence, PessimisticClip, SequenceValueTokenGradient
+from posttrain.algorithms.shaping import GroupLength, SoftOverlong
+from posttrain.algorithms.surrogate import Clip, ImportanceRatio, LogProbability, WeightedLogProbability
 from posttrain.algorithms.table import TABLE, find
-from posttrain.cli import main
+from posttrain.cli.main import main
 from posttrain.config import RL, Axes, Training, validate
 from posttrain.engines.local import LocalEngine
-from posttrain.envs.host import Host
-from posttrain.experience import Experience, Size
+from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.folder import save_model
-from posttrain.supervised import demonstrate
-from posttrain.train import train
+from posttrain.sources.rl import Experience, Size
+from posttrain.sources.sft import demonstrate
+from posttrain.training.loop import train
 from posttrain.types import Sampling, Task, UserError
 
 Part = Callable[[Algorithm], Any]
@@ -210,7 +202,7 @@ def test_row_with_the_option_takes_a_step(name: str, how: dict[str, Any], where:
     texts = [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": "1"}, WORDS, [0], 32) for t in TASKS]
     length = 20 if row.filters else 6  # some replies must end by themselves to be learned from
     source = Experience(
-        tasks=TASKS, host=Host(digits, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
+        tasks=TASKS, pool=EnvPool(digits, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
         algorithm=row, sampling=Sampling(max_tokens=length), size=Size(2, 3, 60), seed=0, correct=0.25, texts=texts,
     )  # fmt: skip
     figures: list[dict[str, float]] = []
@@ -337,7 +329,8 @@ def test_contradiction_is_refused_with_its_option_and_the_fix_in_one_line(
 
 MINE = """
 from posttrain.algorithms.credit import Baselined
-from posttrain.algorithms.parts import Clip, TokenMean
+from posttrain.algorithms.aggregate import TokenMean
+from posttrain.algorithms.surrogate import Clip
 from posttrain.algorithms.policy import Algorithm
 
 mine = Algorithm("mine", "nobody 2026", Baselined("group", "none"), Clip(0.1, 0.3), TokenMean())

@@ -17,11 +17,11 @@ import pytest
 import torch
 from conftest import tiny
 
-from posttrain.cli import main
+from posttrain.cli.main import main
 from posttrain.envs import arithmetic
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.record import Record
+from posttrain.runs.record import Record
 
 GOOD = """
 def reward(task, reply):
@@ -260,7 +260,7 @@ def test_full_disk_is_one_line_and_the_run_resumes_identically(
     run = f"full-{writer}-{call}"
     with monkeypatch.context() as patch:
         if writer == "save":
-            patch.setattr("posttrain.course.save_model", on_call(call, save_model))
+            patch.setattr("posttrain.training.trainer.save_model", on_call(call, save_model))
         else:
             patch.setattr(Record, writer, on_call(call, getattr(Record, writer)))
         said = refused(capfd, words("rl", out=run, save_every=2), "No space left on device")
@@ -277,7 +277,7 @@ def test_full_disk_is_one_line_and_the_run_resumes_identically(
 def test_disk_that_is_really_full_is_one_line(place: Path) -> None:
     """With a limit on the size of files as the disk: small files fit, the weights do not."""
     code = f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, {resource.RLIM_INFINITY})); "
-    code += f"from posttrain.cli import main; sys.exit(main({words('rl', out='limited')!r}))"
+    code += f"from posttrain.cli.main import main; sys.exit(main({words('rl', out='limited')!r}))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
     assert "could not save checkpoint" in ran.stderr and "File too large" in ran.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain import checkpoint
+from posttrain.runs import checkpoint
 from posttrain.types import UserError
 
 

@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 from conftest import tiny
 
-from posttrain import run
-from posttrain.cli import main
+from posttrain.cli.chat import converse, dialogue
+from posttrain.cli.main import main
 from posttrain.config import RL, SFT, Evaluation, as_dict, continued
-from posttrain.dialogue import converse, dialogue
 from posttrain.envs import arithmetic
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.training import assembly
 from posttrain.types import Reply, StopReason, Turn, UserError
 
 
 def loaded_by(*arguments: str) -> tuple[int, set[str], str]:
     """Exit code, names of the modules, output of the command in a fresh process."""
-    code = f"import sys; from posttrain.cli import main; code = main({list(arguments)!r}); "
+    code = f"import sys; from posttrain.cli.main import main; code = main({list(arguments)!r}); "
     code += "print('\\n'.join(sys.modules), file=sys.stderr); sys.exit(code)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     return ran.returncode, set(ran.stderr.split()), ran.stdout
@@ -46,7 +46,7 @@ HEAVY = {
 
 def test_help_loads_neither_the_verbs_nor_anything_heavy() -> None:
     code, modules, said = loaded_by("--help")
-    ours = {"posttrain", "posttrain.cli", "posttrain.types"}
+    ours = {"posttrain", "posttrain.cli", "posttrain.cli.main", "posttrain.types"}
     assert code == 0
     assert all(verb in said for verb in ("sft", "rl", "eval", "chat", "algorithms", "check"))
     assert {name for name in modules if name.startswith("posttrain")} == ours
@@ -71,7 +71,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         raise UserError("taken")
 
     for verb in ("sft", "rl", "evaluate"):
-        monkeypatch.setattr(run, verb, take)
+        monkeypatch.setattr(assembly, verb, take)
     return configs
 
 
@@ -119,7 +119,7 @@ def test_version_algorithms_and_exit_codes(capsys: pytest.CaptureFixture[str], m
     def interrupt(config: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "rl", interrupt)
+    monkeypatch.setattr(assembly, "rl", interrupt)
     assert main(["rl"]) == 130
     assert capsys.readouterr().err == "posttrain: stopped\n"
 

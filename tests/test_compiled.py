@@ -13,10 +13,10 @@ from test_engine import complete, ragged
 from test_kernels import normal, segments
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from posttrain import native
 from posttrain.engines import compiled
 from posttrain.engines.compiled import library, paired, panels
 from posttrain.engines.local import LocalEngine
+from posttrain.kernels import build
 from posttrain.models.attention import SegmentAttention
 from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
 from posttrain.models.likelihood import token_logp
@@ -58,16 +58,16 @@ def decoder(config: DecoderConfig) -> Decoder:
 
 def in_torch(model: Decoder, tokenizer: Tokenizer, slots: int = 256) -> LocalEngine:
     """An engine that decodes in torch's operations."""
-    native.use(False)
+    build.use(False)
     engine = LocalEngine(model, tokenizer, slots)
-    native.use(True)
+    build.use(True)
     return engine
 
 
 def both(model: Decoder, tokenizer: Tokenizer, prompts: list[list[int]], how: list[Sampling], slots: int = 11):  # type: ignore[no-untyped-def]
     """Completions by torch's operations and by compiled code."""
     engines = [in_torch(model, tokenizer, slots=slots), LocalEngine(model, tokenizer, slots=slots)]
-    assert [e.means for e in engines] == ["torch's operations", "compiled code"]
+    assert [e.backend for e in engines] == ["torch's operations", "compiled code"]
     return [complete(engine, prompts, how) for engine in engines]
 
 
@@ -147,7 +147,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(tokenizer: Tokenizer) -> No
 def test_bfloat16_is_float32_nearly(tokenizer: Tokenizer, threads: int, shape: str) -> None:
     model = new_decoder(SHAPES[shape], seed=1)
     engine = LocalEngine(model, tokenizer, precision="bfloat16")
-    if engine.means != "compiled code":
+    if engine.backend != "compiled code":
         pytest.skip("needs a processor with matrix tiles in bfloat16")
     prompts = [[5, 6, 7]] * 40
     how = [Sampling(seed=i, max_tokens=2) for i in range(40)]
@@ -193,14 +193,14 @@ def test_without_a_compiler_torch_decodes(tokenizer: Tokenizer, monkeypatch: pyt
     expected = complete(in_torch(decoder(PLAIN), tokenizer), prompts, how)
     monkeypatch.setattr(compiled, "library", lambda: None)
     engine = LocalEngine(decoder(PLAIN), tokenizer)
-    assert engine.means == "torch's operations" and complete(engine, prompts, how) == expected
+    assert engine.backend == "torch's operations" and complete(engine, prompts, how) == expected
 
 
 @pytest.mark.parametrize("found", [None, "/bin/false", "/bin/true"])
 def test_a_compiler_that_is_missing_or_fails_is_no_compiler(monkeypatch, tmp_path, found) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native.shutil, "which", lambda name: found)
-    assert native._loaded.__wrapped__("engines/decode.c") is None
+    monkeypatch.setattr(build.shutil, "which", lambda name: found)
+    assert build._loaded.__wrapped__("decode.c") is None
     assert not list(tmp_path.rglob("*.so"))
 
 
@@ -209,8 +209,8 @@ def test_code_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Non
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ran = []
     run = subprocess.run
-    monkeypatch.setattr(native.subprocess, "run", lambda command, **how: (ran.append(command), run(command, **how)))
-    assert all(native._loaded.__wrapped__("models/layer.c") is not None for _ in range(2))
+    monkeypatch.setattr(build.subprocess, "run", lambda command, **how: (ran.append(command), run(command, **how)))
+    assert all(build._loaded.__wrapped__("layer.c") is not None for _ in range(2))
     assert len(ran) == 2, "it is compiled and linked"
 
 
@@ -230,14 +230,14 @@ def test_panels_hold_a_weight_in_the_order_in_which_it_is_read() -> None:
 
 def gradients(model: Decoder, used: bool, precision: str = "float32") -> list[torch.Tensor]:
     """Of all weights after two passes, as an update makes them; with compiled code or without."""
-    native.use(used)
+    build.use(used)
     model.zero_grad()
     for number in (0, 1):
         tokens = torch.arange(60 + number) % 37
         with accumulating(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
             hidden = model(tokens, torch.arange(len(tokens)), causal)
             token_logp(hidden, model.head, tokens).sum().backward()
-    native.use(True)
+    build.use(True)
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 

@@ -15,22 +15,24 @@ from conftest import make_rollouts
 from feeding import WORDS, chosen_row, new_case, new_learner
 from torch import Tensor, nn
 
-from posttrain.algorithms.choice import DynamicSampling, GroupLength, OverlongFilter, SoftOverlong, TopEntropy
+from posttrain.algorithms.aggregate import PromptMean
 from posttrain.algorithms.credit import GAE, Baselined, ToGo, earnings, returns
 from posttrain.algorithms.critic import Value
-from posttrain.algorithms.parts import Clip, PromptMean
+from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.ratio import Correction
+from posttrain.algorithms.shaping import GroupLength, SoftOverlong
+from posttrain.algorithms.surrogate import Clip
 from posttrain.algorithms.table import TABLE, find
-from posttrain.data.pack import lay
 from posttrain.engines.local import LocalEngine
-from posttrain.envs.host import Host
-from posttrain.experience import Experience, Size
+from posttrain.envs.pool import EnvPool
 from posttrain.models.decoder import causal
 from posttrain.models.likelihood import Hidden, exact_kl
-from posttrain.scoreboard import scoreboard
-from posttrain.train import train
+from posttrain.sources.packing import collate
+from posttrain.sources.rl import Experience, Size
+from posttrain.sources.scores import scoreboard
+from posttrain.training.loop import train
 from posttrain.types import (
     Batch,
     Completion,
@@ -254,7 +256,7 @@ def test_squared_gradients_equal_those_of_each_sequence_alone() -> None:
         torch.stack([logs[t - 1, tokens[t]] for t in range(len(tokens)) if transcript.sampled[t]]).sum().backward()
         found.append(sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
     model.zero_grad()
-    batches = [lay([r.transcripts], [i]) for i, r in enumerate(case.rollouts)]
+    batches = [collate([r.transcripts], [i]) for i, r in enumerate(case.rollouts)]
     assert case.learner.squared_gradients(batches).tolist() == pytest.approx(found, rel=1e-10)
     assert all(p.grad is None for p in model.parameters())  # nothing is left for the next update
 
@@ -331,7 +333,7 @@ def new_source(name: str, env: Any = digits, tokens: int = 200, prompts: int = 3
     row = chosen_row(find(name), **{"max_tokens": 8, "prompts": prompts, **settings})
     learner = new_learner(row, torch.float32)
     return Experience(
-        tasks=TASKS, host=Host(env, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
+        tasks=TASKS, pool=EnvPool(env, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
         algorithm=row, sampling=Sampling(max_tokens=8), size=Size(prompts, 4, tokens), seed=0,
     )  # fmt: skip
 
@@ -444,7 +446,7 @@ def test_exact_kl_equals_the_closed_form_and_the_mean_of_k1_within_its_error() -
     transcript = Transcript()
     transcript.observe([5, 6, 7])
     transcript.sample(Completion(0, [9, 4, 3], [-1.0] * 3, "", StopReason.EOS, 0))
-    batch = lay([[transcript]], [0])
+    batch = collate([[transcript]], [0])
     (found,) = learner.evaluate([batch], want=frozenset({"kl"}))
     assert learner.reference is not None and found.kl is not None
     tokens, place = torch.tensor(transcript.tokens), torch.arange(6)

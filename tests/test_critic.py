@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.table import find
 from posttrain.config import RL
-from posttrain.data.pack import lay
 from posttrain.engines.local import LocalEngine
-from posttrain.envs.host import Host
-from posttrain.experience import Experience, Size
+from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, ValueModel, new_critic
 from posttrain.models.decoder import DecoderConfig, causal, new_decoder
 from posttrain.models.folder import load_model, save_model
 from posttrain.models.likelihood import Hidden, soft_values
-from posttrain.run import rl
-from posttrain.supervised import demonstrate
-from posttrain.train import train
+from posttrain.sources.packing import collate
+from posttrain.sources.rl import Experience, Size
+from posttrain.sources.sft import demonstrate
+from posttrain.training.assembly import rl
+from posttrain.training.loop import train
 from posttrain.types import Completion, Sampling, Stats, StopReason, Task, Transcript, UserError
 
 VALUE, Q = frozenset({"value"}), frozenset({"q", "entropy"})
@@ -56,7 +56,7 @@ def new_source(name: str, critic: Any = None, env: Any = digits, **settings: Any
         learner = LocalLearner(learner.model, Optimization(lr=1e-2), critic=critic, reference=learner.reference)
     texts = [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": t["id"]}, WORDS, [0], 32) for t in TASKS]
     return Experience(
-        tasks=TASKS, host=Host(env, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
+        tasks=TASKS, pool=EnvPool(env, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
         algorithm=row, sampling=Sampling(max_tokens=8), size=Size(3, 4, 200), seed=0, texts=texts,
     )  # fmt: skip
 
@@ -84,7 +84,7 @@ def observed(tokens: list[int]) -> Any:
     transcript = Transcript()
     transcript.observe(tokens)
     transcript.sample(Completion(0, [5], [-1.0], "", StopReason.EOS, 0))
-    return lay([[transcript]], [0])
+    return collate([[transcript]], [0])
 
 
 def test_first_values_are_near_0_from_either_backbone(start: Path) -> None:
@@ -194,7 +194,7 @@ def test_value_is_that_of_the_state_in_which_a_token_is_chosen(shared: bool) -> 
         critic.bias.fill_(0.25)
     case = new_case(chosen_row(find("ppo")), groups=2, size=2)
     learner = LocalLearner(model, Optimization(), critic=critic)
-    (found,) = learner.evaluate([lay([r.transcripts for r in case.rollouts], range(4))], want=VALUE)
+    (found,) = learner.evaluate([collate([r.transcripts for r in case.rollouts], range(4))], want=VALUE)
     backbone, expected = critic.backbone or model, []
     for rollout in case.rollouts:
         (transcript,) = rollout.transcripts
@@ -232,7 +232,7 @@ def test_explained_variance_is_1_minus_what_is_left_over_the_variance_of_the_ret
     source = new_source("open-reasoner-zero")
     step = source.produce(1)
     rollouts = [r for r, _ in step.rollouts]
-    values = [source.learner.evaluate([lay([r.transcripts], [0])], want=VALUE)[0].value for r in rollouts]
+    values = [source.learner.evaluate([collate([r.transcripts], [0])], want=VALUE)[0].value for r in rollouts]
     v = torch.cat([x for x in values if x is not None]).double()
     returns = torch.cat([torch.full((r.n_sampled,), float(r.reward), dtype=torch.float64) for r in rollouts])  # type: ignore[arg-type]
     expected = 1 - (returns - v).var(correction=0) / returns.var(correction=0)

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from posttrain.display import Display, sample, table
+from posttrain.runs.display import Display, sample, table
 from posttrain.types import Invalid, Rollout, StopReason
 
 METRICS = {"reward": 0.512, "length": 14.2, "entropy": 0.83, "loss": 0.1, "grad_norm": 2.0}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.diversity import GROUPS, MEMBERS, TOKENS, diversity
+from posttrain.sources.diversity import GROUPS, MEMBERS, TOKENS, diversity
 from posttrain.types import Stats
 
 REPLY = st.lists(st.integers(0, 5), max_size=8)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from conftest import tiny
 
-from posttrain import native
-from posttrain.data.pack import lay
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.sampler import sample, uniform
+from posttrain.kernels import build
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.decoder import Decoder, causal
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.sources.packing import collate
 from posttrain.types import Completion, Sampling, StopReason, Transcript, UserError
 
 
@@ -46,7 +46,7 @@ def test_engine_log_probabilities_equal_the_learners(model: Decoder, tokenizer: 
         transcripts[i].observe(prompt)
         transcripts[i].sample(done[i])
     learner = LocalLearner(model, Optimization(), temperature=temperature)
-    batch = lay([[t] for t in transcripts], range(len(prompts)))
+    batch = collate([[t] for t in transcripts], range(len(prompts)))
     (outputs,) = learner.evaluate([batch])
     assert batch.sampler_logp is not None
     assert (outputs.logp - batch.sampler_logp).abs().max() < 1e-5
@@ -246,9 +246,9 @@ def test_stop_string_behind_bytes_that_are_no_character_still_ends_the_reply(dat
     assert tokenizer.decode(script[-1:]) == "\n" and not tokenizer.decode(script).endswith("A\n")
     drawn = iter(script)
     monkeypatch.setattr("posttrain.engines.local.sample", lambda *_: (torch.tensor([next(drawn)]), torch.tensor([0.0])))
-    native.use(False)  # the draws are scripted
+    build.use(False)  # the draws are scripted
     engine = LocalEngine(model, tokenizer)
-    native.use(True)
+    build.use(True)
     (done,) = complete(engine, [[1, 2]], [Sampling(max_tokens=50, stop=("\n",))]).values()
     assert list(done.tokens) == script and done.stop is StopReason.STOP
 

@@ -11,8 +11,8 @@ import pytest
 
 import posttrain
 from posttrain.envs import arithmetic
-from posttrain.record import read_rollouts, read_run, rollout_steps
-from posttrain.run import Run
+from posttrain.runs.record import read_rollouts, read_run, rollout_steps
+from posttrain.training.assembly import Run
 
 TASKS = arithmetic.tasks(60, 0, digits=1)
 SMALL: dict[str, Any] = {"threads": 1, "quiet": True}

@@ -18,7 +18,7 @@ import pytest
 import posttrain
 from posttrain.config import RL
 from posttrain.envs import arithmetic
-from posttrain.health import CHECKS, READ, Finding, Health, Limits
+from posttrain.runs.health import CHECKS, READ, Finding, Health, Limits
 
 Rows = list[dict[str, float]]
 

@@ -11,16 +11,14 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "posttrain"
 RANKS = (
-    {"types", "config", "estimate", "health", "diversity", "native"},
-    {"algorithms", "data", "envs", "record", "verify", "display"},
-    {"models", "retrieval", "view"},
+    {"types"},
+    {"user_code"},
+    {"config", "kernels", "verify", "data", "algorithms"},
+    {"envs", "models"},
     {"engines", "learners"},
-    {"scale"},
-    {"scoreboard", "replay"},
-    {"experience", "supervised", "train", "checkpoint", "course"},
-    {"run"},
-    {"dialogue", "reproduce"},
-    {"verbs"},
+    {"runs", "sources"},
+    {"training"},
+    {"reproduce"},
     {"cli"},
     {"__main__"},
 )
@@ -36,20 +34,19 @@ HOMES = {
     "pyarrow": ("data/",),
     "math_verify": ("verify/",),
     "sympy": ("verify/",),
-    "matplotlib": ("record.py", "reproduce/figure.py"),
-    "tensorboardX": ("record.py",),
-    "rich": ("display.py",),
-    "cyclopts": ("cli.py", "verbs.py"),
+    "matplotlib": ("runs/record.py", "reproduce/figure.py"),
+    "tensorboardX": ("runs/record.py",),
+    "rich": ("runs/display.py",),
+    "cyclopts": ("cli/",),
     "vllm": ("engines/vllm_worker.py",),
-    "ray": ("scale/",),
-    "rapidfuzz": ("diversity.py",),
-    "torch.distributed": ("scale/", "learners/fsdp.py"),
+    "rapidfuzz": ("sources/diversity.py",),
+    "torch.distributed": ("learners/world.py",),
 }
 """Where each heavy library may be imported."""
 
-LIGHT = ("envs/", "verify/", "record.py", "display.py", "estimate.py", "health.py",
-         "diversity.py", "config.py", "types.py", "cli.py", "verbs.py",
-         "data/tasks.py", "data/rows.py", "data/pack.py")  # fmt: skip
+LIGHT = ("envs/", "verify/", "runs/record.py", "runs/display.py", "runs/health.py", "training/intervals.py",
+         "sources/diversity.py", "config.py", "types.py", "user_code.py", "cli/main.py", "cli/commands.py",
+         "data/", "sources/packing.py")  # fmt: skip
 """What imports no torch when it is imported itself, so that --help and check start at once."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -152,7 +152,7 @@ def test_gradients_added_where_they_lie_are_those_of_torch(
 ) -> None:
     """Of two passes: an embedding that is the output head too, products with and without a bias, norms."""
     dtype = torch.float64 if precision == "float64" else torch.float32
-    monkeypatch.setattr("posttrain.native._used", False)  # compiled code rounds elsewhere
+    monkeypatch.setattr("posttrain.kernels.build._used", False)  # compiled code rounds elsewhere
     mine, other = copy.deepcopy(model).to(dtype), copy.deepcopy(model).to(dtype)
     for number in (0, 1):
         tokens = torch.arange(3 + number, 12)
@@ -228,15 +228,15 @@ def test_a_first_update_imports_no_compiler() -> None:
 import sys, torch
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.decoder import DecoderConfig, new_decoder
-from posttrain.supervised import Likelihood
+from posttrain.sources.sft import Likelihood
 from posttrain.types import Completion, StopReason, Transcript
-from posttrain import native
-from posttrain.data.pack import lay
+from posttrain.kernels import build
+from posttrain.sources.packing import collate
 from dataclasses import replace
 t = Transcript()
 t.observe([1, 2])
 t.sample(Completion(0, [3, 4], [0.0, 0.0], "", StopReason.LENGTH, 0))
-batch = lay([[t]], [0])
+batch = collate([[t]], [0])
 learner = LocalLearner(new_decoder(DecoderConfig(16, 8, 1, 2, 1, 4, 16, 16), 0), Optimization())
 learner.update([replace(batch, weight=torch.ones(2))], Likelihood())
 print([m for m in ("torch._dynamo", "torch._inductor", "transformers") if m in sys.modules])

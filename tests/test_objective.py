@@ -30,24 +30,25 @@ from torch import Tensor
 from transcriptions import LOSSES, TEXTS, Played
 
 from posttrain.algorithms.adjust import adjust
+from posttrain.algorithms.aggregate import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.credit import Baselined, Process, equal_rewards
-from posttrain.algorithms.page import describe
-from posttrain.algorithms.parts import Clip, ConstantLength, SequenceMean, SequenceSum, TokenMean
+from posttrain.algorithms.describe import describe
 from posttrain.algorithms.penalty import KL
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.ratio import Causal, OverSequence, RatioStep
+from posttrain.algorithms.surrogate import Clip
 from posttrain.algorithms.table import TABLE, find
 from posttrain.config import RL
-from posttrain.data.pack import cut, lay
 from posttrain.engines.local import LocalEngine
-from posttrain.envs.host import Host
-from posttrain.experience import Experience, Size
+from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner
 from posttrain.models.critic import ActionValueModel, ValueModel
 from posttrain.models.decoder import Decoder, causal
 from posttrain.models.likelihood import token_logp
-from posttrain.scoreboard import scoreboard
-from posttrain.supervised import Likelihood
+from posttrain.sources.packing import collate, split_microbatches
+from posttrain.sources.rl import Experience, Size
+from posttrain.sources.scores import scoreboard
+from posttrain.sources.sft import Likelihood
 from posttrain.types import Batch, Outputs, Rollout, Sampling, Scores, Stats, StopReason, Task, UserError
 
 
@@ -147,7 +148,7 @@ def test_gradient_is_the_same_under_any_cut_order_and_packing(seed, groups, size
     assert abs(loss - again) < 1e-10 * max(1.0, abs(loss)) and (grad - same).abs().max() <= close
 
     budget = data.draw(st.integers(1, 60))
-    again, same = through_the_library(case, rollouts, cut([r.transcripts for r in rollouts], budget))
+    again, same = through_the_library(case, rollouts, split_microbatches([r.transcripts for r in rollouts], budget))
     assert abs(loss - again) < 1e-10 * max(1.0, abs(loss)) and (grad - same).abs().max() <= close
 
 
@@ -157,7 +158,7 @@ def test_packed_log_probabilities_equal_those_of_each_sequence_alone(seed: int) 
     generator = torch.Generator().manual_seed(seed)
     model = tiny(WORDS, dtype=torch.float64)
     rollouts = make_rollouts(generator, 3, 4, WORDS.vocab_size)
-    together = outputs_of(model, lay([r.transcripts for r in rollouts], range(12)), temperature=0.8).logp
+    together = outputs_of(model, collate([r.transcripts for r in rollouts], range(12)), temperature=0.8).logp
     alone = []
     for rollout in rollouts:
         transcript = rollout.transcripts[0]
@@ -169,7 +170,7 @@ def test_packed_log_probabilities_equal_those_of_each_sequence_alone(seed: int) 
 
 def test_shared_prompt_and_last_token_are_not_computed_twice_or_at_all() -> None:
     rollouts = make_rollouts(torch.Generator().manual_seed(0), 1, 4, WORDS.vocab_size)
-    batch = lay([r.transcripts for r in rollouts], range(4))
+    batch = collate([r.transcripts for r in rollouts], range(4))
     prompt = rollouts[0].transcripts[0].sampled.index(True)
     rest = [len(r.transcripts[0]) - prompt - 1 for r in rollouts]
     assert len(batch.layout.tokens) == prompt + sum(rest)
@@ -288,7 +289,7 @@ def test_group_of_one_is_refused_where_the_configuration_is_read() -> None:
 def test_first_on_policy_ratio_is_exactly_one() -> None:
     model = tiny(WORDS)
     rollouts = make_rollouts(torch.Generator().manual_seed(0), 2, 4, WORDS.vocab_size)
-    batch = lay([r.transcripts for r in rollouts], range(8))
+    batch = collate([r.transcripts for r in rollouts], range(8))
     ones = torch.ones(len(batch.target))
     batch = replace(batch, weight=ones / len(ones), advantage=ones)
     row = adjust(find("dr-grpo"), RL(max_tokens=8, group=4))
@@ -330,7 +331,7 @@ def test_first_update_of_a_real_step_is_the_transcription_of_its_rollouts(row: A
     learner = new_learner(row)
     tasks = [{"id": str(i), "prompt": f"{i}+1="} for i in range(4)]
     experience = Experience(
-        tasks=tasks, host=Host(shares_of_digits, 0), engine=LocalEngine(learner.model, WORDS), learner=learner,
+        tasks=tasks, pool=EnvPool(shares_of_digits, 0), engine=LocalEngine(learner.model, WORDS), learner=learner,
         tokenizer=WORDS, algorithm=row, sampling=Sampling(max_tokens=20), size=Size(3, 4, 100), seed=5, correct=0.2,
         texts=new_texts(torch.Generator().manual_seed(0), 4),  # 16 are drawn: each of them four times
     )  # fmt: skip
@@ -342,10 +343,10 @@ def test_first_update_of_a_real_step_is_the_transcription_of_its_rollouts(row: A
         differ = {r.group for r in rollouts for o in rollouts if r.group == o.group and r.reward != o.reward}
         rollouts = [r for r in rollouts if r.group in differ]
     assert len({r.group for r in rollouts}) == 3
-    views = [learner.evaluate([lay([r.transcripts], [0])], want=values_of(learner))[0] for r in rollouts]
+    views = [learner.evaluate([collate([r.transcripts], [0])], want=values_of(learner))[0] for r in rollouts]
     reference = views
     if learner.reference is not None:
-        reference = [learner.evaluate([lay([r.transcripts], [0])], of="reference")[0] for r in rollouts]
+        reference = [learner.evaluate([collate([r.transcripts], [0])], of="reference")[0] for r in rollouts]
     told = [
         {id(r): getattr(o, name) for r, o in zip(rollouts, of, strict=True)}
         for of, name in ((views, "logp"), (reference, "logp"), (views, "value"))

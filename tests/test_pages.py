@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.algorithms.page import as_data, describe, differences, objective, page, parts
+from posttrain.algorithms.describe import as_data, describe, differences, objective, page, parts
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.table import TABLE
-from posttrain.cli import main
+from posttrain.cli.main import main
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "algorithms"
 ALL = pytest.mark.parametrize("row", TABLE.values(), ids=lambda r: r.name)

@@ -12,8 +12,8 @@ from conftest import tiny
 
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.chat import Conversation
-from posttrain.envs.host import Host
 from posttrain.envs.play import Episode, play, seed_of
+from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Completion, Invalid, Reply, Rollout, Sampling, StopReason, Task, Turn, UserError
 
@@ -50,8 +50,8 @@ def run(
     model = tiny(tokenizer, context=context)
     engine = LocalEngine(model, tokenizer, slots=5)
     episodes = [Episode({"id": str(i // 3), "prompt": f"say {i // 3}="}, str(i // 3), seed_of(i)) for i in range(count)]
-    with Host(env, workers) as host:
-        return play(episodes, host, engine, tokenizer, Sampling(**{"max_tokens": 9, **how}), context)
+    with EnvPool(env, workers) as pool:
+        return play(episodes, pool, engine, tokenizer, Sampling(**{"max_tokens": 9, **how}), context)
 
 
 def test_only_what_the_policy_sampled_is_trainable(tokenizer: Tokenizer) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.algorithms.page import line
+from posttrain.algorithms.describe import line
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.table import TABLE
-from posttrain.cli import app
+from posttrain.cli.main import app
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 

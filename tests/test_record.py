@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posttrain.record import (
+from posttrain.runs.record import (
     Record,
     curves,
     read_metrics,
@@ -241,7 +241,7 @@ def test_curves_draw_the_metrics_that_exist_for_one_run_and_for_several(tmp_path
 
 def test_importing_the_record_loads_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "matplotlib", "tensorboardX", "rich")
-    modules = "posttrain.record, posttrain.display, posttrain.estimate"
+    modules = "posttrain.runs.record, posttrain.runs.display, posttrain.training.intervals"
     code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

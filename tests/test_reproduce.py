@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.cli import main
-from posttrain.reproduce import EXPERIMENTS, arena, find, kl_estimators
+from posttrain.cli.main import main
+from posttrain.reproduce import EXPERIMENTS, find, harness, kl_estimators
 from posttrain.reproduce.baseline_variance import Halves, figures
 from posttrain.reproduce.experiment import (
     Comparison,
@@ -141,11 +141,11 @@ def test_noise_bias_and_size_of_a_gradient_are_those_it_was_made_with() -> None:
 
 
 def test_curves_are_read_at_their_end_and_where_they_reach_a_target() -> None:
-    curve: arena.Curve = [i / 100 for i in range(100)]
-    assert arena.late(curve) == pytest.approx(0.895)
-    assert arena.mean_of(curve, 0.0, 0.1) == pytest.approx(0.045)
-    assert arena.steps_to(curve, 0.5) == 51 and arena.steps_to(curve, 2.0) is None
-    assert arena.smooth([1.0, None, 3.0]).tolist() == [1.0, 2.0, 3.0]
+    curve: harness.Curve = [i / 100 for i in range(100)]
+    assert harness.late(curve) == pytest.approx(0.895)
+    assert harness.mean_of(curve, 0.0, 0.1) == pytest.approx(0.045)
+    assert harness.steps_to(curve, 0.5) == 51 and harness.steps_to(curve, 2.0) is None
+    assert harness.smooth([1.0, None, 3.0]).tolist() == [1.0, 2.0, 3.0]
 
 
 def test_rewards_of_the_small_arenas() -> None:
@@ -157,9 +157,9 @@ def test_rewards_of_the_small_arenas() -> None:
     with pytest.raises(StopIteration, match="1.0"):
         asked.send(Reply("...."))
     counted = {"prompt": "52="}
-    assert arena.share_of_strides(counted, Reply("58147")) == pytest.approx(1.0)
-    assert arena.share_of_strides(counted, Reply("59")) == 0.5
-    assert arena.share_of_strides(counted, Reply("")) == 0.0
+    assert harness.share_of_strides(counted, Reply("58147")) == pytest.approx(1.0)
+    assert harness.share_of_strides(counted, Reply("59")) == 0.5
+    assert harness.share_of_strides(counted, Reply("")) == 0.0
 
 
 # -- verdicts ----------------------------------------------------------------------------------------------------------

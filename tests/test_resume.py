@@ -17,11 +17,11 @@ import pytest
 import torch
 from conftest import tiny
 
-from posttrain import checkpoint
-from posttrain.cli import main
+from posttrain.cli.main import main
 from posttrain.envs import arithmetic
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.runs import checkpoint
 
 pytestmark = pytest.mark.slow
 

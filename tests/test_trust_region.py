@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.policy import PolicyObjective, TrustRegion, policy_objective
 from posttrain.algorithms.table import find
-from posttrain.data.pack import lay
 from posttrain.learners import local
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.learners.natural import Found, conjugate_gradient, search
 from posttrain.models.decoder import DecoderConfig, causal, new_decoder
+from posttrain.sources.packing import collate
 from posttrain.types import Batch, Outputs, Stats
 
 
@@ -66,7 +66,7 @@ def small_case() -> Case:
             parameter.mul_(6 if parameter.ndim == 2 else 1)
     learner = LocalLearner(model, Optimization(), temperature=0.8, trust_region=TrustRegion())
     rollouts = make_rollouts(torch.Generator().manual_seed(0), 1, 3, WORDS.vocab_size)
-    old = {id(r): learner.evaluate([lay([r.transcripts], [0])])[0].logp for r in rollouts}
+    old = {id(r): learner.evaluate([collate([r.transcripts], [0])])[0].logp for r in rollouts}
     return Case(chosen_row(find("trpo")), learner, rollouts, [], old, {}, {})
 
 

@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import spawn
 
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.table import find
-from posttrain.scale.world import Processes
+from posttrain.learners.world import Processes
 from posttrain.types import Alone, Batch, Rollout, Scores, World
 
 GROUPS, SIZE = 3, 2

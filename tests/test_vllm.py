@@ -14,16 +14,16 @@ import pytest
 import torch
 
 import posttrain
-from posttrain.data.pack import lay
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.vllm import VLLMEngine
 from posttrain.engines.vllm_worker import PREFILL_TOKENS
-from posttrain.envs.host import Host
 from posttrain.envs.play import Episode, play
+from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
 from posttrain.models.folder import load_model, save_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.sources.packing import collate
 from posttrain.types import Completion, Engine, Sampling, StopReason, Transcript, Turn, UserError
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
@@ -84,7 +84,7 @@ def gap(model: Decoder, prompts: list[list[int]], done: list[Completion], temper
         transcripts.append(Transcript())
         transcripts[-1].observe(prompt)
         transcripts[-1].sample(completion)
-    batch = lay([[t] for t in transcripts], range(len(prompts)))
+    batch = collate([[t] for t in transcripts], range(len(prompts)))
     (outputs,) = LocalLearner(model, Optimization(), temperature=temperature).evaluate([batch])
     assert batch.sampler_logp is not None
     return outputs.logp.double() - batch.sampler_logp
@@ -184,7 +184,8 @@ def test_episode_of_two_turns_is_played_as_with_the_embedded_engine(
     rollouts = [
         [(r.transcripts[0].tokens, r.transcripts[0].sampled, r.reward, r.stop, r.text) for r in played]
         for played in (
-            play(episodes, Host(echo, 0), each, tokenizer, how, 64) for each in (engine, LocalEngine(policy, tokenizer))
+            play(episodes, EnvPool(echo, 0), each, tokenizer, how, 64)
+            for each in (engine, LocalEngine(policy, tokenizer))
         )
     ]
     assert rollouts[0] == rollouts[1]
@@ -317,7 +318,7 @@ def test_run_whose_vllm_dies_is_saved_and_says_how_to_go_on(
                 os.kill(self.process.process.pid, signal.SIGKILL)
             super().load(weights, version)
 
-    monkeypatch.setattr("posttrain.run.VLLMEngine", Mortal)
+    monkeypatch.setattr("posttrain.training.assembly.VLLMEngine", Mortal)
     save_model(small(tokenizer), tmp_path / "start", tokenizer)
     tasks = [{"id": str(i), "prompt": f"{i}+1="} for i in range(2)]
     with pytest.raises(UserError, match="died while taking over weights of version 2.*after step 2 with .* --resume"):

@@ -14,25 +14,18 @@ import torch
 from exchange import BUDGET, CACHE, CAP, GAMMA, LAMBDA, SHARE, TEMPERATURE, Answer, Case, Side, record, save_cases
 from torch import Tensor
 
-from posttrain.algorithms.choice import OverlongFilter, SoftOverlong, TopEntropy
+from posttrain.algorithms.aggregate import Aggregate, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.credit import GAE, Advantage, Baselined, ToGo, returns
 from posttrain.algorithms.critic import Value
-from posttrain.algorithms.parts import (
-    Aggregate,
-    Clip,
-    ConstantLength,
-    LogProbability,
-    PromptMean,
-    SequenceMean,
-    SequenceSum,
-    TokenMean,
-)
+from posttrain.algorithms.filters import OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.ratio import Correction
+from posttrain.algorithms.shaping import SoftOverlong
+from posttrain.algorithms.surrogate import Clip, LogProbability
 from posttrain.algorithms.table import TABLE
-from posttrain.data.pack import lay
 from posttrain.models.likelihood import token_logp, token_logp_entropy
+from posttrain.sources.packing import collate
 from posttrain.types import Batch, Completion, Outputs, Scores, Stats, StopReason, Transcript
 
 OURS = Side()
@@ -115,7 +108,7 @@ def batch_of(case: Case, advantage: Tensor, aggregate: Aggregate, kept: Tensor |
         transcript.observe([0])
         transcript.sample(Completion(i, [1] * len(own), own.tolist(), "", StopReason.EOS, 0))
         rollouts.append([transcript])
-    batch = lay(rollouts, range(len(rollouts)))
+    batch = collate(rollouts, range(len(rollouts)))
     return replace(
         batch,
         weight=weight[batch.rollout],

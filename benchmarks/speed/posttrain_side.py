@@ -22,18 +22,20 @@ from rewards import REWARDS
 from side import Laps, Line, Memory, use_threads
 from work import GROUP, LEARNING_RATE, PROMPTS, SFT_ROWS, requests, rows, tasks, tokens_of
 
-from posttrain import course, native, run
 from posttrain.algorithms.adjust import adjust
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.table import find
 from posttrain.config import RL, SFT
-from posttrain.data.pack import cut, lay
 from posttrain.engines.compiled import KINDS as KINDS_OF_STEP
 from posttrain.engines.local import LocalEngine
+from posttrain.kernels import build
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.train import Trained
+from posttrain.sources.packing import collate, split_microbatches
+from posttrain.training import assembly
+from posttrain.training import trainer as course
+from posttrain.training.loop import Trained
 from posttrain.types import Batch, Completion, Sampling, Transcript
 
 DECODED = 64  # tokens of each reply where decoding steps are timed
@@ -109,9 +111,9 @@ class Bench:
         """Seconds of a decoding step of so many requests, by compiled code or in torch's operations."""
         before = self.engine
         if not compiled:
-            native.use(False)
+            build.use(False)
             self.engine = LocalEngine(self.model, self.tokenizer, precision=before.precision)
-            native.use(True)
+            build.use(True)
         texts = [text for text, _ in requests("fixed")][:running]
         seconds, _ = self.sampled(self._requests([(text, DECODED) for text in texts]))
         self.engine = before
@@ -160,8 +162,8 @@ class Bench:
             transcript.sample(completion)
             rollouts.append([transcript])
         batches = []
-        for index in cut(rollouts, run.microbatch_tokens(RL(), self.learner.device)):
-            batch = lay([rollouts[i] for i in index], index, self.learner.device)
+        for index in split_microbatches(rollouts, assembly.microbatch_tokens(RL(), self.learner.device)):
+            batch = collate([rollouts[i] for i in index], index, self.learner.device)
             advantage = 1.0 - 2.0 * (batch.rollout % 2)
             weight = torch.full_like(batch.weight, 1 / sum(n for _, n in wanted))
             batches.append(replace(batch, advantage=advantage, weight=weight))
@@ -213,7 +215,7 @@ def grpo(line: Line, settings: dict[str, Any]) -> None:
         return None
 
     also(after)
-    run.rl(config)
+    assembly.rl(config)
 
 
 def sft(line: Line, settings: dict[str, Any]) -> None:
@@ -241,7 +243,7 @@ def sft(line: Line, settings: dict[str, Any]) -> None:
         return None
 
     also(after)
-    run.sft(config)
+    assembly.sft(config)
 
 
 def _watched(settings: dict[str, Any]) -> Memory:

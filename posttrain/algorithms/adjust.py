@@ -9,23 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from posttrain.algorithms.choice import DynamicSampling, GroupLength, OverlongFilter, Replay, SoftOverlong, TopEntropy
+from posttrain.algorithms.aggregate import Aggregate, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.credit import GAE, Advantage, Baselined, Earned, Process, ToGo
 from posttrain.algorithms.critic import SoftQ, Value
-from posttrain.algorithms.parts import (
-    Aggregate,
-    Clip,
-    ConstantLength,
-    ExpectedQ,
-    ImportanceRatio,
-    LogProbability,
-    PromptMean,
-    SequenceMean,
-    SequenceSum,
-    Surrogate,
-    TokenMean,
-    WeightedLogProbability,
-)
+from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Control, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, TrustRegion
 from posttrain.algorithms.ratio import (
@@ -35,6 +22,15 @@ from posttrain.algorithms.ratio import (
     PessimisticClip,
     RatioStep,
     SequenceValueTokenGradient,
+)
+from posttrain.algorithms.shaping import GroupLength, SoftOverlong
+from posttrain.algorithms.surrogate import (
+    Clip,
+    ExpectedQ,
+    ImportanceRatio,
+    LogProbability,
+    Surrogate,
+    WeightedLogProbability,
 )
 from posttrain.config import RL
 from posttrain.types import UserError

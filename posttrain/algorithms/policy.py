@@ -13,12 +13,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from posttrain.algorithms.choice import DynamicSampling, GroupLength, OverlongFilter, Replay, SoftOverlong, TopEntropy
+from posttrain.algorithms.aggregate import Aggregate
 from posttrain.algorithms.credit import Advantage
 from posttrain.algorithms.critic import CriticLoss
-from posttrain.algorithms.parts import Aggregate, Surrogate
+from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import KL, Entropy
 from posttrain.algorithms.ratio import Correction, RatioStep
+from posttrain.algorithms.shaping import GroupLength, SoftOverlong
+from posttrain.algorithms.surrogate import Surrogate
 from posttrain.types import Batch, Objective, Outputs, Stats
 
 

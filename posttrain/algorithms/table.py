@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import difflib
 
-from posttrain.algorithms.choice import DynamicSampling, OverlongFilter, Replay, SoftOverlong
+from posttrain.algorithms.aggregate import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.credit import GAE, Baselined, Earned, Process, ToGo
 from posttrain.algorithms.critic import SoftQ, Value
-from posttrain.algorithms.parts import (
-    Clip,
-    ConstantLength,
-    ExpectedQ,
-    ImportanceRatio,
-    LogProbability,
-    SequenceMean,
-    SequenceSum,
-    TokenMean,
-    WeightedLogProbability,
-)
+from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay
 from posttrain.algorithms.penalty import KL, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, TrustRegion
 from posttrain.algorithms.ratio import Causal, OverSequence, PessimisticClip, SequenceValueTokenGradient
-from posttrain.envs.load import load_named
+from posttrain.algorithms.shaping import SoftOverlong
+from posttrain.algorithms.surrogate import Clip, ExpectedQ, ImportanceRatio, LogProbability, WeightedLogProbability
 from posttrain.types import UserError
+from posttrain.user_code import load_named
 
 _ROWS = (
     # -- the reward of the whole response, no critic -------------------------------------------------------------------

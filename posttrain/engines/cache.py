@@ -77,11 +77,11 @@ class Cache:
         self._release(set(self.prompt))
         self._reseated()
 
-    def step(self, place: Tensor, longest: int) -> Step:
+    def step(self, place: Tensor, longest: int) -> DecodeAttention:
         """Where the next token of every request is put and what it may look at; place int64 [B], all below `longest`."""
         if self._groups is None:
             self._groups = self._group()
-        return Step(self, place, longest, self._groups)
+        return DecodeAttention(self, place, longest, self._groups)
 
     def _reseated(self) -> None:
         """Other requests run, or in other slots."""
@@ -145,7 +145,7 @@ class Cache:
         return new
 
 
-class Step:
+class DecodeAttention:
     """The `Attend` of one decoding step: one new token of each running request."""
 
     def __init__(self, cache: Cache, place: Tensor, longest: int, groups: _Groups) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from posttrain import native
 from posttrain.engines.cache import Cache, Prefix
-from posttrain.engines.rows import Rows
+from posttrain.engines.running import RunningBatch
+from posttrain.kernels import build
 from posttrain.models.decoder import Decoder, DecoderConfig, Layer
 
 UNIT = 32  # rows of scratch and entries in a row of it are a multiple of this, which every processor's vectors divide
@@ -29,7 +29,7 @@ PACKED_HEAD = 1 << 22
 
 def library() -> ctypes.CDLL | None:
     """The compiled step, if there is one."""
-    loaded = native.library("engines/decode.c")
+    loaded = build.library("decode.c")
     if loaded is not None:
         loaded.decode.argtypes = (ctypes.POINTER(_Model), ctypes.POINTER(_Step))
         loaded.decode.restype = None
@@ -144,7 +144,7 @@ class CompiledStep:
         """Give back copies and scratch: the weights may have changed, or nothing runs."""
         self._model, self._held, self._room, self._rotary = None, [], {}, None
 
-    def __call__(self, cache: PackedCache, rows: Rows, count: int) -> Tensor | None:
+    def __call__(self, cache: PackedCache, rows: RunningBatch, count: int) -> Tensor | None:
         """One token for the first `count` requests. Where it cannot draw them, hidden states float32 [B, hidden] instead."""
         model, config = self._packed(), self._decoder.config
         draws = self._draws and not (rows.any_top_p or rows.any_top_k)
@@ -159,7 +159,7 @@ class CompiledStep:
             return None
         return self._room["logits"][: count * step.logits_stride].view(count, -1)[:, : config.hidden].clone()
 
-    def _give_requests(self, step: _Step, rows: Rows) -> None:
+    def _give_requests(self, step: _Step, rows: RunningBatch) -> None:
         for name in ("token", "length", "count", "budget", "seed", "temperature", "ended", "tokens", "logp"):
             setattr(step, name, getattr(rows, name).data_ptr())
         step.sampled_stride = rows.tokens.shape[1]

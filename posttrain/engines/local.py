@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain import native
 from posttrain.engines.cache import Cache, Prefix
 from posttrain.engines.compiled import CompiledStep, PackedCache, supported
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
-from posttrain.engines.rows import Rows
+from posttrain.engines.running import RunningBatch
 from posttrain.engines.sampler import sample, uniform
+from posttrain.kernels import build
 from posttrain.models.attention import SegmentAttention, filled
 from posttrain.models.decoder import Decoder
 from posttrain.models.linear import ROUND, rounds
@@ -57,15 +57,15 @@ class LocalEngine:
         self.waiting: deque[Request] = deque()
         self.prefixes: dict[tuple[int, ...], Prefix] = {}
         self.running: list[Request] = []  # [B], request of each slot
-        self._rows = Rows(self.device)
+        self._rows = RunningBatch(self.device)
         self.dtype = torch.bfloat16 if precision == "bfloat16" else model.head.dtype
         self._compiled = CompiledStep(model, self.dtype, self.eos) if supported(model, self.dtype) else None
         self._cache = self._new_cache()
 
     @property
-    def means(self) -> str:
+    def backend(self) -> str:
         """What computes the decoding steps, in words."""
-        return native.means(self._compiled is not None)
+        return build.backend(self._compiled is not None)
 
     def load(self, weights: Any, version: int) -> None:
         """The weights are the learner's own module: only the version is noted."""

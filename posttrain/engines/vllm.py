@@ -56,7 +56,7 @@ class VLLMEngine:
     it has died, failed or overstepped a limit.
     """
 
-    means = "vLLM"
+    backend = "vLLM"
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.envs.host import Done, Event, Host
+from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.types import Invalid, Reply, Task, Turn, UserError
 
 STANDARD = {
@@ -119,13 +119,13 @@ def check(
     if not tasks:
         raise UserError("there are no tasks to check the environment with")
     cases: list[Case] = []
-    with Host(env_spec, workers=1, seconds=seconds) as host:
+    with EnvPool(env_spec, workers=1, seconds=seconds) as pool:
         for number, task in enumerate(tasks[:TASKS]):
             for kind, reply in _sample_replies(task, replies):
-                shown, result, slowest = _play(host, task, reply)
+                shown, result, slowest = _play(pool, task, reply)
                 repeats = True
                 if not (result and isinstance(result.reward, Invalid)):  # it may have taken all of its time
-                    shown_again, result_again, slowest_again = _play(host, task, reply)
+                    shown_again, result_again, slowest_again = _play(pool, task, reply)
                     repeats = (shown, result) == (shown_again, result_again)
                     slowest = max(slowest, slowest_again)
                 name = str(task.get("id", number))
@@ -140,25 +140,25 @@ def _sample_replies(task: Task, replies: Sequence[str] | None) -> list[tuple[str
     return [*own, *STANDARD.items()]
 
 
-def _play(host: Host, task: Task, reply: str) -> tuple[list[Turn], Done | None, float]:
+def _play(pool: EnvPool, task: Task, reply: str) -> tuple[list[Turn], Done | None, float]:
     """One episode -> its turns, its end if it came within `TURNS`, and the seconds of its slowest call."""
-    host.ready()  # a worker that starts anew is not the environment's time
+    pool.ready()  # a worker that starts anew is not the environment's time
     shown: list[Turn] = []
-    event, slowest = _timed(host, lambda: host.start(0, task))
+    event, slowest = _timed(pool, lambda: pool.start(0, task))
     while isinstance(event, Turn):
         shown.append(event)
         if len(shown) > TURNS:
-            host.drop(0)
+            pool.drop(0)
             return shown, None, slowest
-        event, seconds = _timed(host, lambda: host.send(0, Reply(reply)))
+        event, seconds = _timed(pool, lambda: pool.send(0, Reply(reply)))
         slowest = max(slowest, seconds)
     return shown, event, slowest
 
 
-def _timed(host: Host, ask: Callable[[], None]) -> tuple[Event, float]:
+def _timed(pool: EnvPool, ask: Callable[[], None]) -> tuple[Event, float]:
     began = time.perf_counter()
     ask()
-    [(_, event)] = host.poll(None)
+    [(_, event)] = pool.poll(None)
     return event, time.perf_counter() - began
 
 

@@ -7,20 +7,16 @@ that says what was expected, never a silent 0.
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import math
 import pickle
 import sys
-import traceback
 from collections.abc import Callable, Generator, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from posttrain.types import Env, Invalid, Reply, Reward, Task, Turn, UserError, Verdict
+from posttrain.user_code import PRIVATE, describe_error, hint, import_target, importable, split_name
 
 BUILTIN = {
     "arithmetic": "posttrain.envs.arithmetic:reward",
@@ -29,7 +25,6 @@ BUILTIN = {
     "math": "posttrain.envs.math_problems:reward",
 }
 EXPECTED = "expected a finite number, a dict of them, or Invalid(reason)"
-PRIVATE = "_posttrain_env_"  # prefix of the names under which the user's files are imported: they shadow nothing
 
 
 def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
@@ -40,25 +35,16 @@ def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(spec, str):
         return _checked(spec, getattr(spec, "__qualname__", repr(spec)))
     target, name = _split(spec)
-    module = _import(target)
+    module = import_target(target)
     if not hasattr(module, name):
-        raise UserError(f"{target} has no {name!r}{_hint(name, _functions(module))}")
+        raise UserError(f"{target} has no {name!r}{hint(name, _functions(module))}")
     return _checked(getattr(module, name), spec)
-
-
-def load_named(spec: str) -> Any:
-    """Whatever "my.py:name" or "package.module:name" names. Raises UserError, with the fix, if it cannot be found."""
-    target, name = _split(spec)
-    module = _import(target)
-    if not hasattr(module, name):
-        raise UserError(f"{target} has no {name!r}{_hint(name, [n for n in vars(module) if not n.startswith('_')])}")
-    return getattr(module, name)
 
 
 def load_converter(spec: str | Callable[..., Any]) -> Callable[[Task], Task] | None:
     """The `row_to_task` that stands beside the environment, for rows of a public data set; None if there is none."""
     if isinstance(spec, str):
-        module: ModuleType | None = _import(_split(spec)[0])
+        module: ModuleType | None = import_target(_split(spec)[0])
     else:
         module = sys.modules.get(getattr(spec, "__module__", None) or "")
     return getattr(module, "row_to_task", None)
@@ -143,29 +129,6 @@ def read_turn(value: Any) -> Turn | Invalid:
     return Turn(text, messages, tuple(map(str, value.stop)), reward, value.max_tokens)
 
 
-def describe_error(error: BaseException, file: str | None) -> str:
-    """One line: type, message, and the innermost line in `file` (any file if it is not on the stack).
-
-    Example: "ValueError: bad thing (my.py:12)".
-    """
-    if isinstance(error, SyntaxError) and error.lineno is not None:
-        message, at = error.msg, f" ({Path(error.filename or '?').name}:{error.lineno})"
-    else:
-        frames = traceback.extract_tb(error.__traceback__)
-        inner = [frame for frame in frames if frame.filename == file] or frames
-        message, at = str(error), f" ({Path(inner[-1].filename).name}:{inner[-1].lineno})" if inner else ""
-    message = " ".join(message.split())
-    message = message if len(message) <= 300 else message[:300] + "..."
-    return type(error).__name__ + (f": {message}" if message else "") + at
-
-
-def source_file(function: Callable[..., Any]) -> str | None:
-    """The file that a function was written in, as it stands in tracebacks."""
-    inner = inspect.unwrap(function)
-    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-    return getattr(code, "co_filename", None)
-
-
 def pack_env(env: str | Callable[..., Any]) -> str | bytes:
     """`env` in a form that another process can load: its name where it has one, else the function itself.
 
@@ -178,12 +141,12 @@ def pack_env(env: str | Callable[..., Any]) -> str | bytes:
     named = module is not None and name.isidentifier() and getattr(module, name, None) is env
     if module is not None and module.__name__.startswith(PRIVATE) and named:
         return f"{module.__file__}:{name}"
-    importable = module is not None and module.__name__ != "__main__" and _importable(module.__name__)
-    if module is not None and importable and named:
+    by_name = module is not None and module.__name__ != "__main__" and importable(module.__name__)
+    if module is not None and by_name and named:
         return f"{module.__name__}:{name}"
     import cloudpickle
 
-    by_value = module is not None and module.__name__ != "__main__" and not importable
+    by_value = module is not None and module.__name__ != "__main__" and not by_name
     if by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -202,73 +165,6 @@ def pack_env(env: str | Callable[..., Any]) -> str | bytes:
 def unpack_env(packed: str | bytes) -> Callable[..., Any]:
     """The other end of `pack_env`. Raises UserError as `load_env` does."""
     return load_env(packed if isinstance(packed, str) else pickle.loads(packed))
-
-
-def _split(spec: str) -> tuple[str, str]:
-    """ "my.py:reward" -> ("my.py", "reward"); a short name is looked up first."""
-    target, _, name = BUILTIN.get(spec, spec).rpartition(":")
-    if target and name:
-        return target, name
-    if spec.rstrip(":").endswith(".py"):
-        raise UserError(f"{spec} does not say which function: write {spec.rstrip(':')}:reward")
-    raise UserError(
-        f"there is no built-in environment {spec!r}{_hint(spec, sorted(BUILTIN))}; one of your own is my.py:reward"
-    )
-
-
-def _import(target: str) -> ModuleType:
-    return _import_file(Path(target)) if target.endswith(".py") or "/" in target else _import_module(target)
-
-
-def _import_module(target: str) -> ModuleType:
-    _put_on_path(Path.cwd())
-    try:
-        return importlib.import_module(target)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{target}.".startswith(f"{error.name}."):
-            raise UserError(f"there is no module {target!r} here or among the installed packages") from error
-        raise UserError(f"{target} does not import: {describe_error(error, None)}") from error
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{target} does not import: {describe_error(error, None)}") from error
-
-
-def _import_file(path: Path) -> ModuleType:
-    """The module of a file, imported once for each content (its name is made of place and time of change)."""
-    if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        raise UserError(f"there is no file {path}{_hint(path.name, near)}")
-    path = path.resolve()
-    stamp = hashlib.sha256(f"{path} {path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
-    name = f"{PRIVATE}{path.stem}_{stamp}"
-    if name in sys.modules:
-        return sys.modules[name]
-    _put_on_path(path.parent)
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{path} is not a Python file: its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script may well call exit()
-        del sys.modules[name]
-        raise UserError(f"{path.name} does not import: {describe_error(error, str(path))}") from error
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _put_on_path(folder: Path) -> None:
-    """First, as when Python runs a script of that folder, so that its neighbours are found."""
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-
-def _importable(name: str) -> bool:
-    """Whether another process finds the module: being in `sys.modules` here proves nothing."""
-    top = name.partition(".")[0]
-    return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
 
 def _checked(function: object, label: str) -> Callable[..., Any]:
@@ -295,17 +191,6 @@ def _functions(module: ModuleType) -> list[str]:
     return sorted(name for name in own if callable(getattr(module, name)) and not name.startswith("_"))
 
 
-def _hint(wrong: str, known: list[str]) -> str:
-    """ "; did you mean ...? (there are: ...)", as far as there is anything to say."""
-    import difflib
-
-    if not known:
-        return ""
-    close = difflib.get_close_matches(wrong, known, n=1)
-    listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
-    return (f"; did you mean {close[0]!r}?" if close else "") + f" (there are: {listed})"
-
-
 def _number(value: Any, said: str) -> float | Invalid:
     if value is None:
         return Invalid(f"{said} None (is a return missing?); {EXPECTED}")
@@ -324,3 +209,13 @@ def _short(value: Any) -> str:
     except Exception:  # the user's __repr__
         shown = "?"
     return f"{shown if len(shown) <= 60 else shown[:60] + '...'} ({type(value).__name__})"
+
+
+def _split(spec: str) -> tuple[str, str]:
+    """As `split_name`; a short name is looked up first."""
+    spec = BUILTIN.get(spec, spec)
+    if ":" in spec or spec.endswith(".py"):
+        return split_name(spec)
+    raise UserError(
+        f"there is no built-in environment {spec!r}{hint(spec, sorted(BUILTIN))}; one of your own is my.py:reward"
+    )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.envs.chat import Conversation, Texts
-from posttrain.envs.host import Done, Host
+from posttrain.envs.pool import Done, EnvPool
 from posttrain.types import (
     Completion,
     Engine,
@@ -74,7 +74,7 @@ class _Playing:
 
 
 def play(
-    episodes: Sequence[Episode], host: Host, engine: Engine, tokenizer: Texts, sampling: Sampling, context: int
+    episodes: Sequence[Episode], pool: EnvPool, engine: Engine, tokenizer: Texts, sampling: Sampling, context: int
 ) -> list[Rollout]:
     """The rollouts of these episodes, in their order. `context`: tokens of prompt and replies together that fit.
 
@@ -105,11 +105,11 @@ def play(
         p.turns += 1
         if p.turns > MAX_TURNS:
             finished[index] = p.rollout(Done(Invalid(f"the environment did not return within {MAX_TURNS} turns")))
-            host.drop(index)
+            pool.drop(index)
             return
         if len(p.transcript) >= context and p.turns > 1:
             p.last = replace(p.last, stop=StopReason.CONTEXT) if p.last else None
-            host.send(index, Reply("", StopReason.CONTEXT))
+            pool.send(index, Reply("", StopReason.CONTEXT))
             return
         if not p.transcript.tokens or len(p.transcript) >= context:
             what = "is empty" if not p.transcript.tokens else f"has {len(p.transcript)} tokens"
@@ -125,9 +125,9 @@ def play(
 
     def hear() -> None:
         """Take in what environments answered: at once if the engine has work that no answer can change, else all of it."""
-        events = host.poll(0 if host.single_turn and sampled else None)
-        while host.pending and not host.single_turn:
-            events += host.poll(None)
+        events = pool.poll(0 if pool.single_turn and sampled else None)
+        while pool.pending and not pool.single_turn:
+            events += pool.poll(None)
         for index, event in sorted(events, key=lambda pair: pair[0]):
             if isinstance(event, Done):
                 finished.setdefault(index, playing[index].rollout(event))
@@ -135,11 +135,11 @@ def play(
                 show(index, event)
 
     for index, p in enumerate(playing):
-        host.start(index, p.episode.task)
+        pool.start(index, p.episode.task)
     while len(finished) < len(playing):
-        while host.pending and (not sampled or not host.single_turn):
+        while pool.pending and (not sampled or not pool.single_turn):
             hear()
-        if host.pending:
+        if pool.pending:
             hear()
         for completion in sorted(engine.poll(), key=lambda c: c.id) if sampled else ():
             sampled -= 1
@@ -147,5 +147,5 @@ def play(
             p.transcript.sample(completion)
             p.last = completion
             p.replies.append(completion.text)
-            host.send(completion.id, Reply(completion.text, completion.stop))
+            pool.send(completion.id, Reply(completion.text, completion.stop))
     return [finished[index] for index in range(len(playing))]

@@ -1,6 +1,6 @@
 """The process that plays environments, and what it answers. Decides how user code that raises is reported.
 
-The parent (`posttrain.envs.host`) sends batches of commands over a socket; each command is answered as soon as it is
+The parent (`posttrain.envs.pool`) sends batches of commands over a socket; each command is answered as soon as it is
 done, before the next one begins, so that whatever happens to this process the parent knows which episode it was in.
 
     parent -> worker   first the environment (see `pack_env`), then batches (ids to drop, [(id, task or None, replies)])
@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from posttrain.envs.load import describe_error, is_generator_env, lift, read_turn, read_verdict, source_file, unpack_env
+from posttrain.envs.load import is_generator_env, lift, read_turn, read_verdict, unpack_env
 from posttrain.types import Env, Invalid, Reply, Task, Turn, UserError
+from posttrain.user_code import describe_error, source_file
 
 Command = tuple[int, Task | None, list[Reply]]
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from posttrain import native
+from posttrain.kernels import build
 from posttrain.types import Layout
 
 PREFIX_TOKENS = 128
@@ -136,7 +136,7 @@ def _grade(length: int) -> int:
 
 
 def _kernel() -> ctypes.CDLL | None:
-    loaded = native.library("models/attention.c")
+    loaded = build.library("attention.c")
     return None if loaded is None else _typed(loaded)
 
 

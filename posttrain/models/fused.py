@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from posttrain import native
+from posttrain.kernels import build
 from posttrain.models.linear import Linear, accumulates, add_product, collected, collects, narrowed, product_type
 
 
@@ -112,7 +112,7 @@ def compiles() -> bool:
 
 
 def _kernels() -> ctypes.CDLL | None:
-    loaded = native.library("models/layer.c")
+    loaded = build.library("layer.c")
     return None if loaded is None else _typed(loaded)
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithms.credit import GAE, Advantage, Baselined, per_token
-from posttrain.reproduce.arena import Arena, counting, learn
 from posttrain.reproduce.bench import bench, by_rollout, one_batch
 from posttrain.reproduce.experiment import Comparison, Estimate, Experiment, Finding, Numbers, Say, Settings, over_seeds
 from posttrain.reproduce.figure import Panel, Series
-from posttrain.scoreboard import scoreboard
+from posttrain.reproduce.harness import Arena, counting, learn
+from posttrain.sources.scores import scoreboard
 
 LAMBDAS = (0.0, 0.5, 0.8, 0.9, 0.95, 1.0)
 REFERENCE = "leave-one-out"  # free of bias: what the others are compared with

@@ -12,15 +12,15 @@ from torch import Tensor
 from posttrain.algorithms.adjust import adjust
 from posttrain.algorithms.table import find
 from posttrain.config import RL
-from posttrain.data.pack import lay
 from posttrain.engines.local import LocalEngine
-from posttrain.envs.host import Host
-from posttrain.experience import Experience, Size
+from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import Critic, ValueModel, new_critic
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.reproduce.arena import Arena
+from posttrain.reproduce.harness import Arena
+from posttrain.sources.packing import collate
+from posttrain.sources.rl import Experience, Size
 from posttrain.types import Batch, Rollout, Sampling
 
 TOKENS = 8192  # fed at once
@@ -39,10 +39,10 @@ def bench(
     sizes = {name: settings[name] for name in ("prompts", "group", "max_tokens")}
     row = adjust(find(options.pop("algorithm")), RL(model=arena.start, **sizes, **options))
     value: Critic | None = new_critic(ValueModel, critic, model, seed) if critic else None
-    with Host(arena.env, 0) as host:
+    with EnvPool(arena.env, 0) as pool:
         yield Experience(
             tasks=arena.tasks,
-            host=host,
+            pool=pool,
             engine=LocalEngine(model, tokenizer),
             learner=LocalLearner(model, Optimization(lr=settings.get("lr", 1e-5), betas=(0.9, 0.95)), critic=value),
             tokenizer=tokenizer,
@@ -55,7 +55,7 @@ def bench(
 
 def one_batch(rollouts: Sequence[Rollout]) -> Batch:
     """All of them as one micro-batch; their scored tokens lie in order."""
-    return lay([r.transcripts for r in rollouts], range(len(rollouts)))
+    return collate([r.transcripts for r in rollouts], range(len(rollouts)))
 
 
 def by_rollout(values: Tensor, rollouts: Sequence[Rollout]) -> list[Tensor]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from posttrain.reproduce.arena import band, curves_of, ends, held_out, late, practise, sums
 from posttrain.reproduce.experiment import Comparison, Experiment, Finding, Numbers, Say, Settings, differences
 from posttrain.reproduce.figure import Panel
+from posttrain.reproduce.harness import band, curves_of, ends, held_out, late, practise, sums
 
 ARMS = {"0.2": 0.2, "0.28": 0.28, "1.0": 1.0}
 """Name -> upper clip. DAPO compares the first two; the third shows what hardly any upper clip does."""

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from posttrain.reproduce.arena import band, curves_of, held_out, practise, steps_to, sums
 from posttrain.reproduce.experiment import (
     Comparison,
     Experiment,
@@ -22,6 +21,7 @@ from posttrain.reproduce.experiment import (
     over_seeds,
 )
 from posttrain.reproduce.figure import Panel, Series
+from posttrain.reproduce.harness import band, curves_of, held_out, practise, steps_to, sums
 
 ARMS = ("off", "on")
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.reproduce.arena import band, curves_of, ends, held_out, late, mean_of, practise, sums
 from posttrain.reproduce.experiment import (
     Comparison,
     Experiment,
@@ -18,6 +17,7 @@ from posttrain.reproduce.experiment import (
     over_seeds,
 )
 from posttrain.reproduce.figure import Panel
+from posttrain.reproduce.harness import band, curves_of, ends, held_out, late, mean_of, practise, sums
 
 BASE = "aggressive"
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.estimate import Interval
 from posttrain.reproduce.figure import Panel, draw
+from posttrain.training.intervals import Interval
 from posttrain.types import UserError
 
 Settings = Mapping[str, Any]

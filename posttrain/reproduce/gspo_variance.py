@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from posttrain.algorithms.policy import policy_objective
-from posttrain.reproduce.arena import counting
 from posttrain.reproduce.bench import bench, log_probabilities
 from posttrain.reproduce.experiment import Comparison, Experiment, Finding, Numbers, Say, Settings, over_seeds
 from posttrain.reproduce.figure import Panel, Series
+from posttrain.reproduce.harness import counting
 
 KINDS = {
     "token": "token ratio",

@@ -13,17 +13,6 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from posttrain.envs import arithmetic
-from posttrain.reproduce.arena import (
-    FILLER,
-    Arena,
-    band,
-    curves_of,
-    ends,
-    held_out,
-    imitate,
-    mean_of,
-    practise,
-)
 from posttrain.reproduce.experiment import (
     Comparison,
     Experiment,
@@ -35,6 +24,17 @@ from posttrain.reproduce.experiment import (
     over_seeds,
 )
 from posttrain.reproduce.figure import Panel
+from posttrain.reproduce.harness import (
+    FILLER,
+    Arena,
+    band,
+    curves_of,
+    ends,
+    held_out,
+    imitate,
+    mean_of,
+    practise,
+)
 from posttrain.types import Reply, Task, Turn
 
 ARMS = ("sequence-mean", "token-mean", "constant")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.envs import arithmetic
-from posttrain.reproduce.arena import FILLER, Arena, band, curves_of, ends, held_out, imitate, mean_of, practise
 from posttrain.reproduce.experiment import (
     Comparison,
     Experiment,
@@ -24,6 +23,7 @@ from posttrain.reproduce.experiment import (
     over_seeds,
 )
 from posttrain.reproduce.figure import Panel
+from posttrain.reproduce.harness import FILLER, Arena, band, curves_of, ends, held_out, imitate, mean_of, practise
 from posttrain.types import Reply, Task
 
 

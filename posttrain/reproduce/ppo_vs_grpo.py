@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.reproduce.arena import band, curves_of, ends, held_out, mean_of, practise, smooth, steps_to, sums
 from posttrain.reproduce.experiment import (
     Comparison,
     Experiment,
@@ -20,6 +19,7 @@ from posttrain.reproduce.experiment import (
     over_seeds,
 )
 from posttrain.reproduce.figure import Panel
+from posttrain.reproduce.harness import band, curves_of, ends, held_out, mean_of, practise, smooth, steps_to, sums
 
 ARMS = ("grpo", "ppo")
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from posttrain.types import Outputs, Scores, Stats
+from posttrain.types import Outputs, Stats
 
 # -- surrogate: (r [N], outputs, A [N]) -> what is maximised [N] ------------------------------------------------------
 
@@ -146,81 +146,3 @@ class ExpectedQ(Surrogate):
     def __call__(self, ratio: Tensor, outputs: Outputs, advantage: Tensor) -> Tensor:
         assert outputs.expected_q is not None
         return outputs.expected_q
-
-
-# -- aggregation: Scores -> the weight of each token of a rollout [S] -------------------------------------------------
-
-
-class Aggregate:
-    """Scores -> float32 [S]: what each token of a rollout weighs in the loss. The only place with a denominator."""
-
-    formula: str
-    source: str
-
-    def __call__(self, scores: Scores) -> Tensor:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class SequenceMean(Aggregate):
-    """Every rollout counts the same, its tokens share (DeepSeekMath, arXiv 2402.03300, eq. 3)."""
-
-    formula: ClassVar[str] = "1 / (B n_i)"  # type: ignore[misc]
-    source: ClassVar[str] = "GRPO, DeepSeekMath, arXiv 2402.03300, eq. 3"  # type: ignore[misc]
-
-    def __call__(self, scores: Scores) -> Tensor:
-        return 1.0 / (len(scores.length) * scores.length)
-
-
-@dataclass(frozen=True)
-class TokenMean(Aggregate):
-    """Every token counts the same (DAPO, arXiv 2503.14476, eq. 12)."""
-
-    formula: ClassVar[str] = "1 / sum_j n_j"  # type: ignore[misc]
-    source: ClassVar[str] = "PPO, arXiv 1707.06347, eq. 7; DAPO, arXiv 2503.14476, eq. 12"  # type: ignore[misc]
-
-    def __call__(self, scores: Scores) -> Tensor:
-        return (1.0 / scores.length.sum()).expand_as(scores.length)
-
-
-@dataclass(frozen=True)
-class PromptMean(Aggregate):
-    """Every prompt counts the same, the tokens of its group share."""
-
-    formula: ClassVar[str] = "1 / (prompts x tokens of the prompt's group)"  # type: ignore[misc]
-    source: ClassVar[str] = "between GRPO's and DAPO's: ScaleRL, arXiv 2510.13786, section 3.2"  # type: ignore[misc]
-
-    def __call__(self, scores: Scores) -> Tensor:
-        groups, group = scores.group.unique(return_inverse=True)
-        tokens = torch.zeros(len(groups), dtype=scores.length.dtype).index_add_(0, group, scores.length)
-        return 1.0 / (len(groups) * tokens[group])
-
-
-@dataclass(frozen=True)
-class SequenceSum(Aggregate):
-    """The log-probability of the whole response, averaged over rollouts (REINFORCE, RLOO)."""
-
-    formula: ClassVar[str] = "1 / B"  # type: ignore[misc]
-    source: ClassVar[str] = "REINFORCE; RLOO, arXiv 2402.14740, eq. 7"  # type: ignore[misc]
-
-    def __call__(self, scores: Scores) -> Tensor:
-        return torch.full_like(scores.length, 1.0 / len(scores.length))
-
-
-@dataclass(frozen=True)
-class ConstantLength(Aggregate):
-    """Like the sequence sum, over a fixed length: the recipe's token budget, never the padded width.
-
-    Dr. GRPO (arXiv 2503.20783, section 3.2 and listing 1, MAX_TOKENS).
-    """
-
-    length: int | None = None  # None: the run's max_tokens, filled in when the run is configured
-    source: ClassVar[str] = "Dr. GRPO, arXiv 2503.20783, listing 1"  # type: ignore[misc]
-
-    @property
-    def formula(self) -> str:  # type: ignore[override]
-        return f"1 / (B {self.length or 'max_tokens'})"
-
-    def __call__(self, scores: Scores) -> Tensor:
-        assert self.length, "the length is filled in when the run is configured"
-        return torch.full_like(scores.length, 1.0 / (len(scores.length) * self.length))

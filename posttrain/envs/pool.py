@@ -33,7 +33,7 @@ from posttrain.envs.load import is_generator_env, load_env, opening, pack_env
 from posttrain.envs.worker import Command, Done, Event, Stage
 from posttrain.types import Invalid, Reply, Task, Turn, UserError
 
-__all__ = ["Done", "Event", "Host", "Turn"]
+__all__ = ["Done", "EnvPool", "Event", "Turn"]
 
 IMPORT_SECONDS = 60.0  # for a worker to start and import the environment, which may read an index or a model
 FREEZE_SECONDS = 10  # for a worker that should be reading to take what we write
@@ -101,7 +101,7 @@ class Worker:
         self.connection.close()
 
 
-class Host:
+class EnvPool:
     """Episodes of one environment: `start` and `send` ask, `poll` brings the answers, in the order they come.
 
     `env` is a name as in `load_env`, a reward or a generator function; `seconds` is the limit of one step. With
@@ -199,7 +199,7 @@ class Host:
         for worker in workers:
             worker.kill()
 
-    def __enter__(self) -> Host:
+    def __enter__(self) -> EnvPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

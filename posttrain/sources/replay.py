@@ -14,7 +14,7 @@ from torch import Tensor
 from posttrain.types import Rollout, StopReason, Transcript
 
 
-class Memory:
+class ReplayBuffer:
     """The last rollouts, for rows that learn from more than the step's own."""
 
     def __init__(self, capacity: int) -> None:

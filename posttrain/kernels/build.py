@@ -28,13 +28,13 @@ def use(compiled: bool) -> None:
     _used = compiled
 
 
-def means(compiled: bool) -> str:
+def backend(compiled: bool) -> str:
     """What something runs as, in words."""
     return "compiled code" if compiled else "torch's operations"
 
 
 def library(source: str) -> ctypes.CDLL | None:
-    """A file of this package, compiled and loaded; None where that cannot be, or is not wanted."""
+    """A file of this folder, compiled and loaded; None where that cannot be, or is not wanted."""
     return _loaded(source) if _used else None
 
 

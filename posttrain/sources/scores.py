@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from posttrain.diversity import GROUPS, MEMBERS, diversity
+from posttrain.sources.diversity import GROUPS, MEMBERS, diversity
 from posttrain.types import Invalid, Rollout, Scores, Stats, UserError
 
 MAX_INVALID = 0.5  # of a step's rollouts: beyond this the reward function is broken, not some of the replies

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.data.pack import cut, lay
 from posttrain.data.tasks import order
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.sources.packing import collate, split_microbatches
 from posttrain.types import Batch, Completion, Outputs, Stats, Step, StopReason, Task, Transcript, UserError
 
 
@@ -105,8 +105,8 @@ class Demonstrations:
         rows = [[t] for t in sorted(transcripts, key=len)]
         tokens = sum(t.n_sampled for t in transcripts)
         batches = []
-        for index in cut(rows, self.tokens_per_microbatch):
-            batch = lay([rows[i] for i in index], index, self.device)
+        for index in split_microbatches(rows, self.tokens_per_microbatch):
+            batch = collate([rows[i] for i in index], index, self.device)
             batches.append(replace(batch, weight=torch.full_like(batch.weight, 1 / tokens), sampler_logp=None))
         return batches
 

@@ -15,7 +15,7 @@ from posttrain.config import RL, SFT, Evaluation
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
-    from posttrain.course import Run
+    from posttrain.training.trainer import Run
 
 Options = Parameter(
     name="*",
@@ -27,24 +27,24 @@ Options = Parameter(
 
 def sft(*, config: Annotated[SFT, Options] = SFT()) -> int:  # noqa: B008  frozen
     """Supervised fine-tuning: imitate the responses of a dataset."""
-    from posttrain import run
+    from posttrain.training import assembly
 
-    return _ended("sft", run.sft(config))
+    return _ended("sft", assembly.sft(config))
 
 
 def rl(*, config: Annotated[RL, Options] = RL()) -> int:  # noqa: B008
     """Reinforcement learning from a reward function, a verifier or an environment."""
-    from posttrain import run
+    from posttrain.training import assembly
 
-    return _ended("rl", run.rl(config))
+    return _ended("rl", assembly.rl(config))
 
 
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares two checkpoints."""
-    from posttrain import run
-    from posttrain.display import table
+    from posttrain.runs.display import table
+    from posttrain.training import assembly
 
-    found = run.evaluate(config)
+    found = assembly.evaluate(config)
     names = [n for n in found.figures if isinstance(found.figures[n], dict)]
 
     def row(name: str, figures: dict[str, Any]) -> list[str]:
@@ -91,7 +91,7 @@ def chat(
     device
         auto, cpu, cuda ...
     """
-    from posttrain.dialogue import converse
+    from posttrain.cli.chat import converse
 
     converse(model, system, temperature, max_tokens, device)
     return 0
@@ -109,9 +109,9 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
     pages
         Write a page for every row into this folder.
     """
-    from posttrain.algorithms.page import SYMBOLS, as_data, describe, differences, page
+    from posttrain.algorithms.describe import SYMBOLS, as_data, describe, differences, page
     from posttrain.algorithms.table import TABLE, find
-    from posttrain.display import table
+    from posttrain.runs.display import table
 
     beside = TABLE["grpo"]
     if pages is not None:
@@ -192,9 +192,9 @@ def reproduce(
     settings
         What to change in it: --settings.steps 50 (table.md names them all).
     """
-    from posttrain.display import table
     from posttrain.reproduce import EXPERIMENTS, find
     from posttrain.reproduce.experiment import read_settings
+    from posttrain.runs.display import table
 
     if name is None:
         rows = [[e.name, e.claim, e.paper] for e in EXPERIMENTS.values()]

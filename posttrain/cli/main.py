@@ -37,7 +37,7 @@ for _name, _function, _help in (
     ("check", "check", "Run a reward or an environment against sample replies, before any training."),
     ("reproduce", "reproduce", "Test what a paper claims in a small experiment: table, plot, verdict with intervals."),
 ):
-    app.command(f"posttrain.verbs:{_function}", name=_name, help=_help, help_format="markdown")
+    app.command(f"posttrain.cli.commands:{_function}", name=_name, help=_help, help_format="markdown")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from posttrain import run as runs
 from posttrain.config import RL, SFT
-from posttrain.course import Run
 from posttrain.envs import arithmetic
-from posttrain.record import read_rollouts, rollout_steps
 from posttrain.reproduce.experiment import Estimate, Numbers, Say, over_seeds, student_interval
 from posttrain.reproduce.figure import Series
+from posttrain.runs.record import read_rollouts, rollout_steps
+from posttrain.training import assembly as runs
+from posttrain.training.trainer import Run
 from posttrain.types import Reply, Task
 
 Curve = list[float | None]

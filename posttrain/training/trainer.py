@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain import checkpoint as checkpoints
 from posttrain.config import RL, SFT, AnyTraining, as_dict, continued
-from posttrain.display import Display
-from posttrain.health import Health
 from posttrain.learners.local import LocalLearner
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.record import Record, curves, read_metrics, read_run
-from posttrain.train import Trained, interruptible, train
+from posttrain.runs import checkpoint as checkpoints
+from posttrain.runs.display import Display
+from posttrain.runs.health import Health
+from posttrain.runs.record import Record, curves, read_metrics, read_run
+from posttrain.training.loop import Trained, interruptible, train
 from posttrain.types import Objective, Source, Stats, UserError
 
 RUN_FILES = (
@@ -108,7 +108,7 @@ def start_of(config: SFT | RL) -> Path | None:
     return checkpoints.resolve(config.model) if config.model else None
 
 
-class Course:
+class Trainer:
     """A run from its first or resumed step to its end: record, evaluate, save, show."""
 
     def __init__(

@@ -7,7 +7,7 @@ import torch
 from test_play import CHATML
 
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.supervised import Demonstrations, demonstrate
+from posttrain.sources.sft import Demonstrations, demonstrate
 from posttrain.types import Transcript, UserError
 
 CPU = torch.device("cpu")

@@ -14,32 +14,32 @@ from typing import Any
 
 import torch
 
-from posttrain import native
 from posttrain.algorithms.adjust import adjust
 from posttrain.algorithms.critic import SoftQ
-from posttrain.algorithms.page import describe
+from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.table import find
-from posttrain.checkpoint import resolve
 from posttrain.config import RL, SFT, Data, Evaluation, Training, validate
-from posttrain.course import Course, Run, begin, start_of
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.vllm import VLLMEngine
 from posttrain.envs.chat import Conversation
-from posttrain.envs.host import Done, Host
 from posttrain.envs.load import load_converter, load_env, opening
 from posttrain.envs.play import Episode, play, seed_of
-from posttrain.estimate import paired_interval, summary
-from posttrain.experience import Experience, Size
+from posttrain.envs.pool import Done, EnvPool
+from posttrain.kernels import build
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
 from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
 from posttrain.models.folder import load_model
 from posttrain.models.fused import compiles
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.supervised import Demonstrations, Likelihood, demonstrate
+from posttrain.runs.checkpoint import resolve
+from posttrain.sources.rl import Experience, Size
+from posttrain.sources.sft import Demonstrations, Likelihood, demonstrate
+from posttrain.training.intervals import paired_interval, summary
+from posttrain.training.trainer import Run, Trainer, begin, start_of
 from posttrain.types import Invalid, Reply, Rollout, Sampling, Stats, Task, Transcript, UserError
 
 TRIAL_TURNS = 8  # of a canned reply to an environment that may wait for a word which it does not contain
@@ -95,10 +95,10 @@ def sft(config: SFT, tasks: Sequence[Task] | None = None) -> Run:
         f"model {parameters(model):,} parameters, context {context}, vocabulary {model.config.vocab}",
         f"{len(train_tasks)} rows ({tokens:,} tokens to learn), {len(held_out)} held out",
         f"{steps} steps of {config.rows} rows, micro-batches of {microbatch_tokens(config, device)} tokens"
-        + (f", between products {native.means(compiles())}" if device.type == "cpu" else ""),
+        + (f", between products {build.backend(compiles())}" if device.type == "cpu" else ""),
     ]
     lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
-    loop = Course(config, start, resumed, learner, source, tokenizer, measure if unseen else None, steps)
+    loop = Trainer(config, start, resumed, learner, source, tokenizer, measure if unseen else None, steps)
     return loop.run(Likelihood(), sizes, lines)
 
 
@@ -113,12 +113,12 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
     if config.eval_tasks:
         held_out = load_tasks(replace(config, tasks=config.eval_tasks, limit=None, split=None), None, env=env)
     held_out = held_out[: config.eval_limit]
-    with Host(env or config.env, config.env_workers, config.env_seconds) as host, ExitStack() as opened:
-        rehearse(host, train_tasks)
+    with EnvPool(env or config.env, config.env_workers, config.env_seconds) as pool, ExitStack() as opened:
+        rehearse(pool, train_tasks)
         start = start_of(config)
         model, tokenizer = _start(config, train_tasks, resumed or start, device)
         end_tokens(model, tokenizer)  # there must be one, or no reply would end
-        if host.single_turn:
+        if pool.single_turn:
             check_prompts([*train_tasks, *held_out], tokenizer, model.config.context)
         assert start
         reference = load_model(start, device=device).requires_grad_(False) if algorithm.needs_reference else None
@@ -137,7 +137,7 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
         sampling = Sampling(config.temperature, max_tokens=config.max_tokens, stop=config.stop)
         source = Experience(
             tasks=train_tasks,
-            host=host,
+            pool=pool,
             engine=engine,
             learner=learner,
             tokenizer=tokenizer,
@@ -152,7 +152,7 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
         def measure(stats: Stats) -> None:
             engine.load(learner.weights(), learner.version)
             episodes = repeated(held_out, config.eval_samples, config.seed)
-            for rollout in play(episodes, host, engine, tokenizer, sampling, model.config.context):
+            for rollout in play(episodes, pool, engine, tokenizer, sampling, model.config.context):
                 stats.add("eval/invalid", isinstance(rollout.reward, Invalid))
                 if isinstance(rollout.reward, Invalid):
                     continue
@@ -166,9 +166,9 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
             f"{len(train_tasks)} tasks, {len(held_out)} held out",
             f"{config.steps} steps of {config.prompts} prompts x {config.group} rollouts = {rollouts} rollouts "
             f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, device)} tokens; "
-            f"{min(config.slots, rollouts)} sampled at once by {engine.means}",
+            f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
         ]
-        loop = Course(config, start, resumed, learner, source, tokenizer, measure if held_out else None, config.steps)
+        loop = Trainer(config, start, resumed, learner, source, tokenizer, measure if held_out else None, config.steps)
         return loop.run(policy_objective(algorithm), sizes, describe(algorithm))
 
 
@@ -182,8 +182,8 @@ def evaluate(
     if config.held_out:
         data = hold_out(data, config.held_out, config.split_seed)[1]
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
-    with Host(env or config.env, config.env_workers, config.env_seconds) as host:
-        rehearse(host, data)
+    with EnvPool(env or config.env, config.env_workers, config.env_seconds) as pool:
+        rehearse(pool, data)
 
         def figures(folder: str) -> tuple[dict[str, Any], dict[str, list[float]], list[Rollout]]:
             path = resolve(folder)
@@ -191,7 +191,7 @@ def evaluate(
             end_tokens(model, tokenizer)
             engine = LocalEngine(model, tokenizer, config.slots, config.precision)
             episodes = repeated(data, config.samples, config.seed)
-            rollouts = play(episodes, host, engine, tokenizer, sampling, model.config.context)
+            rollouts = play(episodes, pool, engine, tokenizer, sampling, model.config.context)
             rewards: dict[str, list[float]] = {t["id"]: [] for t in data}
             for r in rollouts:
                 if not isinstance(r.reward, Invalid):
@@ -224,7 +224,7 @@ def prepare(config: Training | Evaluation) -> torch.device:
     """Threads, seed of the global generator (nothing should draw from it) and the device."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    native.use(config.compiled)
+    build.use(config.compiled)
     torch.manual_seed(config.seed)
     return choose_device(config.device)
 
@@ -351,23 +351,23 @@ def _texts(task: Task) -> list[str]:
     return [task["prompt"], task.get("response", "")]
 
 
-def rehearse(host: Host, tasks: Sequence[Task]) -> None:
+def rehearse(pool: EnvPool, tasks: Sequence[Task]) -> None:
     """Play up to three tasks with a canned reply, so that a broken environment is told before anything heavy starts.
 
     Raises UserError if none of them could be scored.
     """
     reasons = []
     for task in (tasks[0], tasks[len(tasks) // 2], tasks[-1]):
-        host.ready()
-        host.start(0, task)
+        pool.ready()
+        pool.start(0, task)
         for turns in range(TRIAL_TURNS + 1):
-            [(_, event)] = host.poll(None)
+            [(_, event)] = pool.poll(None)
             if isinstance(event, Done):
                 break
             if turns < TRIAL_TURNS:
-                host.send(0, Reply(str(task.get("response", task.get("answer", "")))))
+                pool.send(0, Reply(str(task.get("response", task.get("answer", "")))))
         if not isinstance(event, Done):
-            host.drop(0)
+            pool.drop(0)
             return
         if not isinstance(event.reward, Invalid):
             return

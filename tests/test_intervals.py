@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from posttrain.estimate import bootstrap_interval, paired_interval, pass_at_k, summary, wilson_interval
+from posttrain.training.intervals import bootstrap_interval, paired_interval, pass_at_k, summary, wilson_interval
 from posttrain.types import UserError
 
 

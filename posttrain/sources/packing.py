@@ -29,7 +29,7 @@ def needed_length(transcript: Transcript) -> int:
     return len(transcript) - 1 - transcript.sampled[::-1].index(True)
 
 
-def cut(transcripts: Sequence[Sequence[Transcript]], tokens_per_microbatch: int) -> list[list[int]]:
+def split_microbatches(transcripts: Sequence[Sequence[Transcript]], tokens_per_microbatch: int) -> list[list[int]]:
     """Indices of the rollouts of each micro-batch. Rollouts stay whole and in order; a shared prompt counts once.
 
     A micro-batch holds at most `tokens_per_microbatch` fed tokens beside the prompt of its first rollout, or a single
@@ -50,7 +50,9 @@ def cut(transcripts: Sequence[Sequence[Transcript]], tokens_per_microbatch: int)
     return batches
 
 
-def lay(rollouts: Sequence[Sequence[Transcript]], index: Sequence[int], device: torch.device | str = "cpu") -> Batch:
+def collate(
+    rollouts: Sequence[Sequence[Transcript]], index: Sequence[int], device: torch.device | str = "cpu"
+) -> Batch:
     """One micro-batch of these rollouts, `index[i]` being the place of rollout i in the scoreboard [S].
 
     Scored tokens keep the order of rollouts, and within one the order of its tokens. Weights are 0: the caller sets them.

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.envs.host import Done, Event, Host
+from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.types import Invalid, Reply, StopReason, Turn, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,23 +72,23 @@ def my(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def open_host() -> Iterator[Callable[..., Host]]:
-    hosts: list[Host] = []
+def open_pool() -> Iterator[Callable[..., EnvPool]]:
+    pools: list[EnvPool] = []
 
-    def open_host(env: Any, workers: int = 1, seconds: float = 0.5) -> Host:
-        hosts.append(Host(env, workers, seconds))
-        return hosts[-1]
+    def open_pool(env: Any, workers: int = 1, seconds: float = 0.5) -> EnvPool:
+        pools.append(EnvPool(env, workers, seconds))
+        return pools[-1]
 
-    yield open_host
-    for host in hosts:
-        host.close()
+    yield open_pool
+    for pool in pools:
+        pool.close()
 
 
-def answers(host: Host) -> dict[int, Event]:
+def answers(pool: EnvPool) -> dict[int, Event]:
     """All that is pending; one event for each episode."""
     found: dict[int, Event] = {}
-    while host.pending:
-        events = host.poll(20)
+    while pool.pending:
+        events = pool.poll(20)
         assert events, "no answer within 20 s"
         for id, event in events:
             assert id not in found
@@ -96,22 +96,22 @@ def answers(host: Host) -> dict[int, Event]:
     return found
 
 
-def score(host: Host, replies: list[str]) -> list[float | str]:
+def score(pool: EnvPool, replies: list[str]) -> list[float | str]:
     """The reward of each reply, or the reason why there is none."""
     for id in range(len(replies)):
-        host.start(id, TASK)
-    assert all(event == Turn(text="p") for event in answers(host).values())
+        pool.start(id, TASK)
+    assert all(event == Turn(text="p") for event in answers(pool).values())
     for id, reply in enumerate(replies):
-        host.send(id, Reply(reply))
-    done = answers(host)
+        pool.send(id, Reply(reply))
+    done = answers(pool)
     assert sorted(done) == list(range(len(replies)))
     rewards = [event.reward for _, event in sorted(done.items()) if isinstance(event, Done)]
     return [reward.reason if isinstance(reward, Invalid) else reward for reward in rewards]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_each_episode_gets_its_own_answer(my: str, open_host: Callable[..., Host], workers: int) -> None:
-    assert score(open_host(f"{my}:reward", workers), ["", "a", "ab", "abc", "abcd"]) == [0, 1, 2, 3, 4]
+def test_each_episode_gets_its_own_answer(my: str, open_pool: Callable[..., EnvPool], workers: int) -> None:
+    assert score(open_pool(f"{my}:reward", workers), ["", "a", "ab", "abc", "abcd"]) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -126,21 +126,21 @@ def test_each_episode_gets_its_own_answer(my: str, open_host: Callable[..., Host
     ],
 )
 def test_a_misbehaving_reward_is_invalid_with_its_reason(
-    my: str, open_host: Callable[..., Host], reply: str, reason: str, workers: int
+    my: str, open_pool: Callable[..., EnvPool], reply: str, reason: str, workers: int
 ) -> None:
-    before, invalid, after = score(open_host(f"{my}:reward", workers), ["a", reply, "ab"])
+    before, invalid, after = score(open_pool(f"{my}:reward", workers), ["a", reply, "ab"])
     assert (before, after) == (1.0, 2.0)
     assert isinstance(invalid, str) and invalid.startswith(reason)
 
 
 @pytest.mark.parametrize("reply", ["loop", "regex"])
 def test_a_reward_that_does_not_return_costs_its_own_episode_and_its_time_limit(
-    my: str, open_host: Callable[..., Host], reply: str
+    my: str, open_pool: Callable[..., EnvPool], reply: str
 ) -> None:
-    host = open_host(f"{my}:reward", seconds=0.5)
-    host.ready()
+    pool = open_pool(f"{my}:reward", seconds=0.5)
+    pool.ready()
     began = time.monotonic()
-    before, invalid, after = score(host, ["a", reply, "ab"])
+    before, invalid, after = score(pool, ["a", reply, "ab"])
     assert 0.5 <= time.monotonic() - began < 5
     assert (before, after) == (1.0, 2.0)
     assert isinstance(invalid, str) and invalid.endswith("my.py:reward: did not return within 0.5 s")
@@ -148,117 +148,119 @@ def test_a_reward_that_does_not_return_costs_its_own_episode_and_its_time_limit(
 
 @pytest.mark.parametrize(("reply", "code"), [("exit", "exit code 3"), ("segfault", "exit code -11, SIGSEGV")])
 def test_a_dying_worker_costs_the_episode_it_was_in(
-    my: str, open_host: Callable[..., Host], reply: str, code: str
+    my: str, open_pool: Callable[..., EnvPool], reply: str, code: str
 ) -> None:
-    before, invalid, after = score(open_host(f"{my}:reward"), ["a", reply, "ab"])
+    before, invalid, after = score(open_pool(f"{my}:reward"), ["a", reply, "ab"])
     assert (before, after) == (1.0, 2.0)
     assert isinstance(invalid, str) and invalid.endswith(f"its worker process died ({code})")
 
 
-def test_every_step_has_the_whole_limit_to_itself(open_host: Callable[..., Host]) -> None:
+def test_every_step_has_the_whole_limit_to_itself(open_pool: Callable[..., EnvPool]) -> None:
     def slow(task: Any, reply: str) -> float:
         time.sleep(0.2)
         return 1.0
 
-    assert score(open_host(slow, seconds=0.5), ["a"] * 5) == [1.0] * 5
+    assert score(open_pool(slow, seconds=0.5), ["a"] * 5) == [1.0] * 5
 
 
-def test_time_away_from_poll_is_not_held_against_the_worker(open_host: Callable[..., Host]) -> None:
-    host = open_host(lambda task, reply: 1.0, seconds=0.3)
-    host.ready()
+def test_time_away_from_poll_is_not_held_against_the_worker(open_pool: Callable[..., EnvPool]) -> None:
+    pool = open_pool(lambda task, reply: 1.0, seconds=0.3)
+    pool.ready()
     for id in range(2):
-        host.start(id, TASK)
-    assert len(host.poll()) == 2
+        pool.start(id, TASK)
+    assert len(pool.poll()) == 2
     for id in range(2):
-        host.send(id, Reply("a"))
-    found = dict(host.poll(0))
+        pool.send(id, Reply("a"))
+    found = dict(pool.poll(0))
     time.sleep(0.6)
-    assert found | answers(host) == {0: Done(1.0), 1: Done(1.0)}
+    assert found | answers(pool) == {0: Done(1.0), 1: Done(1.0)}
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_episode_of_many_turns_hears_every_reply(my: str, open_host: Callable[..., Host], workers: int) -> None:
-    host = open_host(f"{my}:echo", workers)
-    host.start(5, TASK)
+def test_an_episode_of_many_turns_hears_every_reply(my: str, open_pool: Callable[..., EnvPool], workers: int) -> None:
+    pool = open_pool(f"{my}:echo", workers)
+    pool.start(5, TASK)
     shown: list[Event] = []
     for reply in ["a", "b", "end"]:
-        [(id, event)] = host.poll(20)
+        [(id, event)] = pool.poll(20)
         assert id == 5
         shown.append(event)
-        host.send(5, Reply(reply))
+        pool.send(5, Reply(reply))
     assert shown == [Turn("p"), Turn("a"), Turn("a+b")]
-    assert host.poll(20) == [(5, Done(3.0, {"turns": 3.0}))]
-    assert not host.single_turn and host.pending == 0 and host.poll(None) == []
+    assert pool.poll(20) == [(5, Done(3.0, {"turns": 3.0}))]
+    assert not pool.single_turn and pool.pending == 0 and pool.poll(None) == []
 
 
 @pytest.mark.parametrize("last", ["hang", "exit"])
-def test_the_other_episodes_of_a_lost_worker_are_replayed(my: str, open_host: Callable[..., Host], last: str) -> None:
-    host = open_host(f"{my}:echo", seconds=0.5)
+def test_the_other_episodes_of_a_lost_worker_are_replayed(
+    my: str, open_pool: Callable[..., EnvPool], last: str
+) -> None:
+    pool = open_pool(f"{my}:echo", seconds=0.5)
     for id in range(4):
-        host.start(id, {"id": id, "prompt": f"p{id}"})
-    answers(host)
+        pool.start(id, {"id": id, "prompt": f"p{id}"})
+    answers(pool)
     for id in range(4):
-        host.send(id, Reply(f"a{id}"))
-    answers(host)
+        pool.send(id, Reply(f"a{id}"))
+    answers(pool)
     for id, reply in enumerate(["b0", last, "b2"]):  # episode 3 waits meanwhile: it is replayed when it goes on
-        host.send(id, Reply(reply))
-    found = answers(host)
+        pool.send(id, Reply(reply))
+    found = answers(pool)
     assert isinstance(lost := found.pop(1), Done) and isinstance(lost.reward, Invalid)
     assert found == {0: Turn("a0+b0"), 2: Turn("a2+b2")}
-    host.send(3, Reply("b3"))
-    assert answers(host) == {3: Turn("a3+b3")}
+    pool.send(3, Reply("b3"))
+    assert answers(pool) == {3: Turn("a3+b3")}
     for id in (0, 2, 3):
-        host.send(id, Reply("end"))
-    assert answers(host) == {id: Done(3.0, {"turns": 3.0}) for id in (0, 2, 3)}
+        pool.send(id, Reply("end"))
+    assert answers(pool) == {id: Done(3.0, {"turns": 3.0}) for id in (0, 2, 3)}
 
 
-def kill_idle_worker(host: Host) -> None:
-    process = host._workers[0].process
+def kill_idle_worker(pool: EnvPool) -> None:
+    process = pool._workers[0].process
     os.kill(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet known to be
 
 
-def test_an_idle_worker_that_is_killed_costs_nothing(my: str, open_host: Callable[..., Host]) -> None:
-    host = open_host(f"{my}:echo")
-    host.start(0, TASK)
-    assert host.poll(20) == [(0, Turn("p"))]
-    kill_idle_worker(host)
-    host.send(0, Reply("a"))
-    assert host.poll(20) == [(0, Turn("a"))]
+def test_an_idle_worker_that_is_killed_costs_nothing(my: str, open_pool: Callable[..., EnvPool]) -> None:
+    pool = open_pool(f"{my}:echo")
+    pool.start(0, TASK)
+    assert pool.poll(20) == [(0, Turn("p"))]
+    kill_idle_worker(pool)
+    pool.send(0, Reply("a"))
+    assert pool.poll(20) == [(0, Turn("a"))]
 
 
-def test_an_interrupt_from_the_keyboard_does_not_reach_workers(my: str, open_host: Callable[..., Host]) -> None:
-    host = open_host(f"{my}:echo")
-    host.start(0, TASK)
-    assert host.poll(20) == [(0, Turn("p"))]
-    process = host._workers[0].process
+def test_an_interrupt_from_the_keyboard_does_not_reach_workers(my: str, open_pool: Callable[..., EnvPool]) -> None:
+    pool = open_pool(f"{my}:echo")
+    pool.start(0, TASK)
+    assert pool.poll(20) == [(0, Turn("p"))]
+    process = pool._workers[0].process
     assert os.getsid(process.pid) != os.getsid(0)
     process.send_signal(signal.SIGINT)
-    host.send(0, Reply("a"))
-    assert host.poll(20) == [(0, Turn("a"))] and host._workers[0].process is process
+    pool.send(0, Reply("a"))
+    assert pool.poll(20) == [(0, Turn("a"))] and pool._workers[0].process is process
 
 
-def test_a_busy_worker_that_is_killed_costs_one_episode(open_host: Callable[..., Host]) -> None:
+def test_a_busy_worker_that_is_killed_costs_one_episode(open_pool: Callable[..., EnvPool]) -> None:
     def wait_for_it(task: Any, reply: str) -> float:
         time.sleep(0.5 if reply == "slow" else 0)
         return 1.0
 
-    host = open_host(wait_for_it, seconds=5)
+    pool = open_pool(wait_for_it, seconds=5)
     for id in range(2):
-        host.start(id, TASK)
-    host.ready()
-    assert len(host.poll(20)) == 2
-    host.send(0, Reply("slow"))
-    host.send(1, Reply("fast"))
-    host.poll(0)
-    os.kill(host._workers[0].process.pid, signal.SIGKILL)
-    found = answers(host)
+        pool.start(id, TASK)
+    pool.ready()
+    assert len(pool.poll(20)) == 2
+    pool.send(0, Reply("slow"))
+    pool.send(1, Reply("fast"))
+    pool.poll(0)
+    os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+    found = answers(pool)
     assert isinstance(lost := found[0], Done) and isinstance(lost.reward, Invalid)
     assert "its worker process died (exit code -9, SIGKILL)" in lost.reward.reason
     assert found[1] == Done(1.0)
 
 
-def test_a_replay_that_goes_another_way_is_invalid(tmp_path: Path, open_host: Callable[..., Host]) -> None:
+def test_a_replay_that_goes_another_way_is_invalid(tmp_path: Path, open_pool: Callable[..., EnvPool]) -> None:
     (tmp_path / "env.py").write_text(
         "import os, pathlib\n"
         "def env(task):\n"
@@ -270,14 +272,14 @@ def test_a_replay_that_goes_another_way_is_invalid(tmp_path: Path, open_host: Ca
         "    yield 'b'\n"
         "    return 2.0\n"
     )
-    host = open_host(f"{tmp_path}/env.py:env")
-    host.start(0, TASK)
-    host.poll(20)
-    host.send(0, Reply("x"))
-    assert host.poll(20) == [(0, Turn("b"))]
-    kill_idle_worker(host)
-    host.send(0, Reply("y"))
-    [(_, event)] = host.poll(20)
+    pool = open_pool(f"{tmp_path}/env.py:env")
+    pool.start(0, TASK)
+    pool.poll(20)
+    pool.send(0, Reply("x"))
+    assert pool.poll(20) == [(0, Turn("b"))]
+    kill_idle_worker(pool)
+    pool.send(0, Reply("y"))
+    [(_, event)] = pool.poll(20)
     assert isinstance(event, Done) and isinstance(event.reward, Invalid) and "replayed" in event.reward.reason
 
 
@@ -286,120 +288,120 @@ def test_a_replay_that_goes_another_way_is_invalid(tmp_path: Path, open_host: Ca
 )
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_misbehaving_environment_is_invalid_with_its_reason(
-    my: str, open_host: Callable[..., Host], reply: str, reason: str, workers: int
+    my: str, open_pool: Callable[..., EnvPool], reply: str, reason: str, workers: int
 ) -> None:
-    host = open_host(f"{my}:echo", workers)
-    host.start(0, TASK)
-    host.poll(20)
-    host.send(0, Reply(reply))
-    [(_, event)] = host.poll(20)
+    pool = open_pool(f"{my}:echo", workers)
+    pool.start(0, TASK)
+    pool.poll(20)
+    pool.send(0, Reply(reply))
+    [(_, event)] = pool.poll(20)
     assert isinstance(event, Done) and isinstance(event.reward, Invalid) and event.reward.reason.startswith(reason)
 
 
-def test_a_turn_arrives_as_it_was_yielded_and_the_reply_with_its_stop_reason(open_host: Callable[..., Host]) -> None:
+def test_a_turn_arrives_as_it_was_yielded_and_the_reply_with_its_stop_reason(open_pool: Callable[..., EnvPool]) -> None:
     turn = Turn(messages=[{"role": "user", "content": "c"}], stop=("</a>",), reward=0.5, max_tokens=7)
 
     def env(task: Any) -> Generator[Turn, Reply, Any]:
         reply = yield turn
         return {reply.stop.value: 1.0}
 
-    host = open_host(env)
-    host.start(0, TASK)
-    assert host.poll(20) == [(0, turn)]
-    host.send(0, Reply("x", StopReason.CONTEXT))
-    assert host.poll(20) == [(0, Done(1.0, {"context": 1.0}))]
+    pool = open_pool(env)
+    pool.start(0, TASK)
+    assert pool.poll(20) == [(0, turn)]
+    pool.send(0, Reply("x", StopReason.CONTEXT))
+    assert pool.poll(20) == [(0, Done(1.0, {"context": 1.0}))]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_an_episode_does_to_its_task_is_not_seen_by_the_others(
-    open_host: Callable[..., Host], workers: int
+    open_pool: Callable[..., EnvPool], workers: int
 ) -> None:
     def reward(task: Any, reply: str) -> float:
         task["seen"].append(reply)
         return float(len(task["seen"]))
 
-    host = open_host(reward, workers)
+    pool = open_pool(reward, workers)
     task = {**TASK, "seen": []}
     for id in range(3):
-        host.start(id, task)
-    answers(host)
+        pool.start(id, task)
+    answers(pool)
     for id in range(3):
-        host.send(id, Reply("x"))
-    assert answers(host) == dict.fromkeys(range(3), Done(1.0)) and task["seen"] == []
+        pool.send(id, Reply("x"))
+    assert answers(pool) == dict.fromkeys(range(3), Done(1.0)) and task["seen"] == []
 
 
-def test_closures_and_lambdas_run_in_workers(open_host: Callable[..., Host]) -> None:
+def test_closures_and_lambdas_run_in_workers(open_pool: Callable[..., EnvPool]) -> None:
     here = os.getpid()
-    assert score(open_host(lambda task, reply: float(os.getpid() != here)), ["a"]) == [1.0]
+    assert score(open_pool(lambda task, reply: float(os.getpid() != here)), ["a"]) == [1.0]
 
 
-def test_only_scoring_goes_to_a_worker_for_a_plain_reward(open_host: Callable[..., Host]) -> None:
-    host = open_host(lambda task, reply: 1.0)
-    assert host.single_turn
-    host.start(0, {"messages": [{"role": "user", "content": "c"}], "stop": ["\n"]})
-    assert host.poll(0) == [(0, Turn(messages=[{"role": "user", "content": "c"}], stop=("\n",)))]
+def test_only_scoring_goes_to_a_worker_for_a_plain_reward(open_pool: Callable[..., EnvPool]) -> None:
+    pool = open_pool(lambda task, reply: 1.0)
+    assert pool.single_turn
+    pool.start(0, {"messages": [{"role": "user", "content": "c"}], "stop": ["\n"]})
+    assert pool.poll(0) == [(0, Turn(messages=[{"role": "user", "content": "c"}], stop=("\n",)))]
     with pytest.raises(UserError, match='needs "prompt"'):
-        host.start(1, {"id": "x", "question": "q"})
+        pool.start(1, {"id": "x", "question": "q"})
 
 
-def test_an_import_that_fails_is_the_users_error_from_poll(tmp_path: Path, open_host: Callable[..., Host]) -> None:
+def test_an_import_that_fails_is_the_users_error_from_poll(tmp_path: Path, open_pool: Callable[..., EnvPool]) -> None:
     (tmp_path / "broken.py").write_text("x = 1\nraise RuntimeError('no index here')\n")
-    host = open_host(f"{tmp_path}/broken.py:reward", workers=2)
-    host.start(0, TASK)
+    pool = open_pool(f"{tmp_path}/broken.py:reward", workers=2)
+    pool.start(0, TASK)
     with pytest.raises(UserError, match=r"RuntimeError: no index here \(broken.py:2\)"):
-        host.poll(20)
+        pool.poll(20)
 
 
-def test_an_import_that_kills_its_worker_is_the_users_error(tmp_path: Path, open_host: Callable[..., Host]) -> None:
+def test_an_import_that_kills_its_worker_is_the_users_error(tmp_path: Path, open_pool: Callable[..., EnvPool]) -> None:
     (tmp_path / "deadly.py").write_text("import os\nos._exit(9)\n")
-    host = open_host(f"{tmp_path}/deadly.py:reward")
+    pool = open_pool(f"{tmp_path}/deadly.py:reward")
     with pytest.raises(UserError, match=r"died while importing it \(exit code 9\)"):
-        assert host.single_turn
+        assert pool.single_turn
 
 
-def test_large_batches_of_long_replies_do_not_block(open_host: Callable[..., Host]) -> None:
+def test_large_batches_of_long_replies_do_not_block(open_pool: Callable[..., EnvPool]) -> None:
     def env(task: Any) -> Generator[str, Reply, float]:
         reply = yield "x" * 5000
         reply = yield str(reply)  # answers as long as the questions: both directions fill up
         return float(len(reply))
 
-    host = open_host(env, workers=2, seconds=10)
+    pool = open_pool(env, workers=2, seconds=10)
     ids = range(2000)
     for id in ids:
-        host.start(id, TASK)
-    assert len(answers(host)) == 2000
+        pool.start(id, TASK)
+    assert len(answers(pool)) == 2000
     for id in ids:
-        host.send(id, Reply(f"{id:05}" * 4000))
-    shown = answers(host)
+        pool.send(id, Reply(f"{id:05}" * 4000))
+    shown = answers(pool)
     assert all(shown[id] == Turn(f"{id:05}" * 4000) for id in ids)
     for id in ids:
-        host.send(id, Reply("y" * 20_000))
-    assert answers(host) == dict.fromkeys(ids, Done(20_000.0))
+        pool.send(id, Reply("y" * 20_000))
+    assert answers(pool) == dict.fromkeys(ids, Done(20_000.0))
 
 
-def test_many_small_rewards_are_fast(open_host: Callable[..., Host]) -> None:
-    host = open_host(lambda task, reply: float(len(reply)))
-    host.ready()
+def test_many_small_rewards_are_fast(open_pool: Callable[..., EnvPool]) -> None:
+    pool = open_pool(lambda task, reply: float(len(reply)))
+    pool.ready()
     began = time.monotonic()
-    assert score(host, ["a"] * 512) == [1.0] * 512
+    assert score(pool, ["a"] * 512) == [1.0] * 512
     assert time.monotonic() - began < 1.0  # about 0.01 s on an idle machine
 
 
-def test_a_dropped_episode_is_over_and_its_number_free(my: str, open_host: Callable[..., Host]) -> None:
-    host = open_host(f"{my}:echo")
-    host.start(0, TASK)
-    assert host.poll(20) == [(0, Turn("p"))]
-    host.drop(0)
-    host.start(0, {"prompt": "q"})
-    assert host.poll(20) == [(0, Turn("q"))]
+def test_a_dropped_episode_is_over_and_its_number_free(my: str, open_pool: Callable[..., EnvPool]) -> None:
+    pool = open_pool(f"{my}:echo")
+    pool.start(0, TASK)
+    assert pool.poll(20) == [(0, Turn("p"))]
+    pool.drop(0)
+    pool.start(0, {"prompt": "q"})
+    assert pool.poll(20) == [(0, Turn("q"))]
 
 
 def test_what_the_environment_prints_goes_to_standard_error(my: str) -> None:
     script = (
-        "from posttrain.envs.host import Host\nfrom posttrain.types import Reply\n"
-        f"with Host({my + ':prints'!r}) as host:\n"
-        "    host.start(0, {'prompt': 'p'}); host.poll(20); host.send(0, Reply('x'))\n"
-        "    print(host.poll(20)[0][1].reward)\n"
+        "from posttrain.envs.pool import EnvPool\nfrom posttrain.types import Reply\n"
+        f"with EnvPool({my + ':prints'!r}) as pool:\n"
+        "    pool.start(0, {'prompt': 'p'}); pool.poll(20); pool.send(0, Reply('x'))\n"
+        "    print(pool.poll(20)[0][1].reward)\n"
     )
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert run.stdout == "1.0\n"
@@ -411,11 +413,11 @@ def test_a_script_without_a_main_guard_runs_its_body_once(tmp_path: Path) -> Non
     script.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "print('body')\n"
-        "from posttrain.envs.host import Host\nfrom posttrain.types import Reply\n"
+        "from posttrain.envs.pool import EnvPool\nfrom posttrain.types import Reply\n"
         "def reward(task, reply):\n    return len(reply)\n"
-        "host = Host(reward)\n"
-        "host.start(0, {'prompt': 'p'}); host.poll(20); host.send(0, Reply('x'))\n"
-        "print(host.poll(20)[0][1].reward)\n"  # and it may end without closing the host
+        "pool = EnvPool(reward)\n"
+        "pool.start(0, {'prompt': 'p'}); pool.poll(20); pool.send(0, Reply('x'))\n"
+        "print(pool.poll(20)[0][1].reward)\n"  # and it may end without closing the host
     )
     run = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=30)
     assert run.stdout == "body\n1.0\n", run.stderr
@@ -425,11 +427,11 @@ def test_a_script_without_a_main_guard_runs_its_body_once(tmp_path: Path) -> Non
 @pytest.mark.parametrize("reply", ["fine", "regex"])
 def test_workers_do_not_outlive_a_parent_that_is_killed(my: str, reply: str) -> None:
     script = (
-        "import sys, time\nfrom posttrain.envs.host import Host\nfrom posttrain.types import Reply\n"
-        f"host = Host({my + ':reward'!r}, seconds=1000)\n"
-        "host.start(0, {'prompt': 'p'}); host.poll(20)\n"
-        f"host.send(0, Reply({reply!r})); host.poll(0.3)\n"
-        "print(host._workers[0].process.pid, flush=True)\ntime.sleep(1000)\n"
+        "import sys, time\nfrom posttrain.envs.pool import EnvPool\nfrom posttrain.types import Reply\n"
+        f"pool = EnvPool({my + ':reward'!r}, seconds=1000)\n"
+        "pool.start(0, {'prompt': 'p'}); pool.poll(20)\n"
+        f"pool.send(0, Reply({reply!r})); pool.poll(0.3)\n"
+        "print(pool._workers[0].process.pid, flush=True)\ntime.sleep(1000)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -452,13 +454,13 @@ def is_running(pid: int) -> bool:
 
 
 def test_closing_ends_every_worker_even_a_stuck_one(my: str) -> None:
-    host = Host(f"{my}:reward", workers=2, seconds=100)
+    pool = EnvPool(f"{my}:reward", workers=2, seconds=100)
     for id in range(2):
-        host.start(id, TASK)
-    answers(host)
-    host.send(0, Reply("regex"))
-    host.poll(0.2)
-    processes = [worker.process for worker in host._workers]
-    host.close()
-    host.close()
+        pool.start(id, TASK)
+    answers(pool)
+    pool.send(0, Reply("regex"))
+    pool.poll(0.2)
+    processes = [worker.process for worker in pool._workers]
+    pool.close()
+    pool.close()
     assert [process.returncode for process in processes] == [-signal.SIGKILL, 0]

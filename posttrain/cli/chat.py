@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Generator
 
-from posttrain.checkpoint import resolve
 from posttrain.engines.local import LocalEngine
-from posttrain.envs.host import Host
 from posttrain.envs.play import MAX_TURNS, Episode, play
+from posttrain.envs.pool import EnvPool
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.run import choose_device
+from posttrain.runs.checkpoint import resolve
+from posttrain.training.assembly import choose_device
 from posttrain.types import Env, Reply, Sampling, StopReason, Task, Turn, UserError
 
 
@@ -31,9 +31,9 @@ def converse(model: str, system: str | None, temperature: float, max_tokens: int
     print("a message and Enter; an empty line ends" if chat else "text to continue and Enter; an empty line ends")
     sampling = Sampling(temperature, max_tokens=max_tokens)
     episode = Episode({"id": "dialogue"}, "dialogue", secrets.randbits(62))
-    with Host(dialogue(_ask, print, system, chat), workers=0) as host:
+    with EnvPool(dialogue(_ask, print, system, chat), workers=0) as pool:
         engine = LocalEngine(decoder, tokenizer, slots=1)
-        play([episode], host, engine, tokenizer, sampling, decoder.config.context)
+        play([episode], pool, engine, tokenizer, sampling, decoder.config.context)
 
 
 def dialogue(ask: Callable[[], str], say: Callable[[str], None], system: str | None, chat: bool) -> Env:

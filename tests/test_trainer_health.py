@@ -9,11 +9,11 @@ import pytest
 from conftest import tiny
 
 import posttrain
-from posttrain.course import Run
 from posttrain.envs import arithmetic
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.record import read_health
+from posttrain.runs.record import read_health
+from posttrain.training.trainer import Run
 
 
 def same(task: Any, reply: str) -> float:

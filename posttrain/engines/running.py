@@ -8,7 +8,7 @@ from torch import Tensor
 from posttrain.engines.request import Request
 
 
-class Rows:
+class RunningBatch:
     """What is known of each running request, one row per slot, on the device: a decoding step touches no Python list."""
 
     _COLUMNS = ("token", "length", "count", "seed", "budget", "temperature", "top_p", "top_k", "ended")

@@ -16,14 +16,14 @@ from posttrain.algorithms.policy import Algorithm, PolicyObjective, policy_objec
 from posttrain.algorithms.table import TABLE, find
 from posttrain.config import RL
 from posttrain.engines.local import LocalEngine
-from posttrain.envs.host import Host
-from posttrain.experience import Credited, Experience, Size
+from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.scoreboard import describe, usable
-from posttrain.supervised import demonstrate
-from posttrain.train import train
+from posttrain.sources.rl import Credited, Experience, Size
+from posttrain.sources.scores import describe, usable
+from posttrain.sources.sft import demonstrate
+from posttrain.training.loop import train
 from posttrain.types import Batch, Completion, Invalid, Outputs, Rollout, Sampling, Stats, Task, UserError
 
 TASKS = [{"id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
@@ -53,7 +53,7 @@ def source(
     ]
     return Experience(
         tasks=TASKS,
-        host=Host(env, 0),
+        pool=EnvPool(env, 0),
         engine=LocalEngine(model, tokenizer, slots=7),
         learner=LocalLearner(
             model,
@@ -199,7 +199,7 @@ def test_step_with_mostly_invalid_rewards_stops_with_the_reason() -> None:
 def test_more_prompts_than_tasks_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="--prompts 7.*6"):
         Experience(
-            tasks=TASKS, host=Host(digits, 0), engine=None, learner=None, tokenizer=tokenizer,  # type: ignore[arg-type]
+            tasks=TASKS, pool=EnvPool(digits, 0), engine=None, learner=None, tokenizer=tokenizer,  # type: ignore[arg-type]
             algorithm=row("grpo"), sampling=Sampling(), size=Size(7, 4, 64), seed=0,
         )  # fmt: skip
 

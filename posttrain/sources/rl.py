@@ -18,14 +18,14 @@ from posttrain.algorithms.credit import GAE, Baselined, equal_rewards, per_token
 from posttrain.algorithms.critic import Value
 from posttrain.algorithms.penalty import KL
 from posttrain.algorithms.policy import Algorithm, Pretraining
-from posttrain.data.pack import cut, lay
 from posttrain.data.tasks import order
-from posttrain.envs.host import Host
 from posttrain.envs.play import Episode, play, seed_of
+from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.replay import Memory
-from posttrain.scoreboard import describe, scoreboard, usable
+from posttrain.sources.packing import collate, split_microbatches
+from posttrain.sources.replay import ReplayBuffer
+from posttrain.sources.scores import describe, scoreboard, usable
 from posttrain.types import (
     Batch,
     Engine,
@@ -75,7 +75,7 @@ class Experience:
         self,
         *,
         tasks: Sequence[Task],
-        host: Host,
+        pool: EnvPool,
         engine: Engine,
         learner: LocalLearner,
         tokenizer: Tokenizer,
@@ -89,7 +89,7 @@ class Experience:
         """`texts`: what a row with a pretraining term imitates beside its rollouts."""
         if size.prompts > len(tasks):
             raise UserError(f"--prompts {size.prompts} asks for more tasks per step than there are: {len(tasks)}")
-        self.tasks, self.host, self.engine, self.learner = tasks, host, engine, learner
+        self.tasks, self.pool, self.engine, self.learner = tasks, pool, engine, learner
         self.tokenizer, self.algorithm, self.sampling, self.size, self.seed = tokenizer, algorithm, sampling, size, seed
         self.correct, self.texts = correct, texts
         self.cursor = 0  # tasks played so far
@@ -98,7 +98,7 @@ class Experience:
             **({"kl": kl.beta} if kl else {}),
             **({"entropy": entropy.coefficient} if entropy else {}),
         }
-        self.memory = Memory(algorithm.replay.capacity) if algorithm.replay else None
+        self.memory = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self._watched: tuple[Sequence[Rollout], list[Tensor], list[Tensor]] | None = None
 
     def produce(self, number: int) -> Step:
@@ -172,7 +172,7 @@ class Experience:
         while (missing := min(self.size.prompts - len({r.group for r in kept}), budget)) > 0:
             episodes = self.episodes(number, self.cursor, missing)
             self.cursor, budget = self.cursor + missing, budget - missing
-            rollouts = play(episodes, self.host, self.engine, self.tokenizer, self.sampling, context)
+            rollouts = play(episodes, self.pool, self.engine, self.tokenizer, self.sampling, context)
             played += rollouts
             fit = usable(rollouts, stats)
             if fit:
@@ -278,8 +278,8 @@ class Experience:
         parts = [rollouts[i].transcripts for i in index]
         device = self.learner.device
         return [
-            lay([parts[i] for i in chosen], [index[i] for i in chosen], device)
-            for chosen in cut(parts, self.size.tokens_per_microbatch)
+            collate([parts[i] for i in chosen], [index[i] for i in chosen], device)
+            for chosen in split_microbatches(parts, self.size.tokens_per_microbatch)
         ]
 
     # -- updates -------------------------------------------------------------------------------------------------------
@@ -366,8 +366,8 @@ class Experience:
         chosen = [[self.texts[permutation[epoch][i]]] for epoch, i in places]
         share = pretraining.coefficient / sum(t.n_sampled for (t,) in chosen)
         batches = [
-            lay([chosen[i] for i in index], index, self.learner.device)
-            for index in cut(chosen, self.size.tokens_per_microbatch)
+            collate([chosen[i] for i in index], index, self.learner.device)
+            for index in split_microbatches(chosen, self.size.tokens_per_microbatch)
         ]
         return [replace(b, weight=torch.full_like(b.weight, share), sampler_logp=None) for b in batches]
 

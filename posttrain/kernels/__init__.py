@@ -1,0 +1,1 @@
+"""Compiled inner loops for processors: C, and what builds and loads it."""

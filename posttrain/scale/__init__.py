@@ -1,1 +1,0 @@
-"""Many processes: what they share, on torch.distributed."""

@@ -1,0 +1,1 @@
+"""Where training steps come from: rollouts or rows in, weighted micro-batches out."""

@@ -1,0 +1,1 @@
+"""Runs: put together, trained step by step, measured."""

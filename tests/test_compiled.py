@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,9 +13,9 @@ from test_kernels import normal, segments
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posttrain.engines import compiled
-from posttrain.engines.compiled import library, paired, panels
+from posttrain.engines.compiled import interleaved, panels
 from posttrain.engines.local import LocalEngine
-from posttrain.kernels import build
+from posttrain.kernels import binder, build
 from posttrain.models.attention import SegmentAttention
 from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
 from posttrain.models.likelihood import token_logp
@@ -24,7 +23,7 @@ from posttrain.models.linear import accumulating
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Completion, Sampling
 
-needs_compiler = pytest.mark.skipif(library() is None, reason="needs a C compiler")
+needs_compiler = pytest.mark.skipif(binder.decode() is None, reason="needs a C compiler")
 
 PLAIN = DecoderConfig(
     vocab=64, hidden=48, layers=2, heads=4, kv_heads=2, head_size=16, intermediate=80, context=256, tied=True
@@ -176,7 +175,7 @@ def test_nothing_is_held_when_nothing_runs(tokenizer: Tokenizer) -> None:
     engine = LocalEngine(decoder(PLAIN), tokenizer)
     complete(engine, *ragged(6))
     step = engine._compiled
-    assert step is not None and step._model is None and not step._held and not step._room
+    assert step is not None and step.holds_nothing
 
 
 @needs_compiler
@@ -191,27 +190,9 @@ def test_weights_that_are_no_numbers_are_not_sampled_from_in_silence(tokenizer: 
 def test_without_a_compiler_torch_decodes(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, how = ragged(6)
     expected = complete(in_torch(decoder(PLAIN), tokenizer), prompts, how)
-    monkeypatch.setattr(compiled, "library", lambda: None)
+    monkeypatch.setattr(binder, "decode", lambda: None)
     engine = LocalEngine(decoder(PLAIN), tokenizer)
     assert engine.backend == "torch's operations" and complete(engine, prompts, how) == expected
-
-
-@pytest.mark.parametrize("found", [None, "/bin/false", "/bin/true"])
-def test_a_compiler_that_is_missing_or_fails_is_no_compiler(monkeypatch, tmp_path, found) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build.shutil, "which", lambda name: found)
-    assert build._loaded.__wrapped__("decode.c") is None
-    assert not list(tmp_path.rglob("*.so"))
-
-
-@needs_compiler
-def test_code_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    ran = []
-    run = subprocess.run
-    monkeypatch.setattr(build.subprocess, "run", lambda command, **how: (ran.append(command), run(command, **how)))
-    assert all(build._loaded.__wrapped__("layer.c") is not None for _ in range(2))
-    assert len(ran) == 2, "it is compiled and linked"
 
 
 def test_panels_hold_a_weight_in_the_order_in_which_it_is_read() -> None:
@@ -220,7 +201,7 @@ def test_panels_hold_a_weight_in_the_order_in_which_it_is_read() -> None:
     assert wide.shape == (2, 6, 32) and narrow.shape == (2, 16, 32, 2)
     assert torch.equal(wide[0, :, 5], weight[5]) and torch.equal(wide[1, :, 7], weight[39]) and not wide[1, :, 8:].any()
     assert torch.equal(narrow[1, :3, 7].flatten(), weight[39]) and not narrow[:, 3:].any()
-    rows = paired(torch.arange(40).float(), lanes=16)  # 20 of gate, 20 of up
+    rows = interleaved(torch.arange(40).float(), lanes=16)  # 20 of gate, 20 of up
     assert rows[:16].tolist() == list(range(16)) and rows[16:32].tolist() == list(range(20, 36))
     assert rows[32:36].tolist() == [16, 17, 18, 19] and rows[48:52].tolist() == [36, 37, 38, 39] and len(rows) == 64
 
@@ -289,8 +270,8 @@ def test_attention_and_its_gradients_are_those_of_torch(threads: int, size: int,
     exact = normal(total, many + 2 * few, size).requires_grad_()
     weight = normal(total, many, size, seed=5)
     attend = SegmentAttention(layout)
-    assert attend._families.compiled(few, size)
-    expected = attend._masked(*exact.split_with_sizes((many, few, few), 1))
+    assert attend.compiled.covers(few, size)
+    expected = attend.masked(*exact.split_with_sizes((many, few, few), 1))
     (right,) = torch.autograd.grad((expected * weight).sum(), exact)
     for apart in (False, True):
         x = exact.detach().float().requires_grad_()
@@ -321,15 +302,14 @@ def test_attention_in_bfloat16_is_that_of_float32_rounded(threads: int) -> None:
 @needs_compiler
 def test_what_compiled_attention_does_not_cover_goes_through_torch() -> None:
     layout = segments((9, -1), (30, 0))
-    families = SegmentAttention(layout)._families
-    assert families.compiled(2, 64) and not families.compiled(2, 20), "heads of no whole panels"
-    wide = normal(39, 6, 64).split_with_sizes((2, 2, 2), 1)
-    assert not families.compiled(2, 64, wide[0].dtype), "float64"
     attend = SegmentAttention(layout)
-    assert torch.allclose(attend(0, *wide), attend._masked(*wide), rtol=1e-12)
+    assert attend.compiled.covers(2, 64) and not attend.compiled.covers(2, 20), "heads of no whole panels"
+    wide = normal(39, 6, 64).split_with_sizes((2, 2, 2), 1)
+    assert not attend.compiled.covers(2, 64, wide[0].dtype), "float64"
+    assert torch.allclose(attend(0, *wide), attend.masked(*wide), rtol=1e-12)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
-    assert not families.compiled(2, 64), "a thread without work"
+    assert not attend.compiled.covers(2, 64), "a thread without work"
     torch.set_num_threads(before)
     x = normal(39, 6, 64).requires_grad_()
     with sdpa_kernel(SDPBackend.MATH):  # where second derivatives are wanted

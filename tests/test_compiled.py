@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Completion, Sampling
 
 needs_compiler = pytest.mark.skipif(binder.decode() is None, reason="needs a C compiler")
+
+EMULATED = Path(__file__).with_name("emulated")
 
 PLAIN = DecoderConfig(
     vocab=64, hidden=48, layers=2, heads=4, kv_heads=2, head_size=16, intermediate=80, context=256, tied=True
@@ -131,6 +135,20 @@ def test_a_rollout_is_the_same_bits_whatever_runs_beside_it(tokenizer: Tokenizer
 
 
 @needs_compiler
+@pytest.mark.parametrize("filter", [{"top_p": 0.7}, {"top_k": 4}])
+def test_a_rollout_is_the_same_bits_beside_and_after_requests_with_top_p_or_top_k(
+    tokenizer: Tokenizer, filter: dict[str, object]
+) -> None:
+    prompts, how = ragged(12)
+    expected = complete(LocalEngine(decoder(PLAIN), tokenizer), prompts, how)
+    engine = LocalEngine(decoder(PLAIN), tokenizer)
+    mixed = [replace(s, **filter) if i % 3 == 0 else s for i, s in enumerate(how)]  # type: ignore[arg-type]
+    beside, after = complete(engine, prompts, mixed), complete(engine, prompts, how)
+    assert after == expected
+    assert all((beside[i] == expected[i]) == (i % 3 != 0) for i in expected)
+
+
+@needs_compiler
 def test_bits_do_not_depend_on_the_number_of_threads(tokenizer: Tokenizer) -> None:
     model, before = decoder(PLAIN), torch.get_num_threads()
     found = []
@@ -141,20 +159,41 @@ def test_bits_do_not_depend_on_the_number_of_threads(tokenizer: Tokenizer) -> No
     assert found[0] == found[1]
 
 
+@pytest.fixture(scope="module")
+def emulated() -> ctypes.CDLL | None:
+    """decode.c with matrix tiles in plain C."""
+    flags = build.FLAGS
+    build.FLAGS = (*flags, "-O1", "-I", str(EMULATED), "-D__AMX_BF16__=1", "-D__AVX512F__=1")
+    try:
+        return build._loaded.__wrapped__("decode.c")  # type: ignore[no-any-return]
+    finally:
+        build.FLAGS = flags
+
+
+@pytest.fixture(params=["this processor's", "emulated"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrix tiles in bfloat16 (AMX): those of this processor, or the same in plain C."""
+    if request.param == "emulated":
+        emulated, loaded = request.getfixturevalue("emulated"), build._loaded
+        monkeypatch.setattr(build, "_loaded", lambda source: emulated if source == "decode.c" else loaded(source))
+    elif not (library := binder.decode()) or not library.bf16:
+        pytest.skip("needs a processor with matrix tiles in bfloat16")
+
+
 @needs_compiler
-@pytest.mark.parametrize("shape", ["plain", "every bias", "no whole vectors"])
-def test_bfloat16_is_float32_nearly(tokenizer: Tokenizer, threads: int, shape: str) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_is_float32_nearly(tokenizer: Tokenizer, threads: int, shape: str, tiles: None) -> None:
     model = new_decoder(SHAPES[shape], seed=1)
     engine = LocalEngine(model, tokenizer, precision="bfloat16")
-    if engine.backend != "compiled code":
-        pytest.skip("needs a processor with matrix tiles in bfloat16")
+    assert engine.backend == "compiled code"
     prompts = [[5, 6, 7]] * 40
-    how = [Sampling(seed=i, max_tokens=2) for i in range(40)]
-    wide, narrow = complete(LocalEngine(model, tokenizer), prompts, how), complete(engine, prompts, how)
-    gaps = [
-        abs(a.logp[1] - b.logp[1]) for a, b in zip(wide.values(), narrow.values(), strict=True) if a.tokens == b.tokens
-    ]
-    assert len(gaps) > 30 and 0 < max(gaps) < 0.05
+    how = [Sampling(seed=i, max_tokens=4) for i in range(40)]
+    exact, rounded = complete(in_torch(model, tokenizer), prompts, how), complete(engine, prompts, how)
+    same = [i for i in exact if exact[i].tokens == rounded[i].tokens]
+    gaps = torch.tensor([exact[i].logp for i in same if len(exact[i].tokens) == 4])
+    gaps = (gaps - torch.tensor([rounded[i].logp for i in same if len(exact[i].tokens) == 4])).abs()
+    assert len(gaps) > 30 and 0 < gaps[:, 1:].max() < 0.02
+    assert complete(engine, prompts[:3], how[:3])[2].logp == rounded[2].logp, "whatever runs beside it"
 
 
 @needs_compiler

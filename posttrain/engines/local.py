@@ -189,17 +189,17 @@ class LocalEngine:
         count, rows = len(self.running), self._rows
         if self._compiled is not None:
             assert isinstance(self._cache, PackedCache)
-            hidden = self._compiled(self._cache, rows, count)
+            left = self._compiled(self._cache, rows, count)
             rows.longest += 1
-            if hidden is not None:
-                self._choose(self.model.logits(hidden), slice(0, count))
+            if left is not None:
+                self._choose(*left)
             return
         attend = self._cache.step(rows.count[:count] - 1, rows.longest)
         hidden = self.model(rows.token[:count], rows.length[:count], attend)
         rows.advance(count)
         self._choose(self.model.logits(hidden), slice(0, count))
 
-    def _choose(self, logits: Tensor, rows: slice) -> None:
+    def _choose(self, logits: Tensor, rows: slice | Tensor) -> None:
         """Sample the next token of these slots from logits [rows, V] and note which requests are finished."""
         state = self._rows
         draw = uniform(state.seed[rows], state.count[rows])
@@ -227,13 +227,10 @@ class LocalEngine:
         holes = [slot for slot in out if slot < len(keep)]
         movers = [slot for slot in keep if slot >= len(keep)]
         self._cache.keep(len(keep), movers, holes, state.longest)
-        if holes:
-            state.move(torch.tensor(movers, device=self.device), torch.tensor(holes, device=self.device))
-            for hole, mover in zip(holes, movers, strict=True):
-                self.running[hole] = self.running[mover]
+        state.keep(len(keep), movers, holes)
+        for hole, mover in zip(holes, movers, strict=True):
+            self.running[hole] = self.running[mover]
         del self.running[len(keep) :]
-        state.size = len(keep)
-        state.longest = int(state.count[: len(keep)].max()) if keep else 0
         return completions
 
     def _reached_stop(self, count: int) -> set[int]:

@@ -6,7 +6,8 @@ from hashlib import sha256
 from typing import Any
 
 from posttrain.types import Invalid, Task
-from posttrain.verify.math import last_boxed, verify
+from posttrain.verify.answer import last_boxed
+from posttrain.verify.math import verify
 
 INSTRUCTION = "\nThink step by step and put the final answer in \\boxed{}.\n"
 

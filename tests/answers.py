@@ -23,8 +23,12 @@ from typing import Any
 
 import sympy
 
+from posttrain.envs import arithmetic as arithmetic_environment
+from posttrain.envs import gsm8k, word_problems
 from posttrain.types import Invalid
+from posttrain.verify.answer import last_boxed
 from posttrain.verify.math import verify
+from posttrain.verify.numeric import last_number
 
 Tree = tuple[Any, ...]  # ("number", Fraction), ("name", "x"), ("add", *trees), ("sqrt", tree), ...
 
@@ -142,7 +146,8 @@ def write(tree: Tree, rng: random.Random, rank: int = 0) -> str:
         text = write(parts[0], rng, 2) + (rng.choice(["^%s", "^{%s}"]) if len(exponent) == 1 else "^{%s}") % exponent
         return bracket(text, rng) if rank >= 2 else text
     if kind == "factorial":
-        return write(parts[0], rng, 2) + "!"
+        text = write(parts[0], rng, 2) + "!"
+        return bracket(text, rng) if rank >= 2 else text
     if kind == "binomial":
         return r"\binom{%s}{%s}" % (write(parts[0], rng), write(parts[1], rng))
     return (
@@ -357,7 +362,8 @@ def intervals(rng: random.Random) -> Pair:
     if a.startswith("-\\inf"):
         chain = f"x {under} {b}"
     elif b == r"\infty":
-        chain = rng.choice([f"{a} {below} x", f"x {'>' if opening == '(' else r'\\ge'} {a}".replace("\\\\", "\\")])
+        above = ">" if opening == "(" else r"\ge"
+        chain = rng.choice([f"{a} {below} x", f"x {above} {a}"])
     else:
         chain = f"{a} {below} x {under} {b}"
     interval = rng.choice([r"%s%s,%s%s", r"\left%s %s, %s \right%s", r"x \in %s%s,%s%s"]) % (opening, a, b, closing)
@@ -389,8 +395,9 @@ def units(rng: random.Random) -> Pair:
         suffix = rng.choice(UNITS)
         pair = [f"{n}{suffix}", str(n)]
         return pair[0], pair[1], 1.0
-    pair = [f"{n}{rng.choice(NOT_UNITS)}", str(n)]
-    if rng.random() < 0.3:
+    suffix = rng.choice(NOT_UNITS)
+    pair = [f"{n}{suffix}", str(n)]
+    if rng.random() < 0.3 and suffix.startswith((" ", r"\text")):  # else the gold may be one that nobody can read
         pair.reverse()
     return pair[0], pair[1], 0.0
 
@@ -551,47 +558,32 @@ def soup(rng: random.Random) -> Pair:
     return answer, gold, None
 
 
-def arithmetic_soup(rng: random.Random) -> Pair:
-    """Arithmetic at random, against its value by Python's own rules where these agree with mathematics'."""
-    text = ""
-    for _ in range(rng.randint(1, 4)):
-        text += (
-            rng.choice(["", "(", "-("])
-            + str(rng.randint(0, 12))
-            + rng.choice(["", ")"])
-            + rng.choice(["+", "-", "*", "/", "(", " ", ")("])
-        )
-    text = text.rstrip("+-*/( ")
-    gold = rng.randint(-30, 60)
+def arithmetic(rng: random.Random) -> Pair:
+    """Sums, products and quotients of whole numbers in plain text, and their value by Python's own arithmetic."""
+    text, explicit = expression(rng, 3)
     try:
-        explicit = text.replace(")(", ")*(")
-        for digit in "0123456789":
-            explicit = explicit.replace(f"{digit}(", f"{digit}*(").replace(f"){digit}", f")*{digit}")
-        numbers = "".join(f"F({part})" if part.isdigit() else part for part in split_numbers(explicit))
-        found = eval(numbers, {"F": Fraction})
-        if " " in text.strip() or any(
-            len(part) > 1 and part[0] == "0" and part.isdigit() for part in split_numbers(text)
-        ):
-            return text, str(gold), None
-        if rng.random() < 0.6:
-            return text, str(found), 1.0
-        return text, str(gold), float(found == gold)
-    except (SyntaxError, ZeroDivisionError, TypeError):
-        return text, str(gold), 0.0
+        found = eval(explicit, {"F": Fraction})
+    except ZeroDivisionError:
+        return text, "1", 0.0
+    gold = rng.choice([found, found, found + 1, -found, Fraction(rng.randint(-30, 60))])
+    return text, write_number(gold, rng, 0), float(found == gold)
 
 
-def split_numbers(text: str) -> Iterator[str]:
-    digits = ""
-    for character in text:
-        if character.isdigit():
-            digits += character
-            continue
-        if digits:
-            yield digits
-        digits = ""
-        yield character
-    if digits:
-        yield digits
+def expression(rng: random.Random, depth: int) -> tuple[str, str]:
+    """The same expression as one writes it and for Python."""
+    if depth == 0 or rng.random() < 0.25:
+        n = str(rng.randint(0, 20))
+        return n, f"F({n})"
+    (a, x), (b, y) = expression(rng, depth - 1), expression(rng, depth - 1)
+    kind = rng.choice(["+", "-", "*", "/", "beside", "^2"])
+    if kind == "beside":
+        return f"({a})({b})", f"(({x})*({y}))"
+    if kind == "^2":
+        return f"({a})^2", f"({x})**2"
+    if kind in "*/":
+        sign = {"*": rng.choice([r"\cdot ", r"\times ", "*", "\u00d7"]), "/": rng.choice(["/", r"\div "])}[kind]
+        return f"({a}){sign}({b})", f"(({x}){kind}({y}))"
+    return f"{a}{kind}({b})", f"({x}{kind}({y}))"
 
 
 FAMILIES: dict[str, tuple[int, Callable[[random.Random], Pair]]] = {
@@ -608,8 +600,55 @@ FAMILIES: dict[str, tuple[int, Callable[[random.Random], Pair]]] = {
     "large": (2, large),
     "hedges": (2, hedges),
     "soup": (3, soup),
-    "arithmetic": (2, arithmetic_soup),
+    "arithmetic": (2, arithmetic),
 }
+
+
+# ---------------------------------------------------------------------------- long and hostile replies
+
+PIECES = [
+    " ", "\t", "\n", "a", "5", "5 ", ".", "... ", "! ", "answer ", "answer is ", "answer:", "answer**", "the answer is 5", " because", " so", "\\boxed",
+    "\\boxed ", "\\boxed{", "\\boxed{}", "\\boxed{5}", "\\boxed $", "\\fbox \n", "{", "}", "\\{", "\\", "\\\\", "$", "$$", "\\(", "\\[", "</think>",
+    "<answer>", "</answer>", "####", "#### ", "#", "*", "**", ",", "1,", "111,", "1/", "-", "(", "\\frac", "\\frac{", "\\sqrt", "sqrt(", "\\text{", "\\text{a}",
+    "\\text{ and }", " and ", "^", "_{", "e", "%", "\u00bd", "\u2009", "\u0661", "\ud800", "\x00", "5\\text{ cm}", " apples", "1 1/2 ", "x=",
+]  # fmt: skip
+
+
+def hostile_replies(length: int) -> Iterator[str]:
+    """Replies of one piece over and over, alone and in the places where an answer is looked for."""
+    for piece in PIECES:
+        run = (piece * (length // len(piece) + 1))[:length]
+        yield from (
+            run,
+            "the answer is 5" + run,
+            f"\\boxed{{{run}}}",
+            "\\boxed " + run,
+            "#### " + run,
+            "answer: $" + run,
+        )
+        for short in (380, 980):
+            yield from (f"\\boxed{{5{run[:short]}}}", f"<answer>5{run[:short]}x</answer>", f"#### 5{run[:short]}5")
+
+
+def judge_hostile(length: int) -> list[str]:
+    """What the built-in verifiers make of them: every verdict that is Invalid, or an exception."""
+    found = []
+    for reply in hostile_replies(length):
+        verdicts: dict[str, Callable[[], Any]] = {
+            "number": lambda: verify(reply, "5"),
+            "words": lambda: verify(reply, r"\text{even}"),
+            "gsm8k": lambda: gsm8k.reward({"answer": "5"}, reply),
+            "word problems": lambda: word_problems.reward({"answer": "5"}, reply),
+            "arithmetic": lambda: arithmetic_environment.reward({"answer": "5"}, reply),
+            "last number": lambda: last_number(reply),
+        }
+        for name, verdict in verdicts.items():
+            try:
+                if isinstance(made := verdict(), Invalid):
+                    found.append(f"{name}: {made.reason}: {reply[:50]!r}")
+            except Exception as error:
+                found.append(f"{name}: {error!r}: {reply[:50]!r}")
+    return found
 
 
 # ---------------------------------------------------------------------------- replies and the run

@@ -44,6 +44,10 @@ _NUMBER = re.compile(
     r"|(?P<whole>[0-9]*)\.(?P<start>[0-9]*)\\overline ?\{(?P<period>[0-9]+)\}|(?P<number>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 )
 _MIXED = re.compile(r"(?<![\^_0-9.])([0-9]+) ?(\\frac\{ ?[0-9]+ ?\}\{ ?[0-9]+ ?\})")
+# A letter before a bracket is a function only if it is one of the usual names of functions: "x(t)" is a product.
+_FACTOR = re.compile(
+    rf"\\[a-zA-Z]+|(?![fghFGHPQpq])[a-zA-Z](?:{_SUBSCRIPT.pattern})?(?:\^ ?(?:[0-9]+|[a-zA-Z]|\{{[^{{}}]*\}}))? ?(?=\()"
+)
 # What the parser reads as something else: numbers side by side, a time, a double factorial, a transpose, a prime.
 _MISREAD = re.compile(
     r"[0-9.] +[0-9.]|: ?0[0-9]|(?<![_^])[0-9] ?\{|(?:^|[-+*/=(,]) ?\{[^{}]*\} ?[0-9{]|! ?!|\^ ?\{? ?T(?![a-zA-Z])|['$\"]"
@@ -92,6 +96,7 @@ class Formula:
         if not all(map(_USUAL.fullmatch, commands)) or _MISREAD.search(_SUBSCRIPT.sub("_", text)):
             raise Unreadable(f"{text[:80]!r} is not read")
         self.numbers: dict[str, Fraction] = {}
+        text = _FACTOR.sub(lambda found: found[0] + ("" if found[0].startswith("\\") else r"\cdot "), text)
         text = _MIXED.sub(r"(\1+\2)", text).replace("%", r"\%")
         text = _NUMBER.sub(self._hide, text)
         try:

@@ -213,7 +213,7 @@ def _answer(name: str, args: Sequence[Any], seconds: float, caller: int) -> dict
         _run(function, args, seconds, theirs)
     os.close(theirs)
     try:
-        written, trouble = _read(ours, time.monotonic() + CLOCK * seconds)
+        written, trouble = _read(ours, caller, time.monotonic() + CLOCK * seconds)
     finally:
         os.close(ours)
         status = _end(child)
@@ -235,12 +235,15 @@ def _load(module: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def _read(descriptor: int, deadline: float) -> tuple[bytes, str | None]:
+def _read(descriptor: int, caller: int, deadline: float) -> tuple[bytes, str | None]:
     """What a child writes until it closes its end, or why nobody waited for that."""
     written = bytearray()
     while len(written) <= LARGEST:
-        if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        ready = select.select([descriptor, caller], [], [], max(0.0, deadline - time.monotonic()))[0]
+        if not ready:
             return b"", "time limit by the clock"
+        if caller in ready:  # it says nothing while it waits: it is gone
+            return b"", "nobody waits for it"
         part = os.read(descriptor, 2**16)
         if not part:
             return bytes(written), None

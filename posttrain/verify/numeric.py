@@ -29,7 +29,7 @@ _NUMBER = re.compile(
     rf"(?:(?P<whole>{_WHOLE}) (?:and )?(?P<part>[0-9]+) ?/ ?(?P<parts>[0-9]+)"
     rf"|(?P<top>{_DECIMAL}) ?/ ?(?P<bottom>{_DECIMAL})"
     rf"|(?P<decimal>{_DECIMAL}){_EXPONENT}?)"
-    rf" ?(?:%|{_CURRENCY})?(?:\.| ?(?<!\.)(?<!\. )(?P<unit>[^0-9 ].*))?"
+    rf" ?(?:%|{_CURRENCY})?(?:(?<!\.)\.| ?(?<!\.)(?<!\. )(?P<unit>[^0-9 ].*))?"
 )
 _UNIT_WORD = re.compile(r"[A-Za-z\u00b0\u00b5][A-Za-z\u00b0\u00b5.]*(?:/[A-Za-z]+)?(?:\^?[23]|[\u00b2\u00b3])?,?")
 _LETTER_UNITS = frozenset("mgshlLCFJNWVa\u00b0")  # not K and k, which may be thousands

@@ -51,6 +51,8 @@ _SPELLINGS = [
         (r"\^ ?\{ ?\\(?:circ|degree) ?\}|\^ ?\\(?:circ|degree)(?![a-zA-Z])|\\degree(?![a-zA-Z])", r"^\\circ "),
         (r"\\begin\{[bB]matrix\}|\\begin\{array\}\{[^{}]*\}", r"\\begin{pmatrix}"),
         (r"\\end\{[bB]matrix\}|\\end\{array\}", r"\\end{pmatrix}"),
+        (r"(?<=[a-zA-Z])''(?![a-zA-Z'])", "_{second}"),
+        (r"(?<=[a-zA-Z])(?:'(?![a-zA-Z'])|\^ ?\\prime(?![a-zA-Z])|\^ ?\{ ?\\prime ?\})", "_{prime}"),
         (r",? ?\\text ?\{ ?,? ?(?:and|or) ?\}|,? (?:and|or) ", ", "),
         (r"\\%", "%"),
         (r"\*\*", "^"),
@@ -87,7 +89,8 @@ def clean(text: str) -> str:
     text = brace_arguments(text)
     if not _TRIGONOMETRIC.search(text):
         text = _DEGREES.sub(" ", text)
-    text = text.strip().removesuffix(".").strip()
+    text = text.strip()
+    text = text if text.endswith("..") else text.removesuffix(".").strip()
     for _ in range(3):  # "\text{ sq.}\text{ cm}"
         text = _UNIT.sub(_without_unit, text)
     text = _without_words(text)
@@ -168,7 +171,9 @@ def _without_unit(found: re.Match[str]) -> str:
     """In place of \text{...} behind a number."""
     unit = found[1].strip()
     first = re.split(r"[^a-zA-Z\u00b0]", unit)[0]
-    if not unit or not is_unit(unit) or (len(first) == 2 and not _SHORT_UNIT.fullmatch(first)):
+    behind_number = re.search(r"[0-9]|\\pi", found.string[: found.start()])
+    known = len(first) != 2 or _SHORT_UNIT.fullmatch(first)
+    if not behind_number or not unit or not known or not is_unit(unit):
         return found[0]
     return " %" if first.lower() in _PERCENT else ""
 

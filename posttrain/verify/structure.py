@@ -145,6 +145,8 @@ def _read_brackets(text: str) -> Form | None:
         rows = [_split(row, {"&"})[0] for row in _split(inner, {r"\\"})[0] if row.strip()]
         cells = [tuple(read_form(cell, inside=True) for cell in row) for row in rows]
         return Form("matrix", text, tuple(Form("tuple", "", row, ("", "")) for row in cells))
+    if opening == "{" and closing == "}":
+        return read_form(inner, inside=True)
     if opening == r"\{" and closing == r"\}":
         parts = _split(inner, {",", ";"})[0] if inner.strip() else []
         return Form("set", text, _flat(read_form(part, inside=True) for part in parts))

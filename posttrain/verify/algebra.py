@@ -153,7 +153,7 @@ def same(answer: Form, gold: Form) -> bool:
     if "=" in answer.marks or "=" in gold.marks:
         return _same_equations(answer, gold)
     for one in (answer, gold):
-        if one.marks[-1:] == ("in",):
+        if one.marks == ("in",) and _is_name(one.parts[0]):
             return same(one.parts[-1], gold) if one is answer else same(answer, one.parts[-1])
     if answer.kind == "list" and gold.kind == "union":  # "x < 1 or x > 2"
         rays = [interval(part) for part in answer.parts]

@@ -122,11 +122,11 @@ def _join_thousands(text: str) -> str:
     """Without the commas within numbers, which are those outside all brackets: "(2,100)" has two parts."""
     depth, runs = 0, [""]
     for token in _TOKEN.finditer(text):
-        depth += token[0] in _OPENING
+        depth += token[0] in _OPENING and token[0] != "{"
         if (len(runs) % 2 == 1) != (depth == 0):
             runs.append("")
         runs[-1] += token[0]
-        depth -= token[0] in _CLOSING
+        depth -= token[0] in _CLOSING and token[0] != "}"
     runs[::2] = [_THOUSANDS.sub(lambda found: found[0].replace(",", ""), run) for run in runs[::2]]
     return "".join(runs)
 

@@ -148,7 +148,9 @@ def matrices(rng: random.Random) -> Pair:
     if rng.random() < 0.15:
         mine = [list(column) for column in zip(*mine, strict=True)]
     same = len(mine) == rows and len(mine[0]) == columns
-    same = same and all(map(equal_values, sum(mine, []), sum(cells, [])))
+    same = same and all(
+        equal_values(a, g) for pair in zip(mine, cells, strict=True) for a, g in zip(*pair, strict=True)
+    )
 
     def written(cells: list[list[Tree]]) -> str:
         kind = rng.choice(["pmatrix", "bmatrix"])

@@ -30,7 +30,7 @@ REMEMBERED = 10_000  # gold answers of which this process knows whether they can
 
 _MIXED = re.compile(r"(-?) ?([0-9]{1,400})? ?(-?) ?\\frac ?\{ ?(-?[0-9]{1,400}) ?\}\{ ?(-?[0-9]{1,400}) ?\} ?(?:%|$)")
 _NAME = re.compile(r"^([A-Za-z]) ?= ?")
-_WORDS = re.compile(r"[A-Za-z]{3,}(?:[ ,]+[A-Za-z]{3,})*|\(?[A-Z]\)?")
+_WORDS = re.compile(r"[A-Za-z]{2,}(?:[ ,]+[A-Za-z]{2,})*|\(?[A-Z]\)?")
 _WORD = re.compile(r"(?<![\\a-zA-Z{])[A-Za-z]{4,}")
 _LETTERS = re.compile("[a-zA-Z]")
 _SCIENTIFIC = re.compile(r"[-+]?[0-9.,]+[eE][-+]?[0-9]+|[-+]?[0-9.,]+ ?x ?10 ?\^ ?\{?[-+]?[0-9]+\}?")

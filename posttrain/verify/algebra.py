@@ -48,9 +48,11 @@ _MIXED = re.compile(r"(?<![\^_0-9.])([0-9]+) ?(\\frac\{ ?[0-9]+ ?\}\{ ?[0-9]+ ?\
 _FACTOR = re.compile(
     rf"\\[a-zA-Z]+|(?![fghFGHPQpq])[a-zA-Z](?:{_SUBSCRIPT.pattern})?(?:\^ ?(?:[0-9]+|[a-zA-Z]|\{{[^{{}}]*\}}))? ?(?=\()"
 )
-# What the parser reads as something else: numbers side by side, a time, a double factorial, a transpose, a prime.
+_TRANSPOSED = re.compile(r"\^T|\^\{T\}")  # the parser drops it
+# What the parser reads as something else: numbers side by side, a time, a double factorial, a power of a power.
 _MISREAD = re.compile(
-    r"[0-9.] +[0-9.]|: ?0[0-9]|(?<![_^])[0-9] ?\{|(?:^|[-+*/=(,]) ?\{[^{}]*\} ?[0-9{]|! ?!|\^ ?\{? ?T(?![a-zA-Z])|['$\"]"
+    r"\.[0-9]*\.|[0-9.] +[0-9.]|: ?0[0-9]|(?<![_^])[0-9] ?\{|(?:^|[-+*/=(,]) ?\{[^{}]*\} ?[0-9{]|! ?!|['$\"]|"
+    r"\^ ?(?:[0-9]+|[a-zA-Z]|\{[^{}]*\}) ?\^"
 )
 _EXAMPLES = (
     r"-3x^2+\frac{2\sqrt{3}}{5}-\frac{\pi}{4}", r"(x-1)(2x+3)^{10}", r"2\pi r(r+h)", r"\sqrt[3]{2}+\frac{1+\sqrt{5}}{2}i",
@@ -58,6 +60,7 @@ _EXAMPLES = (
     r"e^{2x}\cdot 5!", r"\binom{5}{2}+|x|", r"(-\infty,-2]\cup[2,\infty)", r"1<2x\le 5",
 )  # fmt: skip
 _SET = re.compile(r"\\(?:mathbb|emptyset)(?![a-zA-Z])")
+_SAYS = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z0-9]|\\text ?\{[^{}]*[a-zA-Z]|\\[a-zA-Z]+[{_ ]")
 _NAME = re.compile(r"(?:\\?[a-zA-Z](?:_(?:[a-zA-Z0-9]|\{[a-zA-Z0-9]+\}))? ?)+(?:\([a-zA-Z, ]+\))?")
 
 
@@ -96,6 +99,7 @@ class Formula:
         if not all(map(_USUAL.fullmatch, commands)) or _MISREAD.search(_SUBSCRIPT.sub("_", text)):
             raise Unreadable(f"{text[:80]!r} is not read")
         self.numbers: dict[str, Fraction] = {}
+        text = _TRANSPOSED.sub("^{(T)}", text)
         text = _FACTOR.sub(lambda found: found[0] + ("" if found[0].startswith("\\") else r"\cdot "), text)
         text = _MIXED.sub(r"(\1+\2)", text).replace("%", r"\%")
         text = _NUMBER.sub(self._hide, text)
@@ -222,16 +226,15 @@ def _named(form: Form) -> bool:
 
 def _same_equations(answer: Form, gold: Form) -> bool:
     if "=" not in gold.marks:
-        if set(answer.marks) != {"="} or not _consistent(answer):
-            return False
-        return same(answer.parts[-1], gold)
+        return set(answer.marks) == {"="} and _consistent(answer) and same(answer.parts[-1], gold)
+    named = set(gold.marks) == {"="} and all(map(_is_name, gold.parts[:-1]))
     if "=" not in answer.marks:
-        return gold.marks == ("=",) and _is_name(gold.parts[0]) and same(answer, gold.parts[-1])
-    if answer.marks != gold.marks or len(gold.marks) > 1:
-        return answer.marks == gold.marks and _pairwise(answer.parts, gold.parts)
-    if _is_name(answer.parts[0]) and tight(answer.parts[0].text) == tight(gold.parts[0].text):
-        return same(answer.parts[1], gold.parts[1])
-    return _same_zeros(answer, gold)
+        return named and same(answer, gold.parts[-1])
+    if named and set(answer.marks) == {"="} and tight(answer.parts[0].text) == tight(gold.parts[0].text):
+        return _consistent(answer) and same(answer.parts[-1], gold.parts[-1])
+    if answer.marks == gold.marks == ("=",):
+        return _same_zeros(answer, gold)
+    return answer.marks == gold.marks and _pairwise(answer.parts, gold.parts)
 
 
 def _is_name(form: Form) -> bool:
@@ -239,14 +242,15 @@ def _is_name(form: Form) -> bool:
 
 
 def _consistent(chain: Form) -> bool:
-    """Whether the sides of "a = 2 + 3 = 5" that are numbers agree with the last."""
-    for side in chain.parts[:-1]:
+    """Whether the other sides of "a = 2 + 3 = 5" say something, and agree with the last where they are numbers."""
+    *others, last = chain.parts
+    for side in others:
+        if not _SAYS.search(side.text):
+            return False
         try:
-            is_number = side.kind == "formula" and not read_formula(side.text, side.text).variables
-            if is_number and not same(side, chain.parts[-1]):
+            first, second = read_formula(side.text, ""), read_formula(last.text, "")
+            if not first.variables and not _same_values(first, second):
                 return False
-        except Unknown:
-            continue
         except TooLarge:
             return False
         except Unreadable:

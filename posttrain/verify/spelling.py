@@ -43,7 +43,7 @@ _SPELLINGS = [
         (r"(?<=[\])]) ?U ?(?=[\[(])", r"\\cup "),
         (r"\\(?:leq|leqslant)(?![a-zA-Z])|<=", r"\\le "),
         (r"\\(?:geq|geqslant)(?![a-zA-Z])|>=", r"\\ge "),
-        (r"\\neq(?![a-zA-Z])", r"\\ne "),
+        (r"\\neq(?![a-zA-Z])|(?<![0-9)\]}])!=", r"\\ne "),
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"\\(?:varnothing|O)(?![a-zA-Z])", r"\\emptyset "),
@@ -62,20 +62,21 @@ _SPELLINGS = [
     ]
 ]
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
-_DEGREES = re.compile(r"\^\\circ ?(?:\\text ?\{ ?[CF] ?\}|[CF](?![a-zA-Z]))?")
+_DEGREES = re.compile(r"\^\\circ(?![a-zA-Z]) ?(?:\\text ?\{ ?[CF] ?\}|[CF](?![a-zA-Z]))?")
 _ARGUMENTS = {"frac": 2, "binom": 2, "sqrt": 1}
 _TAKES_ARGUMENTS = re.compile(r"\\(frac|binom|sqrt)(?![a-zA-Z])")
 _TOKEN = re.compile(r"\\[a-zA-Z]+|[0-9a-zA-Z]")
 _UNIT = re.compile(
     r"(?<=[0-9a-zA-Z}\])%]) ?\\text ?\{([^{}]*)\}(?: ?\^ ?(?:[23]|\{ ?[23] ?\}))?(?= ?(?:$|[,)\]]|\\[}\\]|\\cup|&))"
 )
-_POWER = re.compile(r"(?<=[a-zA-Z]) ?\^? ?(?:[23]|\{[23]\})$")
+_POWER = re.compile(r"(?<=[a-zA-Z]) ?\^ ?(?:[23]|\{[23]\})$|(?<=[cdkm]m|[^a-z]m|ft|in)[23]$")
 _SHORT_UNIT = re.compile(
-    r"(?i)[mckd]m|in|ft|yd|mi|[mk]g|gm|oz|lbs?|[mcd]l|gal|sq|cu|hrs?|mins?|secs?|ms|deg|rad|[mk]ph|kmh|kwh|rpm|men|cups?|"
-    r"days?|ways?|tons?|box|yrs?|years?|pts?|usd|eur|gbp|th|st|nd|rd"
+    r"[mckd]m|in|ft|yd|mi|[mk]g|gm|oz|lbs?|[mcd][lL]|gal|sq|cu|hrs?|mins?|secs?|ms|deg|rad|[mk]ph|kmh|kWh|Hz|rpm|men|cups?|"
+    r"days?|ways?|tons?|box|yrs?|years?|pts?|USD|EUR|GBP|th|st|nd|rd"
 )
 _PERCENT = frozenset({"percent", "percentage", "pct"})
-_BASE = re.compile(r"(-?) ?\(?([0-9A-Fa-f]*[0-9][0-9A-Za-z]*(?:\.[0-9A-Za-z]+)?)\)? ?_ ?\{? ?([0-9]+) ?\}?")
+_NUMERAL = r"([0-9A-Fa-f]*[0-9][0-9A-Za-z]*(?:\.[0-9A-Za-z]+)?)"
+_BASE = re.compile(rf"(-?) ?(?:{_NUMERAL}|\({_NUMERAL}\)) ?_ ?(?:([0-9]+)|\{{ ?([0-9]+) ?\}})")
 
 
 def clean(text: str) -> str:
@@ -141,7 +142,7 @@ def words(text: str, fold: bool) -> list[str]:
 def in_base(text: str) -> tuple[str, str, str] | None:
     """(sign, digits, base) of a number with a subscript, such as "-221_3"."""
     found = _BASE.fullmatch(text)
-    return (found[1], found[2].lower(), found[3]) if found else None
+    return (found[1], (found[2] or found[3]).lower(), found[4] or found[5]) if found else None
 
 
 def brace_arguments(text: str) -> str:

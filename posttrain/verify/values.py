@@ -2,7 +2,7 @@
 
 Floating point decides nothing here. Rational arithmetic is exact. Where a root, a function or a constant makes it
 inexact, every number met on the way, however large or small, is known to many more digits than the comparison asks
-for. What would take more digits than `MOST_BITS` is `TooLarge`, found out before it is computed.
+for. A number of more than `MOST_BITS` is `TooLarge`, which is known before it is computed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sympy.core.function import AppliedUndef
 from posttrain.verify.structure import Unreadable
 
 FIRST_BITS = 512  # of working precision, at first
-MOST_BITS = 20_000  # of working precision, and of exact numbers
+MOST_BITS = 20_000  # of a number: 6,000 digits before or after the decimal point
 LARGEST_ARGUMENT = 3000  # of factorials and binomials
 
 Number = Any  # a Fraction where it is exact, else mpmath's mpf or mpc

@@ -28,5 +28,5 @@ def row_to_task(row: dict[str, Any]) -> Task | None:
 
 
 def reward(task: Task, reply: str) -> float | Invalid:
-    """1.0 if the final answer of the reply is the task's, else 0.0; Invalid if that could not be told."""
+    """1.0 if the final answer of the reply is the task's, else 0.0; Invalid if the task's answer cannot be read."""
     return verify(reply, task["answer"])

@@ -218,7 +218,7 @@ def _answer(name: str, args: Sequence[Any], seconds: float, caller: int) -> dict
         os.close(ours)
         status = _end(child)
     if trouble is None:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             returned, value = json.loads(written)
             return {"result": value} if returned else {"failed": str(value)}
         trouble = f"time limit of {seconds:g} s" if status == -signal.SIGPROF else f"its process died ({status})"

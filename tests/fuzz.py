@@ -125,8 +125,8 @@ def document(lines: list[str], results: Sequence[Result], seconds: float, chosen
         "# Malformed inputs",
         "",
         f"`make fuzz` ({len(results):,} inputs, seeds from {chosen.first}), {date.today()}, "
-        f"commit {revision.stdout.strip()}, {seconds / 60:.0f} minutes with {chosen.workers} workers on {os.cpu_count()} cores, {platform.system()} "
-        f"{platform.machine()}, Python {platform.python_version()}.",
+        f"commit {revision.stdout.strip()}, {seconds / 60:.0f} minutes with {chosen.workers} workers on "
+        f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}.",
         "",
         "Every input must be refused in one line with exit code 2 that says where the mistake is, or work. "
         f"The columns behind `accepted` count what did neither: {VERDICTS_SAID}.",

@@ -12,11 +12,13 @@ import copy
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from posttrain.models.decoder import Decoder
-from posttrain.models.folder import load_backbone
+from posttrain.models.folder import check_finite, load_backbone
+from posttrain.models.json_files import one_line
 from posttrain.models.likelihood import Hidden
 from posttrain.types import Batch, UserError
 
@@ -103,18 +105,27 @@ def new_critic(kind: type[Critic], folder: Path | None, policy: Decoder, seed: i
     )
     stored = folder / "training" / STORED
     if stored.exists():
-        left, own = load_file(stored), critic.state_dict()
+        left, own = _read_stored(stored), critic.state_dict()
         if left.keys() == own.keys():
             if any(left[name].shape != own[name].shape for name in own):
                 raise UserError(
                     f"the critic in {stored} is of another size than the policy beside it, where its sizes are read: "
                     "start from what it started from, with --critic-model"
                 )
+            for name, tensor in left.items():
+                check_finite(stored, name, tensor)
             critic.load_state_dict(left)
     elif score is not None and isinstance(critic, ValueModel):
         with torch.no_grad():
             critic.weight.copy_(score)
     return critic.to(device)
+
+
+def _read_stored(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is damaged, copy it again or leave it out: {one_line(error)}") from None
 
 
 def _near_zero(shape: tuple[int, ...], hidden: int, seed: int) -> Tensor:

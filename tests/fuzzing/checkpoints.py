@@ -21,7 +21,7 @@ def use(random: Random, place: Path, model: str, verb: str | None = None, text: 
     """A short command that needs every file of a checkpoint -> (words, what is typed). `text`: with plain prompts."""
     chat = model in ("chat", "old") and not text
     verb = verb or random.choice(USES)
-    write_rows(place / "rows.jsonl", (chats() if verb == "sft" else questions()) if chat else rows())
+    write_rows(place / "rows.jsonl", (chats() if verb in ("sft", "tokenizer") else questions()) if chat else rows())
     (place / "env.py").write_text(REWARD)
     if verb == "chat":
         return ["chat", model, *CHAT.split()], "1+2=\n\n"
@@ -121,7 +121,7 @@ def config(random: Random, place: Path, samples: Path) -> Case:
         elif key in ALLOWED and key in document and not ALLOWED[key](document[key]):
             # a family without this option may leave it unread
             broken = None if key in ("sliding_window", "mlp_bias", "attention_bias") else True
-            said = (f"config.json: {key}", f"model_type {document[key]!r}")
+            said = (f"config.json: {key}", f"config.json lacks {key}")
     words, typed = use(random, place, name, "rl" if random.random() < 0.02 else random.choice(USES[5:9]))
     return Case(words, f"{name}/{what}", broken, said if broken else (), typed)
 

@@ -28,9 +28,9 @@ ENDLESS = (
     "{{ 10**10 * 'a' }}",
     "{{ [1] * 10**10 }}",
     "{{ ([0] * 10**5) * 10**5 }}",
-    "{{ 9**9**9 }}",
-    "{{ 2**10**9 }}",
-    "{{ 10**10**10 % 7 }}",
+    "{{ 9**(9**9) }}",
+    "{{ 2**(10**9) }}",
+    "{{ 10**(10**10) % 7 }}",
     "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
     "{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
@@ -50,6 +50,39 @@ ENDLESS = (
     "{% set ns = namespace(x=(1,)) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ {}[ns.x] }}",
     "{% set ns = namespace(x=(1,)) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}"
     "{{ [ns.x, ns.x]|unique|list }}",
+    "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = namespace(a=ns.x, b=ns.x) %}{% endfor %}{{ ns.x }}",
+    "{% set x = ('a' * 9999999)|safe %}{% for i in range(99999) %}{{ x.join }}{% endfor %}",
+    "{% set x = ('a' * 9999999) %}{% for i in range(99999) %}{{ [x.join] }}{% endfor %}",
+    "{% set x = 'a' * 999999 %}{% for i in range(9999) %}{% if x.strip('b' * 99999 + 'a') %}{% endif %}{% endfor %}",
+    "{% set x = 'a' * 999999 %}{% for i in range(9999) %}{% if x.rfind('b' + 'a' * 499999) %}{% endif %}{% endfor %}",
+    "{% set x = 'a' * 999999 %}{% for i in range(9999) %}{% if x.rsplit(sep='b' + 'a' * 499999) %}{% endif %}{% endfor %}",
+    "{% set x = 'a' * 999999 %}{% for i in range(9999) %}{% if x|trim('b' * 99999 + 'a') %}{% endif %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}"
+    + "{% if a.b == 'c' %}{% endif %}" * 500
+    + "{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{{ '" + "x" * 9999 + "' }}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}"
+    + "".join(f"{{% set v{n} = 1 %}}" for n in range(3000))
+    + "{% for j in range(99999) %}{% if ''.upper() %}{% endif %}{% endfor %}{% endfor %}",
+    "{% set ns = namespace(d={}) %}{% for i in range(9999) %}{% set ns.d = {'a': ns.d} %}{% endfor %}"
+    "{% for i in range(99999) %}{% set x = [ns.d] * 9999 | map(attribute='a.' * 5000 + 'a')|list %}{% endfor %}",
+    "{% set ns = namespace(d={}) %}{% for i in range(9999) %}{% set ns.d = {'a': ns.d} %}{% endfor %}"
+    "{% for i in range(99999) %}{% set x = ([ns.d] * 999)|map(attribute=('a.' * 5000) ~ 'a')|list %}{% endfor %}",
+    "{% for i in range(99999) %}{% set x = range(0, (2**61 - 1) * 99999, 2**61 - 1)|unique|list %}{% endfor %}",
+    "{% set x = [9] * 9999 + [8] %}{% for i in range(99999) %}{% for j in x %}{% if x.index(8) %}{% endif %}{% endfor %}"
+    "{% endfor %}",
+    "{% for i in range(99999) %}{{ dict(**{'a': 'b' * 999999}) }}{% endfor %}",
+    "{% for i in range(99999) %}{% set x %}{% for j in range(999) %}"
+    + "y" * 999
+    + "{% endfor %}{% endset %}{% endfor %}",
+    "{% for i in range(99999) %}{{ strftime_now('%c' * 99999) }}{% endfor %}",
+    "{% set x = 'a ' * 999999 %}{% for i in range(99999) %}{% set y = x.split() %}{% endfor %}",
+    "{% set x = range(99999)|list %}{% for i in range(99999) %}{% set y = x|sort %}{% endfor %}",
+    "{% set x = ('9' * 4000)|int %}{% for i in range(99999) %}{{ x }}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% set y = ('9' * 9999999)|float %}{% endfor %}{% endfor %}",
+    "{% macro f(x) %}{{ caller(x) }}{{ caller(x) }}{% endmacro %}{% call(x) f(1) %}{% call(x) f(x) %}"
+    "{{ x }}{% endcall %}{% endcall %}"
+    "{% macro g() %}{{ g() ~ g() }}{% endmacro %}{{ g() }}",
     "{{ 'a'.center(10**10) }}",
     "{{ 'a'.ljust(10**10) }}",
     "{{ 'a'.zfill(10**10) }}",
@@ -135,7 +168,38 @@ BROKEN = (
     *("{% block a %}{{ super() }}{% endblock %}", "{{ self.a() }}", "{% call x() %}{% endcall %}", "{{ caller() }}"),
     *("{% for m in 5 %}{% endfor %}", "{{ '' % 5 }}", "{{ '%s' % messages }}", "{{ dict(a=1)|dictsort(by='x') }}"),
 )
-"""Must end in one line, or render: never anything else."""
+DEEP = "{% set ns = namespace(x=()) %}{% for i in range(99999) %}{% set ns.x = (ns.x,) %}{% endfor %}"
+PAIRS = "{% set ns = namespace(x=()) %}{% for i in range(29999) %}{% set ns.x = ({'a': ns.x}.items()|list)[0] %}{% endfor %}"
+BROKEN += tuple(
+    nested + use
+    for nested in (DEEP, PAIRS)
+    for use in (
+        *(
+            "{{ {}[ns.x] }}",
+            "{{ {}.get(ns.x) }}",
+            "{{ ns.x in {} }}",
+            "{{ {ns.x: 1} }}",
+            "{{ ns.x is in {} }}",
+            "{{ [{}]|map(attribute=ns.x)|list }}",
+        ),
+        *(
+            "{{ ns.x }}",
+            "{{ ns.x|tojson }}",
+            "{{ ns.x == ns.x }}",
+            "{{ dict([[ns.x, 1]]) }}",
+            "{{ [ns.x]|unique|list }}",
+            "{{ ns.x|string }}",
+        ),
+        *(
+            "{{ ns.x ~ 1 }}",
+            "{{ [ns.x].index(ns.x) }}",
+            "{{ [{}]|selectattr(ns.x)|list }}",
+            "{{ [{}]|sort(attribute=ns.x) }}",
+            "x",
+        ),
+    )
+)
+"""Must end in one line, or render: never anything else. Python's hash of tuples in tuples overflows its stack."""
 
 HARMLESS = (
     "",

@@ -12,13 +12,10 @@ import copy
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from posttrain.models.decoder import Decoder
-from posttrain.models.folder import check_finite, load_backbone
-from posttrain.models.json_files import one_line
+from posttrain.models.folder import check_finite, load_backbone, open_weights
 from posttrain.models.likelihood import Hidden
 from posttrain.types import Batch, UserError
 
@@ -112,8 +109,6 @@ def new_critic(kind: type[Critic], folder: Path | None, policy: Decoder, seed: i
                     f"the critic in {stored} is of another size than the policy beside it, where its sizes are read: "
                     "start from what it started from, with --critic-model"
                 )
-            for name, tensor in left.items():
-                check_finite(stored, name, tensor)
             critic.load_state_dict(left)
     elif score is not None and isinstance(critic, ValueModel):
         with torch.no_grad():
@@ -122,10 +117,11 @@ def new_critic(kind: type[Critic], folder: Path | None, policy: Decoder, seed: i
 
 
 def _read_stored(file: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} is damaged, copy it again or leave it out: {one_line(error)}") from None
+    with open_weights(file) as stored:
+        left = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is no dict
+    for name, tensor in left.items():
+        check_finite(file, name, tensor)
+    return left
 
 
 def _near_zero(shape: tuple[int, ...], hidden: int, seed: int) -> Tensor:

@@ -199,10 +199,7 @@ def _read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dic
     with ExitStack() as opened:
         where: dict[str, tuple[Path, Any]] = {}  # by tensor, its file, closed and open
         for file in _weight_files(folder):
-            try:
-                shard = opened.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{file} is damaged, copy it again: {one_line(error)}") from None
+            shard = opened.enter_context(open_weights(file))
             where.update(dict.fromkeys(shard.keys(), (file, shard)))
         slices = {name: shard.get_slice(name) for name, (_, shard) in where.items()}
         _check_shapes(folder, {n: tuple(s.get_shape()) for n, s in slices.items() if n not in also}, model)
@@ -218,6 +215,16 @@ def _read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dic
             _check_dtype(where[name][0], name, slices[name].get_dtype())
             check_finite(where[name][0], name, tensor)
         return found
+
+
+def open_weights(file: Path) -> Any:
+    """A .safetensors file, opened for reading. Raises UserError if it is absent or damaged."""
+    if not file.is_file():
+        raise UserError(f"{file} is no file: copy it again")
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is damaged, copy it again: {one_line(error)}") from None
 
 
 def check_finite(file: Path, name: str, tensor: Tensor) -> None:

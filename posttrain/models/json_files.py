@@ -7,6 +7,7 @@ must have, so that a mistake is told where it stands and not where it is first c
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -128,5 +129,5 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def one_line(error: BaseException, longest: int = 300) -> str:
     """An exception's message as part of one: no line ends, and not a page."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = re.sub(r" \(os error \d+\)", "", " ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= longest else text[:longest] + "..."

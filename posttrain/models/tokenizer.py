@@ -9,10 +9,12 @@ nor lost, so that decode(a) + decode(b) is what the model saw as a + b.
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,10 +81,9 @@ class Tokenizer:
         config = {**{name: named[name] for name in NAMED_TOKENS if name in named}, **config}
         template, name = _stored_template(folder, config)
         with _refusing(f"{file} is damaged, copy it again"):
-            loaded = cls(tokenizers.Tokenizer.from_str(text), config, template, name)
-        if twice := _given_twice(loaded.backend):
-            raise UserError(f"{file} is damaged, copy it again: {twice[0]!r:.60} and {twice[1]!r:.60} have the same id")
-        return loaded
+            backend = tokenizers.Tokenizer.from_str(text)
+            _check_ids(backend)
+            return _tried(cls(backend, config, template, name))
 
     @classmethod
     def train(
@@ -137,7 +138,10 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these tokens as they stand in a context: special tokens visible, a leading space kept."""
-        return self._continuation.decode(tokens, skip_special_tokens=False)
+        try:
+            return self._continuation.decode(tokens, skip_special_tokens=False)
+        except BaseException as error:
+            raise _failed(error, "the tokenizer cannot decode its own tokens") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], generation: bool = True) -> str:
         """The text of chat messages by the checkpoint's template; generation=True ends where the model is to reply.
@@ -230,11 +234,22 @@ def _stored_template(folder: Path, config: Mapping[str, Any]) -> tuple[str | Non
 
 @contextmanager
 def _refusing(problem: str) -> Iterator[None]:
-    """Within it, what the `tokenizers` library raises is a UserError that begins with `problem`."""
+    """Within it, what `tokenizers` and transformers raise is a UserError that begins with `problem`, and all they say.
+
+    Both write pages to standard error before they raise: a panic its stack, transformers its advice.
+    """
+    kept = os.dup(2)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    sys.stderr.flush()
+    os.dup2(silence, 2)
     try:
         yield
     except BaseException as error:
         raise _failed(error, problem) from None
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(silence)
 
 
 def _failed(error: BaseException, problem: str) -> BaseException:
@@ -248,17 +263,23 @@ def _excerpt(text: object) -> str:
     return ascii(text) if len(str(text)) <= 60 else f"{str(text)[:60]!a}..."
 
 
-def _given_twice(backend: tokenizers.Tokenizer) -> tuple[str, str] | None:
-    """Two tokens that have one id: text encoded with the one would be decoded as the other."""
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    if len(set(vocabulary.values())) == len(vocabulary):
-        return None
-    first: dict[int, str] = {}
-    for token, id in sorted(vocabulary.items()):
-        if id in first:
-            return first[id], token
-        first[id] = token
-    raise AssertionError("equal ids were counted")
+def _check_ids(backend: tokenizers.Tokenizer) -> None:
+    """Raises UserError if two tokens have one id, or if an id is absurd: `tokenizers` counts up to it again and again."""
+    tokens: dict[int, str] = {}
+    for token, id in backend.get_vocab(with_added_tokens=True).items():
+        if id >= VOCAB_MOST:
+            raise UserError(f"token {token!r:.60} has the id {id}, where {VOCAB_MOST:,} is beyond every vocabulary")
+        if id in tokens:
+            raise UserError(f"tokens {token!r:.60} and {tokens[id]!r:.60} have the same id, {id}")
+        tokens[id] = token
+
+
+def _tried(tokenizer: Tokenizer) -> Tokenizer:
+    """Itself, if it does not panic at a text of many kinds of characters: better here than in the middle of a run."""
+    with suppress(Exception):  # some of the characters may be unknown to it
+        ids = tokenizer.backend.encode("Ab 12,\n\t\N{LATIN SMALL LETTER E WITH ACUTE}\u5317\U0001f642").ids
+        tokenizer.backend.decode(ids, skip_special_tokens=False)
+    return tokenizer
 
 
 def _load_with_transformers(folder: Path) -> Tokenizer:
@@ -266,14 +287,13 @@ def _load_with_transformers(folder: Path) -> Tokenizer:
     if not any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "tokenizer_config.json")):
         raise UserError(f"{folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json into it")
     config = _read_special(folder / "tokenizer_config.json")
-    try:
+    with _refusing(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted"):
         from transformers import AutoTokenizer
 
         # code that comes with a checkpoint is not run, and not asked for: the question would wait for an answer
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         backend = found.backend_tokenizer
-    except BaseException as error:  # whatever keeps it from converting, the way out is the same
-        raise _failed(error, f"{folder} has no tokenizer.json, and its tokenizer cannot be converted") from None
+        _check_ids(backend)
     # what is saved is the converted tokenizer.json: a class that builds itself from the old files must not be asked for
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     return Tokenizer(backend, config, *_stored_template(folder, config))

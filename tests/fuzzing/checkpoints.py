@@ -103,7 +103,6 @@ def config(random: Random, place: Path, samples: Path) -> Case:
     folder = copy(samples, name, place)
     file = folder / "config.json"
     broken: bool | None = None
-    said: tuple[str, ...] = ("config.json",)
     if random.random() < 0.15:
         what = damage_file(file, random)
         broken = None if is_json_object(file) else True
@@ -121,9 +120,8 @@ def config(random: Random, place: Path, samples: Path) -> Case:
         elif key in ALLOWED and key in document and not ALLOWED[key](document[key]):
             # a family without this option may leave it unread
             broken = None if key in ("sliding_window", "mlp_bias", "attention_bias") else True
-            said = (f"config.json: {key}", f"config.json lacks {key}")
     words, typed = use(random, place, name, "rl" if random.random() < 0.02 else random.choice(USES[5:9]))
-    return Case(words, f"{name}/{what}", broken, said if broken else (), typed)
+    return Case(words, f"{name}/{what}", broken, ("config.json",) if broken else (), typed)
 
 
 def _absurd(document: dict[str, Any], random: Random) -> tuple[tuple[str, ...], str]:
@@ -190,7 +188,7 @@ def stored_weights(random: Random, place: Path, samples: Path) -> Case:
         what = damage_file(file, random)
         broken, said = None if what.endswith(("changed", "CRLF", "UTF-8")) else True, (file.name, "tensors")
         said = (*said, "model.safetensors") if broken else ()
-        broken = None if file.exists() and file.read_bytes() == (samples / name / file.name).read_bytes() else broken
+        broken = None if file.is_file() and file.read_bytes() == (samples / name / file.name).read_bytes() else broken
     else:
         what, broken, said = weights.damaged(file, random)
     words, typed = use(random, place, name, random.choice(USES[5:9]))

@@ -68,7 +68,8 @@ def damaged(path: Path, random: Random) -> tuple[str, bool | None, tuple[str, ..
         write(path, *relaid(header, data, {name: (dtype, shape, content)}))
         return f"{name} is {dtype}", dtype not in ("F64", "F32", "F16", "BF16"), (name,)
     if how == "shape":
-        shape = random.choice([[*shape[::-1], 1], [count + 1], [0], [], [shape[0] + 1, *shape[1:]], [1, *shape]])
+        wrong = [[*shape[::-1], 1], [count + 1], [0], [2, *shape], [1, *shape]]
+        shape = random.choice([*wrong, [shape[0] + 1, *shape[1:]], []] if shape else wrong)
         write(path, *relaid(header, data, {name: ("F32", shape, bytes(4 * math.prod(shape)))}))
         return f"{name} has shape {shape}", True, (name,)
     if how == "absent":

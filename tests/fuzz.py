@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fuzzing.judge import VERDICTS
 from fuzzing.kinds import KINDS, counts
 from fuzzing.processes import Result, as_dict, run_all, run_case
+
+TESTS = Path(__file__).resolve().parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,23 +41,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="a document to write the table into")
     parser.add_argument("--log", type=Path, help="every result, a line of JSON each")
     chosen = parser.parse_args(arguments)
+    sys.path[:0] = [str(TESTS), str(TESTS.parent)]  # the package of this very checkout, and no other
+    os.environ |= {"PYTHONPATH": os.pathsep.join(sys.path[:2]), "HF_HUB_OFFLINE": "1"}
     fast = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     scratch = Path(tempfile.mkdtemp(prefix="posttrain-fuzz-", dir=fast))
     try:
         samples = scratch / "samples"
         code = "import sys; from pathlib import Path; from fuzzing.samples import make; make(Path(sys.argv[1]))"
         samples.mkdir()
-        subprocess.run([sys.executable, "-c", code, str(samples)], check=True, env=_environment())
+        subprocess.run([sys.executable, "-c", code, str(samples)], check=True)
         if chosen.case:
             return _show(chosen.case, samples, scratch)
         return _run(chosen, samples, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _environment() -> dict[str, str]:
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
 
 
 def _show(name: str, samples: Path, scratch: Path) -> int:
@@ -72,7 +69,6 @@ def _show(name: str, samples: Path, scratch: Path) -> int:
 
 
 def _run(chosen: argparse.Namespace, samples: Path, scratch: Path) -> int:
-    os.environ["HF_HUB_OFFLINE"] = "1"
     began = time.monotonic()
     number = counts(chosen.kinds, chosen.count)
     cases = [(kind, chosen.first + seed) for kind in chosen.kinds for seed in range(number[kind])]

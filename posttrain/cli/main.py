@@ -89,7 +89,7 @@ def _take_defaults(file: Path, verb: str) -> None:
         raise UserError(f"--config goes with {', '.join(VERBS)}: posttrain rl --config recipe.toml")
     content = _read_recipe(file)
     if verb not in content:
-        raise UserError(f"{file} has no table [{verb}]; it has {', '.join(f'[{t}]' for t in content) or 'none'}")
+        raise UserError(f"{file} has no table [{verb}]; it has {', '.join(f'[{t:.60}]' for t in content) or 'none'}")
     app.config = (Dict({verb: content[verb]}, source=str(file)),)
 
 
@@ -99,23 +99,25 @@ def _read_recipe(file: Path) -> dict[str, Any]:
 
     from posttrain.config import VERBS
 
-    if not file.is_file():
-        raise UserError(f"--config {file}: there is no such file")
     try:
-        content = tomllib.loads(file.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        content = tomllib.loads(file.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"--config {file}: there is no such file") from None
+    except OSError as error:
+        raise UserError(f"--config {str(file)[:100]} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, a number of thousands of digits, too deep
         raise UserError(f"{file}: not valid TOML: {error}") from error
     for table, options in content.items():
         if table not in VERBS or not isinstance(options, dict):
             raise UserError(
-                f"{file}: [{table}] is no table of a recipe; there are {', '.join(f'[{v}]' for v in VERBS)}"
+                f"{file}: [{table:.60}] is no table of a recipe; there are {', '.join(f'[{v}]' for v in VERBS)}"
             )
         known = [f.name for f in fields(VERBS[table])]
         for name in options:
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)
                 hint = f"; did you mean {close[0]!r}?" if close else f": see posttrain {table} --help"
-                raise UserError(f"{file}: [{table}] has an unknown option {name!r}{hint}")
+                raise UserError(f"{file}: [{table}] has an unknown option {name!r:.60}{hint}")
     return content
 
 

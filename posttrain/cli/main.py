@@ -90,7 +90,7 @@ def _take_defaults(file: Path, verb: str) -> None:
         raise UserError(f"--config goes with {', '.join(VERBS)}: posttrain rl --config recipe.toml")
     content = _read_recipe(file)
     if verb not in content:
-        raise UserError(f"{file} has no table [{verb}]; it has {', '.join(f'[{t}]' for t in content) or 'none'}")
+        raise UserError(f"{file} has no table [{verb}]; it has {', '.join(f'[{t:.60}]' for t in content) or 'none'}")
     options = dict(content[verb])
     if settings := options.pop("settings", None):
         options["set"] = [f"{place}={value}" for place, value in settings.items()]
@@ -102,20 +102,22 @@ def _read_recipe(file: Path) -> dict[str, Any]:
 
     from posttrain.config import VERBS
 
-    if not file.is_file():
-        raise UserError(f"--config {file}: there is no such file")
     try:
-        content = tomllib.loads(file.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        content = tomllib.loads(file.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"--config {file}: there is no such file") from None
+    except OSError as error:
+        raise UserError(f"--config {str(file)[:100]} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, a number of thousands of digits, too deep
         raise UserError(f"{file}: not valid TOML: {error}") from error
     for table, options in content.items():
         if table not in VERBS or not isinstance(options, dict):
             raise UserError(
-                f"{file}: [{table}] is no table of a recipe; there are {', '.join(f'[{v}]' for v in VERBS)}"
+                f"{file}: [{table:.60}] is no table of a recipe; there are {', '.join(f'[{v}]' for v in VERBS)}"
             )
         for name in options:
             if name.replace("-", "_") not in _known(table):
-                raise UserError(f"{file}: [{table}] has an unknown option {name!r}{_suggested(name, table)}")
+                raise UserError(f"{file}: [{table}] has an unknown option {name!r:.60}{_suggested(name, table)}")
         if not isinstance(options.get("settings", {}), dict):
             raise UserError(f'{file}: settings are a table: [{table}.settings], then "surrogate.high" = 0.28')
     return content

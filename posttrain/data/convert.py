@@ -11,7 +11,7 @@ import string
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import cached_property
@@ -46,14 +46,16 @@ class Plain(NamedTuple):
 class Conversion:
     """What makes tasks of rows: see `to_tasks` for what it does, and in which order."""
 
-    fields: Mapping[str, str]
-    templates: Mapping[str, str]  # "prompt", "response" -> template
-    convert: Convert | None
-    need: Sequence[str]
+    fields: Mapping[str, str] = field(default_factory=dict)
+    prompt_template: str | None = None
+    response_template: str | None = None
+    convert: Convert | None = None
+    need: Sequence[str] = ("prompt",)
 
     @cached_property
     def patterns(self) -> dict[str, Pattern]:
-        return {key: _parse_template(template, f"{key}_template") for key, template in self.templates.items()}
+        templates = {"prompt": self.prompt_template, "response": self.response_template}
+        return {key: _parse_template(text, f"{key}_template") for key, text in templates.items() if text is not None}
 
     def __call__(self, row: Row) -> Task | None:
         """The task of a row, still without an id; None if `convert` leaves it out."""
@@ -76,7 +78,7 @@ class Conversion:
         columns of text and numbers, those that are needed all of text that is not blank.
         """
         columns = self._columns(rows)
-        if columns is None or self.convert is not None or self.templates or "messages" in columns:
+        if columns is None or self.convert is not None or self.patterns or "messages" in columns:
             return None
         kinds = {name: set(map(type, values)) for name, values in columns.items()}
         texts = {name for name, kind in kinds.items() if kind == {str}}
@@ -118,7 +120,7 @@ class Conversion:
         if "messages" in task:
             apart = prompts and isinstance(row[prompts[0]], list)
             said = {"messages": [*prompts, *replies] if apart else columns("messages")}
-        said |= {key: [f"{key}_template"] for key in self.templates}
+        said |= {key: [f"{key}_template"] for key in self.patterns}
         return ", ".join(f"{key} from {' and '.join(map(repr, names))}" for key, names in said.items() if names)
 
     def _renamed(self, row: Row) -> Row:
@@ -134,7 +136,8 @@ class Conversion:
     def key(self) -> str | None:
         """A name for this conversion, another one whenever code or options change; None if its code cannot be known."""
         code = _code(self.convert)
-        return code and digest(code, *sorted(self.fields.items()), *sorted(self.templates.items()), *self.need)
+        options = (sorted(self.fields.items()), self.prompt_template, self.response_template, list(self.need))
+        return code and digest(code, *options)
 
 
 def identified(task: Task) -> Task:

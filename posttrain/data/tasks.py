@@ -11,20 +11,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from posttrain.data.convert import Conversion, identified, key_of, own_id, question, quoted
-from posttrain.data.files import Row
-from posttrain.data.rows import Rows, load_rows
+from posttrain.data.files import Row, check_row
+from posttrain.data.rows import Listed, Rows, load_rows
 from posttrain.data.store import Arrays, digest, keep_arrays
 from posttrain.types import Task, UserError
+from posttrain.user_code import describe_error
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
-ENDLESS = 2**62  # the length of what has no end: see `stream.py`
+ENDLESS = 2**62  # the length of what has no end
+HELD_OUT = 500  # tasks that are held out of what has no end
 LARGE = 10_000  # orders of so many tasks are remembered
 
 
@@ -88,6 +91,78 @@ class Tasks(Sequence[Task]):
             raise UserError(f"{self.rows.where(number)}: {error}") from error
 
 
+class Stream(Sequence[Task]):
+    """Tasks without an end: a function makes their rows, which are read as far as they are asked for, in its order.
+
+    It counts as a sequence of `ENDLESS` tasks, so what visits tasks by their places (see `order`) needs to know nothing
+    of it. A place before the last one asked for has the function called again, and so does a resumed run: it must make
+    the same rows each time. Repetitions are not looked for.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Iterable[Mapping[str, Any]]],
+        conversion: Conversion,
+        keep: Callable[[Task], bool] = lambda task: True,
+    ) -> None:
+        self.make, self.conversion, self.keep = make, conversion, keep
+        self._begin()
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    @overload
+    def __getitem__(self, place: int) -> Task: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Task]: ...
+    def __getitem__(self, place: int | slice) -> Task | list[Task]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(ENDLESS)[place]]
+        assert place >= 0, "there is no end to count from"
+        if place < self._count - 1:
+            self._begin()
+        while place >= self._count:
+            self._last = next(self._made)
+            self._count += 1
+        return self._last[2]
+
+    def where(self, place: int) -> str:
+        self[place]
+        return f"row {self._last[0]}"
+
+    def taken(self) -> str:
+        task = self[0]
+        return self.conversion.taken(self._last[1], task)
+
+    def begin(self, count: int) -> Tasks:
+        """The first so many tasks."""
+        read = list(islice(self._read(), count))
+        listed = Listed([row for _, row, _ in read], "row ", [number for number, _, _ in read])
+        return Tasks(Rows([listed]), self.conversion, np.arange(len(read)))
+
+    def _begin(self) -> None:
+        self._made, self._count, self._last = self._read(), 0, (0, Row(), Task())
+
+    def _read(self) -> Iterator[tuple[int, Row, Task]]:
+        """(number of a row, the row, its task)."""
+        number = 0
+        try:
+            for number, given in enumerate(self.make(), 1):
+                row = check_row(given, "it")
+                task = self.conversion(row)
+                if task is not None and self.keep(task := identified(task)):
+                    yield number, row, task
+        except UserError as error:
+            raise UserError(f"row {number}: {error}") from error
+        except Exception as error:  # the function is the user's and may fail in any way
+            raise UserError(
+                f"the function that makes the rows, after {number}: {describe_error(error, None)}"
+            ) from error
+        raise UserError(
+            f"the function that makes the rows ended after {number}: say with --limit that there are no more"
+        )
+
+
 def to_tasks(
     rows: Rows | Iterable[Mapping[str, Any]],
     *,
@@ -122,9 +197,7 @@ def to_tasks(
     """
     if not isinstance(rows, Rows):
         rows = load_rows(rows)
-    templates = {"prompt": prompt_template, "response": response_template}
-    given = {key: template for key, template in templates.items() if template is not None}
-    conversion = Conversion(fields or {}, given, convert, tuple(need))
+    conversion = Conversion(fields or {}, prompt_template, response_template, convert, tuple(need))
     code = conversion.key() if rows.key else None
     name = code and digest("tasks", rows.key, code, split_seed)
     found = keep_arrays(name, lambda: _survey(rows, conversion, split_seed))
@@ -135,27 +208,36 @@ def to_tasks(
     return Tasks(rows, conversion, found["at"], left_out, merged, draws)
 
 
-def hold_out(tasks: Tasks, fraction: float, seed: int = 0) -> tuple[Tasks, Tasks]:
+@overload
+def hold_out(tasks: Tasks, fraction: float, seed: int = 0) -> tuple[Tasks, Tasks]: ...
+@overload
+def hold_out(tasks: Stream, fraction: float, seed: int = 0) -> tuple[Stream, Tasks]: ...
+def hold_out(tasks: Tasks | Stream, fraction: float, seed: int = 0) -> tuple[Tasks | Stream, Tasks]:
     """Split tasks into (train, held out); both keep the order of `tasks`.
 
     A task's side depends on the seed and the text of its prompt alone (of its conversation without the final assistant
     turn; of its id where it has neither, as the environment makes the prompt, or where all tasks have the same prompt).
     So the order of the rows does not matter, new rows never move old ones, equal prompts under different ids or with
     different responses fall on the same side, and a larger fraction holds out what a smaller one did and more. Each
-    prompt is held out with probability `fraction`: the share is near it, not equal.
+    prompt is held out with probability `fraction`: the share is near it, not equal. Of a stream, held out are as many
+    tasks of its beginning as make `HELD_OUT` on average.
 
     Raises UserError if fraction is not between 0 and 1, or if one side would be empty.
     """
     if not 0 < fraction < 1:
         raise UserError(f"the held-out fraction is {fraction}; it must be between 0 and 1, for example 0.1")
-    known = tasks.draws is not None and tasks.draws[0] == seed
-    draws = tasks.draws[1] if known and tasks.draws else _draws(seed, map(_asked, tasks))
-    if len(draws) > 1 and (draws == draws[0]).all():  # one prompt for all
-        draws = _draws(seed, (quoted(task["id"]) for task in tasks))
+    some = tasks.begin(round(HELD_OUT / fraction)) if isinstance(tasks, Stream) else tasks
+    known = some.draws is not None and some.draws[0] == seed
+    draws = some.draws[1] if known and some.draws else _draws(seed, map(_asked, some))
+    if len(draws) > 1 and (draws == draws[0]).all() and not isinstance(tasks, Stream):  # one prompt for all
+        draws = _draws(seed, (quoted(task["id"]) for task in some))
     held_out = draws < fraction
     if held_out.all() or not held_out.any():
         side = "held out" if not held_out.any() else "left to train on"
-        raise UserError(f"with fraction {fraction} none of the {len(tasks)} tasks is {side}; change it, or add tasks")
+        raise UserError(f"with fraction {fraction} none of the {len(some)} tasks is {side}; change it, or add tasks")
+    if isinstance(tasks, Stream):
+        left = Stream(tasks.make, tasks.conversion, lambda task: bool(_draws(seed, [_asked(task)])[0] >= fraction))
+        return left, some.some(np.flatnonzero(held_out))
     return tasks.some(np.flatnonzero(~held_out)), tasks.some(np.flatnonzero(held_out))
 
 
@@ -163,9 +245,38 @@ def order(n: int, epoch: int, seed: int) -> Sequence[int]:
     """The order [n] in which epoch `epoch` (0, 1, ...) visits n tasks: a permutation, the same on every machine.
 
     It sorts the raw output of a Philox generator, which numpy keeps stable between releases; `permutation` is not.
+    What has no end is visited as it comes.
     """
     assert n >= 0 and epoch >= 0
+    if n == ENDLESS:
+        return range(n)
     return (_remembered if n > LARGE else _permutation)(n, epoch, seed)
+
+
+def draw(
+    tasks: Sequence[Task], first: int, count: int, seed: int, fits: Callable[[int], bool]
+) -> tuple[list[tuple[int, int]], int]:
+    """The next `count` tasks that fit, in the endless row of all epochs' orders, as (epoch, place in `tasks`).
+
+    `first` is the number in that row to begin with; the second result is the one to go on with. So what is drawn is a
+    function of a single number, whatever fits. Raises UserError where nothing fits.
+    """
+    drawn: list[tuple[int, int]] = []
+    orders: dict[int, Sequence[int]] = {}
+    number, missed = first, 0
+    while len(drawn) < count:
+        epoch, at = divmod(number, len(tasks))
+        if epoch not in orders:
+            orders[epoch] = order(len(tasks), epoch, seed)
+        place = int(orders[epoch][at])
+        if fits(place):
+            drawn.append((epoch, place))
+        number, missed = number + 1, 0 if drawn and drawn[-1] == (epoch, place) else missed + 1
+        if missed >= min(len(tasks), LARGE):
+            raise UserError(
+                f"none of {missed:,} rows fits into the model's context: shorten them, or let them be cut with --too-long truncate"
+            )
+    return drawn, number
 
 
 def _permutation(n: int, epoch: int, seed: int) -> Sequence[int]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.types import Completion, Invalid, Reply, Rollout, Sampling, Task, Turn, UserError
 
 if TYPE_CHECKING:
-    from posttrain.training.assembly import Evaluated
+    from posttrain.training.evaluation import Evaluated
     from posttrain.training.trainer import Run
 
 __version__ = "0.1.0"
@@ -71,11 +71,11 @@ def evaluate(tasks: Rows, env: str | Callable[..., Any], model: str, **options: 
     The options are the fields of `posttrain.config.Evaluation`, such as samples=8, k=(1, 4, 8), against="runs/sft".
     """
     from posttrain.config import Evaluation
-    from posttrain.training import assembly
+    from posttrain.training import evaluation
 
     named, rows = _named(tasks)
     name, function = (env, None) if isinstance(env, str) else (getattr(env, "__qualname__", repr(env)), env)
-    return assembly.evaluate(
+    return evaluation.evaluate(
         _fill(Evaluation, {**options, "tasks": named, "env": name, "model": str(model)}), rows, function
     )
 

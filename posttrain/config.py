@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from posttrain.types import UserError
 
@@ -59,6 +59,8 @@ class Data:
 class Training(Data):
     """What every kind of training has."""
 
+    verb: ClassVar[str]  # of the command line, and the table of a recipe
+
     model: str | None = None
     """Folder of a Hugging Face checkpoint, of one of our runs, or a model's name. In sft: leave it out to start from
     scratch with the sizes below."""
@@ -101,6 +103,9 @@ class Training(Data):
     """Processor threads; left out: PyTorch's choice."""
     compiled: bool = True
     """On a processor, use code compiled for it where a C compiler is found; --no-compiled: torch's operations alone."""
+    health: Literal["warn", "stop", "log", "off"] = "warn"
+    """When something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps, skipped updates):
+    say so, stop with a checkpoint, only write it down, or do not look."""
     quiet: bool = False
     """No progress display."""
 
@@ -109,6 +114,7 @@ class Training(Data):
 class SFT(Training):
     """Supervised fine-tuning: imitate the responses of a dataset."""
 
+    verb = "sft"
     out: str = "runs/sft"
     """The run directory to make."""
     epochs: float = 1.0
@@ -241,6 +247,7 @@ class Axes(Training):
 class RL(Axes):
     """Reinforcement learning: sample replies, score them, make good ones likelier."""
 
+    verb = "rl"
     out: str = "runs/rl"
     """The run directory to make."""
     steps: int = 200
@@ -267,8 +274,9 @@ class RL(Axes):
     """Replies per held-out task in each evaluation."""
     eval_limit: int = 500
     """At most so many held-out tasks are played in an evaluation."""
-    correct: float = 1.0
-    """A reply counts as correct (in accuracy and pass@k) from this reward on."""
+    success: float | None = None
+    """The reward from which on a reply is right, for accuracy, pass@k and all that learns from right replies; left out:
+    what a built-in environment, or SUCCESS = ... beside your own, says."""
     env_workers: int = 1
     """Processes that play and score (0: none; everything runs here, without a time limit, for debuggers)."""
     env_seconds: float = 10.0
@@ -281,15 +289,13 @@ class RL(Axes):
     """vLLM: most GiB of its key-value cache."""
     engine_seconds: float = 120.0
     """vLLM: time limit of a hand-over of weights, and of one decoding step; beyond it the run stops."""
-    health: Literal["warn", "stop", "log", "off"] = "warn"
-    """When something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps): say so, stop
-    with a checkpoint, only write it down, or do not look."""
 
 
 @dataclass(frozen=True)
 class Evaluation(Data):
     """Play held-out tasks and say how well it goes, with intervals."""
 
+    verb: ClassVar[str] = "eval"
     model: str = ""
     """Folder of a checkpoint or of a run."""
     against: str | None = None
@@ -308,8 +314,8 @@ class Evaluation(Data):
     """Most tokens of a reply."""
     stop: tuple[str, ...] = ()
     """Strings that end a reply."""
-    correct: float = 1.0
-    """A reply counts as correct from this reward on."""
+    success: float | None = None
+    """The reward from which on a reply is right, as in training."""
     seed: int = 0
     """Decides the samples."""
     held_out: float = 0.0
@@ -334,7 +340,7 @@ class Evaluation(Data):
     """Processor threads; left out: PyTorch's choice."""
 
 
-VERBS: dict[str, type[Data]] = {"sft": SFT, "rl": RL, "eval": Evaluation}
+VERBS: dict[str, type[Data]] = {kind.verb: kind for kind in (SFT, RL, Evaluation)}
 """The verbs that take a configuration; a recipe has a table for each."""
 
 OF_ONE_CALL = frozenset({"out", "resume", "overwrite", "quiet"})
@@ -394,8 +400,8 @@ def validate(config: Training | Evaluation) -> None:
         raise UserError("--model is missing: the folder of a checkpoint, or of a run of posttrain sft")
     if isinstance(config, RL):
         _validate_rl(config)
-    if isinstance(config, Evaluation) and max(config.k, default=1) > config.samples:
-        raise UserError(f"pass@{max(config.k)} needs at least {max(config.k)} samples per task, not {config.samples}")
+    if isinstance(config, Evaluation) and min(config.k, default=1) < 1:
+        raise UserError(f"--k {min(config.k)}: pass@k is of at least one sample")
 
 
 def _validate_rl(config: RL) -> None:

@@ -1,12 +1,6 @@
-"""The nouns of the house, with their shapes. No tensor is made here; torch is imported for type checking only.
+"""The nouns that no tensor is needed for: tasks, turns, replies, transcripts, rollouts.
 
-Shape legend, used everywhere:
-
-    L    tokens of one transcript
-    T    tokens of one micro-batch, laid end to end without padding
-    K    segments of one micro-batch (a segment is a run of tokens of one transcript, or a prompt that several share)
-    N    scored tokens of one micro-batch: the tokens the policy sampled (in SFT: the tokens to imitate)
-    S    rollouts of one optimizer batch, over all micro-batches and ranks
+What batches of them look like stands in `posttrain.batch`, who works with them in `posttrain.protocols`.
 """
 
 from __future__ import annotations
@@ -14,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+if TYPE_CHECKING:  # numpy is imported where an array is made: commands that make none start sooner
+    import numpy as np
+    from numpy.typing import NDArray
 
 Task = dict[str, Any]
 """One dataset row. `task["id"]` names its group: all rollouts of one id are compared with each other.
@@ -30,17 +26,26 @@ class UserError(ValueError):
     """A mistake of the user's. The message is one line that says the fix; the command line prints it and exits with 2."""
 
 
+def succeeds(reward: Any, threshold: float) -> Any:
+    """Whether a reward (a number, an array, a tensor) counts as a success: it may be a sum of parts, up to rounding."""
+    return reward >= threshold - 1e-6
+
+
+# -- what an environment and the policy say to each other --------------------------------------------------------------
+
+
 class StopReason(StrEnum):
-    """Why a completion ended, as the engine saw it; never guessed afterwards from the last token."""
+    """Why a completion or an episode ended, as it was seen to end; never guessed afterwards from the last token."""
 
     EOS = "eos"  # sampled one of the model's end-of-sequence ids (which stays part of the sampled tokens)
     STOP = "stop"  # its text reached one of the stop strings of the request
-    LENGTH = "length"  # spent its token budget: truncated
+    LENGTH = "length"  # spent its token budget, or the episode's: truncated
     CONTEXT = "context"  # filled the model's context window: truncated
+    TURNS = "turns"  # the episode had as many turns as a run allows: truncated
 
     @property
     def truncated(self) -> bool:
-        return self in (StopReason.LENGTH, StopReason.CONTEXT)
+        return self in (StopReason.LENGTH, StopReason.CONTEXT, StopReason.TURNS)
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,16 @@ class Turn:
     stop: tuple[str, ...] = ()  # stop strings; the reply ends with the one that was reached
     reward: float = 0.0  # reward of the step that led here (0: none)
     max_tokens: int | None = None  # budget of this reply; None: the run's
+    tool: bool = False  # whether a tool says this (messages of the role "tool" say so themselves)
+    fresh: bool = False  # begin a transcript of its own: nothing that was said before is in the model's context
+    learn: bool = True  # whether the reply to this is learned from
 
 
 class Reply(str):
     """What the model said: the text of the sampled tokens up to and with the stop string, without the end-of-sequence token.
 
-    It is a `str` for environments that only read it; `reply.stop` tells why it ended.
+    It is a `str` for environments that only read it; `reply.stop` tells why it ended. A reply whose stop is CONTEXT, TURNS
+    or (if empty) LENGTH tells the environment that there will be no other one: it may still score what there is.
     """
 
     stop: StopReason
@@ -78,7 +87,24 @@ class Reply(str):
         return Reply, (str(self), self.stop)
 
 
-Verdict = float | dict[str, float] | Invalid
+@dataclass(frozen=True)
+class SpanReward:
+    """A reward for a part of a reply, earned by its last token. It adds to the reward of the episode."""
+
+    end: int  # characters of the reply before the end of the part
+    reward: float
+    reply: int = -1  # which reply of the episode: 0 the first, -1 the last
+
+
+@dataclass(frozen=True)
+class Graded:
+    """A verdict that also names parts of replies: `return Graded(1.0, [SpanReward(reply.index("</think>"), 0.5)])`."""
+
+    reward: float | Mapping[str, float]
+    spans: Sequence[SpanReward] = ()
+
+
+Verdict = float | dict[str, float] | Graded | Invalid
 """What scores a reply. A dict names the parts of the reward: their sum is the reward, unless it has the key "reward"."""
 
 Env = Callable[[Task], Generator["Turn | str", Reply, Verdict]]
@@ -105,43 +131,185 @@ class Completion:
     """What an engine returns for one request."""
 
     id: int
-    tokens: Sequence[int]  # [L] sampled, a final end-of-sequence token included
-    logp: Sequence[float]  # [L] under the distribution that sampled them (temperature, top-p, top-k applied)
+    tokens: Sequence[int]  # [n] sampled, a final end-of-sequence token included
+    logp: Sequence[float]  # [n] under the distribution that sampled them (temperature, top-p, top-k applied)
     text: str  # cut after the stop string; without the end-of-sequence token
     stop: StopReason
     version: int  # of the weights that sampled it
+    experts: NDArray[np.int16] | None = None  # [n, layers, k] where the model routes tokens: the experts that each took
+
+
+# -- what was said, as tokens ------------------------------------------------------------------------------------------
+
+
+class SpanKind(StrEnum):
+    """Where the tokens of a span come from."""
+
+    PROMPT = "prompt"  # what the policy saw first
+    SAMPLED = "sampled"  # by the policy
+    IMITATED = "imitated"  # written by the author of a demonstration
+    OBSERVATION = "observation"  # what the environment said later, and what the chat template put between turns
+    TOOL = "tool"  # a tool's answer
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of tokens of one transcript that came at once."""
+
+    kind: SpanKind
+    start: int  # place of its first token
+    length: int
+    learned: bool = False  # whether its tokens are scored: they have a gradient
+    version: int | None = None  # of the weights that sampled it
+    experts: NDArray[np.int16] | None = field(default=None, compare=False)  # [length, layers, k]
+
+
+@dataclass(frozen=True)
+class Media:
+    """A picture (or sound, or film) that stands in a transcript. The tokens at its place only hold the place."""
+
+    start: int  # place of the first of these tokens
+    length: int  # how many they are
+    digest: str  # hash of the content, in hexadecimal
 
 
 class Transcript:
-    """The token sequence of one episode. Append-only.
+    """The token sequence of one context: append-only.
 
-    A token becomes trainable through `sample` and through nothing else: masks are by provenance, never by token id.
+    A token becomes trainable through `sample` (the policy's own) or `imitate` (a demonstration's) and through nothing
+    else: masks are by provenance, never by token id.
     """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.sampled: list[bool] = []  # [L]
-        self.logp: list[float] = []  # one for each sampled token
+        self.spans: list[Span] = []  # of all tokens, in order
+        self.logp: list[float] = []  # the engine's, of each sampled token
+        self.media: list[Media] = []
+        self.positions: NDArray[np.int64] | None = (
+            None  # [3, L], for models that place tokens in time, height and width
+        )
+        self.forks: tuple[int, ...] = ()  # numbers of tokens at which this transcript or the one before it branched off
 
-    def observe(self, tokens: Iterable[int]) -> None:
-        """Append what the policy was shown: prompt, tool reply, template. Never trained on."""
-        before = len(self.tokens)
-        self.tokens.extend(tokens)
-        self.sampled.extend([False] * (len(self.tokens) - before))
+    def observe(self, tokens: Iterable[int], kind: SpanKind | None = None, media: Iterable[Media] = ()) -> None:
+        """Append what the policy was shown. Never trained on. `kind`: the prompt at first, then an observation.
 
-    def sample(self, completion: Completion) -> None:
-        """Append what the policy sampled (in SFT: what it is to imitate)."""
+        `media`: what stands in these tokens, their places counted in the transcript.
+        """
+        kind = kind or (SpanKind.OBSERVATION if self.tokens else SpanKind.PROMPT)
+        assert kind not in (SpanKind.SAMPLED, SpanKind.IMITATED), "use sample or imitate"
+        self._append(tokens, kind)
+        self.media.extend(media)
+
+    def sample(self, completion: Completion, learn: bool = True) -> None:
+        """Append what the policy sampled. Without `learn`, none of it is scored."""
         assert len(completion.tokens) == len(completion.logp), "one log-probability per sampled token"
-        self.tokens.extend(completion.tokens)
-        self.sampled.extend([True] * len(completion.tokens))
         self.logp.extend(completion.logp)
+        self._append(completion.tokens, SpanKind.SAMPLED, learn, completion.version, completion.experts)
+
+    def imitate(self, tokens: Iterable[int]) -> None:
+        """Append what the policy is to imitate."""
+        self._append(tokens, SpanKind.IMITATED, True)
+
+    def branch(self) -> Transcript:
+        """Another transcript that begins with all that stands here so far. What both share is computed once."""
+        other = Transcript()
+        other.tokens, other.spans, other.logp = list(self.tokens), list(self.spans), list(self.logp)
+        other.media, other.positions = list(self.media), self.positions
+        other.forks = (*self.forks, len(self.tokens))
+        return other
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
+    def scored(self) -> NDArray[np.int64]:
+        """Places of the tokens that have a gradient, in order: [n]."""
+        import numpy as np
+
+        runs = [np.arange(s.start, s.start + s.length) for s in self.spans if s.learned]
+        return np.concatenate(runs) if runs else np.zeros(0, dtype=np.int64)
+
+    @property
+    def sampler_logp(self) -> NDArray[np.float32] | None:
+        """The engine's log-probabilities of the scored tokens, [n]; None where any of them is imitated."""
+        import numpy as np
+
+        if any(s.kind is SpanKind.IMITATED for s in self.spans):
+            return None
+        sampled = [s for s in self.spans if s.kind is SpanKind.SAMPLED]
+        ends = list(accumulate(s.length for s in sampled))
+        runs = [self.logp[end - s.length : end] for s, end in zip(sampled, ends, strict=True) if s.learned]
+        return np.array([x for run in runs for x in run], dtype=np.float32)
+
+    @property
+    def n_scored(self) -> int:
+        return sum(s.length for s in self.spans if s.learned)
+
+    @property
     def n_sampled(self) -> int:
         return len(self.logp)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON can hold it; `from_dict` gives the same transcript again."""
+        plain: dict[str, Any] = {
+            "tokens": list(map(int, self.tokens)),
+            "spans": [[str(s.kind), s.length, int(s.learned), s.version] for s in self.spans],
+            "logp": list(self.logp),
+        }
+        if any(s.experts is not None for s in self.spans):
+            plain["experts"] = [None if s.experts is None else s.experts.tolist() for s in self.spans]
+        if self.media:
+            plain["media"] = [[m.start, m.length, m.digest] for m in self.media]
+        if self.positions is not None:
+            plain["positions"] = self.positions.tolist()
+        if self.forks:
+            plain["forks"] = list(self.forks)
+        return plain
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> Transcript:
+        """The inverse of `as_dict`."""
+        import numpy as np
+
+        found = Transcript()
+        found.tokens, found.logp = list(plain["tokens"]), list(plain["logp"])
+        experts = plain.get("experts") or [None] * len(plain["spans"])
+        start = 0
+        for (kind, length, learned, version), routes in zip(plain["spans"], experts, strict=True):
+            routed = None if routes is None else np.array(routes, dtype=np.int16)
+            found.spans.append(Span(SpanKind(kind), start, length, bool(learned), version, routed))
+            start += length
+        found.media = [Media(*m) for m in plain.get("media", ())]
+        if "positions" in plain:
+            found.positions = np.array(plain["positions"], dtype=np.int64)
+        found.forks = tuple(plain.get("forks", ()))
+        return found
+
+    def _append(
+        self,
+        tokens: Iterable[int],
+        kind: SpanKind,
+        learned: bool = False,
+        version: int | None = None,
+        experts: NDArray[np.int16] | None = None,
+    ) -> None:
+        before = len(self.tokens)
+        self.tokens.extend(tokens)
+        if len(self.tokens) > before:
+            self.spans.append(Span(kind, before, len(self.tokens) - before, learned, version, experts))
+
+
+@dataclass(frozen=True)
+class PlayedTurn:
+    """One side's words in an episode, for readers: what stands in `Rollout.turns`."""
+
+    kind: SpanKind  # who said it
+    text: str
+    transcript: int  # which of the rollout's
+    start: int  # place of its first token there
+    length: int  # tokens
+    reward: float = 0.0  # what the environment gave for this step before the episode's end
+    seconds: float = field(default=0.0, compare=False)  # that it took: depends on the clock, and goes with the timings
 
 
 @dataclass
@@ -150,236 +318,27 @@ class Rollout:
 
     task: Task
     group: str
-    transcripts: list[Transcript]
+    transcripts: list[Transcript]  # one, unless turns began afresh
     reward: float | Invalid
     rewards: dict[str, float] = field(default_factory=dict)  # its named parts
-    steps: list[tuple[int, float]] = field(default_factory=list)  # (number of sampled tokens before it, step reward)
-    stop: StopReason = StopReason.EOS  # of the last completion
-    version: int = 0  # of the weights that sampled it
+    steps: list[tuple[int, float]] = field(default_factory=list)  # (scored tokens up to its end, step reward)
+    stop: StopReason = StopReason.EOS  # of the episode: of its last completion, or what it ran out of
+    turns: list[PlayedTurn] = field(default_factory=list)
     text: str = ""  # the sampled text, turns joined; for reading only
     prompt: str = ""  # the first thing the policy saw; for reading only
 
     @property
-    def n_sampled(self) -> int:
-        return sum(t.n_sampled for t in self.transcripts)
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The scoreboard: all rollouts of the optimizer batch, over every micro-batch and every rank. Small.
-
-    Advantages and aggregation weights are functions of this and of nothing else, so the loss is a plain weighted sum
-    and any cut into micro-batches is exact.
-
-    Example: reward [1., 0., 1., 1.], group [0, 0, 1, 1], length [12, 9, 14, 11]
-    """
-
-    reward: Tensor  # float64 [S]: equal sums of step rewards stay equal
-    group: Tensor  # int64 [S]
-    length: Tensor  # float32 [S], sampled tokens of each rollout: at least 1
-    steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # per rollout: (sampled tokens before it, step reward)
-    penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: what a KL in the reward takes off each token's
-    value: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the critic's, of the state in which each token was chosen
-    square: Tensor | None = None  # float64 [S], squared norm of the gradient of the rollout's log-probability
-    truncated: Tensor | None = None  # bool [S], whether the engine ended it
-    correct: Tensor | None = None  # bool [S], whether its reward, before any shaping, counts as correct
-
-    def __post_init__(self) -> None:
-        assert self.reward.shape == self.group.shape == self.length.shape
-
-    @staticmethod
-    def join(boards: Sequence[Scores]) -> Scores:
-        """One scoreboard of those of several processes, in their order; no group is in two of them."""
-        import torch
-
-        groups, offset = [], 0
-        for board in boards:
-            groups.append(board.group + offset)
-            offset += int(board.group.max()) + 1 if len(board.group) else 0
-
-        def column(name: str) -> Tensor | None:
-            parts = [getattr(b, name) for b in boards]
-            return None if any(p is None for p in parts) else torch.cat(parts)
-
-        def listed(name: str) -> tuple[Any, ...]:
-            return tuple(x for b in boards for x in getattr(b, name))
-
-        return Scores(
-            reward=torch.cat([b.reward for b in boards]),
-            group=torch.cat(groups),
-            length=torch.cat([b.length for b in boards]),
-            steps=listed("steps"),
-            penalty=listed("penalty"),
-            value=listed("value"),
-            square=column("square"),
-            truncated=column("truncated"),
-            correct=column("correct"),
-        )
-
-    def of(self, rows: Tensor) -> Scores:
-        """The scoreboard of some rollouts only: rows int64 [S']."""
-
-        def some(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[rows]
-
-        def chosen(x: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(x[i] for i in rows.tolist()) if x else ()
-
-        return Scores(
-            reward=self.reward[rows],
-            group=self.group[rows],
-            length=self.length[rows],
-            steps=chosen(self.steps),
-            penalty=chosen(self.penalty),
-            value=chosen(self.value),
-            square=some(self.square),
-            truncated=some(self.truncated),
-            correct=some(self.correct),
-        )
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the tokens of a micro-batch lie. No padding: segments follow each other.
-
-    A segment may name another one as its prefix: the tokens it continues, such as the prompt that a group shares, which
-    are then computed once. Prefixes are one level deep.
-
-    Example, one prompt (3 tokens) with two replies (2 and 4): start (0, 3, 5), length (3, 2, 4), prefix (-1, 0, 0),
-    position [0 1 2, 3 4, 3 4 5 6].
-    """
-
-    tokens: Tensor  # int64 [T]
-    position: Tensor  # int64 [T], place in the transcript
-    start: tuple[int, ...]  # [K]
-    length: tuple[int, ...]  # [K]
-    prefix: tuple[int, ...]  # [K] segment before this one, -1: none
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch as objectives see it: flat [N], only scored tokens. Prompts, padding, retrieved text do not exist."""
-
-    layout: Layout
-    at: Tensor  # int64 [N], index in [T] of the token that *predicts* scored token n
-    target: Tensor  # int64 [N], its token id
-    rollout: Tensor  # int64 [N], index in [S]; rollouts are whole within a micro-batch
-    weight: Tensor  # float32 [N], the share of each token in the loss: from `aggregate`, or 1 / tokens in SFT
-    advantage: Tensor | None = None  # float32 [N]
-    sampler_logp: Tensor | None = None  # float32 [N], the engine's, always
-    old_logp: Tensor | None = None  # float32 [N], the learner's at the start of the update; None: current, detached
-    ref_logp: Tensor | None = None  # float32 [N]
-    value: Tensor | None = None  # float32 [N], the critic's at rollout time
-    returns: Tensor | None = None  # float32 [N], what the critic is to learn
-    imitate: Tensor | None = None  # float32 [N], the share of each token in a likelihood term beside the policy's
-    coefficients: Mapping[str, float] = field(default_factory=dict)  # those that change during a run, by part
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What the models say of a micro-batch. Only what was asked for is there, log-probabilities always."""
-
-    logp: Tensor  # float32 [N]
-    entropy: Tensor | None = None  # float32 [N], of the whole distribution at each scored token
-    kl: Tensor | None = None  # float32 [N], exact KL(policy || reference) at each scored token
-    value: Tensor | None = None  # float32 [N]
-    q: Tensor | None = None  # float32 [2, N], twin soft action values of the scored token
-    expected_q: Tensor | None = None  # float32 [N], sum_a pi(a) min_k Q_k(a): with a gradient into the policy alone
-    target_q: Tensor | None = None  # float32 [N], the same of the slowly moving copies; no gradient
-
-
-class Stats(dict[str, tuple[float, float]]):
-    """Metrics as name -> (sum, count), merged over micro-batches and ranks and divided only to print.
-
-    A name that ends in /max or /min keeps the largest or smallest value instead.
-    """
-
-    def add(self, name: str, total: float, count: float = 1.0) -> None:
-        extreme = {"max": max, "min": min}.get(name.rpartition("/")[2])
-        if extreme is not None:
-            self[name] = (extreme(self[name][0], float(total)) if name in self else float(total), 1.0)
-            return
-        before = self.get(name, (0.0, 0.0))
-        self[name] = (before[0] + float(total), before[1] + float(count))
-
-    def merge(self, other: Mapping[str, tuple[float, float]]) -> None:
-        for name, (total, count) in other.items():
-            self.add(name, total, count)
-
-    def means(self) -> dict[str, float]:
-        """Name -> sum / count, names in alphabetical order; a name with count 0 is left out."""
-        return {name: self[name][0] / self[name][1] for name in sorted(self) if self[name][1]}
-
-
-class Objective(Protocol):
-    """The loss of one micro-batch: a scalar, sum over n of weight[n] * loss[n]. Knows neither masks nor the world size."""
+    def n_scored(self) -> int:
+        """Tokens that are learned from: n_i of the formulas."""
+        return sum(t.n_scored for t in self.transcripts)
 
     @property
-    def wants(self) -> frozenset[str]: ...  # fields of `Outputs` that it reads, besides logp
-    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor: ...
+    def n_sampled(self) -> int:
+        """Tokens that the policy sampled, learned from or not: what budgets count."""
+        return sum(t.n_sampled for t in self.transcripts)
 
-
-@dataclass(frozen=True)
-class Step:
-    """One step of training, from a source: some optimizer updates, each a list of micro-batches, and what to record."""
-
-    number: int  # 1, 2, ...
-    updates: Sequence[Callable[[], Sequence[Batch]]]  # called in order, each just before its optimizer update
-    stats: Stats
-    rollouts: Sequence[tuple[Rollout, float]] = ()  # with their advantage (mean over tokens)
-
-
-@runtime_checkable
-class Source(Protocol):
-    """Where steps come from. `produce(k)` is called with k = 1, 2, ...; all it remembers is in `state()`."""
-
-    def produce(self, number: int) -> Step: ...
-    def learned(self, step: Step, stats: Stats) -> None: ...  # called after the updates of each step
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: dict[str, Any]) -> None: ...
-
-
-@runtime_checkable
-class Engine(Protocol):
-    """Samples. Requests are answered in no particular order; a completion's content does not depend on the order."""
-
-    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling) -> None: ...
-    def poll(self) -> list[Completion]: ...  # works a little; [] only while nothing has finished yet
-    def load(self, weights: Any, version: int) -> None: ...  # hand-over; for shared weights only the version changes
-    def close(self) -> None: ...
-
-
-class World(Protocol):
-    """The processes that share a run. Every one of them makes the same calls in the same order."""
-
-    rank: int
-    size: int
-
-    def sum(self, x: Tensor) -> Tensor: ...  # over all processes; x itself is not changed
-    def gather(self, x: Any) -> list[Any]: ...  # one from each process, by rank
-
-
-class Alone:
-    """The world of a single process."""
-
-    rank = 0
-    size = 1
-
-    def sum(self, x: Tensor) -> Tensor:
-        return x
-
-    def gather(self, x: Any) -> list[Any]:
-        return [x]
-
-
-@runtime_checkable
-class Learner(Protocol):
-    """Holds the weights, scores and improves them."""
-
-    version: int  # counts optimizer updates
-
-    def evaluate(self, batches: Sequence[Batch], want: frozenset[str]) -> list[Outputs]: ...
-    def update(self, batches: Sequence[Batch], objective: Objective) -> Stats: ...
-    def weights(self) -> Any: ...
-    def save(self, folder: Any) -> None: ...
-    def load(self, folder: Any) -> None: ...
+    @property
+    def version(self) -> int:
+        """Of the oldest weights that sampled any of it; 0 if none did."""
+        found = [s.version for t in self.transcripts for s in t.spans if s.version is not None]
+        return min(found, default=0)

@@ -15,20 +15,23 @@ from conftest import make_rollouts, tiny
 from torch import Tensor
 
 from posttrain.algorithms.adjust import adjust
-from posttrain.algorithms.credit import GAE, per_token, returns
+from posttrain.algorithms.credit import per_token
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.table import TABLE
+from posttrain.batch import Batch, Scores, Stats
 from posttrain.config import RL
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.sources.packing import collate
+from posttrain.part import Need
+from posttrain.protocols import World
+from posttrain.sources.packing import collate, pack
 from posttrain.sources.scores import scoreboard
-from posttrain.types import Batch, Completion, Rollout, Scores, Stats, StopReason, Transcript, World
+from posttrain.types import Completion, Rollout, StopReason, Transcript
 
 WORDS = Tokenizer.train(["0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>"], 64, "characters")
-CORRECT = 0.75  # rewards from here on are correct
+SUCCESS = 0.75  # rewards from here on are successes
 
 PerRollout = dict[int, Tensor]  # by id(rollout), so that rollouts may change their places
 
@@ -76,7 +79,7 @@ def new_learner(row: Algorithm, dtype: torch.dtype = torch.float64, world: World
     return LocalLearner(
         tiny(WORDS, dtype=dtype),
         Optimization(lr=1e-3, weight_decay=0.1),
-        reference=tiny(WORDS, seed=1, dtype=dtype) if row.needs_reference else None,
+        reference=tiny(WORDS, seed=1, dtype=dtype) if Need.REFERENCE in row.needs else None,
         critic=new_critic_of(row, dtype),
         trust_region=row.trust_region,
         follow=0.1,
@@ -102,7 +105,7 @@ def new_texts(generator: torch.Generator, count: int = 4) -> list[Transcript]:
         text = Transcript()
         text.observe([1])
         tokens = torch.randint(3, WORDS.vocab_size, (5,), generator=generator).tolist()
-        text.sample(Completion(0, tokens, [0.0] * 5, "", StopReason.EOS, 0))
+        text.imitate(tokens)
         texts.append(text)
     return texts
 
@@ -121,7 +124,7 @@ def new_case(
     want = frozenset({"value"}) if isinstance(row.critic, Value) else frozenset()
     old, reference, value = {}, {}, {}
     for rollout in rollouts:
-        (own,) = learner.evaluate([collate([rollout.transcripts], [0])], want=want)
+        (own,) = learner.evaluate([pack([rollout.transcripts], [0])], want=want)
         old[id(rollout)], reference[id(rollout)] = near(own.logp, noise), near(own.logp, 0.5)
         if own.value is not None:
             value[id(rollout)] = near(own.value, 0.3)
@@ -145,8 +148,9 @@ def board(case: Case, rollouts: Sequence[Rollout]) -> Scores:
     if row.kl and row.kl.where == "reward":
         penalty = [row.kl.beta * row.kl(case.old[id(r)], case.reference[id(r)]) for r in rollouts]
     value = [case.value[id(r)] for r in rollouts] if case.value else []
-    scores = scoreboard(rollouts, penalty, value, CORRECT)
-    return replace(scores, length=scores.length.double())
+    scores = scoreboard(rollouts, penalty, value, SUCCESS)
+    assert scores.sampled is not None
+    return replace(scores, length=scores.length.double(), sampled=scores.sampled.double())
 
 
 def credit(row: Algorithm, scores: Scores) -> Credit:
@@ -160,13 +164,12 @@ def credit(row: Algorithm, scores: Scores) -> Credit:
     rows = fed.nonzero().flatten()
     weight = torch.zeros(len(fed), dtype=torch.float64).index_put((rows,), row.aggregate(scores.of(rows)))
     aims = []
-    if isinstance(row.critic, Value):
-        assert isinstance(row.advantage, GAE)
-        aims = returns(scores, row.advantage.gamma, row.advantage.lam if row.critic.lam is None else row.critic.lam)
+    if row.critic is not None:
+        aims = row.critic.targets(row.advantage, scores) or []
     imitate = None
     if row.imitation is not None:
-        assert scores.correct is not None
-        good = scores.correct.double()
+        assert scores.success is not None
+        good = scores.success.double()
         imitate = row.imitation.coefficient * good / (good * scores.length).sum().clamp_min(1.0)
     return Credit(advantage, weight, fed.tolist(), aims, imitate)
 
@@ -189,25 +192,38 @@ def feed(
     for index in ([i for i in part if found.fed[offset + i]] for part in cuts):
         if not index:
             continue
-        batch = collate([rollouts[i].transcripts for i in index], [offset + i for i in index])
-        fields: dict[str, Any] = {"advantage": torch.cat([found.advantage[offset + i] for i in index])}
+        fields = {"advantage": {i: found.advantage[offset + i] for i in index}}
         if row.surrogate.uses_ratio:
-            fields["old_logp"] = torch.cat([case.old[id(rollouts[i])] for i in index])
-        if row.needs_reference:
-            fields["ref_logp"] = torch.cat([case.reference[id(rollouts[i])] for i in index])
+            fields["old_logp"] = {i: case.old[id(rollouts[i])] for i in index}
+        if Need.REFERENCE in row.needs:
+            fields["ref_logp"] = {i: case.reference[id(rollouts[i])] for i in index}
         if found.returns:
-            fields["value"] = torch.cat([case.value[id(rollouts[i])] for i in index])
-            fields["returns"] = torch.cat([found.returns[offset + i] for i in index])
-        if found.imitate is not None:
-            fields["imitate"] = found.imitate[batch.rollout]
-        batches.append(replace(batch, weight=found.weight[batch.rollout], coefficients=coefficients, **fields))
+            fields["value"] = {i: case.value[id(rollouts[i])] for i in index}
+            fields["returns"] = {i: found.returns[offset + i] for i in index}
+        batches.append(
+            collate(
+                [rollouts[i].transcripts for i in index],
+                [offset + i for i in index],
+                weight=found.weight,
+                fields={name: _placed(values, offset) for name, values in fields.items()},
+                imitate=found.imitate,
+                coefficients=coefficients,
+            )
+        )
     texts = case.texts if texts is None else texts
     if row.pretraining is not None and texts:
-        share = row.pretraining.coefficient / (text_tokens or sum(t.n_sampled for t in texts))
-        batch = collate([[t] for t in texts], range(len(texts)))
-        weight = torch.full(batch.weight.shape, share, dtype=torch.float64)
-        batches.append(replace(batch, weight=weight, sampler_logp=None))
+        share = row.pretraining.coefficient / (text_tokens or sum(t.n_scored for t in texts))
+        weights = torch.zeros(len(texts)), torch.full((len(texts),), share, dtype=torch.float64)
+        batches.append(collate([[t] for t in texts], range(len(texts)), weight=weights[0], imitate=weights[1]))
     return batches
+
+
+def _placed(values: dict[int, Tensor], offset: int) -> list[Tensor]:
+    """Values by place among the rollouts at hand -> by place in a board in which these stand from `offset` on."""
+    found = [torch.zeros(0)] * (offset + max(values) + 1)
+    for place, value in values.items():
+        found[offset + place] = value
+    return found
 
 
 def gradient(case: Case, batches: Sequence[Batch]) -> tuple[float, Tensor]:

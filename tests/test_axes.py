@@ -32,7 +32,8 @@ from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.folder import save_model
-from posttrain.sources.rl import Experience, Size
+from posttrain.sources.collecting import Size
+from posttrain.sources.rl import Experience
 from posttrain.sources.sft import demonstrate
 from posttrain.training.loop import train
 from posttrain.types import Sampling, Task, UserError
@@ -203,7 +204,7 @@ def test_row_with_the_option_takes_a_step(name: str, how: dict[str, Any], where:
     length = 20 if row.filters else 6  # some replies must end by themselves to be learned from
     source = Experience(
         tasks=TASKS, pool=EnvPool(digits, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
-        algorithm=row, sampling=Sampling(max_tokens=length), size=Size(2, 3, 60), seed=0, correct=0.25, texts=texts,
+        algorithm=row, sampling=Sampling(max_tokens=length), size=Size(2, 3, 60), seed=0, success=0.25, texts=texts,
     )  # fmt: skip
     figures: list[dict[str, float]] = []
     steps = 2 if row.replay or row.refresh else 1
@@ -257,7 +258,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("sac", {"entropy": 0.0}, "--entropy cannot go with sac.*--entropy-target"),
     ("grpo", {"correction_cap": 3.0}, "--correction-cap .*see --correction"),
     ("grpo", {"correction": "none", "correction_cap": 3.0}, "--correction-cap cannot go with grpo"),
-    ("grpo", {"overlong_cache": 6}, "--overlong-cache 6 must be below .*--max-tokens 6"),
+    ("grpo", {"overlong_cache": 6}, "--overlong-cache 6 must be below .* an episode may have, 6"),
     ("grpo", {"ptx_coefficient": 0.5}, "--ptx-coefficient .*--ptx FILE"),
     ("ppo-ptx", {"ptx": None}, "ppo-ptx .*--ptx FILE"),
     ("sac", {"top_entropy": 0.2}, "sac: .*leave out --top-entropy"),
@@ -267,9 +268,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "--baseline-weight length .*--baseline none",
     ),
     ("lite-ppo", {"baseline": "none"}, "lite-ppo: .*set --scale none, or choose a --baseline"),
-    ("reinforce", {"group": 1, "length_reward": 0.1}, "--length-reward .*--group must be at least 2"),
+    ("reinforce", {"group": 1, "length_reward": 0.1}, "shaping compare .*--group must be at least 2"),
     ("grpo", {"group": 1}, "--group must be at least 2, not 1"),
-    ("reinforce", {"group": 1, "dynamic_sampling": 2}, "dynamic sampling .*--group must be at least 2"),
+    ("reinforce", {"group": 1, "dynamic_sampling": 2}, "sampling compare .*--group must be at least 2"),
     # the critic
     ("ppo", {"critic": "none"}, "needs a critic: leave out --critic none"),
     ("grpo", {"critic": "shared"}, "--critic cannot go with grpo.*--advantage gae"),

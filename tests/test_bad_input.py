@@ -19,6 +19,7 @@ from conftest import tiny
 
 from posttrain.cli.main import main
 from posttrain.envs import arithmetic
+from posttrain.learners.local import LocalLearner
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.record import Record
@@ -93,7 +94,7 @@ def words(verb: str, **options: Any) -> list[str]:
         "sft": {"tasks": "rows.jsonl", "tokenizer": "characters", "hidden": 16, "layers": 1, "rows": 8, "quiet": ""},
         "rl": {"tasks": "rows.jsonl", "model": "start", "env": "env.py:reward", "steps": 4, "prompts": 3, "group": 3,
                "max-tokens": 8, "lr": 1e-2, "quiet": ""},
-        "eval": {"tasks": "rows.jsonl", "model": "start", "env": "env.py:reward", "samples": 1, "k": 1, "max-tokens": 8},
+        "eval": {"tasks": "rows.jsonl", "model": "start", "env": "env.py:reward", "samples": 1, "max-tokens": 8},
         "check": {"tasks": "rows.jsonl", "env": "env.py:reward"},
     }  # fmt: skip
     threads = {"threads": 1, "out": "never"} if verb in ("sft", "rl") else {}
@@ -167,7 +168,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "reward of nothing": (words("rl", env="nothing.py:reward"), ("returned None (is a return missing?)",)),
     "reward that kills its process": (words("rl", env="dies.py:reward"), ("worker process died (exit code 3)",)),
     "reward that judges only right answers": (words("eval", env="strict.py:reward"), ("no number", "--env")),
-    "too few samples for pass@k": (words("eval", k=4), ("pass@4 needs at least 4 samples",)),
+    "pass@0": (words("eval", k=0), ("--k 0",)),
     "eval file not writable": (words("eval", out="rows.jsonl/x.json"), ("cannot be written",)),
     "missing replies": (words("check", replies="nowhere.txt"), ("--replies nowhere.txt cannot be read",)),
     "system message without a template": (["chat", "start", "--system", "Be brief."], ("no chat template",)),
@@ -260,7 +261,7 @@ def test_full_disk_is_one_line_and_the_run_resumes_identically(
     run = f"full-{writer}-{call}"
     with monkeypatch.context() as patch:
         if writer == "save":
-            patch.setattr("posttrain.training.trainer.save_model", on_call(call, save_model))
+            patch.setattr(LocalLearner, "save", on_call(call, LocalLearner.save))
         else:
             patch.setattr(Record, writer, on_call(call, getattr(Record, writer)))
         said = refused(capfd, words("rl", out=run, save_every=2), "No space left on device")

@@ -19,7 +19,7 @@ from posttrain.config import RL, SFT, Evaluation, as_dict, continued
 from posttrain.envs import arithmetic
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.training import assembly
+from posttrain.training import assembly, evaluation
 from posttrain.types import Reply, StopReason, Turn, UserError
 
 
@@ -70,8 +70,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         configs.append(config)
         raise UserError("taken")
 
-    for verb in ("sft", "rl", "evaluate"):
-        monkeypatch.setattr(assembly, verb, take)
+    for home, verb in ((assembly, "sft"), (assembly, "rl"), (evaluation, "evaluate")):
+        monkeypatch.setattr(home, verb, take)
     return configs
 
 

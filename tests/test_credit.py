@@ -16,7 +16,7 @@ from feeding import WORDS, chosen_row, new_case, new_learner
 from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import PromptMean
-from posttrain.algorithms.credit import GAE, Baselined, ToGo, earnings, returns
+from posttrain.algorithms.credit import GAE, Baselined, ToGo, earnings
 from posttrain.algorithms.critic import Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
@@ -25,26 +25,17 @@ from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.shaping import GroupLength, SoftOverlong
 from posttrain.algorithms.surrogate import Clip
 from posttrain.algorithms.table import TABLE, find
+from posttrain.batch import Batch, Outputs, Scores, Stats
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
 from posttrain.models.decoder import causal
 from posttrain.models.likelihood import Hidden, exact_kl
-from posttrain.sources.packing import collate
-from posttrain.sources.rl import Experience, Size
+from posttrain.sources.collecting import Size
+from posttrain.sources.packing import pack
+from posttrain.sources.rl import Experience
 from posttrain.sources.scores import scoreboard
 from posttrain.training.loop import train
-from posttrain.types import (
-    Batch,
-    Completion,
-    Outputs,
-    Rollout,
-    Sampling,
-    Scores,
-    Stats,
-    StopReason,
-    Task,
-    Transcript,
-)
+from posttrain.types import Completion, Rollout, Sampling, StopReason, Task, Transcript
 
 
 def scores_of(
@@ -73,7 +64,7 @@ def test_golden_gae(gamma: float, lam: float, expected: tuple[float, ...]) -> No
     scores = scores_of([1.0], [3], value=(doubles(0.5, 0.6, 0.7),))
     (advantage,) = GAE(gamma, lam)(scores)
     assert advantage.tolist() == pytest.approx(list(expected), abs=1e-12)
-    (aim,) = returns(scores, gamma, lam)
+    (aim,) = GAE(gamma, lam).returns(scores, None)
     assert aim.tolist() == pytest.approx([a + v for a, v in zip(expected, (0.5, 0.6, 0.7), strict=True)])
 
 
@@ -172,10 +163,10 @@ def test_golden_value_loss(value: float, loss: float, slope: float) -> None:
 )
 def test_golden_dual_clip(advantage: float, ratio: float, value: float, moves: bool) -> None:
     r = doubles(ratio).requires_grad_()
-    stats = Stats()
-    gain = Clip(0.2, 0.2, dual=3.0)(r, Outputs(r.log()), doubles(advantage))
+    batch, stats = flat_batch(r, advantage=doubles(advantage)), Stats()
+    gain = Clip(0.2, 0.2, dual=3.0)(r, Outputs(r.log()), batch)
     gain.sum().backward()
-    Clip(0.2, 0.2, dual=3.0).measure(r.detach(), doubles(advantage), stats)
+    Clip(0.2, 0.2, dual=3.0).measure(r.detach(), batch, stats)
     assert gain.item() == pytest.approx(value) and r.grad is not None and bool(r.grad != 0) is moves
     assert stats["ratio/clipped_dual"] == (float((advantage, ratio) == (-1.0, 4.0)), 1.0)
 
@@ -238,7 +229,7 @@ def test_optimal_baseline_has_the_least_variance_of_all() -> None:
 
     counts = [round(1000 * x) for x in p.tolist()]
     outcome = torch.arange(3).repeat_interleave(torch.tensor(counts))
-    scores = scores_of(reward[outcome].tolist(), [1] * len(outcome), square=g[outcome].square())
+    scores = scores_of(reward[outcome].tolist(), [1] * len(outcome), squared_gradient_norm=g[outcome].square())
     advantage = Baselined("group", weight="gradient")(scores)
     b = (scores.reward - advantage)[0].item()
     assert b == pytest.approx(((p * g.square() * reward).sum() / (p * g.square()).sum()).item(), abs=2e-3)
@@ -253,10 +244,10 @@ def test_squared_gradients_equal_those_of_each_sequence_alone() -> None:
         tokens = torch.tensor(transcript.tokens)
         logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.T).log_softmax(-1)
         model.zero_grad()
-        torch.stack([logs[t - 1, tokens[t]] for t in range(len(tokens)) if transcript.sampled[t]]).sum().backward()
+        torch.stack([logs[t - 1, tokens[t]] for t in transcript.scored.tolist()]).sum().backward()
         found.append(sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
     model.zero_grad()
-    batches = [collate([r.transcripts], [i]) for i, r in enumerate(case.rollouts)]
+    batches = [pack([r.transcripts], [i]) for i, r in enumerate(case.rollouts)]
     assert case.learner.squared_gradients(batches).tolist() == pytest.approx(found, rel=1e-10)
     assert all(p.grad is None for p in model.parameters())  # nothing is left for the next update
 
@@ -290,13 +281,14 @@ def test_entropy_coefficient_rises_below_its_target_and_falls_above_it_to_no_les
 
 
 def test_golden_overlong() -> None:
-    penalty = SoftOverlong(limit=100, cache=20)(scores_of([0.0] * 6, [1, 80, 90, 95, 100, 101]))
+    sampled = doubles(1, 80, 90, 95, 100, 101)
+    penalty = SoftOverlong(limit=100, cache=20)(scores_of([0.0] * 6, [1] * 6, sampled=sampled))
     assert penalty.tolist() == pytest.approx([0.0, 0.0, -0.5, -0.75, -1.0, -1.0])
 
 
 def test_golden_group_length() -> None:
-    correct = torch.tensor([True, True, False, False, True])
-    scores = scores_of([1, 1, 0, 0, 1], [10, 20, 10, 30, 7], [0, 0, 0, 0, 1], correct=correct)
+    success = torch.tensor([True, True, False, False, True])
+    scores = scores_of([1, 1, 0, 0, 1], [10, 20, 10, 30, 7], [0, 0, 0, 0, 1], success=success)
     assert GroupLength(2.0)(scores).tolist() == pytest.approx([1.0, 0.0, 0.0, -1.0, 0.0])
 
 
@@ -334,7 +326,7 @@ def new_source(name: str, env: Any = digits, tokens: int = 200, prompts: int = 3
     learner = new_learner(row, torch.float32)
     return Experience(
         tasks=TASKS, pool=EnvPool(env, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
-        algorithm=row, sampling=Sampling(max_tokens=8), size=Size(prompts, 4, tokens), seed=0,
+        algorithm=row, sampling=Sampling(max_tokens=8), size=Size(prompts, 4, tokens), seed=0, success=1.0,
     )  # fmt: skip
 
 
@@ -355,9 +347,9 @@ def test_top_entropy_leaves_every_denominator_as_it_was() -> None:
     assert moved <= round(0.25 * tokens)
 
 
-def test_dynamic_sampling_keeps_groups_that_differ_and_may_ask_for_a_share_of_correct_ones() -> None:
-    correct = torch.tensor([True, True, True, False, False, False])
-    scores = scores_of([1, 1, 1, 0, 0.5, 0.25], [3] * 6, [0, 0, 1, 1, 2, 2], correct=correct)
+def test_dynamic_sampling_keeps_groups_that_differ_and_may_ask_for_a_share_of_successes() -> None:
+    success = torch.tensor([True, True, True, False, False, False])
+    scores = scores_of([1, 1, 1, 0, 0.5, 0.25], [3] * 6, [0, 0, 1, 1, 2, 2], success=success)
     assert DynamicSampling()(scores).tolist() == [False, False, True, True, True, True]
     assert DynamicSampling(low=0.1, high=0.9)(scores).tolist() == [False, False, True, True, False, False]
 
@@ -372,11 +364,11 @@ def test_dynamic_sampling_replaces_groups_until_the_step_is_full_or_the_budget_i
     step = source.produce(1)
     figures = step.stats.means()
     assert figures["groups/kept"] == 3 and 3 < figures["groups/played"] <= 12
-    assert source.cursor == figures["groups/played"]  # the next step goes on where this one ended
+    assert source.collector.cursor == figures["groups/played"]  # the next step goes on where this one ended
     assert {b.advantage is not None and bool(b.advantage.any()) for b in step.updates[0]()} == {True}
     poor = new_source("dr-grpo", lambda task, reply: 1.0, dynamic_sampling=2)
     figures = poor.produce(1).stats.means()
-    assert figures["groups/played"] == 6 and figures["groups/kept"] == 0 and poor.cursor == 6
+    assert figures["groups/played"] == 6 and figures["groups/kept"] == 0 and poor.collector.cursor == 6
 
 
 def test_resumed_dynamic_sampling_plays_the_tasks_that_an_uninterrupted_run_plays() -> None:
@@ -446,7 +438,7 @@ def test_exact_kl_equals_the_closed_form_and_the_mean_of_k1_within_its_error() -
     transcript = Transcript()
     transcript.observe([5, 6, 7])
     transcript.sample(Completion(0, [9, 4, 3], [-1.0] * 3, "", StopReason.EOS, 0))
-    batch = collate([[transcript]], [0])
+    batch = pack([[transcript]], [0])
     (found,) = learner.evaluate([batch], want=frozenset({"kl"}))
     assert learner.reference is not None and found.kl is not None
     tokens, place = torch.tensor(transcript.tokens), torch.arange(6)

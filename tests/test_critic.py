@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
-from feeding import CORRECT, WORDS, Case, board, chosen_row, credit, feed, gradient, new_case, new_learner
+from feeding import SUCCESS, WORDS, Case, board, chosen_row, credit, feed, gradient, new_case, new_learner
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.table import find
+from posttrain.batch import Stats
 from posttrain.config import RL
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
@@ -23,12 +24,13 @@ from posttrain.models.critic import ActionValueModel, ValueModel, new_critic
 from posttrain.models.decoder import DecoderConfig, causal, new_decoder
 from posttrain.models.folder import load_model, save_model
 from posttrain.models.likelihood import Hidden, soft_values
-from posttrain.sources.packing import collate
-from posttrain.sources.rl import Experience, Size
+from posttrain.sources.collecting import Size
+from posttrain.sources.packing import pack
+from posttrain.sources.rl import Experience
 from posttrain.sources.sft import demonstrate
 from posttrain.training.assembly import rl
 from posttrain.training.loop import train
-from posttrain.types import Completion, Sampling, Stats, StopReason, Task, Transcript, UserError
+from posttrain.types import Completion, Sampling, StopReason, Task, Transcript, UserError
 
 VALUE, Q = frozenset({"value"}), frozenset({"q", "entropy"})
 
@@ -58,6 +60,7 @@ def new_source(name: str, critic: Any = None, env: Any = digits, **settings: Any
     return Experience(
         tasks=TASKS, pool=EnvPool(env, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
         algorithm=row, sampling=Sampling(max_tokens=8), size=Size(3, 4, 200), seed=0, texts=texts,
+        success=SUCCESS,
     )  # fmt: skip
 
 
@@ -84,7 +87,7 @@ def observed(tokens: list[int]) -> Any:
     transcript = Transcript()
     transcript.observe(tokens)
     transcript.sample(Completion(0, [5], [-1.0], "", StopReason.EOS, 0))
-    return collate([[transcript]], [0])
+    return pack([[transcript]], [0])
 
 
 def test_first_values_are_near_0_from_either_backbone(start: Path) -> None:
@@ -132,9 +135,7 @@ def test_critic_of_a_run_is_taken_over_with_head_and_backbone(start: Path, tmp_p
     with torch.no_grad():
         for parameter in learned.parameters():
             parameter.add_(0.1)
-    save_model(tiny(WORDS, seed=5), tmp_path, WORDS)  # where the policy of that run is by now
-    (tmp_path / "training").mkdir()
-    LocalLearner(tiny(WORDS), Optimization(), critic=learned).save(tmp_path / "training")
+    LocalLearner(tiny(WORDS, seed=5), Optimization(), critic=learned).save(tmp_path)
     again = new_critic(ValueModel, tmp_path, load_model(start), seed=4)
     assert torch.equal(flat(learned), flat(again))
 
@@ -145,10 +146,8 @@ def test_critic_of_a_run_that_is_of_another_size_than_its_policy_is_refused(star
         vocab=policy.config.vocab, hidden=8, layers=2, heads=2, kv_heads=1, head_size=4, intermediate=8, context=64,
         tied=True,
     )  # fmt: skip
-    save_model(tiny(WORDS, seed=5), tmp_path, WORDS)
-    (tmp_path / "training").mkdir()
     other = ValueModel(8, new_decoder(small, 0), 3)
-    LocalLearner(policy, Optimization(), critic=other).save(tmp_path / "training")
+    LocalLearner(policy, Optimization(), critic=other).save(tmp_path)
     with pytest.raises(UserError, match="of another size than the policy beside it.*--critic-model"):
         new_critic(ValueModel, tmp_path, policy, seed=4)
 
@@ -194,14 +193,14 @@ def test_value_is_that_of_the_state_in_which_a_token_is_chosen(shared: bool) -> 
         critic.bias.fill_(0.25)
     case = new_case(chosen_row(find("ppo")), groups=2, size=2)
     learner = LocalLearner(model, Optimization(), critic=critic)
-    (found,) = learner.evaluate([collate([r.transcripts for r in case.rollouts], range(4))], want=VALUE)
+    (found,) = learner.evaluate([pack([r.transcripts for r in case.rollouts], range(4))], want=VALUE)
     backbone, expected = critic.backbone or model, []
     for rollout in case.rollouts:
         (transcript,) = rollout.transcripts
         tokens = torch.tensor(transcript.tokens)
         with torch.no_grad():
             values = backbone(tokens, torch.arange(len(tokens)), causal) @ critic.weight + 0.25
-        expected += [values[t - 1] for t in range(len(tokens)) if transcript.sampled[t]]
+        expected += [values[t - 1] for t in transcript.scored.tolist()]
     assert found.value is not None and (found.value - torch.stack(expected)).abs().max() < 1e-10
 
 
@@ -232,7 +231,7 @@ def test_explained_variance_is_1_minus_what_is_left_over_the_variance_of_the_ret
     source = new_source("open-reasoner-zero")
     step = source.produce(1)
     rollouts = [r for r, _ in step.rollouts]
-    values = [source.learner.evaluate([collate([r.transcripts], [0])], want=VALUE)[0].value for r in rollouts]
+    values = [source.learner.evaluate([pack([r.transcripts], [0])], want=VALUE)[0].value for r in rollouts]
     v = torch.cat([x for x in values if x is not None]).double()
     returns = torch.cat([torch.full((r.n_sampled,), float(r.reward), dtype=torch.float64) for r in rollouts])  # type: ignore[arg-type]
     expected = 1 - (returns - v).var(correction=0) / returns.var(correction=0)
@@ -319,8 +318,8 @@ def test_slow_copies_move_by_tau_after_every_update() -> None:
     assert all(not p.requires_grad for p in [*critic.slow_backbone.parameters(), critic.slow_heads])
 
 
-def test_correct_is_told_before_any_shaping() -> None:
+def test_success_is_told_before_any_shaping() -> None:
     case = new_case(chosen_row(find("vapo")))
     scores = board(case, case.rollouts)
-    assert scores.correct is not None
-    assert scores.correct.tolist() == [float(r.reward) >= CORRECT for r in case.rollouts]  # type: ignore[arg-type]
+    assert scores.success is not None
+    assert scores.success.tolist() == [float(r.reward) >= SUCCESS for r in case.rollouts]  # type: ignore[arg-type]

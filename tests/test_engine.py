@@ -46,7 +46,7 @@ def test_engine_log_probabilities_equal_the_learners(model: Decoder, tokenizer: 
         transcripts[i].observe(prompt)
         transcripts[i].sample(done[i])
     learner = LocalLearner(model, Optimization(), temperature=temperature)
-    batch = collate([[t] for t in transcripts], range(len(prompts)))
+    batch = collate([[t] for t in transcripts], range(len(prompts)), weight=torch.ones(len(prompts)))
     (outputs,) = learner.evaluate([batch])
     assert batch.sampler_logp is not None
     assert (outputs.logp - batch.sampler_logp).abs().max() < 1e-5

@@ -115,13 +115,13 @@ def test_evaluation_compares_two_checkpoints_on_the_same_tasks(imitated: Run, tm
         against=str(imitated.path),
         samples=8,
         k=(1, 4),
-        correct=1.5,
+        success=1.5,
         max_tokens=4,
         threads=1,
     )
-    assert found.against is not None and found.difference is not None
+    assert found.against is not None and found.differences is not None
     gain = found.figures["accuracy"]["mean"] - found.against["accuracy"]["mean"]
-    assert found.difference["mean"] == pytest.approx(gain) and found.difference["low"] > 0.1
+    assert found.differences["accuracy"]["mean"] == pytest.approx(gain) and found.differences["accuracy"]["low"] > 0.1
     assert (
         found.figures["pass@4"]["mean"]
         >= found.figures["pass@1"]["mean"]
@@ -130,7 +130,7 @@ def test_evaluation_compares_two_checkpoints_on_the_same_tasks(imitated: Run, tm
     itself = posttrain.evaluate(
         TASKS[:10], even, str(run.path), against=str(run.path), samples=2, k=(1,), max_tokens=4, threads=1
     )
-    assert itself.difference == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert itself.differences == {"reward": {"mean": 0.0, "low": 0.0, "high": 0.0}}
 
 
 def test_unknown_option_is_refused_with_a_suggestion(imitated: Run) -> None:

@@ -12,10 +12,12 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "posttrain"
 RANKS = (
     {"types"},
-    {"user_code"},
-    {"config", "kernels", "verify", "data", "algorithms"},
+    {"user_code", "seeds", "part", "batch"},
+    {"protocols"},
+    {"config", "kernels", "verify", "data"},
     {"envs", "models"},
     {"engines", "learners"},
+    {"algorithms"},
     {"runs", "sources"},
     {"training"},
     {"reproduce"},
@@ -45,7 +47,8 @@ HOMES = {
 """Where each heavy library may be imported."""
 
 LIGHT = ("envs/", "verify/", "runs/record.py", "runs/display.py", "runs/health.py", "training/intervals.py",
-         "sources/diversity.py", "config.py", "types.py", "user_code.py", "cli/main.py", "cli/commands.py",
+         "sources/diversity.py", "config.py", "types.py", "batch.py", "protocols.py", "part.py", "seeds.py",
+         "user_code.py", "cli/main.py", "cli/commands.py",
          "data/", "sources/packing.py")  # fmt: skip
 """What imports no torch when it is imported itself, so that --help and check start at once."""
 

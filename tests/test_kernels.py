@@ -15,6 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from posttrain.batch import Layout
 from posttrain.engines.cache import attention, plain_attention
 from posttrain.engines.local import LocalEngine
 from posttrain.learners.adamw import AdamW
@@ -25,7 +26,7 @@ from posttrain.models.fused import rms_norm, swiglu
 from posttrain.models.likelihood import token_logp, token_logp_entropy
 from posttrain.models.linear import Linear, accumulating
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Layout, Sampling
+from posttrain.types import Sampling
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -229,16 +230,15 @@ import sys, torch
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.decoder import DecoderConfig, new_decoder
 from posttrain.sources.sft import Likelihood
-from posttrain.types import Completion, StopReason, Transcript
+from posttrain.types import Transcript
 from posttrain.kernels import build
 from posttrain.sources.packing import collate
-from dataclasses import replace
 t = Transcript()
 t.observe([1, 2])
-t.sample(Completion(0, [3, 4], [0.0, 0.0], "", StopReason.LENGTH, 0))
-batch = collate([[t]], [0])
+t.imitate([3, 4])
+batch = collate([[t]], [0], weight=torch.ones(1))
 learner = LocalLearner(new_decoder(DecoderConfig(16, 8, 1, 2, 1, 4, 16, 16), 0), Optimization())
-learner.update([replace(batch, weight=torch.ones(2))], Likelihood())
+learner.update([batch], Likelihood())
 print([m for m in ("torch._dynamo", "torch._inductor", "transformers") if m in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import make_rollouts, tiny
 from feeding import (
-    CORRECT,
     ROWS,
+    SUCCESS,
     WORDS,
     Case,
     board,
@@ -38,6 +38,7 @@ from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.ratio import Causal, OverSequence, RatioStep
 from posttrain.algorithms.surrogate import Clip
 from posttrain.algorithms.table import TABLE, find
+from posttrain.batch import Batch, Outputs, Packed, Scores, Stats
 from posttrain.config import RL
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
@@ -45,27 +46,35 @@ from posttrain.learners.local import LocalLearner
 from posttrain.models.critic import ActionValueModel, ValueModel
 from posttrain.models.decoder import Decoder, causal
 from posttrain.models.likelihood import token_logp
-from posttrain.sources.packing import collate, split_microbatches
-from posttrain.sources.rl import Experience, Size
+from posttrain.sources.collecting import Size
+from posttrain.sources.packing import collate, pack, split_microbatches
+from posttrain.sources.rl import Experience
 from posttrain.sources.scores import scoreboard
 from posttrain.sources.sft import Likelihood
-from posttrain.types import Batch, Outputs, Rollout, Sampling, Scores, Stats, StopReason, Task, UserError
+from posttrain.types import Rollout, Sampling, StopReason, Task, UserError
 
 
 def scores_of(reward: Sequence[float], group: Sequence[int], length: Sequence[int]) -> Scores:
     return Scores(torch.tensor(reward), torch.tensor(group), torch.tensor(length, dtype=torch.float32))
 
 
-def outputs_of(model: Decoder, batch: Batch, temperature: float = 1.0) -> Outputs:
+def outputs_of(model: Decoder, batch: Packed, temperature: float = 1.0) -> Outputs:
     hidden = model.hidden(batch.layout, batch.at)
     return Outputs(token_logp(hidden, model.head, batch.target, temperature))
+
+
+def batch_of(advantage: torch.Tensor) -> Batch:
+    """The tokens of one rollout, each with its advantage, that weigh the same."""
+    weight = torch.full_like(advantage, 1 / len(advantage)).detach()
+    whole = torch.zeros(len(advantage), dtype=torch.int64)
+    return Batch(None, whole, whole, whole, weight=weight, advantage=advantage)  # type: ignore[arg-type]
 
 
 def played(case: Case, rollout: Rollout, correct: float) -> Played:
     """What the transcriptions are told of a rollout: one sequence at a time, no packing and no shared prompt."""
     (transcript,) = rollout.transcripts
     tokens, place = torch.tensor(transcript.tokens), torch.arange(len(transcript))
-    sampled = [t for t in range(len(tokens)) if transcript.sampled[t]]
+    sampled = transcript.scored.tolist()
     model, critic, key = case.learner.model, case.learner.critic, id(rollout)
     logs = (model(tokens, place, causal) @ model.head.T).log_softmax(-1)
     told = Played(
@@ -93,7 +102,7 @@ def played(case: Case, rollout: Rollout, correct: float) -> Played:
     return told
 
 
-def by_loops(case: Case, correct: float = CORRECT) -> tuple[float, Tensor]:
+def by_loops(case: Case, correct: float = SUCCESS) -> tuple[float, Tensor]:
     """Loss and gradient as the row's paper writes them."""
     clear(case.learner)
     loss, name = LOSSES[case.row.name]([played(case, r, correct) for r in case.rollouts]), case.row.name
@@ -158,20 +167,20 @@ def test_packed_log_probabilities_equal_those_of_each_sequence_alone(seed: int) 
     generator = torch.Generator().manual_seed(seed)
     model = tiny(WORDS, dtype=torch.float64)
     rollouts = make_rollouts(generator, 3, 4, WORDS.vocab_size)
-    together = outputs_of(model, collate([r.transcripts for r in rollouts], range(12)), temperature=0.8).logp
+    together = outputs_of(model, pack([r.transcripts for r in rollouts], range(12)), temperature=0.8).logp
     alone = []
     for rollout in rollouts:
         transcript = rollout.transcripts[0]
         tokens = torch.tensor(transcript.tokens)
         logp = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.T / 0.8).log_softmax(-1)
-        alone += [logp[t - 1, tokens[t]] for t in range(len(tokens)) if transcript.sampled[t]]
+        alone += [logp[t - 1, tokens[t]] for t in transcript.scored.tolist()]
     assert (together - torch.stack(alone)).abs().max() < 1e-10
 
 
 def test_shared_prompt_and_last_token_are_not_computed_twice_or_at_all() -> None:
     rollouts = make_rollouts(torch.Generator().manual_seed(0), 1, 4, WORDS.vocab_size)
-    batch = collate([r.transcripts for r in rollouts], range(4))
-    prompt = rollouts[0].transcripts[0].sampled.index(True)
+    batch = pack([r.transcripts for r in rollouts], range(4))
+    prompt = int(rollouts[0].transcripts[0].scored[0])
     rest = [len(r.transcripts[0]) - prompt - 1 for r in rollouts]
     assert len(batch.layout.tokens) == prompt + sum(rest)
 
@@ -212,7 +221,7 @@ def test_golden_group_advantages() -> None:
 )
 def test_golden_clip(advantage: float, ratio: float, value: float, moves: bool) -> None:
     r = torch.tensor([ratio], requires_grad=True)
-    gain = Clip(0.2, 0.2)(r, Outputs(r.log()), torch.tensor([advantage]))
+    gain = Clip(0.2, 0.2)(r, Outputs(r.log()), batch_of(torch.tensor([advantage])))
     gain.sum().backward()
     assert torch.isclose(gain, torch.tensor(value)) and r.grad is not None and bool(r.grad != 0) is moves
 
@@ -220,14 +229,13 @@ def test_golden_clip(advantage: float, ratio: float, value: float, moves: bool) 
 def test_golden_ratios_of_a_sequence() -> None:
     """Token ratios 2.0 and 0.4 with A = 1: PPO's bound gives (1.2 + 0.4) / 2 by token, sqrt(0.8) as a sequence."""
     log_ratio = torch.tensor([2.0, 0.4], dtype=torch.float64).log()
-    ones = torch.ones(2, dtype=torch.float64)
-    batch = Batch(None, ones, ones, torch.zeros(2, dtype=torch.int64), weight=ones / 2, advantage=ones)  # type: ignore[arg-type]
+    batch = batch_of(torch.ones(2, dtype=torch.float64))
 
     def gain(*steps: RatioStep) -> float:
         x = log_ratio
         for step in steps:
             x = step(x, batch)
-        return float((batch.weight * Clip(0.2, 0.2)(x.exp(), Outputs(x), ones)).sum())
+        return float((batch.weight * Clip(0.2, 0.2)(x.exp(), Outputs(x), batch)).sum())
 
     assert gain() == pytest.approx(0.8)
     assert gain(OverSequence("mean")) == pytest.approx(0.894427, abs=1e-6)
@@ -239,7 +247,7 @@ def test_golden_ratios_of_a_sequence() -> None:
 def test_golden_clip_higher(high: float, most: float) -> None:
     """How far a token of probability 0.01 may rise before its gradient ends (DAPO, section 3.1)."""
     p = torch.tensor([most * 0.999, most * 1.001], dtype=torch.float64, requires_grad=True)
-    Clip(0.2, high)(p / 0.01, Outputs(p.log()), torch.ones(2, dtype=torch.float64)).sum().backward()
+    Clip(0.2, high)(p / 0.01, Outputs(p.log()), batch_of(torch.ones_like(p))).sum().backward()
     assert p.grad is not None and (p.grad != 0).tolist() == [True, False]
 
 
@@ -289,9 +297,9 @@ def test_group_of_one_is_refused_where_the_configuration_is_read() -> None:
 def test_first_on_policy_ratio_is_exactly_one() -> None:
     model = tiny(WORDS)
     rollouts = make_rollouts(torch.Generator().manual_seed(0), 2, 4, WORDS.vocab_size)
-    batch = collate([r.transcripts for r in rollouts], range(8))
-    ones = torch.ones(len(batch.target))
-    batch = replace(batch, weight=ones / len(ones), advantage=ones)
+    advantage = [torch.ones(r.n_scored) for r in rollouts]
+    batch = collate([r.transcripts for r in rollouts], range(8), weight=torch.ones(8), fields={"advantage": advantage})
+    ones = batch.weight
     row = adjust(find("dr-grpo"), RL(max_tokens=8, group=4))
     stats = Stats()
     policy_objective(row)(outputs_of(model, batch), batch, stats)
@@ -332,7 +340,7 @@ def test_first_update_of_a_real_step_is_the_transcription_of_its_rollouts(row: A
     tasks = [{"id": str(i), "prompt": f"{i}+1="} for i in range(4)]
     experience = Experience(
         tasks=tasks, pool=EnvPool(shares_of_digits, 0), engine=LocalEngine(learner.model, WORDS), learner=learner,
-        tokenizer=WORDS, algorithm=row, sampling=Sampling(max_tokens=20), size=Size(3, 4, 100), seed=5, correct=0.2,
+        tokenizer=WORDS, algorithm=row, sampling=Sampling(max_tokens=20), size=Size(3, 4, 100), seed=5, success=0.2,
         texts=new_texts(torch.Generator().manual_seed(0), 4),  # 16 are drawn: each of them four times
     )  # fmt: skip
     step = experience.produce(1)
@@ -343,15 +351,15 @@ def test_first_update_of_a_real_step_is_the_transcription_of_its_rollouts(row: A
         differ = {r.group for r in rollouts for o in rollouts if r.group == o.group and r.reward != o.reward}
         rollouts = [r for r in rollouts if r.group in differ]
     assert len({r.group for r in rollouts}) == 3
-    views = [learner.evaluate([collate([r.transcripts], [0])], want=values_of(learner))[0] for r in rollouts]
+    views = [learner.evaluate([pack([r.transcripts], [0])], want=values_of(learner))[0] for r in rollouts]
     reference = views
     if learner.reference is not None:
-        reference = [learner.evaluate([collate([r.transcripts], [0])], of="reference")[0] for r in rollouts]
+        reference = [learner.evaluate([pack([r.transcripts], [0])], of="reference")[0] for r in rollouts]
     told = [
         {id(r): getattr(o, name) for r, o in zip(rollouts, of, strict=True)}
         for of, name in ((views, "logp"), (reference, "logp"), (views, "value"))
     ]
-    expected, want = by_loops(Case(row, learner, rollouts, list(experience.texts), *told), correct=0.2)
+    expected, want = by_loops(Case(row, learner, rollouts, list(experience.minibatches.texts), *told), 0.2)
     assert abs(loss - expected) < 1e-5 * max(1.0, abs(expected))
     assert want.abs().max() > 1e-3 and (grad - want).abs().max() < 1e-5 * max(1.0, want.abs().max().item())
 

@@ -45,7 +45,7 @@ def test_difference_from_itself_is_nothing_and_from_grpo_what_the_papers_changed
     grpo = TABLE["grpo"]
     assert differences(grpo, grpo) == []
     told = "\n".join(differences(TABLE["dapo"], grpo))
-    for word in ("1.28", "sum_j n_j", "unequal rewards", "truncated", "KL to the reference, in the loss: none"):
+    for word in ("1.28", "sum_j n_j", "unequal rewards", "cut off", "KL to the reference, in the loss: none"):
         assert word in told
 
 

@@ -12,9 +12,10 @@ from conftest import tiny
 
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.chat import Conversation
-from posttrain.envs.play import Episode, play, seed_of
+from posttrain.envs.play import Episode, play
 from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.seeds import seed_of
 from posttrain.types import Completion, Invalid, Reply, Rollout, Sampling, StopReason, Task, Turn, UserError
 
 CHATML = (
@@ -57,10 +58,11 @@ def run(
 def test_only_what_the_policy_sampled_is_trainable(tokenizer: Tokenizer) -> None:
     for rollout in run(asking, tokenizer):
         (transcript,) = rollout.transcripts
-        observed = tokenizer.decode([t for t, s in zip(transcript.tokens, transcript.sampled, strict=True) if not s])
+        shown = [t for i, t in enumerate(transcript.tokens) if i not in transcript.scored]
+        observed = tokenizer.decode(shown)
         assert observed.startswith(rollout.prompt) and observed.count("<info>") == 2 == observed.count("</info>")
-        assert rollout.n_sampled == sum(transcript.sampled) == len(transcript.logp)
-        assert len(transcript.tokens) == len(transcript.sampled)
+        assert rollout.n_sampled == len(transcript.scored) == len(transcript.logp)
+        assert len(transcript.tokens) == len(transcript.scored) + len(shown)
         assert 3 <= rollout.n_sampled <= 27
 
 
@@ -79,7 +81,7 @@ def test_sampled_tokens_are_kept_and_never_tokenised_again(
     rollouts = run(asking, tokenizer)
     for id, rollout in enumerate(rollouts):
         (transcript,) = rollout.transcripts
-        kept = [t for t, s in zip(transcript.tokens, transcript.sampled, strict=True) if s]
+        kept = [transcript.tokens[i] for i in transcript.scored.tolist()]
         assert kept == [t for c in seen if c.id == id for t in c.tokens]
 
 

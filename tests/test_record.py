@@ -38,9 +38,7 @@ def transcript(seed: int = 0) -> Transcript:
 def rollout(seed: int = 0, reward: float | Invalid = 1.1) -> Rollout:
     task = {"id": "multiarith-1", "prompt": "Quanto fa 6 per 7?", "answer": "42"}
     parts = {"correct": 1.0, "form": 0.1}
-    return Rollout(
-        task, "multiarith-1", [transcript(seed)], reward, parts, [(2, 0.5)], version=3, text="a\nb\u2028c", prompt="Q"
-    )
+    return Rollout(task, "multiarith-1", [transcript(seed)], reward, parts, [(2, 0.5)], text="a\nb\u2028c", prompt="Q")
 
 
 def values(step: int) -> dict[str, float]:
@@ -201,13 +199,17 @@ def test_spans_of_sampled_tokens_rebuild_the_mask(tmp_path: Path) -> None:
     record = Record.create(tmp_path, CONFIG, "rl", {})
     generator = np.random.default_rng(0)
     for step in range(1, 30):
-        written = transcript()
-        written.sampled = (generator.random(10) < 0.5).tolist()
+        written, own = Transcript(), (generator.random(10) < 0.5).tolist()
+        for token, sampled in enumerate(own):
+            if sampled:
+                written.sample(Completion(0, [token], [-1.0], "", StopReason.EOS, 0))
+            else:
+                written.observe([token])
         record.rollouts(step, [(Rollout({}, "g", [written], 0.0), 0.0)])
         mask = [False] * 10
         for first, number in read_rollouts(tmp_path, step)[0]["transcripts"][0]["sampled"]:
             mask[first : first + number] = [True] * number
-        assert mask == written.sampled
+        assert mask == own
 
 
 def test_any_text_stays_one_line_of_valid_json(tmp_path: Path) -> None:

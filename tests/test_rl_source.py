@@ -14,17 +14,21 @@ from posttrain.algorithms.adjust import adjust
 from posttrain.algorithms.critic import SoftQ
 from posttrain.algorithms.policy import Algorithm, PolicyObjective, policy_objective
 from posttrain.algorithms.table import TABLE, find
+from posttrain.batch import Batch, Outputs, Stats
 from posttrain.config import RL
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.sources.rl import Credited, Experience, Size
-from posttrain.sources.scores import describe, usable
+from posttrain.part import Need
+from posttrain.sources.collecting import Collector, Size
+from posttrain.sources.crediting import Credited
+from posttrain.sources.rl import Experience
+from posttrain.sources.scores import describe, refuse_broken, usable
 from posttrain.sources.sft import demonstrate
 from posttrain.training.loop import train
-from posttrain.types import Batch, Completion, Invalid, Outputs, Rollout, Sampling, Stats, Task, UserError
+from posttrain.types import Completion, Invalid, Rollout, Sampling, Task, UserError
 
 TASKS = [{"id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
 
@@ -42,7 +46,7 @@ def source(
     **optimization: Any,
 ) -> Experience:
     model = tiny(tokenizer)
-    reference = tiny(tokenizer, seed=1) if row.needs_reference else None
+    reference = tiny(tokenizer, seed=1) if Need.REFERENCE in row.needs else None
     critic: Critic | None = None
     if row.critic is not None:
         backbone = tiny(tokenizer, seed=2)
@@ -69,6 +73,7 @@ def source(
         sampling=Sampling(max_tokens=8),
         size=Size(prompts=3, group=4, tokens_per_microbatch=budget),
         seed=seed,
+        success=1.0,
         texts=texts,
     )
 
@@ -85,7 +90,7 @@ def weights(learner: LocalLearner) -> torch.Tensor:
 
 def learned_from(build: Any) -> Sequence[Rollout]:
     """The rollouts of one update."""
-    _, credited = build.args
+    _, _, credited, _ = build.args
     assert isinstance(credited, Credited)
     return credited.rollouts
 
@@ -154,16 +159,16 @@ def test_step_without_any_signal_is_still_an_update_with_gradient_zero(tokenizer
 
 def test_tasks_of_an_epoch_are_all_played_once(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("grpo"))
-    played = [e.task["id"] for number in (1, 2) for e in experience.episodes(number, 3 * number - 3, 3)]
+    played = [e.task["id"] for number in (1, 2) for e in experience.collector.episodes(number, 3 * number - 3, 3)]
     assert sorted(set(played)) == [t["id"] for t in TASKS] and all(played.count(t["id"]) == 4 for t in TASKS)
-    again = [e.task["id"] for number in (3, 4) for e in experience.episodes(number, 3 * number - 3, 3)]
+    again = [e.task["id"] for number in (3, 4) for e in experience.collector.episodes(number, 3 * number - 3, 3)]
     assert sorted(again) == sorted(played) and again != played
 
 
 def test_a_task_that_comes_twice_in_a_step_makes_two_groups(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("grpo"))
-    experience.size = Size(prompts=4, group=2, tokens_per_microbatch=64)  # 6 tasks: step 2 spans two epochs
-    episodes = experience.episodes(2, 4, 4)
+    experience.collector.size = Size(prompts=4, group=2, tokens_per_microbatch=64)  # 6 tasks: step 2 spans two epochs
+    episodes = experience.collector.episodes(2, 4, 4)
     assert len({e.group for e in episodes}) == 4 and len({e.seed for e in episodes}) == 8
 
 
@@ -193,15 +198,12 @@ def test_invalid_rewards_are_counted_and_left_out_and_never_zero() -> None:
 def test_step_with_mostly_invalid_rewards_stops_with_the_reason() -> None:
     rollouts = invalidate(make_rollouts(torch.Generator().manual_seed(0), 2, 4, 40), 0, 1, 2, 3, 4)
     with pytest.raises(UserError, match="5 of 8 rewards.*broken"):
-        usable(rollouts, Stats())
+        refuse_broken(rollouts)
 
 
 def test_more_prompts_than_tasks_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="--prompts 7.*6"):
-        Experience(
-            tasks=TASKS, pool=EnvPool(digits, 0), engine=None, learner=None, tokenizer=tokenizer,  # type: ignore[arg-type]
-            algorithm=row("grpo"), sampling=Sampling(), size=Size(7, 4, 64), seed=0,
-        )  # fmt: skip
+        Collector(TASKS, EnvPool(digits, 0), None, tokenizer, Sampling(), 64, Size(7, 4, 64), 0, None)  # type: ignore[arg-type]
 
 
 def test_gradient_that_is_not_finite_is_counted_and_moves_nothing(tokenizer: Tokenizer) -> None:
@@ -229,7 +231,7 @@ def test_state_of_learner_and_source_survives_saving_bit_for_bit(
     run(experience, steps=2)
     experience.learner.save(tmp_path)
     other = source(tokenizer, row(name, **how))
-    other.learner.model.load_state_dict(experience.learner.model.state_dict())
+    other.learner.weights().load_state_dict(experience.learner.weights().state_dict())
     other.learner.load(tmp_path)
     other.restore(json.loads(json.dumps(experience.state())))
     for each in (experience, other):
@@ -296,7 +298,7 @@ def test_every_row_learns_what_the_reward_asks_for(tokenizer: Tokenizer, name: s
         how, lr = {"critic_warmup": 10, "critic_tau": 0.2}, 1e-3
     experience = source(tokenizer, row(name, **how), lr=lr)
     if find(name).trust_region:  # each step goes as far as its region, so it needs a direction with less noise
-        experience.size = Size(prompts=6, group=16, tokens_per_microbatch=1000)
+        experience.collector.size = Size(prompts=6, group=16, tokens_per_microbatch=1000)
     _, seen = run(experience, steps=40)
     first, last = seen[0]["reward"], sum(m["reward"] for m in seen[-5:]) / 5
     assert first < 0.5 and last > 0.85, (first, last)

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def imitated(transcript: Transcript) -> list[int]:
-    return [t for t, s in zip(transcript.tokens, transcript.sampled, strict=True) if s]
+    return [transcript.tokens[i] for i in transcript.scored.tolist()]
 
 
 def test_response_and_its_end_are_imitated_and_the_prompt_is_not(tokenizer: Tokenizer) -> None:
@@ -25,7 +25,7 @@ def test_response_and_its_end_are_imitated_and_the_prompt_is_not(tokenizer: Toke
 
 def test_without_a_mask_everything_after_the_first_token_is_imitated(tokenizer: Tokenizer) -> None:
     transcript = demonstrate({"id": "a", "prompt": "1+1=", "response": "2"}, tokenizer, (1,), 64, mask_prompt=False)
-    assert transcript.sampled == [False] + [True] * (len(transcript) - 1)
+    assert transcript.scored.tolist() == list(range(1, len(transcript)))
 
 
 def test_assistant_turns_of_a_chat_are_imitated_up_to_their_end_token() -> None:

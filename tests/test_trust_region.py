@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.policy import PolicyObjective, TrustRegion, policy_objective
 from posttrain.algorithms.table import find
+from posttrain.batch import Batch, Outputs, Stats
 from posttrain.learners import local
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.learners.natural import Found, conjugate_gradient, search
 from posttrain.models.decoder import DecoderConfig, causal, new_decoder
-from posttrain.sources.packing import collate
-from posttrain.types import Batch, Outputs, Stats
+from posttrain.sources.packing import pack
 
 
 def spd(size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ def small_case() -> Case:
             parameter.mul_(6 if parameter.ndim == 2 else 1)
     learner = LocalLearner(model, Optimization(), temperature=0.8, trust_region=TrustRegion())
     rollouts = make_rollouts(torch.Generator().manual_seed(0), 1, 3, WORDS.vocab_size)
-    old = {id(r): learner.evaluate([collate([r.transcripts], [0])])[0].logp for r in rollouts}
+    old = {id(r): learner.evaluate([pack([r.transcripts], [0])])[0].logp for r in rollouts}
     return Case(chosen_row(find("trpo")), learner, rollouts, [], old, {}, {})
 
 
@@ -78,9 +78,7 @@ def explicit_fisher(case: Case) -> Tensor:
         (transcript,) = rollout.transcripts
         tokens = torch.tensor(transcript.tokens)
         logits = model(tokens, torch.arange(len(tokens)), causal) @ model.head.T / case.learner.temperature
-        for t in range(len(tokens)):
-            if not transcript.sampled[t]:
-                continue
+        for t in transcript.scored.tolist():
             rows = []
             for z in logits[t - 1]:
                 found = torch.autograd.grad(z, parameters, retain_graph=True)

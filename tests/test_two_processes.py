@@ -16,8 +16,10 @@ from torch.multiprocessing.spawn import spawn
 
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.table import find
+from posttrain.batch import Batch, Scores
 from posttrain.learners.world import Processes
-from posttrain.types import Alone, Batch, Rollout, Scores, World
+from posttrain.protocols import Alone, World
+from posttrain.types import Rollout
 
 GROUPS, SIZE = 3, 2
 SPLITS = {"two groups and one": 4, "all and none": 6, "none and all": 0}
@@ -33,7 +35,7 @@ def micro_batches(case: Case, world: World, rollouts: Sequence[Rollout], texts: 
     found = credit(case.row, Scores.join(boards))
     own = [list(range(i, min(i + 2, len(rollouts)))) for i in range(0, len(rollouts), 2)]
     share = case.texts[world.rank * texts :][:texts] if world.size > 1 else case.texts
-    tokens = sum(t.n_sampled for t in case.texts)
+    tokens = sum(t.n_scored for t in case.texts)
     batches = feed(case, rollouts, found, own, share, tokens, offset)
     return [replace(b, coefficients={**b.coefficients, "policy": 0.0}) for b in batches] if warm else batches
 
@@ -109,7 +111,7 @@ def test_joined_scoreboards_keep_groups_apart_and_order() -> None:
     whole = board(case, case.rollouts)
     for parts in ((case.rollouts[:6], case.rollouts[6:]), (case.rollouts, []), ([], case.rollouts)):
         joined = Scores.join([board(case, part) for part in parts])
-        for name in ("reward", "group", "length", "truncated", "correct"):
+        for name in ("reward", "group", "length", "truncated", "success", "sampled"):
             assert torch.equal(getattr(joined, name), getattr(whole, name)), name
         assert joined.steps == whole.steps
         for name in ("value", "penalty"):

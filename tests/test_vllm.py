@@ -23,8 +23,9 @@ from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
 from posttrain.models.folder import load_model, save_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import Engine
 from posttrain.sources.packing import collate
-from posttrain.types import Completion, Engine, Sampling, StopReason, Transcript, Turn, UserError
+from posttrain.types import Completion, Sampling, StopReason, Transcript, Turn, UserError
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed here: make test-vllm")
@@ -84,7 +85,7 @@ def gap(model: Decoder, prompts: list[list[int]], done: list[Completion], temper
         transcripts.append(Transcript())
         transcripts[-1].observe(prompt)
         transcripts[-1].sample(completion)
-    batch = collate([[t] for t in transcripts], range(len(prompts)))
+    batch = collate([[t] for t in transcripts], range(len(prompts)), weight=torch.ones(len(prompts)))
     (outputs,) = LocalLearner(model, Optimization(), temperature=temperature).evaluate([batch])
     assert batch.sampler_logp is not None
     return outputs.logp.double() - batch.sampler_logp
@@ -182,7 +183,7 @@ def test_episode_of_two_turns_is_played_as_with_the_embedded_engine(
     episodes = [Episode({"id": str(i), "prompt": f"{i}+{i}="}, str(i), i) for i in range(7)]
     how = Sampling(0.0, max_tokens=9)
     rollouts = [
-        [(r.transcripts[0].tokens, r.transcripts[0].sampled, r.reward, r.stop, r.text) for r in played]
+        [(r.transcripts[0].tokens, r.transcripts[0].spans, r.reward, r.stop, r.text) for r in played]
         for played in (
             play(episodes, EnvPool(echo, 0), each, tokenizer, how, 64)
             for each in (engine, LocalEngine(policy, tokenizer))

@@ -24,9 +24,10 @@ from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.shaping import SoftOverlong
 from posttrain.algorithms.surrogate import Clip, LogProbability
 from posttrain.algorithms.table import TABLE
+from posttrain.batch import Batch, Outputs, Scores, Stats
 from posttrain.models.likelihood import token_logp, token_logp_entropy
 from posttrain.sources.packing import collate
-from posttrain.types import Batch, Completion, Outputs, Scores, Stats, StopReason, Transcript
+from posttrain.types import Completion, StopReason, Transcript
 
 OURS = Side()
 
@@ -108,15 +109,15 @@ def batch_of(case: Case, advantage: Tensor, aggregate: Aggregate, kept: Tensor |
         transcript.observe([0])
         transcript.sample(Completion(i, [1] * len(own), own.tolist(), "", StopReason.EOS, 0))
         rollouts.append([transcript])
-    batch = collate(rollouts, range(len(rollouts)))
-    return replace(
-        batch,
-        weight=weight[batch.rollout],
-        advantage=advantage if len(advantage) == len(batch.rollout) else advantage[batch.rollout],
-        old_logp=case.old,
-        ref_logp=case.ref,
-        sampler_logp=case.sampler,
-    )
+    owner = torch.repeat_interleave(torch.arange(len(case.length)), case.length)
+    columns = {
+        "advantage": advantage if len(advantage) == len(owner) else advantage[owner],
+        "old_logp": case.old,
+        "ref_logp": case.ref,
+    }
+    fields = {name: split(case, column) for name, column in columns.items()}
+    batch = collate(rollouts, range(len(rollouts)), weight=weight, fields=fields)
+    return replace(batch, sampler_logp=case.sampler)  # in float64
 
 
 def loss_of(row: Algorithm, case: Case, advantage: Tensor | None = None, kept: Tensor | None = None) -> Answer:

@@ -12,7 +12,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from work import GROUP, LEARNING_RATE, PROMPTS, SFT_ROWS, requests, rows, tasks,
 from posttrain.algorithms.adjust import adjust
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.table import find
+from posttrain.batch import Batch
 from posttrain.config import RL, SFT
 from posttrain.engines.compiled import KINDS as KINDS_OF_STEP
 from posttrain.engines.local import LocalEngine
@@ -33,10 +33,10 @@ from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.sources.packing import collate, split_microbatches
-from posttrain.training import assembly
+from posttrain.training import assembly, setup
 from posttrain.training import trainer as course
 from posttrain.training.loop import Trained
-from posttrain.types import Batch, Completion, Sampling, Transcript
+from posttrain.types import Completion, Sampling, Transcript
 
 DECODED = 64  # tokens of each reply where decoding steps are timed
 
@@ -146,8 +146,8 @@ class Bench:
         for i, (prompt, n) in enumerate(wanted):
             self.engine.submit(i, prompt, Sampling(max_tokens=n, seed=i))
         completions: list[Completion] = []
-        while done := self.engine.poll():
-            completions += done
+        while len(completions) < len(wanted):
+            completions += self.engine.poll()
         seconds = time.perf_counter() - begin
         completions.sort(key=lambda c: c.id)
         assert [len(c.tokens) for c in completions] == [n for _, n in wanted]
@@ -161,13 +161,18 @@ class Bench:
             transcript.observe(prompt)
             transcript.sample(completion)
             rollouts.append([transcript])
-        batches = []
-        for index in split_microbatches(rollouts, assembly.microbatch_tokens(RL(), self.learner.device)):
-            batch = collate([rollouts[i] for i in index], index, self.learner.device)
-            advantage = 1.0 - 2.0 * (batch.rollout % 2)
-            weight = torch.full_like(batch.weight, 1 / sum(n for _, n in wanted))
-            batches.append(replace(batch, advantage=advantage, weight=weight))
-        return batches
+        weight = torch.full((len(wanted),), 1 / sum(n for _, n in wanted))
+        advantage = [torch.full((n,), 1.0 - 2.0 * (i % 2)) for i, (_, n) in enumerate(wanted)]
+        return [
+            collate(
+                [rollouts[i] for i in index],
+                index,
+                weight=weight,
+                fields={"advantage": advantage},
+                device=self.learner.device,
+            )
+            for index in split_microbatches(rollouts, setup.microbatch_tokens(RL(), self.learner.device))
+        ]
 
     def updated(self, batches: Sequence[Batch]) -> float:
         begin = time.perf_counter()

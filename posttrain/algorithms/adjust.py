@@ -14,7 +14,7 @@ from posttrain.algorithms.credit import GAE, Advantage, Baselined, Earned, Proce
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Control, Entropy, HalvingDoubling
-from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, TrustRegion
+from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining
 from posttrain.algorithms.ratio import (
     Causal,
     Correction,
@@ -23,7 +23,7 @@ from posttrain.algorithms.ratio import (
     RatioStep,
     SequenceValueTokenGradient,
 )
-from posttrain.algorithms.shaping import GroupLength, SoftOverlong
+from posttrain.algorithms.shaping import GroupLength, Shaping, SoftOverlong
 from posttrain.algorithms.surrogate import (
     Clip,
     ExpectedQ,
@@ -33,6 +33,8 @@ from posttrain.algorithms.surrogate import (
     WeightedLogProbability,
 )
 from posttrain.config import RL
+from posttrain.learners.natural import TrustRegion
+from posttrain.part import Limits, Need
 from posttrain.types import UserError
 
 ADVANTAGES: dict[str, Advantage] = {
@@ -69,6 +71,7 @@ def adjust(row: Algorithm, settings: RL) -> Algorithm:
     for axis in (_advantage, _surrogate, _aggregate, _kl, _regularisers, _choice, _critic, _extras):
         row = axis(row, settings)
     row = replace(row, epochs=settings.epochs or row.epochs, minibatches=settings.minibatches or row.minibatches)
+    row = row.configured(Limits(settings.max_tokens))
     _check(row, settings)
     _check_parts(row, settings)
     return row
@@ -144,10 +147,7 @@ def _surrogate(row: Algorithm, settings: RL) -> Algorithm:
 
 
 def _aggregate(row: Algorithm, settings: RL) -> Algorithm:
-    aggregate = AGGREGATES[settings.aggregate] if settings.aggregate else row.aggregate
-    if isinstance(aggregate, ConstantLength) and aggregate.length is None:
-        aggregate = ConstantLength(settings.max_tokens)
-    return replace(row, aggregate=aggregate)
+    return replace(row, aggregate=AGGREGATES[settings.aggregate] if settings.aggregate else row.aggregate)
 
 
 def _kl(row: Algorithm, settings: RL) -> Algorithm:
@@ -218,7 +218,7 @@ def _choice(row: Algorithm, settings: RL) -> Algorithm:
     filters = row.filters
     if settings.overlong_filter is not None:
         filters = (OverlongFilter(),) if settings.overlong_filter else ()
-    shaping = list(row.shaping)
+    shaping: list[Shaping] = list(row.shaping)
     if settings.overlong_cache is not None:
         shaping = [s for s in shaping if not isinstance(s, SoftOverlong)]
         if settings.overlong_cache:
@@ -227,27 +227,18 @@ def _choice(row: Algorithm, settings: RL) -> Algorithm:
         shaping = [s for s in shaping if not isinstance(s, GroupLength)]
         if settings.length_reward:
             shaping.append(GroupLength(settings.length_reward))
-    filled = tuple(_limits(s, settings.max_tokens) if isinstance(s, SoftOverlong) else s for s in shaping)
-    return replace(row, sampling=sampling, filters=filters, shaping=filled)
-
-
-def _limits(shaping: SoftOverlong, max_tokens: int) -> SoftOverlong:
-    limit = shaping.limit or max_tokens
-    cache = shaping.cache or max(1, limit // 5)
-    if cache >= limit:
-        raise UserError(f"--overlong-cache {cache} must be below the longest reply, --max-tokens {limit}")
-    return SoftOverlong(limit, cache)
+    return replace(row, sampling=sampling, filters=filters, shaping=tuple(shaping))
 
 
 def _critic(row: Algorithm, settings: RL) -> Algorithm:
     own = ("critic_lr", "critic_warmup", "critic_tau", "critic_model", "value_clip", "value_coefficient")
     critic = row.critic
-    if settings.critic == "none" or (isinstance(critic, Value) and not row.advantage.needs_critic):
+    if settings.critic == "none" or (isinstance(critic, Value) and Need.VALUE not in row.advantage.needs):
         critic = None
-    elif row.advantage.needs_critic and critic is None:
+    elif (Need.VALUE in row.advantage.needs) and critic is None:
         critic = Value()
     if critic is None:
-        if row.advantage.needs_critic:
+        if Need.VALUE in row.advantage.needs:
             raise UserError(
                 f"{row.name} with GAE needs a critic: leave out --critic none, or choose another --advantage"
             )
@@ -293,10 +284,9 @@ def _check(row: Algorithm, settings: RL) -> None:
     def contradiction(reason: str) -> NoReturn:
         raise UserError(f"{row.name}: {reason}")
 
-    if row.advantage.needs_group and settings.group < 2:
-        contradiction(f"compares the rollouts of a group: --group must be at least 2, not {settings.group}")
-    if row.sampling is not None and settings.group < 2:
-        contradiction("dynamic sampling keeps groups whose rewards differ: --group must be at least 2")
+    if Need.GROUP in row.needs and settings.group < 2:
+        parts = " and ".join(row.needing(Need.GROUP))
+        contradiction(f"its {parts} compare the rollouts of a group: --group must be at least 2, not {settings.group}")
     if not row.surrogate.uses_ratio and not row.on_policy and row.replay is None:
         contradiction(
             f"maximises {row.surrogate.formula}, which takes the rollouts for fresh: {row.epochs * row.minibatches} updates "
@@ -346,10 +336,6 @@ def _check_parts(row: Algorithm, settings: RL) -> None:
         (
             baselined is not None and (baselined.baseline, baselined.scale) == ("none", "batch"),
             "without a baseline equal rewards would be divided by nothing: set --scale none, or choose a --baseline",
-        ),
-        (
-            bool(settings.length_reward) and settings.group < 2,
-            "--length-reward compares the lengths of a group: --group must be at least 2",
         ),
         (
             warmup >= settings.steps,

@@ -8,20 +8,18 @@ computes with them and `source` where that comes from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from posttrain.types import Scores
+from posttrain.batch import Scores
+from posttrain.part import Limits, Need, Part
 
 
-class Aggregate:
+class Aggregate(Part):
     """Scores -> float32 [S]: what each token of a rollout weighs in the loss. The only place with a denominator."""
-
-    formula: str
-    source: str
 
     def __call__(self, scores: Scores) -> Tensor:
         raise NotImplementedError
@@ -31,8 +29,8 @@ class Aggregate:
 class SequenceMean(Aggregate):
     """Every rollout counts the same, its tokens share (DeepSeekMath, arXiv 2402.03300, eq. 3)."""
 
-    formula: ClassVar[str] = "1 / (B n_i)"  # type: ignore[misc]
-    source: ClassVar[str] = "GRPO, DeepSeekMath, arXiv 2402.03300, eq. 3"  # type: ignore[misc]
+    formula = "1 / (B n_i)"
+    source = "GRPO, DeepSeekMath, arXiv 2402.03300, eq. 3"
 
     def __call__(self, scores: Scores) -> Tensor:
         return 1.0 / (len(scores.length) * scores.length)
@@ -42,8 +40,8 @@ class SequenceMean(Aggregate):
 class TokenMean(Aggregate):
     """Every token counts the same (DAPO, arXiv 2503.14476, eq. 12)."""
 
-    formula: ClassVar[str] = "1 / sum_j n_j"  # type: ignore[misc]
-    source: ClassVar[str] = "PPO, arXiv 1707.06347, eq. 7; DAPO, arXiv 2503.14476, eq. 12"  # type: ignore[misc]
+    formula = "1 / sum_j n_j"
+    source = "PPO, arXiv 1707.06347, eq. 7; DAPO, arXiv 2503.14476, eq. 12"
 
     def __call__(self, scores: Scores) -> Tensor:
         return (1.0 / scores.length.sum()).expand_as(scores.length)
@@ -53,8 +51,8 @@ class TokenMean(Aggregate):
 class PromptMean(Aggregate):
     """Every prompt counts the same, the tokens of its group share."""
 
-    formula: ClassVar[str] = "1 / (prompts x tokens of the prompt's group)"  # type: ignore[misc]
-    source: ClassVar[str] = "between GRPO's and DAPO's: ScaleRL, arXiv 2510.13786, section 3.2"  # type: ignore[misc]
+    formula = "1 / (prompts x tokens of the prompt's group)"
+    source = "between GRPO's and DAPO's: ScaleRL, arXiv 2510.13786, section 3.2"
 
     def __call__(self, scores: Scores) -> Tensor:
         groups, group = scores.group.unique(return_inverse=True)
@@ -66,8 +64,8 @@ class PromptMean(Aggregate):
 class SequenceSum(Aggregate):
     """The log-probability of the whole response, averaged over rollouts (REINFORCE, RLOO)."""
 
-    formula: ClassVar[str] = "1 / B"  # type: ignore[misc]
-    source: ClassVar[str] = "REINFORCE; RLOO, arXiv 2402.14740, eq. 7"  # type: ignore[misc]
+    formula = "1 / B"
+    source = "REINFORCE; RLOO, arXiv 2402.14740, eq. 7"
 
     def __call__(self, scores: Scores) -> Tensor:
         return torch.full_like(scores.length, 1.0 / len(scores.length))
@@ -75,17 +73,24 @@ class SequenceSum(Aggregate):
 
 @dataclass(frozen=True)
 class ConstantLength(Aggregate):
-    """Like the sequence sum, over a fixed length: the recipe's token budget, never the padded width.
+    """Like the sequence sum, over a fixed length: the episode's token budget, never the padded width.
 
     Dr. GRPO (arXiv 2503.20783, section 3.2 and listing 1, MAX_TOKENS).
     """
 
-    length: int | None = None  # None: the run's max_tokens, filled in when the run is configured
-    source: ClassVar[str] = "Dr. GRPO, arXiv 2503.20783, listing 1"  # type: ignore[misc]
+    length: int | None = None  # in tokens; None: the episode's budget, filled in when the run is configured
+    source = "Dr. GRPO, arXiv 2503.20783, listing 1"
 
     @property
-    def formula(self) -> str:  # type: ignore[override]
-        return f"1 / (B {self.length or 'max_tokens'})"
+    def formula(self) -> str:
+        return f"1 / (B {self.length or 'budget'})"
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset(() if self.length else {Need.EPISODE_TOKENS})
+
+    def configured(self, limits: Limits) -> Self:
+        return replace(self, length=self.length or limits.episode_tokens)
 
     def __call__(self, scores: Scores) -> Tensor:
         assert self.length, "the length is filled in when the run is configured"

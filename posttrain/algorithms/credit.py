@@ -12,23 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from posttrain.types import Scores
+from posttrain.batch import Scores
+from posttrain.part import Need, Part
 
 
-class Advantage:
+class Advantage(Part):
     """Scores -> [S], or one [n_i] for each rollout."""
 
-    formula: str
-    source: str
-    needs_group: bool = False  # rollouts of a group are compared: there must be two
-    needs_critic: bool = False
-
     def __call__(self, scores: Scores) -> Tensor | list[Tensor]:
+        raise NotImplementedError
+
+    def returns(self, scores: Scores, lam: float | None) -> list[Tensor]:
+        """What a critic of states is to learn, [n_i] for each rollout; lam: its own lambda, None: the advantage's."""
         raise NotImplementedError
 
 
@@ -54,11 +54,17 @@ class Baselined(Advantage):
     signal: bool = False
 
     @property
-    def needs_group(self) -> bool:  # type: ignore[override]
+    def compares(self) -> bool:
+        """Whether rollouts of a group are compared with each other."""
         return self.baseline in ("group", "others") or self.scale == "group"
 
     @property
-    def formula(self) -> str:  # type: ignore[override]
+    def needs(self) -> frozenset[Need]:
+        found = {Need.GROUP} if self.compares else set()
+        return frozenset(found | ({Need.GRADIENT_NORM} if self.weight == "gradient" else set()))
+
+    @property
+    def formula(self) -> str:
         weight = {"equal": "", "length": "n-weighted ", "gradient": "g^2-weighted "}[self.weight]
         of = {
             "none": "",
@@ -72,7 +78,7 @@ class Baselined(Advantage):
         return f"({formula}) B / (rollouts in groups with unequal rewards)" if self.signal else formula
 
     @property
-    def source(self) -> str:  # type: ignore[override]
+    def source(self) -> str:
         papers = {
             "none": "Williams 1992, REINFORCE",
             "batch": "Williams 1992, REINFORCE with a baseline",
@@ -96,7 +102,7 @@ class Baselined(Advantage):
         reward = total_reward(scores)
         _, group, size = scores.group.unique(return_inverse=True, return_counts=True)
         count = size[group].double()  # [S], rollouts in the own group
-        assert not self.needs_group or bool((size > 1).all()), "a group of one has no baseline"
+        assert not self.compares or bool((size > 1).all()), "a group of one has no baseline"
 
         def over_group(x: Tensor) -> Tensor:  # the own group's sum of x, for every rollout
             return torch.zeros(len(size), dtype=x.dtype).index_add_(0, group, x)[group]
@@ -108,7 +114,7 @@ class Baselined(Advantage):
         elif self.scale == "batch":
             advantage = advantage / ((reward.std() if len(reward) > 1 else reward.new_zeros(())) + self.eps)
         equal = equal_rewards(scores)
-        if self.needs_group:
+        if self.compares:
             advantage = advantage.masked_fill(equal, 0.0)
         if self.signal and not bool(equal.all()):
             advantage = advantage * (len(reward) / (~equal).sum())
@@ -122,8 +128,9 @@ class Baselined(Advantage):
         if self.weight == "length":
             weight = scores.length.double()
         elif self.weight == "gradient":
-            assert scores.square is not None, "the norms of the gradients are asked of the learner"
-            weight = scores.square.double().clamp_min(torch.finfo(torch.float64).tiny)
+            norms = scores.squared_gradient_norm
+            assert norms is not None, "they are asked of the learner"
+            weight = norms.double().clamp_min(torch.finfo(torch.float64).tiny)
         if self.baseline == "batch":
             return ((weight * reward).sum() / weight.sum()).expand_as(reward)
         above, below = over_group(weight * reward), over_group(weight)
@@ -146,18 +153,18 @@ class ToGo(Advantage):
     eps: float = 1e-8
 
     @property
-    def needs_group(self) -> bool:  # type: ignore[override]
-        return self.baseline == "group"
+    def needs(self) -> frozenset[Need]:
+        return frozenset({Need.GROUP} if self.baseline == "group" else ())
 
     @property
-    def formula(self) -> str:  # type: ignore[override]
+    def formula(self) -> str:
         centred = " - mean(group)" if self.baseline == "group" else ""
         discounted = "" if self.gamma == 1 else f", each {self.gamma:g} times less a token away"
         inside = f"rewards of rollout i from token t on{discounted}{centred}"
         return f"whitened over all tokens: {inside}" if self.whiten else inside
 
     @property
-    def source(self) -> str:  # type: ignore[override]
+    def source(self) -> str:
         if self.whiten:
             return "REINFORCE++, arXiv 2501.03262, eq. 5 to 9"
         return "Sutton et al. 2000, policy gradient theorem; GAE, arXiv 1506.02438, section 2, Psi_t = 2"
@@ -178,8 +185,8 @@ class ToGo(Advantage):
 class Earned(Advantage):
     """r_t alone: what methods that learn action values by themselves want (soft actor-critic)."""
 
-    formula: ClassVar[str] = "r_t, what token t itself earns"  # type: ignore[misc]
-    source: ClassVar[str] = "Haarnoja et al. 2018, arXiv 1812.05905, eq. 2"  # type: ignore[misc]
+    formula = "r_t, what token t itself earns"
+    source = "Haarnoja et al. 2018, arXiv 1812.05905, eq. 2"
 
     def __call__(self, scores: Scores) -> list[Tensor]:
         return [x.to(scores.reward.dtype) for x in earnings(scores)]
@@ -194,9 +201,9 @@ class Process(Advantage):
     """
 
     eps: float = 1e-6
-    needs_group: ClassVar[bool] = True  # type: ignore[misc]
-    formula: ClassVar[str] = "sum over steps j that end at or after t of (r_j - mean(steps of the group)) / (std + eps)"  # type: ignore[misc]
-    source: ClassVar[str] = "DeepSeekMath, arXiv 2402.03300, section 4.1.3"  # type: ignore[misc]
+    needs = frozenset({Need.GROUP})
+    formula = "sum over steps j that end at or after t of (r_j - mean(steps of the group)) / (std + eps)"
+    source = "DeepSeekMath, arXiv 2402.03300, section 4.1.3"
 
     def __call__(self, scores: Scores) -> list[Tensor]:
         steps = [self._steps(scores, i) for i in range(len(scores.reward))]
@@ -236,23 +243,29 @@ class GAE(Advantage):
     alpha: float | None = None
     whiten: bool = False
     eps: float = 1e-8
-    needs_critic: ClassVar[bool] = True  # type: ignore[misc]
+    needs = frozenset({Need.VALUE})
 
     @property
-    def formula(self) -> str:  # type: ignore[override]
+    def formula(self) -> str:
         lam = f"{self.lam:g}" if self.alpha is None else f"max(0, 1 - 1 / ({self.alpha:g} n_i))"
         gamma = "" if self.gamma == 1 else f"{self.gamma:g} "
         inside = f"sum_k ({gamma}lambda)^k delta_(t+k), delta_t = r_t + {gamma}V_(t+1) - V_t, lambda = {lam}"
         return f"whitened over all tokens: {inside}" if self.whiten else inside
 
     @property
-    def source(self) -> str:  # type: ignore[override]
+    def source(self) -> str:
         adaptive = "; lambda by length: VAPO, arXiv 2504.05118, eq. 8" if self.alpha is not None else ""
         return f"GAE, arXiv 1506.02438, eq. 16{adaptive}"
 
     def __call__(self, scores: Scores) -> list[Tensor]:
         out = self.estimate(scores)
         return [x.to(scores.reward.dtype) for x in (whitened(out, self.eps) if self.whiten else out)]
+
+    def returns(self, scores: Scores, lam: float | None) -> list[Tensor]:
+        """The estimate with this lambda, plus the values that it was made from: float64 [n_i] for each rollout."""
+        own = self if lam is None else replace(self, lam=lam, alpha=None)
+        found = own.estimate(scores)
+        return [a + value.double().cpu() for a, value in zip(found, scores.value, strict=True)]
 
     def estimate(self, scores: Scores) -> list[Tensor]:
         """float64 [n_i] for each rollout, before any whitening."""
@@ -269,12 +282,6 @@ class GAE(Advantage):
 
 
 # -- what they share --------------------------------------------------------------------------------------------------
-
-
-def returns(scores: Scores, gamma: float, lam: float) -> list[Tensor]:
-    """What the critic is to learn, float64 [n_i] for each rollout: GAE(gamma, lam) plus the values it was made from."""
-    found = GAE(gamma, lam).estimate(scores)
-    return [a + value.double().cpu() for a, value in zip(found, scores.value, strict=True)]
 
 
 def total_reward(scores: Scores) -> Tensor:

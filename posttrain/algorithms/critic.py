@@ -7,22 +7,29 @@ V_t    value of the state in which token t is chosen    R_t    return from there
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from posttrain.types import Batch, Outputs, Stats
+from posttrain.algorithms.credit import Advantage
+from posttrain.batch import Batch, Outputs, Scores, Stats
+from posttrain.part import Need, Part
 
 
-class CriticLoss:
+class CriticLoss(Part):
     """The loss of a critic per token, before its coefficient."""
 
-    formula: str
-    source: str
-    wants: frozenset[str]
     coefficient: float
-    warmup: int
+    warmup: int  # steps at the start in which the critic learns and the policy stands still
+
+    @property
+    def follow(self) -> float:
+        """By how much of the way slow copies follow each update; 0: there are none."""
+        return 0.0
+
+    def targets(self, advantage: Advantage, scores: Scores) -> list[Tensor] | None:
+        """The returns that it is to learn, [n_i] for each rollout; None: it makes its targets in the loss."""
+        return None
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
         """[N]."""
@@ -41,10 +48,11 @@ class Value(CriticLoss):
     coefficient: float = 0.1
     lam: float | None = None
     warmup: int = 0  # steps at the start in which the critic learns and the policy stands still
-    wants: ClassVar[frozenset[str]] = frozenset({"value"})  # type: ignore[misc]
+    needs = frozenset({Need.VALUE})
+    wants = frozenset({"value"})
 
     @property
-    def formula(self) -> str:  # type: ignore[override]
+    def formula(self) -> str:
         lam = "" if self.lam is None else f", R with lambda {self.lam:g}"
         warmup = f"; alone for the first {self.warmup} steps" if self.warmup else ""
         if self.clip is None:
@@ -53,9 +61,12 @@ class Value(CriticLoss):
         return f"{self.coefficient:g} x max((V - R)^2, ({moved} - R)^2) / 2{lam}{warmup}"
 
     @property
-    def source(self) -> str:  # type: ignore[override]
+    def source(self) -> str:
         own = "; lambda and warm-up of its own: VAPO, arXiv 2504.05118, section 4.1" if self.lam is not None else ""
         return f"PPO, arXiv 1707.06347, eq. 9; clip: Huang et al. 2022, detail 9{own}"
+
+    def targets(self, advantage: Advantage, scores: Scores) -> list[Tensor]:
+        return advantage.returns(scores, self.lam)
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
         assert outputs.value is not None and batch.returns is not None
@@ -83,14 +94,19 @@ class SoftQ(CriticLoss):
     tau: float = 0.05
     coefficient: float = 1.0
     warmup: int = 20  # steps at the start in which Q learns and the policy stands still
-    wants: ClassVar[frozenset[str]] = frozenset({"q", "target_q", "entropy"})  # type: ignore[misc]
-    source: ClassVar[str] = "discrete soft actor-critic, arXiv 1910.07207, eq. 3 and 10"  # type: ignore[misc]
+    needs = frozenset({Need.ACTION_VALUE})
+    wants = frozenset({"q", "target_q", "entropy"})
+    source = "discrete soft actor-critic, arXiv 1910.07207, eq. 3 and 10"
 
     @property
-    def formula(self) -> str:  # type: ignore[override]
+    def formula(self) -> str:
         gamma = "" if self.gamma == 1 else f"{self.gamma:g} "
         soft = "sum_a pi(a) (min_k Q'_k(s', a) - alpha log pi(a))"
         return f"{self.coefficient:g} x sum_k (Q_k - y)^2 / 2, y = r_t + {gamma}{soft}; Q' follows Q by {self.tau:g}"
+
+    @property
+    def follow(self) -> float:
+        return self.tau
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
         assert outputs.q is not None and outputs.target_q is not None and outputs.entropy is not None

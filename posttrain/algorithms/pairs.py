@@ -6,7 +6,6 @@ P    pairs
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -20,7 +19,7 @@ class BradleyTerry:
     """
 
     margin: float = 0.0
-    source: ClassVar[str] = "InstructGPT, arXiv 2203.02155, eq. 1; margin: Llama 2, arXiv 2307.09288, eq. 2"
+    source = "InstructGPT, arXiv 2203.02155, eq. 1; margin: Llama 2, arXiv 2307.09288, eq. 2"
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Scores [P] of the chosen and of the rejected responses -> losses [P], in nats."""
@@ -36,7 +35,7 @@ class DirectPreference:
 
     beta: float = 0.1
     smoothing: float = 0.0
-    source: ClassVar[str] = "DPO, arXiv 2305.18290, eq. 7; smoothing: Mitchell 2023, cDPO"
+    source = "DPO, arXiv 2305.18290, eq. 7; smoothing: Mitchell 2023, cDPO"
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Sums over the response's tokens of lp - ref, [P] each -> losses [P], in nats."""

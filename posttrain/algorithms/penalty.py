@@ -6,16 +6,15 @@ N    scored tokens of a micro-batch    lp   current log-probability    ref, old 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
+from posttrain.part import Need, Part
 
-class Control:
+
+class Control(Part):
     """How a coefficient follows what it is to hold. A function of the last coefficient: that is training state."""
-
-    formula: str
-    source: str
 
     def __call__(self, coefficient: float, measured: float, rollouts: int) -> float:
         """The next coefficient; `measured` in nats per token over the step's `rollouts`."""
@@ -28,10 +27,10 @@ class Adaptive(Control):
 
     target: float = 0.05  # nats per token
     horizon: float = 10_000.0  # rollouts over which beta may change by a fifth
-    source: ClassVar[str] = "Ziegler et al. 2019, arXiv 1909.08593, section 2.2"  # type: ignore[misc]
+    source = "Ziegler et al. 2019, arXiv 1909.08593, section 2.2"
 
     @property
-    def formula(self) -> str:  # type: ignore[override]
+    def formula(self) -> str:
         return f"beta *= 1 + clip(kl / {self.target:g} - 1, -0.2, 0.2) rollouts / {self.horizon:g}"
 
     def __call__(self, coefficient: float, measured: float, rollouts: int) -> float:
@@ -44,10 +43,10 @@ class HalvingDoubling(Control):
     """beta / 2 if kl < target / 1.5, beta x 2 if kl > 1.5 target (PPO, arXiv 1707.06347, section 4)."""
 
     target: float = 0.01  # nats per token
-    source: ClassVar[str] = "PPO, arXiv 1707.06347, section 4"  # type: ignore[misc]
+    source = "PPO, arXiv 1707.06347, section 4"
 
     @property
-    def formula(self) -> str:  # type: ignore[override]
+    def formula(self) -> str:
         return f"beta / 2 if kl < {self.target:g} / 1.5, beta x 2 if kl > 1.5 x {self.target:g}"
 
     def __call__(self, coefficient: float, measured: float, rollouts: int) -> float:
@@ -57,7 +56,7 @@ class HalvingDoubling(Control):
 
 
 @dataclass(frozen=True)
-class KL:
+class KL(Part):
     """A penalty on leaving another policy, per token, with x = ref - lp (Schulman 2020, "Approximating KL divergence").
 
     k1 = -x: unbiased, high variance. k2 = x^2 / 2: biased, low variance; its gradient is that of the reverse KL on policy.
@@ -98,7 +97,16 @@ class KL:
 
     @property
     def wants(self) -> frozenset[str]:
-        return frozenset({"kl"}) if self.estimator == "exact" else frozenset()
+        return frozenset({"kl"}) if self.estimator == "exact" and self.where == "loss" else frozenset()
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        found = {Need.REFERENCE} if self.against == "reference" else set()
+        if self.where == "reward":
+            found.add(Need.KL if self.estimator == "exact" else Need.OLD)
+        if self.control is not None:
+            found.add(Need.OLD)  # the KL that is measured is that of the step's rollouts
+        return frozenset(found)
 
     def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
         """[N] of the policy the tokens came from, [N] of the other -> [N], in nats. Not for `exact`."""
@@ -114,7 +122,7 @@ class KL:
 
 
 @dataclass(frozen=True)
-class Entropy:
+class Entropy(Part):
     """coefficient x H added to what is maximised, H the entropy of the whole distribution at each sampled token.
 
     With a `target`, in nats per token, the coefficient is tuned: after each step it grows by rate (target - H), and is
@@ -124,6 +132,7 @@ class Entropy:
     coefficient: float = 0.001
     target: float | None = None
     rate: float = 0.01  # change of the coefficient per step and nat
+    wants = frozenset({"entropy"})
 
     @property
     def formula(self) -> str:

@@ -7,8 +7,8 @@ A new paper is one row and, if it has a new idea, one part. Nothing anywhere ask
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,49 +19,36 @@ from posttrain.algorithms.critic import CriticLoss
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import KL, Entropy
 from posttrain.algorithms.ratio import Correction, RatioStep
-from posttrain.algorithms.shaping import GroupLength, SoftOverlong
+from posttrain.algorithms.shaping import Shaping
 from posttrain.algorithms.surrogate import Surrogate
-from posttrain.types import Batch, Objective, Outputs, Stats
+from posttrain.batch import Batch, Outputs, Stats
+from posttrain.learners.natural import TrustRegion
+from posttrain.part import Limits, Need, Part
+from posttrain.protocols import Objective
+
+LARGEST_LOG_RATIO = 40.0  # nats: e^40 = 2e17, whose square is still finite in float32
 
 
 @dataclass(frozen=True)
-class TrustRegion:
-    """A natural gradient step within KL(old || new) <= delta, instead of AdamW (TRPO, arXiv 1502.05477, appendix C).
-
-    The direction solves F x = g by conjugate gradient on Fisher-vector products; the step is then shortened by halves
-    until the surrogate has grown and the KL, exact over the vocabulary, is within bounds.
-    """
-
-    delta: float = 0.01  # nats per token
-    iterations: int = 10  # of conjugate gradient
-    damping: float = 0.01
-    halvings: int = 10
-    source: ClassVar[str] = "TRPO, arXiv 1502.05477, appendix C"
-
-    @property
-    def formula(self) -> str:
-        return f"natural gradient within mean KL(old || new) <= {self.delta:g}, then a backtracking line search"
-
-
-@dataclass(frozen=True)
-class Imitation:
-    """coefficient x the negative log-likelihood of correct rollouts, a mean over their tokens (VAPO, arXiv 2504.05118)."""
+class Imitation(Part):
+    """coefficient x the negative log-likelihood of successes, a mean over their tokens (VAPO, arXiv 2504.05118)."""
 
     coefficient: float = 0.1
-    source: ClassVar[str] = "VAPO, arXiv 2504.05118, eq. 11 and 12"
+    needs = frozenset({Need.SUCCESS})
+    source = "VAPO, arXiv 2504.05118, eq. 11 and 12"
 
     @property
     def formula(self) -> str:
-        return f"{self.coefficient:g} x mean of -lp over the tokens of correct rollouts"
+        return f"{self.coefficient:g} x mean of -lp over the tokens of rollouts that are a success"
 
 
 @dataclass(frozen=True)
-class Pretraining:
+class Pretraining(Part):
     """coefficient x the language-model loss on text of its own, in every update (PPO-ptx, InstructGPT, eq. 2)."""
 
     coefficient: float = 1.0
     rows: int = 16  # texts in each update
-    source: ClassVar[str] = "InstructGPT, arXiv 2203.02155, eq. 2"
+    source = "InstructGPT, arXiv 2203.02155, eq. 2"
 
     @property
     def formula(self) -> str:
@@ -85,7 +72,7 @@ class Algorithm:
     critic: CriticLoss | None = None
     sampling: DynamicSampling | None = None
     filters: tuple[OverlongFilter, ...] = ()  # rollouts that are in the loss
-    shaping: tuple[SoftOverlong | GroupLength, ...] = ()  # added to the reward
+    shaping: tuple[Shaping, ...] = ()  # added to the reward
     imitation: Imitation | None = None
     pretraining: Pretraining | None = None
     trust_region: TrustRegion | None = None
@@ -100,8 +87,30 @@ class Algorithm:
         return self.epochs * self.minibatches == 1
 
     @property
-    def needs_reference(self) -> bool:
-        return self.kl is not None and self.kl.against == "reference"
+    def parts(self) -> list[tuple[str, Part]]:
+        """All parts that the row has, each with the field that it stands in."""
+        found = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            every = value if isinstance(value, tuple) else (value,)
+            found += [(f.name, part) for part in every if isinstance(part, Part)]
+        return found
+
+    def needing(self, need: Need) -> list[str]:
+        """The fields whose parts need this."""
+        return [name for name, part in self.parts if need in part.needs]
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the row needs of a run before the first update of a step."""
+        found = frozenset[Need]().union(*(part.needs for _, part in self.parts))
+        # with one update per step the old policy is the current one
+        return found | {Need.OLD} if self.surrogate.uses_ratio and not self.on_policy else found
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """Fields of `Outputs` that the loss reads, besides logp."""
+        return frozenset[str]().union(*(part.wants for _, part in self.parts))
 
     @property
     def moves_every_token(self) -> bool:
@@ -110,17 +119,15 @@ class Algorithm:
         region = self.trust_region is not None  # its KL is over all tokens, not those alone that the advantage moves
         return penalised or region or any((self.entropy, self.critic, self.imitation, self.surrogate.wants))
 
-    @property
-    def wants(self) -> frozenset[str]:
-        """Fields of `Outputs` that the loss reads, besides logp."""
-        found = self.surrogate.wants
-        if self.kl is not None and self.kl.where == "loss":
-            found |= self.kl.wants
-        if self.entropy is not None:
-            found |= {"entropy"}
-        if self.critic is not None:
-            found |= self.critic.wants
-        return found
+    def configured(self, limits: Limits) -> Algorithm:
+        """The row as a run has it: what its parts leave open is filled in."""
+
+        def filled(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(filled(x) for x in value)
+            return value.configured(limits) if isinstance(value, Part) else value
+
+        return replace(self, **{f.name: filled(getattr(self, f.name)) for f in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -136,9 +143,12 @@ class PolicyObjective:
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
         """A scalar. Metrics are averaged over the tokens that are fed."""
         row = self.row
-        if batch.advantage is None:  # pretraining text: its weights already hold the coefficient
+        imitated = outputs.logp.new_zeros(())
+        if batch.imitate is not None:
+            imitated = -(batch.imitate * outputs.logp).sum()
+        if batch.advantage is None:  # text to imitate, and nothing else
             stats.add("ptx/nll", -outputs.logp.detach().sum().item(), outputs.logp.numel())
-            return -(batch.weight * outputs.logp).sum()
+            return imitated
         loss = outputs.logp.new_zeros(())
         if row.critic is not None:
             loss = loss + row.critic.coefficient * (batch.weight * row.critic(outputs, batch, stats)).sum()
@@ -151,24 +161,23 @@ class PolicyObjective:
             assert outputs.entropy is not None
             gain = gain + batch.coefficients.get("entropy", row.entropy.coefficient) * outputs.entropy
             stats.add("entropy/policy", outputs.entropy.detach().sum().item(), outputs.entropy.numel())
-        if row.imitation is not None:
-            assert batch.imitate is not None
-            loss = loss - (batch.imitate * outputs.logp).sum()
-        return loss - (batch.weight * gain).sum()
+        return loss + imitated - (batch.weight * gain).sum()
 
     def _surrogate(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
         """[N]: what is maximised, with the correction for the engine's numbers."""
         row, logp = self.row, outputs.logp
-        assert batch.advantage is not None
+        first = batch.old_logp is None  # of the step's updates: the old policy is the current one
         old = logp.detach() if batch.old_logp is None else batch.old_logp
+        batch = replace(batch, old_logp=old)
         log_ratio = logp - old
         for step in row.ratio:
             log_ratio = step(log_ratio, batch)
-        ratio = log_ratio.exp()
-        gain = row.surrogate(ratio, outputs, batch.advantage)
+        # Far beyond any clip; above, a product over a sequence is infinite, and its gradient not a number.
+        ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
+        gain = row.surrogate(ratio, outputs, batch)
         if batch.sampler_logp is not None and row.correction is not None:
             gain = gain * row.correction(old - batch.sampler_logp, batch)
-        self._measure(ratio.detach(), old, batch, stats)
+        self._measure(ratio.detach(), old, first, batch, stats)
         return gain
 
     def _penalty(self, kl: KL, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
@@ -190,10 +199,9 @@ class PolicyObjective:
         stats.add("kl/exact", outputs.kl.detach().sum().item(), count)
         return batch.coefficients.get("kl", kl.beta) * outputs.kl
 
-    def _measure(self, ratio: Tensor, old: Tensor, batch: Batch, stats: Stats) -> None:
-        assert batch.advantage is not None
+    def _measure(self, ratio: Tensor, old: Tensor, first: bool, batch: Batch, stats: Stats) -> None:
         count = ratio.numel()
-        if batch.old_logp is None:
+        if first:
             exact = (ratio == 1) | ~old.isfinite()
             assert bool(exact.all()), "on policy the ratio is exactly 1"
             stats.add("ratio/first", ratio.double().sum().item(), count)
@@ -201,7 +209,7 @@ class PolicyObjective:
         if count:
             stats.add("ratio/max", ratio.max().item())
             stats.add("ratio/min", ratio.min().item())
-        self.row.surrogate.measure(ratio, batch.advantage, stats)
+        self.row.surrogate.measure(ratio, batch, stats)
         if batch.sampler_logp is not None:
             # How far the engine's numbers are from the learner's: estimates KL(sampler || learner), unclipped.
             gap = (old - batch.sampler_logp).double()

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from posttrain.types import Batch
+from posttrain.batch import Batch
+from posttrain.part import Part
 
 
-class RatioStep:
-    """One step. `formula` completes "r_it = ..." for a reader, `source` says where it comes from."""
-
-    formula: str
-    source: str
+class RatioStep(Part):
+    """One step. `formula` completes "r_it = ..." for a reader."""
 
     def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
         raise NotImplementedError
@@ -40,11 +38,11 @@ class OverSequence(RatioStep):
     reduce: Literal["mean", "sum"] = "mean"
 
     @property
-    def source(self) -> str:  # type: ignore[override]
+    def source(self) -> str:
         return "GSPO, arXiv 2507.18071, eq. 7" if self.reduce == "mean" else "DeepSeek-R1, arXiv 2501.12948, eq. 1"
 
     @property
-    def formula(self) -> str:  # type: ignore[override]
+    def formula(self) -> str:
         inside = "sum_t (lp_t - old_t)"
         return f"exp({inside} / n_i)" if self.reduce == "mean" else f"exp({inside})"
 
@@ -57,8 +55,8 @@ class OverSequence(RatioStep):
 class SequenceValueTokenGradient(RatioStep):
     """The value of the sequence's ratio with each token's own gradient (GSPO-token, arXiv 2507.18071, eq. 14)."""
 
-    formula: ClassVar[str] = "sg(exp(sum_t (lp_t - old_t) / n_i)) exp(lp - sg(lp))"  # type: ignore[misc]
-    source: ClassVar[str] = "GSPO-token, arXiv 2507.18071, eq. 14"  # type: ignore[misc]
+    formula = "sg(exp(sum_t (lp_t - old_t) / n_i)) exp(lp - sg(lp))"
+    source = "GSPO-token, arXiv 2507.18071, eq. 14"
 
     def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
         total, count, inverse = over_rollouts(log_ratio.detach(), batch.rollout)
@@ -70,10 +68,10 @@ class PessimisticClip(RatioStep):
     """Clip each token's log ratio to (-width, width), but only where that lowers the objective (GMPO, arXiv 2507.20673)."""
 
     width: float = 0.4
-    source: ClassVar[str] = "GMPO, arXiv 2507.20673, eq. 4"  # type: ignore[misc]
+    source = "GMPO, arXiv 2507.20673, eq. 4"
 
     @property
-    def formula(self) -> str:  # type: ignore[override]
+    def formula(self) -> str:
         return f"exp(sgn(A) min(sgn(A) (lp - old), sgn(A) clip(lp - old, -{self.width:g}, {self.width:g})))"
 
     def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
@@ -86,8 +84,8 @@ class PessimisticClip(RatioStep):
 class Causal(RatioStep):
     """The product of the ratios up to and including each token: off-policy policy gradient without approximation."""
 
-    formula: ClassVar[str] = "exp(sum_{s<=t} (lp_s - old_s))"  # type: ignore[misc]
-    source: ClassVar[str] = "Precup et al. 2000; Degris et al. 2012"  # type: ignore[misc]
+    formula = "exp(sum_{s<=t} (lp_s - old_s))"
+    source = "Precup et al. 2000; Degris et al. 2012"
 
     def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
         running = log_ratio.cumsum(0)
@@ -98,7 +96,7 @@ class Causal(RatioStep):
 
 
 @dataclass(frozen=True)
-class Correction:
+class Correction(Part):
     """A weight without a gradient for engines whose numbers differ from the learner's: c = pi_old / mu per token.
 
     It is another gap than the ratio's (pi / pi_old) and multiplies what is maximised, outside of any clip.

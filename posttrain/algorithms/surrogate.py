@@ -1,4 +1,4 @@
-"""What is maximised for each token, and what each token weighs: surrogates and aggregations, one idea each.
+"""Surrogates: what is maximised for each token, one idea each.
 
 A part is a frozen dataclass that is called; its fields are its settings, `formula` says in plain mathematics what it
 computes with them and `source` where that comes from. Parts see the scoreboard or flat tensors of scored tokens, never a
@@ -12,28 +12,29 @@ mask, a prompt or a world size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from posttrain.types import Outputs, Stats
+from posttrain.batch import Batch, Outputs, Stats
+from posttrain.part import Part
 
-# -- surrogate: (r [N], outputs, A [N]) -> what is maximised [N] ------------------------------------------------------
 
-
-class Surrogate:
+class Surrogate(Part):
     """What is maximised for each token."""
 
-    formula: str
-    source: str
-    uses_ratio: bool = True
-    wants: frozenset[str] = frozenset()  # fields of Outputs that it reads, besides logp
+    uses_ratio = True
 
-    def __call__(self, ratio: Tensor, outputs: Outputs, advantage: Tensor) -> Tensor:
+    @property
+    def clips(self) -> bool:
+        """Whether ratios far from 1 are treated otherwise: without effect where every ratio is 1."""
+        return False
+
+    def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
+        """[N], from the ratio [N], what the models say, and the batch, whose `old_logp` is filled in."""
         raise NotImplementedError
 
-    def measure(self, ratio: Tensor, advantage: Tensor, stats: Stats) -> None:
+    def measure(self, ratio: Tensor, batch: Batch, stats: Stats) -> None:
         """Add what this part wants logged."""
 
 
@@ -41,23 +42,23 @@ class Surrogate:
 class LogProbability(Surrogate):
     """lp A: the score-function estimator (REINFORCE, Williams 1992, eq. 4)."""
 
-    formula: ClassVar[str] = "lp A"  # type: ignore[misc]
-    source: ClassVar[str] = "REINFORCE, Williams 1992, eq. 4"  # type: ignore[misc]
-    uses_ratio: ClassVar[bool] = False  # type: ignore[misc]
+    formula = "lp A"
+    source = "REINFORCE, Williams 1992, eq. 4"
+    uses_ratio = False
 
-    def __call__(self, ratio: Tensor, outputs: Outputs, advantage: Tensor) -> Tensor:
-        return outputs.logp * advantage
+    def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
+        return outputs.logp * _advantage(batch)
 
 
 @dataclass(frozen=True)
 class ImportanceRatio(Surrogate):
     """r A: importance sampling without a clip (TRPO's surrogate, arXiv 1502.05477, eq. 14)."""
 
-    formula: ClassVar[str] = "r A"  # type: ignore[misc]
-    source: ClassVar[str] = "TRPO, arXiv 1502.05477, eq. 14"  # type: ignore[misc]
+    formula = "r A"
+    source = "TRPO, arXiv 1502.05477, eq. 14"
 
-    def __call__(self, ratio: Tensor, outputs: Outputs, advantage: Tensor) -> Tensor:
-        return ratio * advantage
+    def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
+        return ratio * _advantage(batch)
 
 
 @dataclass(frozen=True)
@@ -72,28 +73,34 @@ class Clip(Surrogate):
     high: float = 0.2
     dual: float | None = None
 
+    @property
+    def clips(self) -> bool:
+        return True
+
     def __post_init__(self) -> None:
         assert self.dual is None or self.dual > 1, "a dual clip at or below 1 would leave no gradient at r = 1"
 
     @property
-    def formula(self) -> str:  # type: ignore[override]
+    def formula(self) -> str:
         bound = f"min(r A, clip(r, {1 - self.low:g}, {1 + self.high:g}) A)"
         return bound if self.dual is None else f"{bound}, where A < 0 at least {self.dual:g} A"
 
     @property
-    def source(self) -> str:  # type: ignore[override]
+    def source(self) -> str:
         higher = "; clip-higher: DAPO, arXiv 2503.14476, eq. 10" if self.high > self.low else ""
         dual = "; dual clip: arXiv 1912.09729, eq. 5" if self.dual is not None else ""
         return f"PPO, arXiv 1707.06347, eq. 7{higher}{dual}"
 
-    def __call__(self, ratio: Tensor, outputs: Outputs, advantage: Tensor) -> Tensor:
+    def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
+        advantage = _advantage(batch)
         bound = torch.minimum(ratio * advantage, ratio.clamp(1 - self.low, 1 + self.high) * advantage)
         if self.dual is None:
             return bound
         return torch.where(advantage < 0, torch.maximum(bound, self.dual * advantage), bound)
 
-    def measure(self, ratio: Tensor, advantage: Tensor, stats: Stats) -> None:
+    def measure(self, ratio: Tensor, batch: Batch, stats: Stats) -> None:
         """Shares of the tokens that the clip leaves without a gradient."""
+        advantage = _advantage(batch)
         low = ((ratio < 1 - self.low) & (advantage < 0)).sum().item()
         high = ((ratio > 1 + self.high) & (advantage > 0)).sum().item()
         stats.add("ratio/clipped_low", low, ratio.numel())
@@ -113,23 +120,27 @@ class WeightedLogProbability(Surrogate):
 
     high: float | None = None
 
+    @property
+    def clips(self) -> bool:
+        return self.high is not None
+
     def __post_init__(self) -> None:
         if self.high is not None and self.high < 0:
             raise ValueError(f"the weight is capped at 1 + high, which must not be below 1: high = {self.high}")
 
     @property
-    def formula(self) -> str:  # type: ignore[override]
+    def formula(self) -> str:
         return "sg(r) lp A" if self.high is None else f"sg(min(r, {1 + self.high:g})) lp A"
 
     @property
-    def source(self) -> str:  # type: ignore[override]
+    def source(self) -> str:
         return "Precup et al. 2000" if self.high is None else "CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4"
 
-    def __call__(self, ratio: Tensor, outputs: Outputs, advantage: Tensor) -> Tensor:
+    def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
         weight = ratio.detach()
-        return (weight if self.high is None else weight.clamp(max=1 + self.high)) * outputs.logp * advantage
+        return (weight if self.high is None else weight.clamp(max=1 + self.high)) * outputs.logp * _advantage(batch)
 
-    def measure(self, ratio: Tensor, advantage: Tensor, stats: Stats) -> None:
+    def measure(self, ratio: Tensor, batch: Batch, stats: Stats) -> None:
         if self.high is not None:
             stats.add("ratio/clipped_high", (ratio > 1 + self.high).sum().item(), ratio.numel())
 
@@ -138,11 +149,16 @@ class WeightedLogProbability(Surrogate):
 class ExpectedQ(Surrogate):
     """sum_a pi(a) min_k Q_k(a), exact over the vocabulary: discrete soft actor-critic (arXiv 1910.07207, eq. 12)."""
 
-    formula: ClassVar[str] = "sum_a pi(a) min(Q_1(a), Q_2(a))"  # type: ignore[misc]
-    source: ClassVar[str] = "discrete soft actor-critic, Christodoulou 2019, arXiv 1910.07207, eq. 12"  # type: ignore[misc]
-    uses_ratio: ClassVar[bool] = False  # type: ignore[misc]
-    wants: ClassVar[frozenset[str]] = frozenset({"expected_q"})  # type: ignore[misc]
+    formula = "sum_a pi(a) min(Q_1(a), Q_2(a))"
+    source = "discrete soft actor-critic, Christodoulou 2019, arXiv 1910.07207, eq. 12"
+    uses_ratio = False
+    wants = frozenset({"expected_q"})
 
-    def __call__(self, ratio: Tensor, outputs: Outputs, advantage: Tensor) -> Tensor:
+    def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
         assert outputs.expected_q is not None
         return outputs.expected_q
+
+
+def _advantage(batch: Batch) -> Tensor:
+    assert batch.advantage is not None
+    return batch.advantage

@@ -9,10 +9,11 @@ from posttrain.algorithms.credit import GAE, Baselined, Earned, Process, ToGo
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay
 from posttrain.algorithms.penalty import KL, Entropy, HalvingDoubling
-from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, TrustRegion
+from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining
 from posttrain.algorithms.ratio import Causal, OverSequence, PessimisticClip, SequenceValueTokenGradient
 from posttrain.algorithms.shaping import SoftOverlong
 from posttrain.algorithms.surrogate import Clip, ExpectedQ, ImportanceRatio, LogProbability, WeightedLogProbability
+from posttrain.learners.natural import TrustRegion
 from posttrain.types import UserError
 from posttrain.user_code import load_named
 

@@ -11,7 +11,7 @@ from posttrain.envs.pool import EnvPool
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
-from posttrain.training.assembly import choose_device
+from posttrain.training.setup import choose_device
 from posttrain.types import Env, Reply, Sampling, StopReason, Task, Turn, UserError
 
 

@@ -42,9 +42,9 @@ def rl(*, config: Annotated[RL, Options] = RL()) -> int:  # noqa: B008
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares two checkpoints."""
     from posttrain.runs.display import table
-    from posttrain.training import assembly
+    from posttrain.training import evaluation
 
-    found = assembly.evaluate(config)
+    found = evaluation.evaluate(config)
     names = [n for n in found.figures if isinstance(found.figures[n], dict)]
 
     def row(name: str, figures: dict[str, Any]) -> list[str]:
@@ -54,15 +54,17 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
     if found.against is not None:
         rows.append(row(config.against or "", found.against))
     table(f"{found.figures['tasks']} tasks, {config.samples} samples each", ["model", *names], rows)
-    if found.difference is not None:
-        print(f"difference in accuracy, task by task: {_interval(found.difference)} (95% interval)")
+    for name, difference in (found.differences or {}).items():
+        print(f"difference in {name}, task by task: {_interval(difference)} (95% interval)")
+    for note in found.notes:
+        print(note)
     if found.invalid:
         print(f"{found.invalid} rewards were invalid and left out")
     if config.out:
         content = {
             "figures": found.figures,
             "against": found.against,
-            "difference": found.difference,
+            "differences": found.differences,
             "rewards": found.rewards,
         }
         try:

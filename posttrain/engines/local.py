@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.batch import Layout
 from posttrain.engines.cache import Cache, Prefix
 from posttrain.engines.compiled import CompiledStep, PackedCache, supported
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
@@ -27,7 +28,7 @@ from posttrain.models.attention import SegmentAttention, filled
 from posttrain.models.decoder import Decoder
 from posttrain.models.linear import ROUND, rounds
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Completion, Layout, Sampling
+from posttrain.types import Completion, Sampling
 
 PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
 

@@ -13,6 +13,7 @@ from hashlib import sha256
 
 from posttrain.types import Task, UserError
 
+SUCCESS = 1.0  # the reward of a right answer
 HELD_OUT = 0.1  # share of all possible prompts
 
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}

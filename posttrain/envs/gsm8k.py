@@ -10,6 +10,7 @@ from posttrain.types import Invalid, Task
 from posttrain.verify.format import between, tags
 from posttrain.verify.numeric import equal_numbers, gsm8k_answer, read_number, written_tolerance
 
+SUCCESS = 1.0  # the reward of a right answer
 INSTRUCTION = "\nThink step by step in <think> </think>, then give the number alone in <answer> </answer>.\n"
 FORMAT_WEIGHT = 0.1  # of the tags, beside 1 for the answer
 

@@ -50,6 +50,18 @@ def load_converter(spec: str | Callable[..., Any]) -> Callable[[Task], Task] | N
     return getattr(module, "row_to_task", None)
 
 
+def success_of(spec: str | Callable[..., Any], given: float | None) -> float | None:
+    """The reward from which on a reply is right: as given, or as `SUCCESS` beside the environment says; None: neither."""
+    if given is not None:
+        return given
+    if isinstance(spec, str):
+        module: ModuleType | None = import_target(_split(spec)[0])
+    else:
+        module = sys.modules.get(getattr(spec, "__module__", None) or "")
+    found = getattr(module, "SUCCESS", None)
+    return None if found is None else float(found)
+
+
 def is_generator_env(function: Callable[..., Any]) -> bool:
     """True for an environment (generator function, or object whose call is one), False for a plain reward."""
     inner = inspect.unwrap(function)

@@ -8,6 +8,7 @@ from typing import Any
 from posttrain.types import Invalid, Task
 from posttrain.verify.math import last_boxed, verify
 
+SUCCESS = 1.0  # the reward of a right answer
 INSTRUCTION = "\nThink step by step and put the final answer in \\boxed{}.\n"
 
 

@@ -6,33 +6,16 @@ all of them are heard before the engine goes on, in the order of the episodes.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.envs.chat import Conversation, Texts
 from posttrain.envs.pool import Done, EnvPool
-from posttrain.types import (
-    Completion,
-    Engine,
-    Invalid,
-    Reply,
-    Rollout,
-    Sampling,
-    StopReason,
-    Task,
-    Transcript,
-    Turn,
-    UserError,
-)
+from posttrain.protocols import Engine
+from posttrain.seeds import seed_of
+from posttrain.types import Completion, Invalid, Reply, Rollout, Sampling, StopReason, Task, Transcript, Turn, UserError
 
 MAX_TURNS = 64  # an environment that never returns would play for ever
-
-
-def seed_of(*parts: object) -> int:
-    """A seed in [0, 2^63) from what it is for, such as (run seed, "rollout", step, task, member)."""
-    text = "\x1f".join(map(str, parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True)
@@ -67,7 +50,6 @@ class _Playing:
             rewards=done.rewards,
             steps=self.steps,
             stop=self.last.stop if self.last else StopReason.EOS,
-            version=self.last.version if self.last else 0,
             text="".join(self.replies),
             prompt=self.prompt,
         )

@@ -14,6 +14,7 @@ from typing import Any
 from posttrain.types import Invalid, Task
 from posttrain.verify.numeric import equal_numbers, read_number
 
+SUCCESS = 1.0  # the reward of a right answer
 LONGEST = 200  # characters of an expression
 DEEPEST = 20  # levels of brackets and signs
 TOLERANCE = 1e-9  # relative: rows write 1/3 as 0.3333333333333333, among the numbers and as the answer

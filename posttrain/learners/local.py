@@ -8,25 +8,24 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from posttrain.algorithms.policy import TrustRegion
+from posttrain.batch import Batch, Outputs, Packed, Stats
 from posttrain.learners.adamw import AdamW
-from posttrain.learners.natural import search
+from posttrain.learners.natural import TrustRegion, search
 from posttrain.models.critic import STORED, ActionValueModel, Critic, ValueModel
-from posttrain.models.decoder import Decoder
 from posttrain.models.likelihood import Hidden, exact_kl, soft_values, token_logp, token_logp_entropy
 from posttrain.models.linear import accumulating
-from posttrain.types import Alone, Batch, Objective, Outputs, Stats, World
+from posttrain.protocols import TRAINING, Alone, Learner, Model, Objective, World
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Optimization:
 
 
 @dataclass(frozen=True)
-class Part:
+class Trained:
     """What is optimised together: its gradients are clipped by one norm and it has its own learning rate."""
 
     name: str  # "policy" or "critic"
@@ -65,7 +64,7 @@ class Part:
 
 
 class LocalLearner:
-    """See `posttrain.types.Learner`.
+    """See `posttrain.protocols.Learner`.
 
     `temperature` divides the logits here and nowhere else, for current, old and reference log-probabilities alike (the
     engine divides its own).
@@ -73,12 +72,12 @@ class LocalLearner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         optimization: Optimization,
         *,
         temperature: float = 1.0,
         precision: str = "float32",
-        reference: Decoder | None = None,
+        reference: Model | None = None,
         critic: Critic | None = None,
         critic_lr: float | None = None,
         trust_region: TrustRegion | None = None,
@@ -97,7 +96,8 @@ class LocalLearner:
         self.device = model.head.device
         self.reference_moved = False
         share = 1.0 if critic_lr is None else critic_lr / optimization.lr
-        self.parts = [Part("policy", _trained(model))] + ([Part("critic", _trained(critic), share)] if critic else [])
+        self.parts = [Trained("policy", _trained(model))]
+        self.parts += [Trained("critic", _trained(critic), share)] if critic else []
         self.optimizer = AdamW(
             [group for part in self.parts for group in _groups(part, optimization.weight_decay)],
             lr=optimization.lr,
@@ -107,21 +107,19 @@ class LocalLearner:
 
     def evaluate(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[Packed],
         of: Literal["policy", "reference"] = "policy",
         want: frozenset[str] = frozenset(),
     ) -> list[Outputs]:
-        """What the policy (or the frozen reference) and the critic say of each micro-batch, without a gradient."""
         model = self.reference if of == "reference" else self.model
         assert model is not None, "this run keeps no reference"
         with torch.no_grad():
             return [self._outputs(model, batch, want) for batch in batches]
 
     def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
-        """One optimizer update with the summed gradient of all micro-batches.
+        """See `Learner`. A gradient that is not finite is counted as "skipped" and nothing moves.
 
-        A gradient that is not finite is counted as "skipped" and nothing moves: neither weights, nor the optimizer's
-        moments, nor the schedule.
+        That is neither weights, nor the optimizer's moments, nor the schedule.
         """
         stats = Stats()
         self.optimizer.zero_grad()
@@ -155,8 +153,7 @@ class LocalLearner:
         stats.add("lr", rate)
         return stats
 
-    def squared_gradients(self, batches: Sequence[Batch]) -> Tensor:
-        """float64 [S]: squared norm of the gradient of each rollout's log-probability; each batch holds one rollout."""
+    def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:
         found = []
         parameters = list(self.parts[0].parameters.values())
         for batch in batches:
@@ -166,31 +163,34 @@ class LocalLearner:
         return torch.tensor(found, dtype=torch.float64)
 
     def refresh_reference(self) -> None:
-        """The policy as it is becomes the reference."""
         assert self.reference is not None
         self.reference.load_state_dict(self.model.state_dict())
         self.reference_moved = True
 
-    def weights(self) -> Decoder:
+    def weights(self) -> Model:
         return self.model
 
     def save(self, folder: Path) -> None:
-        """Optimizer moments and counters, beside the policy that the checkpoint itself holds; critic, moved reference."""
+        """The policy, and beside it optimizer moments and counters, the critic, a reference that has moved."""
+        self.model.save(folder)
+        state = folder / TRAINING
+        state.mkdir(exist_ok=True)
         moments: dict[str, Tensor] = {}
         for part in self.parts:
             for name, parameter in part.parameters.items():
                 for key, value in self.optimizer.state.get(parameter, {}).items():
                     moments[f"{part.name}/{name}/{key}"] = value
         if moments:
-            save_file(moments, folder / "optimizer.safetensors")
+            save_file(moments, state / "optimizer.safetensors")
         if self.critic is not None:
-            save_file(self.critic.state_dict(), folder / STORED)
+            save_file(self.critic.state_dict(), state / STORED)
         if self.reference is not None and self.reference_moved:
-            save_file(dict(self.reference.named_parameters()), folder / "reference.safetensors")
-        (folder / "learner.json").write_text(json.dumps({"version": self.version}))
+            save_file(dict(self.reference.named_parameters()), state / "reference.safetensors")
+        (state / "learner.json").write_text(json.dumps({"version": self.version}))
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`."""
+        """The inverse of `save`, but for the policy's weights."""
+        folder = folder / TRAINING
         self.version = json.loads((folder / "learner.json").read_text())["version"]
         if self.critic is not None:
             self.critic.load_state_dict(load_file(folder / STORED))
@@ -207,7 +207,7 @@ class LocalLearner:
                 if state := stored.get(f"{part.name}/{name}"):
                     self.optimizer.state[parameter] = {key: v.to(parameter.device) for key, v in state.items()}
 
-    def _outputs(self, model: Decoder, batch: Batch, want: frozenset[str]) -> Outputs:
+    def _outputs(self, model: Model, batch: Packed, want: frozenset[str]) -> Outputs:
         """What is wanted besides the log-probabilities; everything that is not stays uncomputed."""
         with self._autocast():
             hidden = model.hidden(batch.layout, batch.at)
@@ -234,7 +234,7 @@ class LocalLearner:
                 outputs = replace(outputs, q=q, expected_q=expected, target_q=target)
         return outputs
 
-    def _states(self, model: Decoder, batch: Batch) -> Tensor:
+    def _states(self, model: Model, batch: Packed) -> Tensor:
         return model.hidden(batch.layout, batch.at)
 
     def _share_gradients(self) -> None:
@@ -333,7 +333,11 @@ class LocalLearner:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+if TYPE_CHECKING:
+    _proof: Callable[..., Learner] = LocalLearner
+
+
+def _trained(model: Model | nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -345,7 +349,7 @@ def _fill(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
             parameter.copy_(piece.view_as(parameter))
 
 
-def _groups(part: Part, weight_decay: float) -> list[dict[str, Any]]:
+def _groups(part: Trained, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups of the optimizer: matrices are decayed, norms and biases are not."""
     matrices = [p for name, p in part.parameters.items() if p.ndim >= 2 and "norm" not in name]
     vectors = [p for name, p in part.parameters.items() if p.ndim < 2 or "norm" in name]

@@ -13,6 +13,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from posttrain.part import Part
+
+
+@dataclass(frozen=True)
+class TrustRegion(Part):
+    """A natural gradient step within KL(old || new) <= delta, instead of AdamW (TRPO, arXiv 1502.05477, appendix C).
+
+    The direction solves F x = g by conjugate gradient on Fisher-vector products; the step is then shortened by halves
+    until the surrogate has grown and the KL, exact over the vocabulary, is within bounds.
+    """
+
+    delta: float = 0.01  # nats per token
+    iterations: int = 10  # of conjugate gradient
+    damping: float = 0.01
+    halvings: int = 10
+    source = "TRPO, arXiv 1502.05477, appendix C"
+
+    @property
+    def formula(self) -> str:
+        return f"natural gradient within mean KL(old || new) <= {self.delta:g}, then a backtracking line search"
+
 
 @dataclass(frozen=True)
 class Found:

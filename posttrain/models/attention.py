@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from posttrain.batch import Layout
 from posttrain.kernels import build
-from posttrain.types import Layout
 
 PREFIX_TOKENS = 128
 """Tokens of a micro-batch for each of its prefixes from which on attention to prefixes is computed apart."""

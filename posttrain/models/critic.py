@@ -15,12 +15,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from posttrain.batch import Packed
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import load_backbone
 from posttrain.models.likelihood import Hidden
-from posttrain.types import Batch, UserError
+from posttrain.protocols import TRAINING, Model
+from posttrain.types import UserError
 
-STORED = "critic.safetensors"  # in a checkpoint's training folder
+STORED = "critic.safetensors"  # in that folder
 NEAR_ZERO = 1e-3  # standard deviation of a new head's weights, times 1 / sqrt(D)
 
 
@@ -33,7 +35,7 @@ class ValueModel(nn.Module):
         self.weight = nn.Parameter(_near_zero((hidden,), hidden, seed))
         self.bias = nn.Parameter(torch.zeros(()))
 
-    def forward(self, batch: Batch, shared: Tensor) -> Tensor:
+    def forward(self, batch: Packed, shared: Tensor) -> Tensor:
         """Values float32 [N]; `shared` [N, D]: the policy's hidden states at the scored tokens."""
         if self.backbone is not None:
             shared = self.backbone.hidden(batch.layout, batch.at)
@@ -53,7 +55,7 @@ class ActionValueModel(nn.Module):
         self.slow_backbone = copy.deepcopy(backbone).requires_grad_(False)
         self.slow_heads = nn.Parameter(self.heads.detach().clone(), requires_grad=False)
 
-    def states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def states(self, batch: Packed) -> tuple[Tensor, Tensor]:
         """Hidden states [N, D] of the critic (with a gradient) and of its slow copy (without)."""
         own = self.backbone.hidden(batch.layout, batch.at)
         with torch.no_grad():
@@ -82,7 +84,7 @@ class ActionValueModel(nn.Module):
 Critic = ValueModel | ActionValueModel
 
 
-def new_critic(kind: type[Critic], folder: Path | None, policy: Decoder, seed: int) -> Critic:
+def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int) -> Critic:
     """A critic whose backbone starts from a checkpoint folder, on the policy's device. None: it shares the policy's.
 
     A reward model's score head is taken over, and so is the critic that a run left in its checkpoint; any other head
@@ -101,7 +103,7 @@ def new_critic(kind: type[Critic], folder: Path | None, policy: Decoder, seed: i
     critic = (
         ValueModel(backbone.config.hidden, backbone, seed) if kind is ValueModel else ActionValueModel(backbone, seed)
     )
-    stored = folder / "training" / STORED
+    stored = folder / TRAINING / STORED
     if stored.exists():
         left, own = load_file(stored), critic.state_dict()
         if left.keys() == own.keys():

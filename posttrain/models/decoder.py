@@ -12,17 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from posttrain.batch import Layout
 from posttrain.models.attention import SegmentAttention, filled
 from posttrain.models.fused import activated_product, normed_product, rms_norm, rotated, turn
 from posttrain.models.likelihood import output_logits
 from posttrain.models.linear import ROUND, Embedding, Linear, rounds
-from posttrain.types import Layout, UserError
+from posttrain.protocols import Model
+from posttrain.types import UserError
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, head_size], k and v [T, kv_heads, head_size]) -> [T, heads, head_size]. q and k come rotated."""
@@ -151,15 +154,19 @@ class Decoder(nn.Module):
         return output_logits(hidden, self.head)
 
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
-        """Hidden states [n, hidden] at some tokens of a micro-batch, at int64 [n].
-
-        What a learner asks for: any model that answers it can be trained.
-        """
+        """See `posttrain.protocols.Model`."""
+        assert layout.position.ndim == 1, "positions in time, height and width are for models that see pictures"
         count = len(at)
         if rounds(at.device) and count:
             layout, at = filled(layout, ROUND), torch.cat((at, at[:1].expand(-count % ROUND)))
         hidden: Tensor = self(layout.tokens, layout.position, SegmentAttention(layout), at)
         return hidden[:count]
+
+    def save(self, folder: Path) -> None:
+        """Write config.json, generation_config.json and the weights, as `models.folder.load_model` reads them."""
+        from posttrain.models.folder import save_model
+
+        save_model(self, folder)
 
     def rotary(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tables (cos, sin), each [T, 1, head_size]: rotated(x) = x * cos + x.roll(head_size // 2) * sin.
@@ -171,6 +178,10 @@ class Decoder(nn.Module):
         angle = position[:, None, None].float() * self._frequency[position.device]
         cos, sin = angle.cos(), angle.sin()
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Model] = Decoder
 
 
 def rotary_frequency(config: DecoderConfig) -> Tensor:

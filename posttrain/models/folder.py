@@ -93,14 +93,24 @@ def save_model(
         if old.name in (WEIGHTS, INDEX) or re.fullmatch(r"model-\d+-of-\d+\.safetensors", old.name):
             old.unlink()
     _write_weights(model, folder, dtype, shard_bytes)
-    ids = list(model.eos_ids) or ([tokenizer.eos_id] if tokenizer and tokenizer.eos_id is not None else [])
-    eos = {"eos_token_id": ids if len(ids) > 1 else ids[0]} if ids else {}
-    write_json(folder / "generation_config.json", {**model.generation, **eos})
-    source = dict(model.source) or {**written_config(model.config), **eos, **_token_ids(tokenizer)}
+    write_json(folder / "generation_config.json", {**model.generation, **_ends(model, tokenizer)})
+    source = dict(model.source) or described(model, tokenizer)
     source.pop("torch_dtype", None)  # the name of "dtype" in older checkpoints
     write_json(folder / "config.json", {**source, "dtype": str(dtype).removeprefix("torch.")})
     if tokenizer is not None:
         tokenizer.save(folder)
+
+
+def described(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The config.json of a model that was not loaded from one, with the tokenizer's ids."""
+    ids = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+    return {**written_config(model.config), **_ends(model, tokenizer), **ids}
+
+
+def _ends(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The ids that end a reply, as both files of a checkpoint name them."""
+    ids = list(model.eos_ids) or ([tokenizer.eos_id] if tokenizer and tokenizer.eos_id is not None else [])
+    return {"eos_token_id": ids if len(ids) > 1 else ids[0]} if ids else {}
 
 
 def checkpoint_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -262,10 +272,6 @@ def _read_context(source: Mapping[str, Any]) -> int:
     )
     window: int | None = source.get("sliding_window") if windowed else None
     return min(context, window) if window else context
-
-
-def _token_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-    return {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
 
 
 def _split(parameter: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:

@@ -64,8 +64,8 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
     critic = learn_critic(arena, folder, seed, settings)
     found: dict[str, Halves] = {}
     with bench(arena, seed, settings, critic, algorithm="ppo", kl=0.0) as source:
-        learner = source.learner
-        parameters = [p for p in learner.model.parameters() if p.requires_grad]
+        learner, model = source.learner, source.learner.weights()
+        parameters = [p for p in model.parameters() if p.requires_grad]
         for number in range(1, settings["batches"] + 1):
             rollouts = [rollout for rollout, _ in source.produce(number).rollouts]
             batch = one_batch(rollouts)
@@ -73,10 +73,10 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
             assert outputs.value is not None
             scores = replace(
                 scoreboard(rollouts, value=by_rollout(outputs.value, rollouts)),
-                square=learner.squared_gradients([one_batch([r]) for r in rollouts]),
+                squared_gradient_norm=learner.squared_gradients([one_batch([r]) for r in rollouts]),
             )
-            hidden = learner.model.hidden(batch.layout, batch.at)
-            logits = hidden @ learner.model.head.T
+            hidden = model.hidden(batch.layout, batch.at)
+            logits = hidden @ model.head.T
             logp = logits.gather(-1, batch.target[:, None]).squeeze(-1) - logits.logsumexp(-1)
             for name, advantage in estimators().items():
                 credit = torch.cat(per_token(advantage(scores), scores))

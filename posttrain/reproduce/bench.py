@@ -11,6 +11,7 @@ from torch import Tensor
 
 from posttrain.algorithms.adjust import adjust
 from posttrain.algorithms.table import find
+from posttrain.batch import Packed
 from posttrain.config import RL
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
@@ -18,10 +19,12 @@ from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import Critic, ValueModel, new_critic
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import Learner
 from posttrain.reproduce.harness import Arena
-from posttrain.sources.packing import collate
-from posttrain.sources.rl import Experience, Size
-from posttrain.types import Batch, Rollout, Sampling
+from posttrain.sources.collecting import Size
+from posttrain.sources.packing import pack
+from posttrain.sources.rl import Experience
+from posttrain.types import Rollout, Sampling
 
 TOKENS = 8192  # fed at once
 
@@ -53,17 +56,17 @@ def bench(
         )
 
 
-def one_batch(rollouts: Sequence[Rollout]) -> Batch:
+def one_batch(rollouts: Sequence[Rollout]) -> Packed:
     """All of them as one micro-batch; their scored tokens lie in order."""
-    return collate([r.transcripts for r in rollouts], range(len(rollouts)))
+    return pack([r.transcripts for r in rollouts], range(len(rollouts)))
 
 
 def by_rollout(values: Tensor, rollouts: Sequence[Rollout]) -> list[Tensor]:
     """[N] of `one_batch` -> [n_i] for each rollout."""
-    return list(values.split([r.n_sampled for r in rollouts]))
+    return list(values.split([r.n_scored for r in rollouts]))
 
 
-def log_probabilities(learner: LocalLearner, rollouts: Sequence[Rollout]) -> list[Tensor]:
+def log_probabilities(learner: Learner, rollouts: Sequence[Rollout]) -> list[Tensor]:
     """The policy's, now: [n_i] for each rollout."""
     [outputs] = learner.evaluate([one_batch(rollouts)])
     return by_rollout(outputs.logp, rollouts)

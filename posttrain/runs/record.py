@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from posttrain.types import Invalid, Rollout, Transcript, UserError
+from posttrain.types import Invalid, Rollout, SpanKind, Transcript, UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -363,8 +363,7 @@ def _readable(rollout: Rollout) -> dict[str, Any]:
 
 def _spans(transcript: Transcript) -> list[list[int]]:
     """[first, number] of each run of sampled tokens."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], transcript.sampled, [False])).astype(np.int8)))
-    return [[int(first), int(end - first)] for first, end in edges.reshape(-1, 2)]
+    return [[s.start, s.length] for s in transcript.spans if s.kind is SpanKind.SAMPLED]
 
 
 def _short(value: float) -> float | None:

@@ -1,115 +1,318 @@
 """Decides how transcripts become micro-batches: which go together, and how their tokens lie.
 
-Tokens are laid end to end without padding. A prompt that several transcripts begin with is laid once, and the others
-name it as their prefix. What no scored token depends on (the last token, trailing tool text) is not laid at all.
+Tokens are laid end to end without padding. What several transcripts begin with, a prompt or a branch that they share, is
+laid once, and what follows it names it as its prefix. What no scored token depends on (the last token, trailing tool
+text) is not laid at all.
 
     T    tokens of a micro-batch    N    scored tokens    S    rollouts of the optimizer batch
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from posttrain.types import Batch, Layout, Transcript
+from posttrain.batch import Batch, Layout, Packed
+from posttrain.types import SpanKind, Transcript
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
+
+    Integers = NDArray[np.int64]
 
 
 def prompt_length(transcript: Transcript) -> int:
-    """How many tokens come before the first sampled one."""
-    return transcript.sampled.index(True)
+    """How many tokens come before the first sampled (or imitated) one."""
+    return next(s.start for s in transcript.spans if s.kind in (SpanKind.SAMPLED, SpanKind.IMITATED))
 
 
 def needed_length(transcript: Transcript) -> int:
-    """How many tokens must be fed so that every sampled token is predicted: all before the last sampled one."""
-    return len(transcript) - 1 - transcript.sampled[::-1].index(True)
+    """How many tokens must be fed so that every scored token is predicted: all before the last scored one."""
+    last = next(s for s in reversed(transcript.spans) if s.learned and s.length)
+    return last.start + last.length - 1
 
 
-def split_microbatches(transcripts: Sequence[Sequence[Transcript]], tokens_per_microbatch: int) -> list[list[int]]:
-    """Indices of the rollouts of each micro-batch. Rollouts stay whole and in order; a shared prompt counts once.
+def split_microbatches(rollouts: Sequence[Sequence[Transcript]], tokens_per_microbatch: int) -> list[list[int]]:
+    """Indices of the rollouts of each micro-batch. Rollouts stay whole and in order; what they share counts once.
 
-    A micro-batch holds at most `tokens_per_microbatch` fed tokens beside the prompt of its first rollout, or a single
+    A micro-batch holds at most `tokens_per_microbatch` tokens beside the prompts of its first rollout, or a single
     rollout that is longer than that: so a long prompt does not drive the rollouts that share it apart.
     """
+    paths = iter(_paths([t for rollout in rollouts for t in rollout]))
     batches: list[list[int]] = []
-    used, prompts = 0, set[tuple[int, ...]]()
-    for index, rollout in enumerate(transcripts):
-        own = {tuple(t.tokens[: prompt_length(t)]) for t in rollout}
-        replies = sum(needed_length(t) - prompt_length(t) for t in rollout)
-        cost = replies + sum(len(p) for p in own - prompts)
+    used, laid = 0, set[_Key]()
+    for index, rollout in enumerate(rollouts):
+        own = [next(paths) for _ in rollout]
+        pieces = {piece.key: piece.length for path in own for piece in path}
+        cost = sum(length for key, length in pieces.items() if key not in laid)
         if not batches or used + cost > tokens_per_microbatch:
             batches.append([])
-            used, prompts = 0, own
-            cost = replies
+            prompts = {path[0].key for path in own}
+            used, laid = 0, set()
+            cost = sum(length for key, length in pieces.items() if key not in prompts)
         batches[-1].append(index)
-        used, prompts = used + cost, prompts | own
+        used += cost
+        laid |= pieces.keys()
     return batches
 
 
-def collate(
-    rollouts: Sequence[Sequence[Transcript]], index: Sequence[int], device: torch.device | str = "cpu"
-) -> Batch:
-    """One micro-batch of these rollouts, `index[i]` being the place of rollout i in the scoreboard [S].
+def pack(rollouts: Sequence[Sequence[Transcript]], index: Sequence[int], device: torch.device | str = "cpu") -> Packed:
+    """The transcripts of these rollouts as a model reads them, `index[i]` being the place of rollout i in [S].
 
-    Scored tokens keep the order of rollouts, and within one the order of its tokens. Weights are 0: the caller sets them.
+    Scored tokens keep the order of rollouts, and within one the order of its tokens.
     """
     import torch
 
-    users: dict[tuple[int, ...], int] = {}
-    for transcript in (t for rollout in rollouts for t in rollout):
-        prompt = tuple(transcript.tokens[: prompt_length(transcript)])
-        users[prompt] = users.get(prompt, 0) + 1
+    transcripts = [t for rollout in rollouts for t in rollout]
+    owner = [place for place, rollout in zip(index, rollouts, strict=True) for _ in rollout]
+    tree = _Tree.of(transcripts)
+    at, target = [], []
+    for transcript, scored, path in zip(transcripts, (t.scored for t in transcripts), tree.paths, strict=True):
+        before = scored - 1  # a token is predicted by the one before it
+        assert len(scored) and before[0] >= 0, "a scored token needs a token before it"
+        places = np.concatenate([np.arange(s.start, s.start + s.length) for s in path])
+        at.append(places[before])
+        target.append(np.asarray(transcript.tokens, dtype=np.int64)[scored])
 
-    tokens: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
-    start, length, prefix = [], [], []
-    shared: dict[tuple[int, ...], int] = {}
-    at, target, owner, logp = [], [], [], []
-    total = 0
+    def tensor(parts: Sequence[NDArray[Any]], axis: int = 0) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts, axis)).to(device)
 
-    def segment(ids: Sequence[int], first: int, before: int) -> int:
-        nonlocal total
-        tokens.append(np.asarray(ids, dtype=np.int64))
-        positions.append(np.arange(first, first + len(ids), dtype=np.int64))
-        start.append(total)
-        length.append(len(ids))
-        prefix.append(before)
-        total += len(ids)
-        return len(start) - 1
-
-    for place, rollout in zip(index, rollouts, strict=True):
-        for transcript in rollout:
-            head, end = prompt_length(transcript), needed_length(transcript)
-            assert head > 0, "a sampled token needs a token before it"
-            prompt = tuple(transcript.tokens[:head])
-            if users[prompt] > 1 and prompt not in shared:
-                shared[prompt] = segment(prompt, 0, -1)
-            scored = np.flatnonzero(np.asarray(transcript.sampled))
-            if prompt in shared:
-                root = shared[prompt]
-                # A reply of one token is predicted by the prompt alone: there is nothing more to feed.
-                body = segment(transcript.tokens[head:end], head, root) if end > head else root
-                before = np.where(scored - 1 < head, start[root], start[body] - head) + scored - 1
-            else:
-                before = start[segment(transcript.tokens[:end], 0, -1)] + scored - 1
-            at.append(before)
-            target.append(np.asarray(transcript.tokens, dtype=np.int64)[scored])
-            owner.append(np.full(len(scored), place, dtype=np.int64))
-            logp.append(np.asarray(transcript.logp, dtype=np.float32))
-
-    def tensor(parts: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device)
-
-    scored_at = tensor(at)
-    return Batch(
-        layout=Layout(tensor(tokens), tensor(positions), tuple(start), tuple(length), tuple(prefix)),
-        at=scored_at,
+    counts = [len(part) for part in at]
+    laid = tree.segments
+    return Packed(
+        layout=Layout(
+            tokens=tensor([s.tokens for s in laid]),
+            position=tensor(_positions(laid), axis=-1),
+            start=tuple(s.start for s in laid),
+            length=tuple(s.length for s in laid),
+            prefix=tuple(s.prefix for s in laid),
+            media=tuple(m for s in laid for m in s.media),
+            experts=tensor(_experts(laid)) if any(s.experts is not None for s in laid) else None,
+        ),
+        at=tensor(at),
         target=tensor(target),
-        rollout=tensor(owner),
-        weight=torch.zeros(scored_at.shape, dtype=torch.float32, device=device),
-        sampler_logp=tensor(logp),
+        rollout=torch.from_numpy(np.repeat(np.asarray(owner, dtype=np.int64), counts)).to(device),
     )
+
+
+def collate(
+    rollouts: Sequence[Sequence[Transcript]],
+    index: Sequence[int],
+    *,
+    weight: torch.Tensor,
+    fields: Mapping[str, Sequence[torch.Tensor]] | None = None,
+    imitate: torch.Tensor | None = None,
+    coefficients: Mapping[str, float] | None = None,
+    device: torch.device | str = "cpu",
+) -> Batch:
+    """One whole micro-batch of some rollouts, `index[i]` being the place of rollout i in the optimizer batch [S].
+
+    weight, imitate   [S], the share in the loss, and in its likelihood term, of each token of a rollout.
+    fields            of `Batch`: one value for each scored token, [n_i] for each rollout of the optimizer batch.
+    """
+    import torch
+
+    packed = pack(rollouts, index, device)
+    logp = [t.sampler_logp for rollout in rollouts for t in rollout]
+    sampled = all(x is not None for x in logp)
+    return Batch(
+        layout=packed.layout,
+        at=packed.at,
+        target=packed.target,
+        rollout=packed.rollout,
+        weight=weight.to(device)[packed.rollout],
+        sampler_logp=torch.from_numpy(np.concatenate([x for x in logp if x is not None])).to(device)
+        if sampled
+        else None,
+        imitate=None if imitate is None else imitate.to(device)[packed.rollout],
+        coefficients=dict(coefficients or {}),
+        **{name: torch.cat([values[i] for i in index]).to(device) for name, values in (fields or {}).items()},
+    )
+
+
+# -- the tree of what transcripts share --------------------------------------------------------------------------------
+
+_Key = tuple[Any, ...]
+"""What a run of tokens is told by: all that stands before it, its tokens, and the media among them."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A run of tokens of a transcript that others may have too."""
+
+    key: _Key
+    first: int  # place in the transcript
+    length: int
+
+
+def _paths(transcripts: Sequence[Transcript]) -> list[list[_Piece]]:
+    """The pieces of each transcript, up to its last token that is needed.
+
+    Transcripts are cut behind their prompt, and where any that begins with the same prompt has branched off.
+    """
+    prompts = [prompt_length(t) for t in transcripts]
+    tokens = [np.asarray(t.tokens, dtype=np.int64) for t in transcripts]
+    roots = [_contents(t, row, 0, n) for t, row, n in zip(transcripts, tokens, prompts, strict=True)]
+    cuts: dict[_Key, set[int]] = {}
+    for transcript, root, prompt in zip(transcripts, roots, prompts, strict=True):
+        cuts.setdefault(root, {prompt}).update(fork for fork in transcript.forks if fork > prompt)
+    paths = []
+    for transcript, row, root in zip(transcripts, tokens, roots, strict=True):
+        end = needed_length(transcript)
+        edges = [0, *sorted(cut for cut in cuts[root] if cut < end), end]
+        path: list[_Piece] = []
+        for first, last in pairwise(edges):
+            key = (path[-1].key if path else (), *_contents(transcript, row, first, last))
+            path.append(_Piece(key, first, last - first))
+        paths.append(path)
+    for family in _families(roots, cuts):
+        _lengthen([(transcripts[i], tokens[i], paths[i]) for i in family])
+    return paths
+
+
+def _families(roots: Sequence[_Key], cuts: Mapping[_Key, set[int]]) -> Iterable[list[int]]:
+    """Which transcripts begin alike, where some of these branch off."""
+    families: dict[_Key, list[int]] = {}
+    for number, root in enumerate(roots):
+        if len(cuts[root]) > 1:
+            families.setdefault(root, []).append(number)
+    return families.values()
+
+
+def _lengthen(family: Sequence[tuple[Transcript, Integers, list[_Piece]]]) -> None:
+    """Let a transcript that ends within a piece of another go through the whole of it, so that it is laid once."""
+    longest = sorted({(piece.first, piece.length) for _, _, path in family for piece in path}, reverse=True)
+    known = {piece.key for _, _, path in family for piece in path}
+    for transcript, tokens, path in family:
+        last = path[-1]
+        before = path[-2].key if len(path) > 1 else ()
+        for first, length in longest:
+            if first == last.first and last.length < length <= len(tokens) - first:
+                key = (before, *_contents(transcript, tokens, first, first + length))
+                if key in known:
+                    path[-1] = _Piece(key, first, length)
+                    break
+
+
+def _contents(transcript: Transcript, tokens: Integers, first: int, last: int) -> _Key:
+    media = tuple((m.start - first, m.digest) for m in transcript.media if first <= m.start < last)
+    return tokens[first:last].tobytes(), media
+
+
+@dataclass
+class _Segment:
+    """Where a piece, or several that nobody parts, is laid."""
+
+    transcript: Transcript  # one that has it
+    first: int  # place there
+    length: int
+    prefix: int  # number of the segment before it; -1: none
+    start: int = -1  # place in the micro-batch
+    users: int = 0  # transcripts that go through it
+    children: list[int] = field(default_factory=list)
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.first, self.first + self.length)
+
+    @property
+    def tokens(self) -> Integers:
+        return np.asarray(self.transcript.tokens[self.slice], dtype=np.int64)
+
+    @property
+    def position(self) -> Integers:
+        own = self.transcript.positions
+        if own is None:
+            return np.arange(self.first, self.first + self.length, dtype=np.int64)
+        return own[:, self.slice]
+
+    @property
+    def media(self) -> list[Any]:
+        found = [m for m in self.transcript.media if self.first <= m.start < self.first + self.length]
+        return [replace(m, start=m.start - self.first + self.start) for m in found]
+
+    @property
+    def experts(self) -> NDArray[np.int16] | None:
+        """[length, layers, k], -1 where no engine told."""
+        told = [s for s in self.transcript.spans if s.experts is not None]
+        if not told:
+            return None
+        shape = told[0].experts.shape[1:]  # type: ignore[union-attr]
+        whole = np.full((len(self.transcript), *shape), -1, dtype=np.int16)
+        for span in told:
+            assert span.experts is not None
+            whole[span.start : span.start + span.length] = span.experts
+        return whole[self.slice]
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """The segments of a micro-batch, and those that each transcript goes through."""
+
+    segments: list[_Segment]
+    paths: list[list[_Segment]]
+
+    @staticmethod
+    def of(transcripts: Sequence[Transcript]) -> _Tree:
+        nodes: dict[_Key, int] = {}
+        found: list[_Segment] = []
+        walks: list[list[int]] = []
+        for transcript, path in zip(transcripts, _paths(transcripts), strict=True):
+            walk: list[int] = []
+            for piece in path:
+                parent = walk[-1] if walk else -1
+                if piece.key not in nodes:
+                    nodes[piece.key] = len(found)
+                    found.append(_Segment(transcript, piece.first, piece.length, parent))
+                    if parent >= 0:
+                        found[parent].children.append(nodes[piece.key])
+                walk.append(nodes[piece.key])
+            for number in walk:
+                found[number].users += 1
+            walks.append(walk)
+        return _Tree._joined(found, walks)
+
+    @staticmethod
+    def _joined(found: list[_Segment], walks: list[list[int]]) -> _Tree:
+        """With every segment that only continues another, and whom nobody else does, laid as one with it."""
+        place: dict[int, int] = {}
+        segments: list[_Segment] = []
+        start = 0
+        for number, segment in enumerate(found):
+            if number in place:
+                continue
+            last = number
+            while len(found[last].children) == 1 and found[found[last].children[0]].users == found[last].users:
+                last = found[last].children[0]
+                segment.length += found[last].length
+                place[last] = len(segments)
+            place[number] = len(segments)
+            segment.start = start
+            segment.prefix = place[segment.prefix] if segment.prefix >= 0 else -1
+            segment.transcript = found[last].transcript
+            segments.append(segment)
+            start += segment.length
+        paths = []
+        for walk in walks:
+            numbers = dict.fromkeys(place[number] for number in walk)
+            paths.append([segments[number] for number in numbers])
+        return _Tree(segments, paths)
+
+
+def _positions(segments: Sequence[_Segment]) -> list[Integers]:
+    """[n] of each segment; [3, n] where any has three rows: text alone stands at one place in all of them."""
+    found = [s.position for s in segments]
+    if all(x.ndim == 1 for x in found):
+        return found
+    return [np.broadcast_to(x, (3, x.shape[-1])) for x in found]
+
+
+def _experts(segments: Sequence[_Segment]) -> list[NDArray[np.int16]]:
+    known = [s.experts for s in segments]
+    shape = next(x.shape[1:] for x in known if x is not None)
+    return [np.full((s.length, *shape), -1, np.int16) if x is None else x for s, x in zip(segments, known, strict=True)]

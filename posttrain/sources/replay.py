@@ -1,6 +1,6 @@
 """Rollouts remembered over steps, for rows that learn from more than the step's own. They are training state.
 
-n_i    sampled tokens of rollout i
+n_i    scored tokens of rollout i
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReplayBuffer:
                 "group": rollout.group,
                 "reward": rollout.reward,
                 "stop": str(rollout.stop),
-                "transcripts": [[t.tokens, [int(s) for s in t.sampled], t.logp] for t in rollout.transcripts],
+                "transcripts": [t.as_dict() for t in rollout.transcripts],
                 "advantage": advantage.tolist(),
             }
             for rollout, advantage in zip(self.rollouts, self.advantages, strict=True)
@@ -42,11 +42,7 @@ class ReplayBuffer:
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
         self.rollouts, self.advantages = [], []
         for row in state:
-            transcripts = []
-            for tokens, sampled, logp in row["transcripts"]:
-                transcript = Transcript()
-                transcript.tokens, transcript.sampled, transcript.logp = tokens, [bool(s) for s in sampled], logp
-                transcripts.append(transcript)
+            transcripts = [Transcript.from_dict(plain) for plain in row["transcripts"]]
             stop = StopReason(row["stop"])
             self.rollouts.append(Rollout({}, row["group"], transcripts, row["reward"], stop=stop))
             self.advantages.append(torch.tensor(row["advantage"]))

@@ -11,14 +11,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from posttrain.batch import Scores, Stats
 from posttrain.sources.diversity import GROUPS, MEMBERS, diversity
-from posttrain.types import Invalid, Rollout, Scores, Stats, UserError
+from posttrain.types import Invalid, Rollout, UserError, succeeds
 
 MAX_INVALID = 0.5  # of a step's rollouts: beyond this the reward function is broken, not some of the replies
 
 
-def describe(rollouts: Sequence[Rollout], correct: float) -> Stats:
-    """What is worth knowing of all rollouts of a step, the unusable ones too. Rewards from `correct` on are accurate."""
+def describe(rollouts: Sequence[Rollout], success: float | None) -> Stats:
+    """What is worth knowing of all rollouts of a step, the unusable ones too.
+
+    `success`: rewards from it on are accurate; None: no reward says whether a reply is right, so nothing is.
+    """
     stats = Stats()
     for rollout in rollouts:
         invalid = isinstance(rollout.reward, Invalid)
@@ -29,7 +33,8 @@ def describe(rollouts: Sequence[Rollout], correct: float) -> Stats:
         stats.add("entropy", -sum(sum(t.logp) for t in rollout.transcripts), rollout.n_sampled)
         if not isinstance(rollout.reward, Invalid):
             stats.add("reward", rollout.reward)
-            stats.add("accuracy", rollout.reward >= correct - 1e-6)
+            if success is not None:
+                stats.add("accuracy", succeeds(rollout.reward, success))
             for name, value in rollout.rewards.items():
                 stats.add(f"reward/{name}", value)
     stats.merge(diversity(_replies(rollouts)))
@@ -37,32 +42,35 @@ def describe(rollouts: Sequence[Rollout], correct: float) -> Stats:
 
 
 def _replies(rollouts: Sequence[Rollout]) -> list[list[list[int]]]:
-    """The sampled tokens of the groups that `diversity` looks at."""
+    """The scored tokens of the groups that `diversity` looks at."""
     groups: dict[str, list[list[int]]] = {}
     for rollout in rollouts:
         if rollout.group not in groups and len(groups) == GROUPS:
             break  # groups are neighbours
         members = groups.setdefault(rollout.group, [])
         if len(members) < MEMBERS:
-            members.append([x for t in rollout.transcripts for x, own in zip(t.tokens, t.sampled, strict=True) if own])
+            members.append([t.tokens[i] for t in rollout.transcripts for i in t.scored.tolist()])
     return [members for members in groups.values() if len(members) > 1]
 
 
+def refuse_broken(rollouts: Sequence[Rollout]) -> None:
+    """Raises UserError if most rewards of a step are invalid: of all that it played, replaced groups included."""
+    bad = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
+    if len(bad) > MAX_INVALID * len(rollouts):
+        raise UserError(f"{len(bad)} of {len(rollouts)} rewards of this step are invalid; the first: {bad[0]}")
+
+
 def usable(rollouts: Sequence[Rollout], stats: Stats) -> list[Rollout]:
-    """The rollouts that can teach something: valid, with a sampled token, and with such company in their group.
+    """The rollouts that can teach something: valid, with a scored token, and with such company in their group.
 
     A group keeps its valid members while at least half of it, and two, are valid; a group of one needs its one.
     """
-    bad = [r for r in rollouts if isinstance(r.reward, Invalid)]
-    if len(bad) > MAX_INVALID * len(rollouts):
-        reason = bad[0].reward.reason if isinstance(bad[0].reward, Invalid) else ""
-        raise UserError(f"{len(bad)} of {len(rollouts)} rewards of this step are invalid; the first: {reason}")
     groups: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.group].append(rollout)
     kept = []
     for members in groups.values():
-        valid = [r for r in members if not isinstance(r.reward, Invalid) and r.n_sampled > 0]
+        valid = [r for r in members if not isinstance(r.reward, Invalid) and r.n_scored > 0]
         if len(valid) >= max(min(2, len(members)), len(members) / 2):
             kept.extend(valid)
     stats.add("dropped", len(rollouts) - len(kept), len(rollouts))
@@ -73,18 +81,21 @@ def scoreboard(
     rollouts: Sequence[Rollout],
     penalty: Sequence[Tensor] = (),
     value: Sequence[Tensor] = (),
-    correct: float = 1.0,
+    success: float | None = None,
 ) -> Scores:
-    """The scoreboard of these rollouts, whose rewards are valid, on the CPU. Rewards from `correct` on are correct."""
+    """The scoreboard of these rollouts, whose rewards are valid, on the CPU. Rewards from `success` on are successes."""
     number: dict[str, int] = {}
-    reward = torch.tensor([float(r.reward) for r in rollouts], dtype=torch.float64)  # type: ignore[arg-type]
+    valid = [r.reward for r in rollouts if not isinstance(r.reward, Invalid)]
+    assert len(valid) == len(rollouts), "an invalid reward has no score"
+    reward = torch.tensor(valid, dtype=torch.float64)
     return Scores(
         reward=reward,
         group=torch.tensor([number.setdefault(r.group, len(number)) for r in rollouts], dtype=torch.int64),
-        length=torch.tensor([r.n_sampled for r in rollouts], dtype=torch.float32),
+        length=torch.tensor([r.n_scored for r in rollouts], dtype=torch.float32),
         steps=tuple(tuple(r.steps) for r in rollouts),
         penalty=tuple(penalty),
         value=tuple(value),
+        sampled=torch.tensor([r.n_sampled for r in rollouts], dtype=torch.float32),
         truncated=torch.tensor([r.stop.truncated for r in rollouts], dtype=torch.bool),
-        correct=reward >= correct - 1e-6,
+        success=None if success is None else succeeds(reward, success),
     )

@@ -6,16 +6,17 @@ N    scored tokens of a micro-batch: the tokens to imitate
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from posttrain.batch import Batch, Outputs, Stats, Step
 from posttrain.data.tasks import order
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.sources.packing import collate, split_microbatches
-from posttrain.types import Batch, Completion, Outputs, Stats, Step, StopReason, Task, Transcript, UserError
+from posttrain.types import Task, Transcript, UserError
 
 
 class Likelihood:
@@ -39,10 +40,6 @@ def demonstrate(
     row is longer than the context: rows are never cut silently.
     """
     transcript = Transcript()
-
-    def imitate(tokens: list[int]) -> None:
-        transcript.sample(Completion(0, tokens, [0.0] * len(tokens), "", StopReason.EOS, 0))
-
     if "messages" in task:
         before = ""
         for i, message in enumerate(task["messages"]):
@@ -58,17 +55,17 @@ def demonstrate(
             reply = tokenizer.encode(whole[len(shown) :])
             ends = [i for i, token in enumerate(reply) if token in eos_ids]
             end = ends[-1] + 1 if ends else len(reply)  # what the template puts after the end of a turn is not sampled
-            imitate(reply[:end] if ends else [*reply, eos_ids[0]])
+            transcript.imitate(reply[:end] if ends else [*reply, eos_ids[0]])
             transcript.observe(reply[end:])
             before = whole
     else:
         transcript.observe(tokenizer.encode(task["prompt"], start=True))
-        imitate([*tokenizer.encode(task["response"]), eos_ids[0]])
+        transcript.imitate([*tokenizer.encode(task["response"]), eos_ids[0]])
     if not mask_prompt:
         whole_text, transcript = transcript, Transcript()
         transcript.observe(whole_text.tokens[:1])
-        imitate(whole_text.tokens[1:])
-    if not transcript.n_sampled or transcript.sampled[0]:
+        transcript.imitate(whole_text.tokens[1:])
+    if not transcript.n_scored or transcript.spans[0].learned:
         raise UserError(f"row {task['id']!r} has nothing to learn: no reply after a prompt of at least one token")
     if len(transcript) > context:
         raise UserError(
@@ -98,17 +95,17 @@ class Demonstrations:
         chosen = permutation[part * self.rows : (part + 1) * self.rows]
         stats = Stats()
         stats.add("epoch", epoch + (part + 1) / self.steps_per_epoch)
-        return Step(number, [lambda: self.batches([self.transcripts[i] for i in chosen])], stats)
+        rows = [self.transcripts[i] for i in chosen]
+        return Step(number, [lambda: self.batches(rows)], stats, sum(t.n_scored for t in rows))
 
     def batches(self, transcripts: Sequence[Transcript]) -> list[Batch]:
         """Micro-batches of these rows, every scored token weighing 1 / (scored tokens of all of them)."""
         rows = [[t] for t in sorted(transcripts, key=len)]
-        tokens = sum(t.n_sampled for t in transcripts)
-        batches = []
-        for index in split_microbatches(rows, self.tokens_per_microbatch):
-            batch = collate([rows[i] for i in index], index, self.device)
-            batches.append(replace(batch, weight=torch.full_like(batch.weight, 1 / tokens), sampler_logp=None))
-        return batches
+        share = torch.full((len(rows),), 1 / sum(t.n_scored for t in transcripts))
+        return [
+            collate([rows[i] for i in index], index, weight=share, device=self.device)
+            for index in split_microbatches(rows, self.tokens_per_microbatch)
+        ]
 
     def learned(self, step: Step, stats: Stats) -> None:
         pass

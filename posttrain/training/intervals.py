@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.types import UserError
+from posttrain.types import UserError, succeeds
 
 Interval = tuple[float, float]
 
@@ -86,13 +86,13 @@ def wilson_interval(successes: int, n: int, level: float = 0.95) -> Interval:
 def summary(
     per_task_rewards: Sequence[Sequence[float]],
     ks: Sequence[int] = (),
-    threshold: float = 1.0,
+    success: float | None = 1.0,
     level: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Any]:
     """The figures of an evaluation. `per_task_rewards` holds, for each task, the valid rewards of its samples.
 
-    A sample is correct if its reward is at least `threshold`. The result:
+    A sample is right if its reward is at least `success`; None: nothing says so, and there is only the reward. The result:
 
         {"tasks": 100, "samples": 800,
          "reward": {"mean": 0.52, "low": 0.44, "high": 0.60, "tasks": 100},
@@ -106,10 +106,11 @@ def summary(
         raise UserError(
             "no task has a valid reward: look at the reasons in the rollouts, the verifier failed every time"
         )
-    # Rewards are sums of parts: 0.7 + 0.2 + 0.1 is a little under 1.
-    correct = [(len(rewards), int((rewards >= threshold - 1e-6).sum())) for rewards in groups]
-    result: dict[str, Any] = {"tasks": len(groups), "samples": sum(n for n, _ in correct)}
+    result: dict[str, Any] = {"tasks": len(groups), "samples": sum(map(len, groups))}
     result["reward"] = _figure([float(rewards.mean()) for rewards in groups], bootstrap_interval, level, seed)
+    if success is None:
+        return result
+    correct = [(len(rewards), int(succeeds(rewards, success).sum())) for rewards in groups]
     result["accuracy"] = _figure([c / n for n, c in correct], _rate_interval, level, seed)
     for k in ks:
         rates = [pass_at_k(n, c, k) for n, c in correct if n >= k]

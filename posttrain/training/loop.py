@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from posttrain.learners.local import LocalLearner
-from posttrain.types import Objective, Source, Stats, Step
+from posttrain.batch import Stats, Step
+from posttrain.protocols import Learner, Objective, Source
 
 Hook = Callable[["Trained"], bool | None]
 """What is called after a step. True: training ends here."""
@@ -28,7 +28,7 @@ class Trained:
 
 
 def train(
-    learner: LocalLearner,
+    learner: Learner,
     source: Source,
     objective: Objective,
     hooks: Sequence[Hook],

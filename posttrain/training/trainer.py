@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import RL, SFT, AnyTraining, as_dict, continued
-from posttrain.learners.local import LocalLearner
-from posttrain.models.folder import save_model
+from posttrain.batch import Stats
+from posttrain.config import AnyTraining, Training, as_dict, continued
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import TRAINING, Learner, Objective, Source
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs.display import Display
 from posttrain.runs.health import Health
 from posttrain.runs.record import Record, curves, read_metrics, read_run
 from posttrain.training.loop import Trained, interruptible, train
-from posttrain.types import Objective, Source, Stats, UserError
+from posttrain.types import UserError
 
 RUN_FILES = (
     "run.json",
@@ -75,7 +75,7 @@ def begin(config: AnyTraining) -> tuple[AnyTraining, Path | None]:
         return config, None
     if not (folder / "run.json").exists():
         raise UserError(f"{folder} holds no run to resume: leave out --resume, or give the --out of one")
-    run, verb = read_run(folder), type(config).__name__.lower()
+    run, verb = read_run(folder), config.verb
     if run["verb"] != verb:
         raise UserError(f"{folder} is a run of posttrain {run['verb']}: resume it with that verb")
     newest = checkpoints.newest(folder, print)
@@ -84,7 +84,7 @@ def begin(config: AnyTraining) -> tuple[AnyTraining, Path | None]:
     return continued(config, run["config"]), newest
 
 
-def open_run(config: SFT | RL, resumed: Path | None, extra: dict[str, Any]) -> Record:
+def open_run(config: Training, resumed: Path | None, extra: dict[str, Any]) -> Record:
     """The run directory, ready to be written: new, or with what was recorded since the checkpoint taken out."""
     folder = Path(config.out)
     with writing(folder):
@@ -97,10 +97,10 @@ def open_run(config: SFT | RL, resumed: Path | None, extra: dict[str, Any]) -> R
             for name in RUN_FILES:
                 shutil.rmtree(folder / name, ignore_errors=True)
                 (folder / name).unlink(missing_ok=True)
-        return Record.create(folder, as_dict(config), type(config).__name__.lower(), extra)
+        return Record.create(folder, as_dict(config), config.verb, extra)
 
 
-def start_of(config: SFT | RL) -> Path | None:
+def start_of(config: Training) -> Path | None:
     """The checkpoint that the run begins, or began, with (None: from scratch). A name may mean another one by now."""
     if config.resume:
         recorded: str | None = read_run(config.out)["initial"]
@@ -113,10 +113,10 @@ class Trainer:
 
     def __init__(
         self,
-        config: SFT | RL,
+        config: Training,
         start: Path | None,
         resumed: Path | None,
-        learner: LocalLearner,
+        learner: Learner,
         source: Source,
         tokenizer: Tokenizer,
         measure: Callable[[Stats], None] | None,
@@ -124,10 +124,10 @@ class Trainer:
     ) -> None:
         self.config, self.learner, self.source, self.tokenizer = config, learner, source, tokenizer
         self.measure, self.steps, self.start = measure, steps, start
-        self.verb, self.folder = type(config).__name__.lower(), Path(config.out)
+        self.verb, self.folder = config.verb, Path(config.out)
         self.display = Display(quiet=config.quiet)
         self.saved = resumed  # the newest checkpoint
-        self.health = Health() if isinstance(config, RL) and config.health != "off" else None
+        self.health = Health() if config.health != "off" else None
         self.ill: str | None = None  # what the health check stops the run for
         self.done = 0  # the last whole step: trained and recorded
         self.whole: tuple[int, dict[str, Any]] = (0, {})  # the learner's version and the source's state after that step
@@ -137,8 +137,8 @@ class Trainer:
         told = {"initial": str(self.start) if self.start else None, "sizes": sizes, "objective": formula}
         self.record = open_run(self.config, self.saved, told)
         if self.saved:
-            self.learner.load(self.saved / "training")
-            self.source.restore(checkpoints.load_state(self.saved / "training")["source"])
+            self.learner.load(self.saved)
+            self.source.restore(checkpoints.load_state(self.saved / TRAINING)["source"])
             self.done = checkpoints.step_of(self.saved)
             self.display.note(f"resuming {self.folder} after step {self.done}")
         if self.health and self.saved:
@@ -194,9 +194,8 @@ class Trainer:
         if self.measure and (due or number == self.steps):
             self.measure(stats)
         metrics = stats.means()
-        tokens = stats["length"][0] if "length" in stats else stats["nll"][1]
         timing = {f"seconds/{name}": value for name, value in trained.seconds.items()}
-        timing["tokens_per_second"] = tokens / max(1e-9, sum(trained.seconds.values()))
+        timing["tokens_per_second"] = trained.step.tokens / max(1e-9, sum(trained.seconds.values()))
         with writing(self.folder):
             if trained.step.rollouts:
                 self.record.rollouts(number, trained.step.rollouts)
@@ -213,7 +212,6 @@ class Trainer:
         """Say, write down or stop for what the health check finds."""
         if self.health is None:
             return
-        assert isinstance(self.config, RL)
         for finding in self.health.look(number, metrics):
             self.record.health(number, finding.name, finding.message)
             if self.config.health != "log":
@@ -227,11 +225,9 @@ class Trainer:
         self.saved = checkpoints.save(self.folder, self.done, self._write, self.config.keep)
 
     def _write(self, folder: Path) -> None:
-        save_model(self.learner.model, folder, self.tokenizer)
-        state = folder / "training"
-        state.mkdir()
-        self.learner.save(state)
-        checkpoints.save_state(state, {"source": self.whole[1]})
+        self.learner.save(folder)
+        self.tokenizer.save(folder)
+        checkpoints.save_state(folder / TRAINING, {"source": self.whole[1]})
 
     def _rescue(self) -> str:
         """After a mistake of the user's: save the last whole step, if no update came since. Returns how to go on."""
@@ -254,7 +250,7 @@ def writing(folder: Path) -> Iterator[None]:
         raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error
 
 
-def _options(config: SFT | RL) -> list[str]:
+def _options(config: Training) -> list[str]:
     """The whole configuration: the options that were chosen, then those at their default; a line each."""
     default, chosen = as_dict(type(config)()), as_dict(config)
     lines: dict[str, list[str]] = {"options": [], "defaults": []}

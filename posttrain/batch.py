@@ -1,0 +1,173 @@
+"""What learners and objectives are given: the scoreboard of an optimizer batch, micro-batches, outputs, metrics.
+
+No tensor is made at import; torch is imported for type checking only.
+
+Shape legend, used everywhere:
+
+    L    tokens of one transcript
+    T    tokens of one micro-batch, laid end to end without padding
+    K    segments of one micro-batch (a segment is a run of tokens that one or more transcripts have)
+    N    scored tokens of one micro-batch: those the policy sampled (in SFT: those to imitate), once for each rollout
+    S    rollouts of one optimizer batch, over all micro-batches and ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from posttrain.types import Media, Rollout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scoreboard: all rollouts of the optimizer batch, over every micro-batch and every rank. Small.
+
+    Advantages and aggregation weights are functions of this and of nothing else, so the loss is a plain weighted sum
+    and any cut into micro-batches is exact.
+
+    Example: reward [1., 0., 1., 1.], group [0, 0, 1, 1], length [12, 9, 14, 11]
+    """
+
+    reward: Tensor  # float64 [S]: equal sums of step rewards stay equal
+    group: Tensor  # int64 [S]
+    length: Tensor  # float32 [S], scored tokens of each rollout: at least 1
+    steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # per rollout: (scored tokens up to its end, step reward)
+    penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: what a KL in the reward takes off each token's
+    value: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the critic's, of the state in which each token was chosen
+    squared_gradient_norm: Tensor | None = None  # float64 [S], of the rollout's log-probability
+    sampled: Tensor | None = None  # float32 [S], tokens of the episode that count against its budget
+    truncated: Tensor | None = None  # bool [S], whether the episode was cut off
+    success: Tensor | None = None  # bool [S], whether its reward, before any shaping, reaches the threshold
+
+    def __post_init__(self) -> None:
+        assert self.reward.shape == self.group.shape == self.length.shape
+
+    @staticmethod
+    def join(boards: Sequence[Scores]) -> Scores:
+        """One scoreboard of those of several processes, in their order; no group is in two of them."""
+        import torch
+
+        groups, offset = [], 0
+        for board in boards:
+            groups.append(board.group + offset)
+            offset += int(board.group.max()) + 1 if len(board.group) else 0
+
+        def column(name: str) -> Any:
+            parts = [getattr(b, name) for b in boards]
+            if isinstance(parts[0], tuple):
+                return tuple(x for part in parts for x in part)
+            return None if any(p is None for p in parts) else torch.cat(parts)
+
+        columns = {f.name: column(f.name) for f in fields(Scores)}
+        return Scores(**{**columns, "group": torch.cat(groups)})
+
+    def of(self, rows: Tensor) -> Scores:
+        """The scoreboard of some rollouts only: rows int64 [S']."""
+
+        def some(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return tuple(x[i] for i in rows.tolist()) if x else ()
+            return None if x is None else x[rows]
+
+        return Scores(**{f.name: some(getattr(self, f.name)) for f in fields(Scores)})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tokens of a micro-batch lie. No padding: segments follow each other.
+
+    A segment may name another one as its prefix: the tokens it continues, such as the prompt that a group shares, which
+    are then computed once. Prefixes form a tree: a prefix may have one itself. A token sees the segments before its own
+    wholly and its own up to itself.
+
+    Example, one prompt (3 tokens) with two replies (2 and 4): start (0, 3, 5), length (3, 2, 4), prefix (-1, 0, 0),
+    position [0 1 2, 3 4, 3 4 5 6].
+    """
+
+    tokens: Tensor  # int64 [T]
+    position: Tensor  # int64 [T], place in the transcript; or [3, T]: places in time, height and width
+    start: tuple[int, ...]  # [K]
+    length: tuple[int, ...]  # [K]
+    prefix: tuple[int, ...]  # [K] segment before this one, -1: none; a prefix stands before what continues it
+    media: tuple[Media, ...] = ()  # places counted in [T]
+    experts: Tensor | None = None  # int16 [T, layers, k] of the engine's routing; -1: not known
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rollouts as a model reads them: one micro-batch, without anything that a loss needs besides."""
+
+    layout: Layout
+    at: Tensor  # int64 [N], index in [T] of the token that *predicts* scored token n; may repeat
+    target: Tensor  # int64 [N], its token id
+    rollout: Tensor  # int64 [N], index in [S]; rollouts are whole within a micro-batch and their tokens are neighbours
+
+
+@dataclass(frozen=True)
+class Batch(Packed):
+    """One micro-batch as objectives see it: flat [N], only scored tokens. Prompts, padding, retrieved text do not exist.
+
+    Made whole, in one call: `posttrain.sources.packing.collate`.
+    """
+
+    weight: Tensor  # float32 [N], the share of each token in the loss: from `aggregate`, or 1 / tokens in SFT
+    advantage: Tensor | None = None  # float32 [N]; None: nothing here is reinforced
+    sampler_logp: Tensor | None = None  # float32 [N], the engine's; None: imitated tokens
+    old_logp: Tensor | None = None  # float32 [N], the learner's at the start of the update; None: current, detached
+    ref_logp: Tensor | None = None  # float32 [N]
+    value: Tensor | None = None  # float32 [N], the critic's at rollout time
+    returns: Tensor | None = None  # float32 [N], what the critic is to learn
+    imitate: Tensor | None = None  # float32 [N], the share of each token in a likelihood term beside the policy's
+    coefficients: Mapping[str, float] = field(default_factory=dict)  # those that change during a run, by part
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the models say of a micro-batch. Only what was asked for is there, log-probabilities always."""
+
+    logp: Tensor  # float32 [N]
+    entropy: Tensor | None = None  # float32 [N], of the whole distribution at each scored token
+    kl: Tensor | None = None  # float32 [N], exact KL(policy || reference) at each scored token
+    value: Tensor | None = None  # float32 [N]
+    q: Tensor | None = None  # float32 [2, N], twin soft action values of the scored token
+    expected_q: Tensor | None = None  # float32 [N], sum_a pi(a) min_k Q_k(a): with a gradient into the policy alone
+    target_q: Tensor | None = None  # float32 [N], the same of the slowly moving copies; no gradient
+
+
+class Stats(dict[str, tuple[float, float]]):
+    """Metrics as name -> (sum, count), merged over micro-batches and ranks and divided only to print.
+
+    A name that ends in /max or /min keeps the largest or smallest value instead.
+    """
+
+    def add(self, name: str, total: float, count: float = 1.0) -> None:
+        extreme = {"max": max, "min": min}.get(name.rpartition("/")[2])
+        if extreme is not None:
+            self[name] = (extreme(self[name][0], float(total)) if name in self else float(total), 1.0)
+            return
+        before = self.get(name, (0.0, 0.0))
+        self[name] = (before[0] + float(total), before[1] + float(count))
+
+    def merge(self, other: Mapping[str, tuple[float, float]]) -> None:
+        for name, (total, count) in other.items():
+            self.add(name, total, count)
+
+    def means(self) -> dict[str, float]:
+        """Name -> sum / count, names in alphabetical order; a name with count 0 is left out."""
+        return {name: self[name][0] / self[name][1] for name in sorted(self) if self[name][1]}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of training, from a source: some optimizer updates, each a list of micro-batches, and what to record."""
+
+    number: int  # 1, 2, ...
+    updates: Sequence[Callable[[], Sequence[Batch]]]  # called in order, each just before its optimizer update
+    stats: Stats
+    tokens: int = 0  # sampled, or imitated, in this step: what its speed is measured by
+    rollouts: Sequence[tuple[Rollout, float]] = ()  # with their advantage (mean over tokens)

@@ -1,0 +1,155 @@
+"""Who works with batches and rollouts: the seams of the house. Everything above knows these, and no implementation.
+
+Each implementation is proven against its protocol by the type checker, at the end of its own module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
+
+from posttrain.batch import Batch, Layout, Outputs, Packed, Stats, Step
+from posttrain.types import Completion, Sampling
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+TRAINING = "training"
+"""The folder of a checkpoint that holds what only training reads: a learner's state, and a source's."""
+
+
+class Shape(Protocol):
+    """What is asked of a model's own configuration."""
+
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...  # width of the hidden states
+    @property
+    def context(self) -> int: ...  # most tokens of one sequence
+
+
+class Model(Protocol):
+    """A language model that can be trained: the whole of what a learner asks of it. It is a torch module."""
+
+    eos_ids: tuple[int, ...]  # every token id that ends a reply
+
+    @property
+    def config(self) -> Shape: ...
+
+    @property
+    def head(self) -> Tensor:
+        """Weight of the output head, [vocab, hidden]: logits = hidden @ head.T."""
+        ...
+
+    def hidden(self, layout: Layout, at: Tensor) -> Tensor:
+        """Hidden states [n, hidden] that the head reads, at some tokens of a micro-batch: at int64 [n], may repeat."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint folder from which the same kind of model is loaded again: config and weights."""
+        ...
+
+    # what every torch module has
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def requires_grad_(self, requires_grad: bool = True) -> Self: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class Objective(Protocol):
+    """The loss of one micro-batch: a scalar, sum over n of weight[n] * loss[n]. Knows neither masks nor the world size."""
+
+    @property
+    def wants(self) -> frozenset[str]: ...  # fields of `Outputs` that it reads, besides logp
+    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor: ...
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Where steps come from. `produce(k)` is called with k = 1, 2, ...; all it remembers is in `state()`."""
+
+    def produce(self, number: int) -> Step: ...
+    def learned(self, step: Step, stats: Stats) -> None: ...  # called after the updates of each step
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+class Learner(Protocol):
+    """Holds the weights, scores and improves them."""
+
+    version: int  # counts optimizer updates
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def evaluate(
+        self,
+        batches: Sequence[Packed],
+        of: Literal["policy", "reference"] = "policy",
+        want: frozenset[str] = frozenset(),
+    ) -> list[Outputs]:
+        """What the policy (or the frozen reference) and the critic say of each micro-batch, without a gradient."""
+        ...
+
+    def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
+        """One optimizer update with the summed gradient of all micro-batches."""
+        ...
+
+    def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:
+        """float64 [S]: squared norm of the gradient of each rollout's log-probability; each batch holds one rollout."""
+        ...
+
+    def refresh_reference(self) -> None:
+        """The policy as it is becomes the reference."""
+        ...
+
+    def weights(self) -> Model:
+        """The policy, for an engine to take over."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write all that is held: the policy as a checkpoint into `folder`, the state of training into `folder`/training."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Take over what `save` wrote, but for the policy's weights, with which the learner was made."""
+        ...
+
+
+class Engine(Protocol):
+    """Samples. Requests are answered in no particular order; a completion's content does not depend on the order."""
+
+    @property
+    def backend(self) -> str: ...  # what computes, in words
+
+    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling) -> None: ...
+    def poll(self) -> list[Completion]: ...  # works for a few decoding steps; [] where nothing has finished in them
+    def load(self, weights: Any, version: int) -> None: ...  # hand-over; for shared weights only the version changes
+    def close(self) -> None: ...
+
+
+class World(Protocol):
+    """The processes that share a run. Every one of them makes the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def sum(self, x: Tensor) -> Tensor: ...  # over all processes; x itself is not changed
+    def gather(self, x: Any) -> list[Any]: ...  # one from each process, by rank
+
+
+class Alone:
+    """The world of a single process."""
+
+    rank = 0
+    size = 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather(self, x: Any) -> list[Any]:
+        return [x]

@@ -1,0 +1,95 @@
+"""Decides what a step plays, and which of its rollouts are kept: tasks in their order, groups replaced where a row asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from posttrain.algorithms.credit import equal_rewards
+from posttrain.algorithms.filters import DynamicSampling
+from posttrain.batch import Stats
+from posttrain.data.tasks import order
+from posttrain.envs.chat import Texts
+from posttrain.envs.play import Episode, play
+from posttrain.envs.pool import EnvPool
+from posttrain.protocols import Engine
+from posttrain.seeds import seed_of
+from posttrain.sources.scores import describe, refuse_broken, scoreboard, usable
+from posttrain.types import Rollout, Sampling, Task, UserError
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a step is."""
+
+    prompts: int  # tasks per step
+    group: int  # rollouts per task
+    tokens_per_microbatch: int
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The rollouts of a step."""
+
+    played: list[Rollout]
+    kept: list[Rollout]  # those to learn from
+
+
+@dataclass
+class Collector:
+    """Plays the steps' episodes. All it remembers is how many tasks it has played."""
+
+    tasks: Sequence[Task]
+    pool: EnvPool
+    engine: Engine
+    tokenizer: Texts
+    sampling: Sampling
+    context: int  # tokens of prompt and replies together that fit
+    size: Size
+    seed: int
+    success: float | None  # rewards from it on are successes
+    cursor: int = field(default=0, init=False)  # tasks played so far
+
+    def __post_init__(self) -> None:
+        if self.size.prompts > len(self.tasks):
+            raise UserError(
+                f"--prompts {self.size.prompts} asks for more tasks per step than there are: {len(self.tasks)}"
+            )
+
+    def collect(self, number: int, groups: DynamicSampling | None, stats: Stats) -> Collected:
+        """The rollouts of step `number`. With `groups`, those without signal are replaced, within its budget."""
+        budget = self.size.prompts * (groups.rounds if groups else 1)
+        played: list[Rollout] = []
+        kept: list[Rollout] = []
+        while (missing := min(self.size.prompts - len({r.group for r in kept}), budget)) > 0:
+            episodes = self.episodes(number, self.cursor, missing)
+            self.cursor, budget = self.cursor + missing, budget - missing
+            rollouts = play(episodes, self.pool, self.engine, self.tokenizer, self.sampling, self.context)
+            played += rollouts
+            fit = usable(rollouts, stats)
+            if fit:
+                scores = scoreboard(fit, success=self.success)
+                stats.add("groups/no_signal", equal_rewards(scores).sum().item(), len(fit))
+                if groups is not None:
+                    fit = [r for r, keep in zip(fit, groups(scores).tolist(), strict=True) if keep]
+            kept += fit
+            if groups is None:
+                break
+        refuse_broken(played)
+        stats.merge(describe(played, self.success))
+        if groups is not None:
+            stats.add("groups/played", len({r.group for r in played}))
+            stats.add("groups/kept", len({r.group for r in kept}))
+        return Collected(played, kept)
+
+    def episodes(self, number: int, first: int, count: int) -> list[Episode]:
+        """What step `number` plays: tasks `first` and on of the epochs' permutations, each once per member of its group."""
+        episodes, tasks = [], len(self.tasks)
+        places = [divmod(p, tasks) for p in range(first, first + count)]
+        permutation = {epoch: order(tasks, epoch, self.seed) for epoch in {e for e, _ in places}}
+        for epoch, index in places:
+            task = self.tasks[permutation[epoch][index]]
+            group = f"{task['id']}#{epoch}"  # a task may come twice in a step where two epochs meet
+            for member in range(self.size.group):
+                episodes.append(Episode(task, group, seed_of(self.seed, "rollout", number, group, member)))
+        return episodes

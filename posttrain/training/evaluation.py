@@ -1,0 +1,137 @@
+"""Evaluation: every task played some times, figures with intervals, two checkpoints compared task by task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.batch import Stats
+from posttrain.config import Evaluation, validate
+from posttrain.data.tasks import hold_out
+from posttrain.engines.local import LocalEngine
+from posttrain.envs.load import success_of
+from posttrain.envs.play import Episode, play
+from posttrain.envs.pool import EnvPool
+from posttrain.models.folder import load_model
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.runs.checkpoint import resolve
+from posttrain.seeds import seed_of
+from posttrain.training.intervals import paired_interval, summary
+from posttrain.training.setup import end_tokens, load_tasks, prepare, rehearse
+from posttrain.types import Invalid, Rollout, Sampling, Task, UserError, succeeds
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation found."""
+
+    figures: dict[
+        str, Any
+    ]  # of `intervals.summary`: mean, low, high of reward and, where there is a right, accuracy, pass@k
+    rewards: dict[str, list[float]]  # task id -> valid rewards of its samples
+    rollouts: list[Rollout] = field(repr=False)
+    invalid: int = 0
+    notes: tuple[str, ...] = ()  # what was asked for and left out, and why
+    against: dict[str, Any] | None = None  # figures of the second checkpoint
+    differences: dict[str, dict[str, float]] | None = None  # of reward and accuracy: the first minus the second
+
+
+def evaluate(
+    config: Evaluation, tasks: Sequence[Task] | None = None, env: Callable[..., Any] | None = None
+) -> Evaluated:
+    """Play every task `samples` times. With `against`, two checkpoints play the same tasks with the same seeds."""
+    validate(config)
+    device = prepare(config)
+    success = success_of(env or config.env, config.success)
+    if success is None and "k" in config.given:
+        raise UserError("--k needs to know which replies are right: give the reward of a right one with --success")
+    data = load_tasks(config, tasks, env=env)
+    if config.held_out:
+        data = hold_out(data, config.held_out, config.split_seed)[1]
+    sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
+    with EnvPool(env or config.env, config.env_workers, config.env_seconds) as pool:
+        rehearse(pool, data)
+
+        def played(folder: str) -> list[Rollout]:
+            path = resolve(folder)
+            model, tokenizer = load_model(path, device=device), Tokenizer.load(path)
+            end_tokens(model, tokenizer)
+            engine = LocalEngine(model, tokenizer, config.slots, config.precision)
+            rollouts = play(
+                repeated(data, config.samples, config.seed), pool, engine, tokenizer, sampling, model.config.context
+            )
+            reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
+            if len(reasons) == len(rollouts):
+                raise UserError(f"no reward of {folder} is valid: look at --env {config.env}; the first: {reasons[0]}")
+            return rollouts
+
+        rollouts = played(config.model)
+        others = played(config.against) if config.against is not None else []
+    ks, notes = _of_samples(config)
+    rewards = _rewards(data, rollouts)
+    own = summary(list(rewards.values()), ks, success)
+    invalid = sum(isinstance(r.reward, Invalid) for r in rollouts)
+    if config.against is None:
+        return Evaluated(own, rewards, rollouts, invalid, notes)
+    other_rewards = _rewards(data, others)
+    other = summary(list(other_rewards.values()), ks, success)
+    return Evaluated(own, rewards, rollouts, invalid, notes, other, _differences(rewards, other_rewards, success))
+
+
+def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:
+    """The k of pass@k that there are samples for, and a word on the others."""
+    most = config.samples
+    left_out = [f"pass@{k}" for k in config.k if k > most]
+    told = f"{', '.join(left_out)} left out: more than the {most} samples of each task (--samples)"
+    return [k for k in config.k if k <= most], (told,) if left_out else ()
+
+
+def measured(rollouts: Sequence[Rollout], success: float | None, stats: Stats) -> None:
+    """Add what an evaluation within training reports."""
+    for rollout in rollouts:
+        stats.add("eval/invalid", isinstance(rollout.reward, Invalid))
+        if isinstance(rollout.reward, Invalid):
+            continue
+        if success is not None:
+            stats.add("eval/accuracy", succeeds(rollout.reward, success))
+        stats.add("eval/reward", rollout.reward)
+        stats.add("eval/length", rollout.n_sampled)
+
+
+def repeated(tasks: Sequence[Task], samples: int, seed: int) -> list[Episode]:
+    """Each task `samples` times, with seeds of evaluation's own: it touches no state of training."""
+    return [
+        Episode(task, str(task["id"]), seed_of(seed, "evaluation", task["id"], sample))
+        for task in tasks
+        for sample in range(samples)
+    ]
+
+
+def _rewards(tasks: Sequence[Task], rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+    """Task id -> valid rewards of its samples."""
+    rewards: dict[str, list[float]] = {t["id"]: [] for t in tasks}
+    for r in rollouts:
+        if not isinstance(r.reward, Invalid):
+            rewards[r.task["id"]].append(r.reward)
+    return rewards
+
+
+def _differences(
+    rewards: dict[str, list[float]], others: dict[str, list[float]], success: float | None
+) -> dict[str, dict[str, float]]:
+    """Mean and interval of the first minus the second, over the tasks that both have valid rewards of."""
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / len(values)
+
+    def difference(a: list[float], b: list[float]) -> dict[str, float]:
+        low, high = paired_interval(a, b)
+        return {"mean": mean(a) - mean(b), "low": low, "high": high}
+
+    pairs = [(rewards[i], others[i]) for i in rewards if rewards[i] and others[i]]
+    found = {"reward": difference([mean(a) for a, _ in pairs], [mean(b) for _, b in pairs])}
+    if success is not None:
+        own, theirs = ([mean([succeeds(v, success) for v in pair[side]]) for pair in pairs] for side in (0, 1))
+        found["accuracy"] = difference(own, theirs)
+    return found

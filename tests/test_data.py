@@ -1,12 +1,9 @@
-"""Rows, tasks and splits: every format gives the same rows, every mistake is one line that names the place."""
+"""Tasks, ids, splits and orders: what is found, what is refused, and that nothing depends on how the rows are read."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 import sys
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_files import ROWS, refused, write_jsonl, write_parquet
 
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import hold_out, order, to_tasks
@@ -21,186 +19,6 @@ from posttrain.types import UserError
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data files are not at {DATA}")
-
-ROWS = [
-    {"question": "What is 1 + 1?", "answer": "2"},
-    {"question": "Un café,\ns'il vous plaît: {prix}?", "answer": 'two "euros"'},
-    {"question": "3\u2028-1", "answer": "2"},
-]
-
-
-def refused(act: Callable[[], Any], *parts: str) -> str:
-    """The one line with which `act` is refused; it holds all `parts`."""
-    with pytest.raises(UserError) as error:
-        act()
-    message = str(error.value)
-    assert "\n" not in message and len(message) < 400
-    for part in parts:
-        assert part in message, message
-    return message
-
-
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def write_table(path: Path, delimiter: str) -> Path:
-    import csv
-
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["question", "answer"], delimiter=delimiter)
-        writer.writeheader()
-        writer.writerows(ROWS)
-    return path
-
-
-def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
-    pa = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
-    return path
-
-
-# Reading
-
-
-def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(ROWS))
-    (tmp_path / "b.json").write_text(json.dumps({"version": 1, "data": ROWS}))
-    with gzip.open(tmp_path / "c.jsonl.gz", "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
-    sources: list[tuple[Any, str]] = [
-        (write_jsonl(tmp_path / "train.jsonl", ROWS), "train.jsonl:3"),
-        (tmp_path / "a.json", "a.json item 3"),
-        (tmp_path / "b.json", "b.json item 3"),
-        (tmp_path / "c.jsonl.gz", "c.jsonl.gz:3"),
-        (write_table(tmp_path / "d.csv", ","), "d.csv:5"),  # a header, and a cell of two lines
-        (write_table(tmp_path / "e.tsv", "\t"), "e.tsv:5"),
-        (write_parquet(tmp_path / "f.parquet", ROWS), "f.parquet row 3"),
-        (ROWS, "row 3"),
-        (iter(ROWS), "row 3"),
-    ]
-    for source, place in sources:
-        rows = load_rows(source)
-        assert list(rows) == ROWS
-        assert rows.where(2) == place
-        assert rows[1:].where(-1) == place and list(rows[1:]) == ROWS[1:]
-    assert list(load_rows(str(tmp_path / "train.jsonl"))) == ROWS
-
-
-def test_saved_dataset_gives_its_rows_by_split(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="saved datasets need the library `datasets`")
-    one = datasets.Dataset.from_list(ROWS)
-    one.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": one, "test": one.select([2])}).save_to_disk(tmp_path / "two")
-    assert list(load_rows(tmp_path / "one")) == ROWS
-    rows = load_rows(tmp_path / "two", split="test")
-    assert list(rows) == ROWS[2:] and rows.where(0) == "two test row 1"
-    refused(lambda: load_rows(tmp_path / "two"), "two has several splits", "train, test")
-    refused(lambda: load_rows(tmp_path / "two", split="tset"), "no split 'tset'", "did you mean 'test'?")
-    refused(lambda: load_rows(tmp_path / "one", split="test"), "without splits")
-    (tmp_path / "one" / "state.json").write_text("{")
-    refused(lambda: load_rows(tmp_path / "one"), "cannot be read as a saved dataset")
-
-
-def test_folder_of_files_is_read_by_split_with_shards_in_order(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "train-00001-of-00002.parquet", ROWS[1:])
-    write_parquet(tmp_path / "train-00000-of-00002.parquet", ROWS[:1])
-    (tmp_path / "README.md").write_text("about")
-    assert list(load_rows(tmp_path)) == ROWS
-    write_jsonl(tmp_path / "test.jsonl", ROWS[:1])
-    refused(lambda: load_rows(tmp_path), "several splits", "test, train")
-    rows = load_rows(tmp_path, split="train")
-    assert list(rows) == ROWS and rows.where(2) == "train-00001-of-00002.parquet row 2"
-    (tmp_path / "empty").mkdir()
-    refused(lambda: load_rows(tmp_path / "empty"), "holds no data file")
-
-
-def test_limit_stops_reading(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "train.jsonl", ROWS)
-    path.write_text(path.read_text() + "not json\n")
-    assert list(load_rows(path, limit=2)) == ROWS[:2]
-    assert load_rows(load_rows(path, limit=3), limit=3).where(1) == "train.jsonl:2"
-    refused(lambda: load_rows(path, limit=0), "at least 1")
-
-
-def test_byte_order_mark_windows_ends_and_blank_lines_are_no_rows(tmp_path: Path) -> None:
-    text = "\r\n".join(["", *(json.dumps(row, ensure_ascii=False) for row in ROWS), "  ", ""])
-    path = tmp_path / "train.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
-    rows = load_rows(path)
-    assert list(rows) == ROWS and rows.where(0) == "train.jsonl:2"
-    table = tmp_path / "train.csv"
-    table.write_bytes(b"\xef\xbb\xbfquestion,answer\r\n\r\n1+1,2\r\n")
-    rows = load_rows(table)
-    assert list(rows) == [{"question": "1+1", "answer": "2"}] and rows.where(0) == "train.csv:3"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "parts"),
-    [
-        ("a.jsonl", b'{"x": 1}\n\n{"x": \n', ("a.jsonl:3", "not valid JSON")),
-        ("a.jsonl", b'{"x": 1}\n[1]\n', ("a.jsonl:2", "must be an object", "list")),
-        ("a.jsonl", b'{"x": 1}\n{"x": "\xe9"}\n', ("a.jsonl:2", "byte 0xe9 is not UTF-8")),
-        ("a.jsonl", '{"x": 1}'.encode("utf-16"), ("a.jsonl:1", "UTF-8")),
-        ("a.jsonl", b'{"x": ' + b"1" * 5000 + b"}", ("a.jsonl:1", "not valid JSON")),
-        ("a.jsonl", b"\n \n", ("a.jsonl has no rows",)),
-        ("a.json", b"", ("a.json has no rows",)),
-        ("a.json", b"[]", ("a.json has no rows",)),
-        ("a.json", b'[{"x": 1},\n{"x": }]', ("a.json:2", "not valid JSON")),
-        ("a.json", b'{"x": 1}\n{"x": 2}\n', ("a.json:2", ".jsonl")),
-        ("a.json", b'[{"x": 1}, 2]', ("a.json item 2", "must be an object", "int")),
-        ("a.json", b'{"a": [], "b": []}', ("a.json:1", "one list, not 2")),
-        ("a.json", b'"text"', ("a.json:1", "expected a list", "str")),
-        ("a.csv", b'x,y\n"1\n1",2\n3\n', ("a.csv:4", "1 cells under a header of 2")),
-        ("a.csv", b"x,y\n1,2,3\n", ("a.csv:2", "3 cells")),
-        ("a.csv", b'x,y\n1,2\n"3,4\n', ("a.csv:3", "not a valid table row")),
-        ("a.csv", b"x,x\n1,2\n", ("a.csv:1", "'x' twice")),
-        ("a.csv", b"x,y\n1,\xff\n", ("a.csv:2", "byte 0xff")),
-        ("a.csv", b"x,y\n", ("a.csv has no rows",)),
-        ("a.parquet", b"PAR1 not really", ("a.parquet", "cannot be read as parquet")),
-        ("a.jsonl.gz", b"not gzip", ("a.jsonl.gz cannot be read",)),
-        ("a.txt", b"x", ("a.txt", ".jsonl", "convert it")),
-    ],
-)
-def test_malformed_file_is_refused_with_its_place(
-    tmp_path: Path, name: str, content: bytes, parts: tuple[str, ...]
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    refused(lambda: load_rows(tmp_path / name), *parts)
-
-
-def test_missing_source_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "train.jsonl", ROWS)
-    refused(lambda: load_rows(tmp_path / "trian.jsonl"), "there is no file", "did you mean 'train.jsonl'?")
-    refused(lambda: load_rows("nowhere/train.jsonl"), "there is no folder nowhere")
-    refused(lambda: load_rows(path, split="test"), "no split 'test'")
-    refused(lambda: load_rows(ROWS, split="test"), "no split 'test'")
-    refused(lambda: load_rows({"train": ROWS}), "not a mapping", "train")  # type: ignore[dict-item]
-    refused(lambda: load_rows([ROWS[0], "text"]), "row 2", "must be an object")  # type: ignore[list-item]
-    refused(lambda: load_rows([]), "the list of rows has no rows")
-
-
-def test_unreachable_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets", reason="hub datasets need the library `datasets`")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    write_jsonl(tmp_path / "gsm8k.jsonl", ROWS)
-    refused(lambda: load_rows("gsm8k"), "there is no file gsm8k", "'gsm8k.jsonl'", "the hub gave no such dataset")
-
-
-def test_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "dataset_info.json").write_text("{}")
-    for library in ("pyarrow", "pyarrow.parquet", "datasets"):
-        monkeypatch.setitem(sys.modules, library, None)
-    for source in (tmp_path / "a.parquet", tmp_path / "saved", "some/dataset"):
-        refused(lambda source=source: load_rows(source), "pip install 'posttrain[datasets]'")  # type: ignore[misc]
-
 
 # From rows to tasks
 

@@ -121,7 +121,8 @@ class Conversion:
             apart = prompts and isinstance(row[prompts[0]], list)
             said = {"messages": [*prompts, *replies] if apart else columns("messages")}
         said |= {key: [f"{key}_template"] for key in self.patterns}
-        return ", ".join(f"{key} from {' and '.join(map(repr, names))}" for key, names in said.items() if names)
+        words = ", ".join(f"{key} from {' and '.join(map(repr, names))}" for key, names in said.items() if names)
+        return words or "the environment makes the prompts"
 
     def _renamed(self, row: Row) -> Row:
         """The row with the names of `fields`. A converter finds its columns under their old names too."""

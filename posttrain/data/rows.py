@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SMALL = 4 << 20  # bytes: files up to this size are read whole, each time
+FEW = 10_000  # rows: so are up to so many of a larger one
 BLOCK = 1000  # rows that are read at once when all are gone through; more are slower, as they leave the caches
 
 
@@ -160,8 +161,8 @@ def load_rows(
 
     source: a file (.jsonl, .json, .csv, .tsv, each also with .gz; .parquet), a folder of such files, a folder written
         by `datasets.Dataset.save_to_disk`, the name of a dataset on the hub ("owner/name", "owner/name:configuration"),
-        or rows in memory. A name is looked up on the hub only if there is no such file or folder. A .json file is a
-        list of objects, or an object with one list inside.
+        a `datasets.Dataset`, or rows in memory. A name is looked up on the hub only if there is no such file or folder. A
+        .json file is a list of objects, or an object with one list inside.
     split: needed where a folder or a hub dataset has several. In a folder of files, the split of
         `test-00000-of-00002.parquet` and of `test.jsonl` is "test".
     limit: the first so many rows only.
@@ -190,6 +191,8 @@ def load_rows(
 
 
 def _in_memory(source: Iterable[Mapping[str, Any]], split: str | None, limit: int | None) -> Rows:
+    if hasattr(source, "with_format"):
+        return _of_dataset(source, split, "dataset", limit)
     if isinstance(source, Mapping):
         raise UserError(
             f"expected a list of rows, not a mapping; pass one of its values: {', '.join(map(str, source))}"
@@ -262,7 +265,7 @@ def _of_files(paths: Sequence[Path], limit: int | None) -> Rows:
             break
         try:
             keys.append(digest("rows", fingerprint(path), rest))
-            large = path.stat().st_size > SMALL and (rest is None or rest > 10 * BLOCK)
+            large = path.stat().st_size > SMALL and (rest is None or rest > FEW)
         except OSError as error:
             raise UserError(f"{path.name} cannot be read: {one_line(error)}") from error
         parts.append((_of_texts if kind in TEXTS else _of_parquet)(path, rest, keys[-1] if large else None))

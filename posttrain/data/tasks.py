@@ -69,6 +69,13 @@ class Tasks(Sequence[Task]):
         draws = self.draws and (self.draws[0], self.draws[1][places])
         return replace(self, at=self.at[places], draws=draws)
 
+    def first(self, count: int) -> Tasks:
+        return self[:count]
+
+    def examples(self) -> list[Task]:
+        """Three of them, from all over."""
+        return [self[0], self[len(self) // 2], self[-1]]
+
     def taken(self) -> str:
         """What was taken for what, in words: "prompt from 'question', response from 'answer'"."""
         return self.conversion.taken(self.rows[int(self.at[0])], self[0])
@@ -95,8 +102,8 @@ class Stream(Sequence[Task]):
     """Tasks without an end: a function makes their rows, which are read as far as they are asked for, in its order.
 
     It counts as a sequence of `ENDLESS` tasks, so what visits tasks by their places (see `order`) needs to know nothing
-    of it. A place before the last one asked for has the function called again, and so does a resumed run: it must make
-    the same rows each time. Repetitions are not looked for.
+    of it. A function that does end is called again. So it is for a place before the last one asked for, and when a run is
+    resumed: it must make the same rows each time. Repetitions are not looked for.
     """
 
     def __init__(
@@ -130,12 +137,14 @@ class Stream(Sequence[Task]):
         self[place]
         return f"row {self._last[0]}"
 
+    def examples(self) -> list[Task]:
+        return self[:3]
+
     def taken(self) -> str:
         task = self[0]
         return self.conversion.taken(self._last[1], task)
 
-    def begin(self, count: int) -> Tasks:
-        """The first so many tasks."""
+    def first(self, count: int) -> Tasks:
         read = list(islice(self._read(), count))
         listed = Listed([row for _, row, _ in read], "row ", [number for number, _, _ in read])
         return Tasks(Rows([listed]), self.conversion, np.arange(len(read)))
@@ -145,22 +154,23 @@ class Stream(Sequence[Task]):
 
     def _read(self) -> Iterator[tuple[int, Row, Task]]:
         """(number of a row, the row, its task)."""
-        number = 0
-        try:
-            for number, given in enumerate(self.make(), 1):
-                row = check_row(given, "it")
-                task = self.conversion(row)
-                if task is not None and self.keep(task := identified(task)):
-                    yield number, row, task
-        except UserError as error:
-            raise UserError(f"row {number}: {error}") from error
-        except Exception as error:  # the function is the user's and may fail in any way
-            raise UserError(
-                f"the function that makes the rows, after {number}: {describe_error(error, None)}"
-            ) from error
-        raise UserError(
-            f"the function that makes the rows ended after {number}: say with --limit that there are no more"
-        )
+        number = kept = 0
+        while True:
+            before = kept
+            try:
+                for given in self.make():
+                    number += 1
+                    row = check_row(given, "it")
+                    task = self.conversion(row)
+                    if task is not None and self.keep(task := identified(task)):
+                        kept += 1
+                        yield number, row, task
+            except UserError as error:
+                raise UserError(f"row {number}: {error}") from error
+            except Exception as error:  # the function is the user's and may fail in any way
+                raise UserError(f"what makes the rows failed after {number}: {describe_error(error, None)}") from error
+            if kept == before:
+                raise UserError(f"what makes the rows ended after {number}, and none of them makes a task")
 
 
 def to_tasks(
@@ -226,7 +236,7 @@ def hold_out(tasks: Tasks | Stream, fraction: float, seed: int = 0) -> tuple[Tas
     """
     if not 0 < fraction < 1:
         raise UserError(f"the held-out fraction is {fraction}; it must be between 0 and 1, for example 0.1")
-    some = tasks.begin(round(HELD_OUT / fraction)) if isinstance(tasks, Stream) else tasks
+    some = tasks.first(round(HELD_OUT / fraction)) if isinstance(tasks, Stream) else tasks
     known = some.draws is not None and some.draws[0] == seed
     draws = some.draws[1] if known and some.draws else _draws(seed, map(_asked, some))
     if len(draws) > 1 and (draws == draws[0]).all() and not isinstance(tasks, Stream):  # one prompt for all
@@ -254,28 +264,31 @@ def order(n: int, epoch: int, seed: int) -> Sequence[int]:
 
 
 def draw(
-    tasks: Sequence[Task], first: int, count: int, seed: int, fits: Callable[[int], bool]
+    n: int, first: int, count: int, seed: int, fits: Callable[[int], bool] = lambda place: True
 ) -> tuple[list[tuple[int, int]], int]:
-    """The next `count` tasks that fit, in the endless row of all epochs' orders, as (epoch, place in `tasks`).
+    """The next `count` of n tasks that fit, as (visit, place), in the endless row of the epochs' orders.
 
-    `first` is the number in that row to begin with; the second result is the one to go on with. So what is drawn is a
-    function of a single number, whatever fits. Raises UserError where nothing fits.
+    `first` is the number in that row to begin with, and the second result the one to go on with: so what is drawn
+    follows from one number. Equal places have different visits: their epochs, or, where there is no end, their numbers.
+    Raises UserError where nothing fits.
     """
     drawn: list[tuple[int, int]] = []
     orders: dict[int, Sequence[int]] = {}
     number, missed = first, 0
     while len(drawn) < count:
-        epoch, at = divmod(number, len(tasks))
+        epoch, at = divmod(number, n)
         if epoch not in orders:
-            orders[epoch] = order(len(tasks), epoch, seed)
+            orders[epoch] = order(n, epoch, seed)
         place = int(orders[epoch][at])
         if fits(place):
-            drawn.append((epoch, place))
-        number, missed = number + 1, 0 if drawn and drawn[-1] == (epoch, place) else missed + 1
-        if missed >= min(len(tasks), LARGE):
-            raise UserError(
-                f"none of {missed:,} rows fits into the model's context: shorten them, or let them be cut with --too-long truncate"
-            )
+            drawn.append((number if n == ENDLESS else epoch, place))
+            missed = 0
+        else:
+            missed += 1
+        if missed >= min(n, LARGE):
+            fix = "shorten them, or have them cut with --too-long truncate"
+            raise UserError(f"none of {missed:,} rows fits into the model's context: {fix}")
+        number += 1
     return drawn, number
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import random
 import sys
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_files import ROWS, refused, write_jsonl, write_parquet
 
+from posttrain.data.convert import Conversion
 from posttrain.data.rows import load_rows
-from posttrain.data.tasks import hold_out, order, to_tasks
+from posttrain.data.tasks import ENDLESS, Stream, draw, hold_out, order, to_tasks
+from posttrain.envs import gsm8k
 from posttrain.types import UserError
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -37,6 +44,19 @@ def test_unknown_column_is_refused_with_place_columns_and_suggestion(tmp_path: P
     refused(lambda: to_tasks(rows, fields={"prompt": "quesion"}), *expected)
     refused(lambda: to_tasks(rows, prompt_template="Q: {quesion}"), *expected, "prompt_template")
     refused(lambda: to_tasks(rows, convert=lambda row: {"prompt": row["quesion"]}), *expected)
+
+
+def test_converter_finds_renamed_columns_under_both_names() -> None:
+    row = {"question": "1+1", "final": "2", "answer": "because"}
+    seen: list[dict[str, Any]] = []
+    [task] = to_tasks(
+        [row], fields={"prompt": "question", "answer": "final"}, convert=lambda row: seen.append(row) or {**row}
+    )
+    assert seen[0] == {"prompt": "1+1", "question": "1+1", "final": "2", "answer": "2"}
+    assert task["prompt"] == "1+1" and task["answer"] == "2"
+    rows = [{"question": "Tom has 3 and 4. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}]
+    [plain], [renamed] = (to_tasks(rows, fields=f, convert=gsm8k.row_to_task) for f in ({}, {"prompt": "question"}))
+    assert plain == renamed and plain["answer"] == "7"
 
 
 def test_templates_fill_whole_columns_and_leave_braces_in_data_alone() -> None:
@@ -83,6 +103,27 @@ def test_convert_may_leave_rows_out_and_its_failures_name_the_row(tmp_path: Path
     assert list(rows) == ROWS  # the rows themselves are never changed
 
 
+def test_rows_without_a_demonstration_are_left_out_where_one_is_needed() -> None:
+    def converted(row: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt": row["q"]} | ({"response": row["a"]} if row["a"] else {})
+
+    rows = [{"q": "1", "a": "x"}, {"q": "2", "a": None}]
+    assert len(to_tasks(rows, convert=converted)) == 2
+    tasks = to_tasks(rows, convert=converted, need=SFT)
+    assert [task["prompt"] for task in tasks] == ["1"] and tasks.left_out == 1
+
+
+def test_converter_that_changes_its_mind_is_told() -> None:
+    calls: list[int] = []
+
+    def moody(row: dict[str, Any]) -> dict[str, Any] | None:
+        calls.append(1)
+        return row if len(calls) == 1 else None
+
+    tasks = to_tasks([{"prompt": "a"}], convert=moody)
+    refused(lambda: tasks[0], "row 1", "depend on the row alone")
+
+
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "hello"}
 RL, SFT = ("prompt",), ("prompt", "response")
@@ -111,6 +152,36 @@ def test_a_task_has_exactly_one_prompt_and_it_meets_the_need(
     assert {"prompt", "messages"} & task.keys() == {kept}
 
 
+@pytest.mark.parametrize(
+    ("row", "task", "said"),
+    [
+        ({"prompt": "hi", "completion": "hello"}, {"prompt": "hi", "response": "hello"}, "response from 'completion'"),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, {"messages": [USER, ASSISTANT]}, "'prompt' and 'completion'"),
+        ({"prompt": [USER], "completion": "hello"}, {"messages": [USER, ASSISTANT]}, "'prompt' and 'completion'"),
+        ({"prompt": [USER], "response": "hello"}, {"messages": [USER, ASSISTANT]}, "'prompt' and 'response'"),
+        ({"prompt": "hi", "response": "a", "completion": "b"},
+         {"prompt": "hi", "response": "a", "completion": "b"}, "response from 'response'"),
+        ({"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT]}, "messages from 'messages'"),
+    ],
+)  # fmt: skip
+def test_prompt_and_completion_are_a_demonstration_as_text_and_as_messages(
+    row: dict[str, Any], task: dict[str, Any], said: str
+) -> None:
+    tasks = to_tasks([row], need=SFT)
+    assert {key: value for key, value in tasks[0].items() if key != "id"} == task
+    assert said in tasks.taken()
+
+
+def test_what_was_taken_for_what_is_told() -> None:
+    row = {"question": "q", "reply": "r", "answer": "a"}
+    assert to_tasks([row], fields={"prompt": "question"}).taken() == "prompt from 'question'"
+    named = to_tasks([row], prompt_template="{question}:", fields={"response": "reply"}, need=SFT)
+    assert named.taken() == "prompt from 'prompt_template', response from 'reply'"
+    assert to_tasks([row], need=()).taken() == "the environment makes the prompts"
+    assert to_tasks([{"prompt": [USER]}]).taken() == "messages from 'prompt'"
+    assert to_tasks([row], convert=lambda row: {"prompt": "x"}).taken() == "<lambda> makes the tasks"
+
+
 def test_environments_that_write_their_own_prompt_need_none() -> None:
     [task] = to_tasks([{"question": "who?", "answers": ["me"]}], need=("question",))
     assert {"prompt", "messages"}.isdisjoint(task)
@@ -129,6 +200,8 @@ def test_environments_that_write_their_own_prompt_need_none() -> None:
         ({"prompt": "hi", "answer": None}, ("prompt", "answer"), ("no answer",)),
         ({"messages": [USER], "answer": ""}, ("prompt", "answer"), ("no answer",)),
         ({"messages": [USER]}, SFT, ("end with the assistant turn",)),
+        ({"prompt": [USER], "completion": [USER]}, SFT, ("end with the assistant turn",)),
+        ({"prompt": "hi", "completion": [ASSISTANT]}, SFT, ("completion holds messages", "make both text")),
         ({"messages": [USER, ASSISTANT]}, RL, ("end with an assistant turn",)),
         ({"messages": []}, RL, ("messages must be a list",)),
         ({"messages": "hi"}, RL, ("messages must be a list",)),
@@ -180,6 +253,57 @@ def test_rows_without_id_get_one_from_their_columns_and_repetitions_are_kept_onc
     refused(lambda: to_tasks([{"prompt": "a", "x": object()}]), "row 1", "give the rows an id")
 
 
+COLUMNS = st.sampled_from(["prompt", "response", "x", "y", "id"])
+VALUES = st.one_of(
+    st.sampled_from(["a", "1", " ", "", "half \ud83d", "é"]), st.integers(0, 1), st.sampled_from([1.0, -0.0, True, None]),
+    st.just([1, {"b": 1}]),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(rows=st.lists(st.dictionaries(COLUMNS, VALUES), min_size=1, max_size=6), block=st.integers(1, 3))
+def test_rows_seen_as_columns_give_what_rows_seen_one_by_one_give(rows: list[dict[str, Any]], block: int) -> None:
+    """Columns are the quick way for rows that are tasks as they stand. A converter that does nothing forbids it."""
+
+    def found(need: tuple[str, ...], **options: Any) -> Any:
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("posttrain.data.rows.BLOCK", block)
+                tasks = to_tasks(rows, need=need, split_seed=3, **options)
+        except UserError as error:
+            return str(error)
+        assert tasks.draws is not None
+        return list(tasks), tasks.at.tolist(), tasks.merged, tasks.draws[1].tolist()
+
+    for need in ((), ("prompt",), ("prompt", "x")):
+        assert found(need) == found(need, convert=lambda row: row)
+
+
+def independent(value: Any) -> str:
+    """64 bits of BLAKE2b over canonical JSON, in hexadecimal: what ids are made of, and what is held out."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def test_ids_and_held_out_tasks_follow_from_hashes_alone() -> None:
+    rows = [{"prompt": f"é{n}", "response": str(n % 7), "n": n} for n in range(300)]
+    rows += [{"messages": [{"role": "user", "content": str(n)}], "x": None} for n in range(300)]
+    tasks = to_tasks(rows, need=())
+    assert [task["id"] for task in tasks] == [independent(row) for row in rows]
+    for given_before in (None, 5):
+        _, held_out = hold_out(to_tasks(rows, need=(), split_seed=given_before), 0.3, 5)
+        chosen = [row for row in rows if int(independent([5, row.get("prompt") or row["messages"]]), 16) < 0.3 * 2**64]
+        assert [task["id"] for task in held_out] == [independent(row) for row in chosen]
+
+
+def test_tasks_are_the_same_one_by_one_in_order_and_in_part() -> None:
+    rows = [{"prompt": str(n % 40)} if n % 3 else {"prompt": f"no {n}"} for n in range(60)]
+    tasks = to_tasks(rows, convert=lambda row: None if row["prompt"] == "1" else row)
+    every = [tasks[place] for place in range(len(tasks))]
+    assert list(tasks) == every and list(tasks[3:9]) == every[3:9] and list(tasks[50:51]) == every[50:51]
+    assert list(tasks.some(np.array([0, 7, 30]))) == [every[0], every[7], every[30]]
+    assert tasks.merged == 60 - tasks.left_out - len(tasks) > 0
+
+
 # Splits and orders
 
 PROMPTS = st.lists(st.text(min_size=1, max_size=6), min_size=12, max_size=40, unique=True)
@@ -188,14 +312,15 @@ PROMPTS = st.lists(st.text(min_size=1, max_size=6), min_size=12, max_size=40, un
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(prompts=PROMPTS, cut=st.integers(6, 11), seed=st.integers(-5, 5), rng=st.randoms(use_true_random=False))
 def test_split_is_invariant_under_order_and_growth(prompts: list[str], cut: int, seed: int, rng: random.Random) -> None:
-    tasks = [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(prompts)]
+    tasks = [{"id": str(number), "prompt": prompt.replace("\0", ".") + "?"} for number, prompt in enumerate(prompts)]
+    prompts = [task["prompt"] for task in tasks]
 
     def sides(tasks: list[dict[str, Any]], fraction: float = 0.5) -> tuple[set[str], set[str]]:
         try:
-            train, held_out = hold_out(tasks, fraction, seed)
+            train, held_out = hold_out(to_tasks(tasks), fraction, seed)
         except UserError:  # by chance all on one side
             return set(), set()
-        assert [task for task in tasks if task in train] == train
+        assert [task for task in tasks if task in train] == list(train)
         return {task["prompt"] for task in train}, {task["prompt"] for task in held_out}
 
     train, held_out = sides(tasks)
@@ -209,25 +334,35 @@ def test_split_is_invariant_under_order_and_growth(prompts: list[str], cut: int,
 
 def test_equal_prompts_are_never_on_both_sides() -> None:
     tasks = [{"id": f"{copy}-{n}", "prompt": f"question {n}"} for copy in range(3) for n in range(100)]
-    train, held_out = hold_out(tasks, 0.3, seed=1)
+    train, held_out = hold_out(to_tasks(tasks), 0.3, seed=1)
     assert {task["prompt"] for task in train}.isdisjoint(task["prompt"] for task in held_out)
     ask = [{"role": "user", "content": "q"}]
     other = [{"id": str(n), "messages": [{"role": "user", "content": str(n)}]} for n in range(50)]
     pair = [{"id": a, "messages": [*ask, {"role": "assistant", "content": a}]} for a in ("yes", "no")]
-    sides = hold_out([*other, *pair, {"id": "open", "messages": ask}], 0.5, seed=0)
+    sides = hold_out(to_tasks([*other, *pair, {"id": "open", "messages": ask}], need=()), 0.5, seed=0)
     assert sorted(sum(task.get("messages", [])[:1] == ask for task in side) for side in sides) == [0, 3]
+
+
+def test_tasks_with_one_prompt_for_all_are_split_by_their_ids() -> None:
+    rows = [{"id": str(n), "prompt": "Begin.", "number": n} for n in range(2000)]
+    train, held_out = hold_out(to_tasks(rows), 0.2, seed=1)
+    assert 320 < len(held_out) < 480 and len(train) + len(held_out) == 2000
+    by_id = [row["id"] for row in rows if int(independent([1, row["id"]]), 16) < 0.2 * 2**64]
+    assert [task["id"] for task in held_out] == by_id
+    made = to_tasks([{"number": n} for n in range(2000)], need=(), split_seed=1)  # the environment makes the prompts
+    assert 320 < len(hold_out(made, 0.2, seed=1)[1]) < 480
 
 
 def test_held_out_share_is_near_the_fraction_and_depends_on_the_seed() -> None:
     tasks = [{"id": str(n), "question": f"question {n}"} for n in range(4000)]  # no prompt: told apart by id
-    splits = [hold_out(tasks, 0.2, seed)[1] for seed in range(5)]
+    splits = [hold_out(to_tasks(tasks, need=()), 0.2, seed)[1] for seed in range(5)]
     for held_out in splits:
         assert abs(len(held_out) / 4000 - 0.2) < 4 * (0.2 * 0.8 / 4000) ** 0.5
     assert len({tuple(task["id"] for task in held_out) for held_out in splits}) == 5
 
 
 def test_split_with_an_empty_side_is_refused() -> None:
-    tasks = [{"id": "1", "prompt": "a"}, {"id": "2", "prompt": "b"}]
+    tasks = to_tasks([{"id": "1", "prompt": "a"}, {"id": "2", "prompt": "b"}])
     refused(lambda: hold_out(tasks, 1e-9), "none of the 2 tasks is held out")
     refused(lambda: hold_out(tasks, 1 - 1e-9), "left to train on")
     for fraction in (0.0, 1.0, -1.0, float("nan")):
@@ -243,6 +378,74 @@ def test_order_is_a_permutation_of_its_own_for_every_epoch_and_seed() -> None:
     assert list(order(8, 0, 0)) == list(order(8, 0, 0)) == [0, 2, 1, 5, 4, 3, 6, 7]  # stable between versions
     assert list(order(0, 0, 0)) == []
     assert np.random.get_state()[1].tolist() == before  # type: ignore[index]
+
+
+def test_order_of_what_has_no_end_is_its_own() -> None:
+    visits = order(ENDLESS, 0, 3)
+    assert list(visits[:3]) == [0, 1, 2] and visits[10**12] == 10**12
+
+
+def test_draws_follow_the_orders_of_the_epochs() -> None:
+    drawn, after = draw(5, 3, 9, seed=2)
+    orders = [list(order(5, epoch, 2)) for epoch in range(3)]
+    assert drawn == [(0, p) for p in orders[0][3:]] + [(1, p) for p in orders[1]] + [(2, p) for p in orders[2][:2]]
+    assert after == 12
+
+
+def test_what_does_not_fit_is_passed_over_and_nothing_else_moves() -> None:
+    everything = [place for _, place in draw(50, 0, 100, seed=2)[0]]
+    drawn, number = [], 0
+    while number < 100:  # in steps of any size
+        more, number = draw(50, number, 1 + number % 3, 2, lambda place: place % 5 != 0)
+        drawn += [place for _, place in more]
+    assert drawn[:80] == [place for place in everything if place % 5]
+    refused(lambda: draw(50, 7, 1, 2, lambda place: False), "none of 50 rows fits", "--too-long truncate")
+
+
+# Without end
+
+
+def squares() -> Iterator[dict[str, Any]]:
+    return ({"prompt": f"{n} squared", "answer": n * n} for n in itertools.count())
+
+
+def test_stream_gives_its_tasks_by_their_places_and_begins_again_for_earlier_ones() -> None:
+    stream = Stream(squares, Conversion())
+    assert [stream[place]["answer"] for place in (0, 3, 3, 10, 4)] == [0, 9, 9, 100, 16]
+    assert stream[7] == to_tasks(itertools.islice(squares(), 8))[7]
+    assert len(stream) == ENDLESS and stream.where(5) == "row 6" and stream.taken() == "prompt from 'prompt'"
+    assert [task["answer"] for task in stream.examples()] == [0, 1, 4]
+    assert draw(len(stream), 7, 2, 0) == ([(7, 7), (8, 8)], 9)
+
+
+def test_stream_that_ends_begins_again() -> None:
+    stream = Stream(lambda: [{"prompt": "a"}, {"prompt": "b"}], Conversion())
+    assert [stream[place]["prompt"] for place in range(5)] == list("ababa")
+
+
+def test_failures_of_a_stream_name_the_row() -> None:
+    def failing() -> Iterator[dict[str, Any]]:
+        yield {"prompt": "a"}
+        yield {"prompt": 1}
+
+    def broken() -> Iterator[dict[str, Any]]:
+        yield {"prompt": "a"}
+        raise KeyError("b")
+
+    refused(lambda: Stream(failing, Conversion())[1], "row 2: prompt must be text")
+    refused(lambda: Stream(lambda: ["text"], Conversion())[0], "row 1", "must be an object")
+    refused(lambda: Stream(broken, Conversion())[1], "failed after 1", "KeyError: 'b'", "test_data.py")
+    refused(lambda: Stream(lambda: [], Conversion())[0], "none of them makes a task")
+
+
+def test_some_of_the_beginning_of_a_stream_is_held_out_and_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.data.tasks.HELD_OUT", 20)
+    train, held_out = hold_out(Stream(squares, Conversion()), 0.2, 4)
+    every = to_tasks(itertools.islice(squares(), 100))
+    left, away = hold_out(every, 0.2, 4)
+    assert list(held_out) == list(away) and [train[place] for place in range(len(left))] == list(left)
+    assert held_out.where(0) == away.where(0)
+    refused(lambda: hold_out(Stream(lambda: itertools.repeat({"prompt": "a"}), Conversion()), 0.2), "fraction")
 
 
 # The real files

@@ -246,7 +246,9 @@ def test_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("damage", [b"", b"ARROW1\0\0", None])
-def test_what_cannot_be_read_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes | None) -> None:
+def test_what_cannot_be_read_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes | None
+) -> None:
     folder = cache(monkeypatch, tmp_path)
     path = numbered(tmp_path / "a.jsonl")
     first = list(to_tasks(load_rows(path)))

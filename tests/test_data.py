@@ -100,6 +100,8 @@ def test_convert_may_leave_rows_out_and_its_failures_name_the_row(tmp_path: Path
     refused(lambda: to_tasks(rows, convert=lambda row: None), "3 of 3 rows were left out")
     refused(lambda: to_tasks(rows, convert=lambda row: {"prompt": 1 // 0}), "a.jsonl:1", "ZeroDivisionError")
     refused(lambda: to_tasks(rows, convert=lambda row: row["answer"]), "a.jsonl:1", "returned a str")
+    with_key = to_tasks(rows, convert=lambda row: {"prompt": row.pop("question"), **row})
+    assert [task["prompt"] for task in with_key] == [row["question"] for row in ROWS] == [t["prompt"] for t in with_key]
     assert list(rows) == ROWS  # the rows themselves are never changed
 
 
@@ -249,34 +251,48 @@ def test_rows_without_id_get_one_from_their_columns_and_repetitions_are_kept_onc
     assert {task["id"] for task in to_tasks(rows[::-1])} == {task["id"] for task in tasks}
     assert tasks[0]["id"] == "08e037beea17b933"  # stable between processes and versions
     taken = [{"prompt": "z", "id": tasks[0]["id"]}, rows[0]]
-    refused(lambda: to_tasks(taken), "row 2: id", "row 1")  # an own id is never merged with a hash
+    for order_of_them in (taken, taken[::-1]):  # an own id is never merged with a hash
+        refused(lambda order_of_them=order_of_them: to_tasks(order_of_them), "row 2: id", "row 1")  # type: ignore[misc]
     refused(lambda: to_tasks([{"prompt": "a", "x": object()}]), "row 1", "give the rows an id")
 
 
-COLUMNS = st.sampled_from(["prompt", "response", "x", "y", "id"])
-VALUES = st.one_of(
-    st.sampled_from(["a", "1", " ", "", "half \ud83d", "é"]), st.integers(0, 1), st.sampled_from([1.0, -0.0, True, None]),
-    st.just([1, {"b": 1}]),
-)  # fmt: skip
+TEXTS = st.sampled_from(["a", "1", " ", "", "half \ud83d", "é", "null", "true"])
+VALUES = st.one_of(TEXTS, st.integers(0, 1), st.sampled_from([1.0, -0.0, True, None, [1, {"b": 1}]]))
+COLUMNS = st.sampled_from(["prompt", "messages", "x", "y", "id"])
+SOME_ROWS = st.one_of(
+    st.dictionaries(COLUMNS, VALUES, max_size=3),
+    st.fixed_dictionaries({"prompt": TEXTS, "x": VALUES}),
+    st.fixed_dictionaries({"prompt": st.sampled_from("ab"), "x": st.sampled_from([1, "1", 1.0, None, "null"])}),
+)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(rows=st.lists(st.dictionaries(COLUMNS, VALUES), min_size=1, max_size=6), block=st.integers(1, 3))
-def test_rows_seen_as_columns_give_what_rows_seen_one_by_one_give(rows: list[dict[str, Any]], block: int) -> None:
-    """Columns are the quick way for rows that are tasks as they stand. A converter that does nothing forbids it."""
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(SOME_ROWS, min_size=1, max_size=3).flatmap(
+        lambda pool: st.lists(st.sampled_from(pool), min_size=1, max_size=7)
+    ),
+    block=st.integers(1, 3),
+    fields=st.sampled_from([{}, {"prompt": "x"}, {"x": "prompt"}, {"id": "x"}]),
+    need=st.sampled_from([(), ("prompt",), ("prompt", "x")]),
+)
+def test_rows_seen_as_columns_give_what_rows_seen_one_by_one_give(
+    rows: list[dict[str, Any]], block: int, fields: dict[str, str], need: tuple[str, ...]
+) -> None:
+    """Columns are the quick way for rows that are tasks as they stand."""
 
-    def found(need: tuple[str, ...], **options: Any) -> Any:
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("posttrain.data.rows.BLOCK", block)
-                tasks = to_tasks(rows, need=need, split_seed=3, **options)
-        except UserError as error:
-            return str(error)
+    def found(quick: bool) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("posttrain.data.rows.BLOCK", block)
+            if not quick:
+                patch.setattr(Conversion, "plain", lambda self, rows: None)
+            try:
+                tasks = to_tasks(rows, fields=fields, need=need, split_seed=3)
+            except UserError as error:
+                return str(error)
         assert tasks.draws is not None
         return list(tasks), tasks.at.tolist(), tasks.merged, tasks.draws[1].tolist()
 
-    for need in ((), ("prompt",), ("prompt", "x")):
-        assert found(need) == found(need, convert=lambda row: row)
+    assert found(True) == found(False)
 
 
 def independent(value: Any) -> str:
@@ -289,7 +305,7 @@ def test_ids_and_held_out_tasks_follow_from_hashes_alone() -> None:
     rows += [{"messages": [{"role": "user", "content": str(n)}], "x": None} for n in range(300)]
     tasks = to_tasks(rows, need=())
     assert [task["id"] for task in tasks] == [independent(row) for row in rows]
-    for given_before in (None, 5):
+    for given_before in (None, 5, 6):
         _, held_out = hold_out(to_tasks(rows, need=(), split_seed=given_before), 0.3, 5)
         chosen = [row for row in rows if int(independent([5, row.get("prompt") or row["messages"]]), 16) < 0.3 * 2**64]
         assert [task["id"] for task in held_out] == [independent(row) for row in chosen]
@@ -302,6 +318,10 @@ def test_tasks_are_the_same_one_by_one_in_order_and_in_part() -> None:
     assert list(tasks) == every and list(tasks[3:9]) == every[3:9] and list(tasks[50:51]) == every[50:51]
     assert list(tasks.some(np.array([0, 7, 30]))) == [every[0], every[7], every[30]]
     assert tasks.merged == 60 - tasks.left_out - len(tasks) > 0
+    known = to_tasks(rows, split_seed=0)
+    for part in (known, known[7:40]):
+        sides = hold_out(part, 0.4, 0)
+        assert list(map(list, sides)) == list(map(list, hold_out(to_tasks(list(part)), 0.4, 0)))
 
 
 # Splits and orders
@@ -399,6 +419,7 @@ def test_what_does_not_fit_is_passed_over_and_nothing_else_moves() -> None:
         more, number = draw(50, number, 1 + number % 3, 2, lambda place: place % 5 != 0)
         drawn += [place for _, place in more]
     assert drawn[:80] == [place for place in everything if place % 5]
+    assert len(draw(50, 0, 400, 2, lambda place: place % 2 == 0)[0]) == 400
     refused(lambda: draw(50, 7, 1, 2, lambda place: False), "none of 50 rows fits", "--too-long truncate")
 
 
@@ -410,8 +431,9 @@ def squares() -> Iterator[dict[str, Any]]:
 
 
 def test_stream_gives_its_tasks_by_their_places_and_begins_again_for_earlier_ones() -> None:
-    stream = Stream(squares, Conversion())
-    assert [stream[place]["answer"] for place in (0, 3, 3, 10, 4)] == [0, 9, 9, 100, 16]
+    called: list[int] = []
+    stream = Stream(lambda: called.append(1) or squares(), Conversion())
+    assert [stream[place]["answer"] for place in (0, 3, 3, 10, 4)] == [0, 9, 9, 100, 16] and len(called) == 2
     assert stream[7] == to_tasks(itertools.islice(squares(), 8))[7]
     assert len(stream) == ENDLESS and stream.where(5) == "row 6" and stream.taken() == "prompt from 'prompt'"
     assert [task["answer"] for task in stream.examples()] == [0, 1, 4]

@@ -15,8 +15,10 @@ from row_files import ROWS, refused, write_jsonl, write_parquet, write_table
 
 from posttrain.data import rows as rows_module
 from posttrain.data import store
+from posttrain.data import tasks as tasks_module
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
+from posttrain.envs.load import load_converter
 
 
 @pytest.fixture(params=["small", "large"])
@@ -223,6 +225,35 @@ def test_second_start_reads_what_was_kept_and_gives_the_same_tasks(
     again = to_tasks(load_rows(path), split_seed=1)
     assert list(again) == list(first) and again.merged == 1 and again.where(-1) == "a.jsonl:7"
     assert again.draws is not None and (again.draws[1] == first.draws[1]).all()
+
+
+def test_what_was_kept_serves_the_same_code_and_options_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache(monkeypatch, tmp_path)
+    path = numbered(tmp_path / "a.jsonl")
+    code = tmp_path / "mine.py"
+    surveyed: list[int] = []
+    survey = tasks_module._survey
+    monkeypatch.setattr(tasks_module, "_survey", lambda *given: surveyed.append(1) or survey(*given))
+
+    def count(text: str, **options: Any) -> int:
+        """How often all rows were looked at, with a converter of that text."""
+        code.write_text(f"def row_to_task(row):\n    {text}\n")
+        os.utime(code, (len(surveyed), len(surveyed)))
+        before = len(surveyed)
+        to_tasks(load_rows(path), convert=load_converter(f"{code}:reward"), **options)
+        return len(surveyed) - before
+
+    assert count("return row") == 1 and count("return row") == 0
+    assert count("return row if row['response'] < '5' else None") == 1
+    assert (
+        count("return row") == 0 and count("return row", split_seed=1) == 1 and count("return row", split_seed=2) == 1
+    )
+    assert count("return row", fields={"x": "response"}) == 1 and count("return row", need=("response",)) == 1
+    assert count("return row", prompt_template="{prompt}") == 1
+    for _ in range(2):  # what another function makes, no file tells
+        before = len(surveyed)
+        to_tasks(load_rows(path), convert=lambda row: row)
+        assert len(surveyed) == before + 1
 
 
 def test_task_is_made_of_its_row_alone_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

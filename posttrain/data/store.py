@@ -110,7 +110,7 @@ def keep_arrays(name: str | None, make: Callable[[], Arrays]) -> Arrays:
 
 
 def _find(file: str, read: Callable[[Path], T]) -> T | None:
-    """What was kept under that name; what cannot be read is deleted, to be made again."""
+    """What was kept under that name; None for what cannot be read, and is made again."""
     folder = _folder()
     if folder is None or not (path := folder / file).exists():
         return None
@@ -118,7 +118,6 @@ def _find(file: str, read: Callable[[Path], T]) -> T | None:
         os.utime(path)
         return read(path)
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):  # ValueError: ArrowInvalid is one
-        path.unlink(missing_ok=True)
         return None
 
 

@@ -38,7 +38,8 @@ class Data:
         return given
 
     tasks: str = ""
-    """Rows: a .jsonl, .json, .csv or .parquet file, a folder, or the name of a dataset."""
+    """Rows: a .jsonl, .json, .csv or .parquet file, a folder, the name of a dataset, or a function that makes rows without
+    end: my.py:rows."""
     split: str | None = None
     """Which split of a dataset that has several."""
     limit: int | None = option(None, above=0)
@@ -46,9 +47,14 @@ class Data:
     fields: dict[str, str] = field(default_factory=dict)
     """What the columns are called: --fields.prompt question --fields.answer solution."""
     prompt_template: str | None = None
-    """The prompt as made from columns: "Question: {question}\\nAnswer:"."""
+    """The prompt as made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the
+    command line \\n and \\t are read as a new line and a tab."""
     response_template: str | None = None
-    """The response as made from columns (sft)."""
+    """The response as made from columns (sft), in the same way."""
+    too_long: Literal["skip", "truncate", "refuse"] = "skip"
+    """What happens to rows that do not fit into the model's context (in rl: prompts that leave no room for a reply). skip:
+    they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all are
+    measured before the first step, and one of them ends the run."""
     env: str = ""
     """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math,
     word-problems). In sft only its row_to_task is used, if it has one."""
@@ -116,6 +122,8 @@ class SFT(Training):
     """The run directory to make."""
     epochs: float = option(1.0, above=0)
     """Passes over the rows."""
+    steps: int | None = option(None, above=0)
+    """Optimizer updates, instead of --epochs; needed where rows have no end."""
     rows: int = option(16, above=0)
     """Rows per optimizer update."""
     mask_prompt: bool = True

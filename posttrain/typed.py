@@ -18,9 +18,14 @@ class SFTOptions(TypedDict, total=False):
     fields: dict[str, str]
     """What the columns are called: --fields.prompt question --fields.answer solution."""
     prompt_template: str | None
-    """The prompt as made from columns: "Question: {question}\\nAnswer:"."""
+    """The prompt as made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n
+    and \\t are read as a new line and a tab."""
     response_template: str | None
-    """The response as made from columns (sft)."""
+    """The response as made from columns (sft), in the same way."""
+    too_long: Literal["skip", "truncate", "refuse"]
+    """What happens to rows that do not fit into the model's context (in rl: prompts that leave no room for a reply).
+    skip: they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all
+    are measured before the first step, and one of them ends the run."""
     env: str
     """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, word-
     problems). In sft only its row_to_task is used, if it has one."""
@@ -73,6 +78,8 @@ class SFTOptions(TypedDict, total=False):
     """No progress display."""
     epochs: float
     """Passes over the rows."""
+    steps: int | None
+    """Optimizer updates, instead of --epochs; needed where rows have no end."""
     rows: int
     """Rows per optimizer update."""
     mask_prompt: bool
@@ -105,9 +112,14 @@ class RLOptions(TypedDict, total=False):
     fields: dict[str, str]
     """What the columns are called: --fields.prompt question --fields.answer solution."""
     prompt_template: str | None
-    """The prompt as made from columns: "Question: {question}\\nAnswer:"."""
+    """The prompt as made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n
+    and \\t are read as a new line and a tab."""
     response_template: str | None
-    """The response as made from columns (sft)."""
+    """The response as made from columns (sft), in the same way."""
+    too_long: Literal["skip", "truncate", "refuse"]
+    """What happens to rows that do not fit into the model's context (in rl: prompts that leave no room for a reply).
+    skip: they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all
+    are measured before the first step, and one of them ends the run."""
     out: str
     """The run directory to make."""
     resume: bool
@@ -294,9 +306,14 @@ class EvaluationOptions(TypedDict, total=False):
     fields: dict[str, str]
     """What the columns are called: --fields.prompt question --fields.answer solution."""
     prompt_template: str | None
-    """The prompt as made from columns: "Question: {question}\\nAnswer:"."""
+    """The prompt as made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n
+    and \\t are read as a new line and a tab."""
     response_template: str | None
-    """The response as made from columns (sft)."""
+    """The response as made from columns (sft), in the same way."""
+    too_long: Literal["skip", "truncate", "refuse"]
+    """What happens to rows that do not fit into the model's context (in rl: prompts that leave no room for a reply).
+    skip: they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all
+    are measured before the first step, and one of them ends the run."""
     against: str | None
     """A second checkpoint: the two are compared task by task."""
     samples: int

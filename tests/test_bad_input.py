@@ -46,6 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Ite
     rows = arithmetic.tasks(20, seed=0, digits=1)
     write_rows(folder / "rows.jsonl", rows)
     write_rows(folder / "long.jsonl", [*rows, {"prompt": "1+" * 40, "response": "1", "answer": "1"}])
+    write_rows(folder / "all-long.jsonl", [{"prompt": "1+" * 40, "answer": "1"}])
     (folder / "empty.jsonl").touch()
     (folder / "broken.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
     (folder / "env.py").write_text(GOOD)
@@ -128,9 +129,20 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
         [*words("sft"), "--fields.prompt", "promt"],
         ("rows.jsonl:1: no column 'promt'", "did you mean 'prompt'?"),
     ),
-    "long prompt": (words("rl", tasks="long.jsonl"), ("has 80 tokens", "context holds 64", "shorten it")),
-    "long prompt in eval": (words("eval", tasks="long.jsonl"), ("has 80 tokens", "context holds 64")),
-    "long row": (words("sft", tasks="long.jsonl", context=32), ("has 82 tokens", "context holds 32", "shorten it")),
+    "long prompt": (
+        words("rl", tasks="long.jsonl", too_long="refuse"),
+        ("long.jsonl:21: the prompt has 80 tokens", "context holds 64", "shorten it"),
+    ),
+    "long prompt in eval": (
+        words("eval", tasks="long.jsonl", too_long="refuse"),
+        ("long.jsonl:21: the prompt has 80 tokens", "context holds 64"),
+    ),
+    "long row": (
+        words("sft", tasks="long.jsonl", context=32, too_long="refuse"),
+        ("long.jsonl:21: the demonstration has 82 tokens", "context holds 32", "shorten it"),
+    ),
+    "nothing fits": (words("sft", context=3), ("none of 20 rows fits", "--too-long truncate")),
+    "no prompt fits in eval": (words("eval", tasks="all-long.jsonl"), ("no prompt fits", "all-long.jsonl:1")),
     "no end of sequence": (words("rl", model="no-eos"), ("end-of-sequence", "set eos_token_id")),
     "no end of sequence in sft": (words("sft", model="no-eos"), ("end-of-sequence", "set eos_token_id")),
     "no end of sequence in eval": (words("eval", model="no-eos"), ("end-of-sequence", "set eos_token_id")),

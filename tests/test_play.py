@@ -46,13 +46,19 @@ def slow(task: Task) -> Generator[Turn | str, Reply, float]:
 
 
 def run(
-    env: Any, tokenizer: Tokenizer, count: int = 12, workers: int = 0, context: int = 256, **how: Any
+    env: Any,
+    tokenizer: Tokenizer,
+    count: int = 12,
+    workers: int = 0,
+    context: int = 256,
+    too_long: Any = "refuse",
+    **how: Any,
 ) -> list[Rollout]:
     model = tiny(tokenizer, context=context)
     engine = LocalEngine(model, tokenizer, slots=5)
     episodes = [Episode({"id": str(i // 3), "prompt": f"say {i // 3}="}, str(i // 3), seed_of(i)) for i in range(count)]
     with EnvPool(env, workers) as pool:
-        return play(episodes, pool, engine, tokenizer, Sampling(**{"max_tokens": 9, **how}), context)
+        return play(episodes, pool, engine, tokenizer, Sampling(**{"max_tokens": 9, **how}), context, too_long)
 
 
 def test_only_what_the_policy_sampled_is_trainable(tokenizer: Tokenizer) -> None:
@@ -121,6 +127,22 @@ def test_step_rewards_are_kept_with_their_place_and_add_up(tokenizer: Tokenizer)
 def test_first_prompt_beyond_the_context_is_the_users_mistake(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="task '0'.*context holds 6 tokens"):
         run(lambda task, reply: 0.0, tokenizer, context=6)
+
+
+def test_first_prompt_beyond_the_context_is_invalid_or_cut_where_that_is_wanted(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Generator[Turn | str, Reply, float]:
+        yield "=".join(map(str, range(int(task["id"]), 40)))
+        return 1.0
+
+    whole = run(env, tokenizer, context=200, max_tokens=2)
+    skipped = run(env, tokenizer, context=60, max_tokens=2, too_long="skip")
+    assert all(isinstance(r.reward, Invalid) and "context holds 60" in r.reward.reason for r in skipped)
+    for most, length in ((2, 58), (50, 30)):  # room for the reply, but half of the context for the prompt
+        cut = run(env, tokenizer, context=60, max_tokens=most, too_long="truncate")
+        for one, other in zip(cut, whole, strict=True):
+            prompt = other.transcripts[0].tokens[: -other.n_sampled]
+            kept = one.transcripts[0].tokens[: -one.n_sampled]
+            assert one.reward == 1.0 and len(kept) == length and kept == [prompt[0], *prompt[-length + 1 :]]
 
 
 def test_later_turn_beyond_the_context_gets_an_empty_reply_and_a_score(tokenizer: Tokenizer) -> None:

@@ -7,7 +7,9 @@ saved), 130 interrupted (and saved).
 from __future__ import annotations
 
 import os
+import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -16,6 +18,11 @@ from cyclopts.exceptions import CoercionError, CycloptsError, UnknownOptionError
 
 from posttrain import __version__
 from posttrain.types import UserError
+
+TEMPLATES = ("--prompt-template", "--response-template")
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}
+"""What stands after a backslash in a template on the command line; any other backslash stays as it is."""
+_ESCAPE = re.compile(r"\\([ntr\\{}])")
 
 app = App(
     name="posttrain",
@@ -43,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        result = app(_recipe(words), exit_on_error=False, print_error=False, result_action="return_value")
+        result = app(_unescaped(_recipe(words)), exit_on_error=False, print_error=False, result_action="return_value")
         return result if isinstance(result, int) else 0
     except (UserError, CycloptsError) as error:
         said = " ".join(str(error).split())
@@ -79,6 +86,19 @@ def _recipe(arguments: list[str]) -> list[str]:
             _take_defaults(Path(path), arguments[0])
             return arguments[:place] + rest
     return arguments
+
+
+def _unescaped(arguments: list[str]) -> list[str]:
+    """With \\n and the like read in the templates: a shell leaves them, while recipes and Python have read theirs."""
+    read: list[str] = []
+    for before, word in pairwise(["", *arguments]):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in TEMPLATES and equals:
+            word = f"{name}={_ESCAPE.sub(lambda found: ESCAPES[found[1]], value)}"
+        elif before.replace("_", "-") in TEMPLATES:
+            word = _ESCAPE.sub(lambda found: ESCAPES[found[1]], word)
+        read.append(word)
+    return read
 
 
 def _take_defaults(file: Path, verb: str) -> None:

@@ -108,7 +108,7 @@ class Report:
 
 def check(
     env_spec: str | Callable[..., Any],
-    tasks: list[Task],
+    tasks: Sequence[Task],
     replies: list[str] | None = None,
     seconds: float = 10.0,
 ) -> Report:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from posttrain.envs.chat import Conversation, Texts
 from posttrain.envs.pool import Done, EnvPool
@@ -56,12 +57,19 @@ class _Playing:
 
 
 def play(
-    episodes: Sequence[Episode], pool: EnvPool, engine: Engine, tokenizer: Texts, sampling: Sampling, context: int
+    episodes: Sequence[Episode],
+    pool: EnvPool,
+    engine: Engine,
+    tokenizer: Texts,
+    sampling: Sampling,
+    context: int,
+    too_long: Literal["skip", "truncate", "refuse"] = "refuse",
 ) -> list[Rollout]:
     """The rollouts of these episodes, in their order. `context`: tokens of prompt and replies together that fit.
 
-    Raises UserError if a first prompt does not fit. A later turn that does not fit is answered with an empty reply whose
-    stop reason is CONTEXT, so that the environment can still score what there is.
+    A first prompt that leaves no room for a reply is Invalid ("skip"), loses its beginning ("truncate") or raises
+    UserError ("refuse"), as one of no tokens always does. A later turn that does not fit is answered with an empty reply
+    whose stop reason is CONTEXT, so that the environment can still score what there is.
     """
     playing = [_Playing(e, tokenizer) for e in episodes]
     finished: dict[int, Rollout] = {}
@@ -81,6 +89,8 @@ def play(
             tokens = asked[key]
         else:
             tokens = p.conversation.show(turn, p.last)
+        if p.turns == 0 and len(tokens) >= context and too_long == "truncate":
+            tokens = cut_prompt(tokens, context, sampling.max_tokens)
         if p.turns == 0:
             p.prompt = turn.text if turn.messages is None else "\n".join(m["content"] for m in turn.messages)  # type: ignore[assignment]
         p.transcript.observe(tokens)
@@ -95,9 +105,13 @@ def play(
             return
         if not p.transcript.tokens or len(p.transcript) >= context:
             what = "is empty" if not p.transcript.tokens else f"has {len(p.transcript)} tokens"
+            holds = f"the model's context holds {context} tokens with the reply"
+            if p.transcript.tokens and too_long == "skip":
+                finished[index] = p.rollout(Done(Invalid(f"the prompt {what}; {holds}")))
+                pool.drop(index)
+                return
             raise UserError(
-                f"the prompt of task {p.episode.task.get('id')!r} {what}; the model's context holds {context} tokens "
-                "with the reply: shorten it or leave the row out"
+                f"the prompt of task {p.episode.task.get('id')!r} {what}; {holds}: shorten it or leave the row out"
             )
         budget = min(sampling.max_tokens, turn.max_tokens or sampling.max_tokens)
         seed = p.episode.seed if p.turns == 1 else seed_of(p.episode.seed, p.turns)
@@ -131,3 +145,12 @@ def play(
             p.replies.append(completion.text)
             pool.send(completion.id, Reply(completion.text, completion.stop))
     return [finished[index] for index in range(len(playing))]
+
+
+def cut_prompt(tokens: Sequence[int], context: int, max_tokens: int) -> list[int]:
+    """A prompt that is too long without its beginning, so that a whole reply fits, or half of the context at least.
+
+    The first token stays: models rely on the one that opens a context.
+    """
+    length = max(context // 2, context - max_tokens)
+    return [*tokens[:1], *tokens[len(tokens) - length + 1 :]]

@@ -20,10 +20,11 @@ from posttrain.part import Need
 from posttrain.protocols import Engine, Learner
 from posttrain.sources.collecting import Collector, Size
 from posttrain.sources.crediting import Credited, credit
+from posttrain.sources.lengths import Placed, TooLong
 from posttrain.sources.minibatches import Minibatches
 from posttrain.sources.replay import ReplayBuffer
 from posttrain.sources.views import view
-from posttrain.types import Sampling, Task, Transcript
+from posttrain.types import Sampling, Transcript
 
 
 class Experience:
@@ -36,7 +37,7 @@ class Experience:
     def __init__(
         self,
         *,
-        tasks: Sequence[Task],
+        tasks: Placed,
         pool: EnvPool,
         engine: Engine,
         learner: Learner,
@@ -46,13 +47,14 @@ class Experience:
         size: Size,
         seed: int,
         success: float | None = None,
-        texts: Sequence[Transcript] = (),
+        texts: Sequence[Transcript | None] = (),
+        too_long: TooLong | None = None,
     ) -> None:
         """`success`: rewards from it on are successes; `texts`: what a row with a pretraining term imitates."""
         assert success is not None or Need.SUCCESS not in algorithm.needs, "what is a success?"
         self.engine, self.learner, self.algorithm, self.size, self.success = engine, learner, algorithm, size, success
         context = learner.weights().config.context
-        self.collector = Collector(tasks, pool, engine, tokenizer, sampling, context, size, seed, success)
+        self.collector = Collector(tasks, pool, engine, tokenizer, sampling, context, size, seed, success, too_long)
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.minibatches = Minibatches(algorithm, learner, size, seed, success, texts, self.buffer)
         kl, entropy = algorithm.kl, algorithm.entropy

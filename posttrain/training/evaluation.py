@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.batch import Stats
 from posttrain.config import Evaluation, validate
-from posttrain.data.tasks import hold_out
+from posttrain.data.tasks import Stream, hold_out
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.load import success_of
 from posttrain.envs.play import Episode, play
@@ -17,8 +17,9 @@ from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.seeds import seed_of
+from posttrain.sources.lengths import TooLong
 from posttrain.training.intervals import paired_interval, summary
-from posttrain.training.setup import end_tokens, load_tasks, prepare, rehearse
+from posttrain.training.setup import end_tokens, fitting, load_tasks, prepare, rehearse
 from posttrain.types import Invalid, Rollout, Sampling, Task, UserError, succeeds
 
 
@@ -37,18 +38,19 @@ class Evaluated:
     differences: dict[str, dict[str, float]] | None = None  # of reward and accuracy: the first minus the second
 
 
-def evaluate(
-    config: Evaluation, tasks: Sequence[Task] | None = None, env: Callable[..., Any] | None = None
-) -> Evaluated:
+def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | None = None) -> Evaluated:
     """Play every task `samples` times. With `against`, two checkpoints play the same tasks with the same seeds."""
     validate(config)
     device = prepare(config)
     success = success_of(env or config.env, config.success)
     if success is None and "k" in config.given:
         raise UserError("--k needs to know which replies are right: give the reward of a right one with --success")
-    data = load_tasks(config, tasks, env=env)
+    data = load_tasks(config, rows, env)
     if config.held_out:
         data = hold_out(data, config.held_out, config.split_seed)[1]
+    if isinstance(data, Stream):
+        raise UserError("these rows have no end: say with --limit how many to evaluate on")
+    said: list[str] = []
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
     with EnvPool(env or config.env, config.env_workers, config.env_seconds) as pool:
         rehearse(pool, data)
@@ -58,9 +60,12 @@ def evaluate(
             model, tokenizer = load_model(path, device=device), Tokenizer.load(path)
             end_tokens(model, tokenizer)
             engine = LocalEngine(model, tokenizer, config.slots, config.precision)
-            rollouts = play(
-                repeated(data, config.samples, config.seed), pool, engine, tokenizer, sampling, model.config.context
-            )
+            context = model.config.context
+            some = fitting(data, pool, tokenizer, TooLong(config.too_long, context, said.append))
+            if not some:
+                raise UserError(f"no prompt fits into the context of {folder}: {said[0]}")
+            episodes = repeated(some, config.samples, config.seed)
+            rollouts = play(episodes, pool, engine, tokenizer, sampling, context, config.too_long)
             reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
             if len(reasons) == len(rollouts):
                 raise UserError(f"no reward of {folder} is valid: look at --env {config.env}; the first: {reasons[0]}")
@@ -69,6 +74,7 @@ def evaluate(
         rollouts = played(config.model)
         others = played(config.against) if config.against is not None else []
     ks, notes = _of_samples(config)
+    notes = (*notes, *dict.fromkeys(said))
     rewards = _rewards(data, rollouts)
     own = summary(list(rewards.values()), ks, success)
     invalid = sum(isinstance(r.reward, Invalid) for r in rollouts)

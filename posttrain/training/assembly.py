@@ -37,6 +37,7 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.part import Need
 from posttrain.protocols import Engine
 from posttrain.runs.checkpoint import resolve
+from posttrain.runs.opening import RunFolder, begin
 from posttrain.seeds import seed_of
 from posttrain.sources.collecting import Size
 from posttrain.sources.rl import Experience
@@ -52,19 +53,23 @@ from posttrain.training.setup import (
     prepare,
     rehearse,
 )
-from posttrain.training.trainer import Run, Trainer, begin, start_of
+from posttrain.training.trainer import Run, Trainer
 from posttrain.types import Sampling, Task, Transcript, UserError
 
 
 def sft(config: SFT, tasks: Sequence[Task] | None = None) -> Run:
     """Imitate demonstrations. `tasks`: rows in memory, instead of `config.tasks`."""
-    config, resumed = begin(config)
+    with begin(config, tasks) as run:
+        return _sft(run, tasks)
+
+
+def _sft(run: RunFolder[SFT], tasks: Sequence[Task] | None) -> Run:
+    config = run.config
     validate(config)
     device = prepare(config)
     data = load_tasks(config, tasks, need=("prompt", "response"))
     train_tasks, held_out = hold_out(data, config.held_out, config.seed) if config.held_out else (data, [])
-    start = start_of(config)
-    model, tokenizer = _start(config, train_tasks, resumed or start, device)
+    model, tokenizer = _start(config, train_tasks, run.checkpoint or run.start, device)
     context, eos = model.config.context, end_tokens(model, tokenizer)
     source = Demonstrations(
         [demonstrate(t, tokenizer, eos, context, config.mask_prompt) for t in train_tasks],
@@ -94,13 +99,18 @@ def sft(config: SFT, tasks: Sequence[Task] | None = None) -> Run:
         + (f", between products {build.backend(compiles())}" if device.type == "cpu" else ""),
     ]
     lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
-    loop = Trainer(config, start, resumed, learner, source, tokenizer, measure if unseen else None, steps)
-    return loop.run(Likelihood(), sizes, lines)
+    trainer = Trainer(run, learner, source, tokenizer, measure if unseen else None, steps)
+    return trainer.run(Likelihood(), sizes, lines)
 
 
 def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] | None = None) -> Run:
     """Learn from rewards. `tasks` and `env` may be given as objects; `config` then holds a name for each, for the record."""
-    config, resumed = begin(config)
+    with begin(config, tasks, env) as run:
+        return _rl(run, tasks, env)
+
+
+def _rl(run: RunFolder[RL], tasks: Sequence[Task] | None, env: Callable[..., Any] | None) -> Run:
+    config = run.config
     validate(config)
     device = prepare(config)
     algorithm = adjust(find(config.algorithm), config)
@@ -112,9 +122,9 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
     train_tasks, held_out = _tasks(config, tasks, env)
     with EnvPool(env or config.env, config.env_workers, config.env_seconds) as pool, ExitStack() as opened:
         rehearse(pool, train_tasks)
-        start = start_of(config)
+        start = run.start
         assert start
-        model, tokenizer = _start(config, train_tasks, resumed or start, device)
+        model, tokenizer = _start(config, train_tasks, run.checkpoint or start, device)
         end_tokens(model, tokenizer)  # there must be one, or no reply would end
         if pool.single_turn:
             check_prompts([*train_tasks, *held_out], tokenizer, model.config.context)
@@ -141,8 +151,8 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
             measured(play(episodes, pool, engine, tokenizer, sampling, model.config.context), success, stats)
 
         sizes = _sizes(config, model, len(train_tasks), len(held_out), engine)
-        loop = Trainer(config, start, resumed, learner, source, tokenizer, measure if held_out else None, config.steps)
-        return loop.run(policy_objective(algorithm), sizes, describe(algorithm))
+        trainer = Trainer(run, learner, source, tokenizer, measure if held_out else None, config.steps)
+        return trainer.run(policy_objective(algorithm), sizes, describe(algorithm))
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------

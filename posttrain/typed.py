@@ -36,6 +36,9 @@ class SFTOptions(TypedDict, total=False):
     """The run directory to make."""
     resume: bool
     """Continue the run in --out from its newest undamaged checkpoint, exactly."""
+    accept_changes: bool
+    """Resume although tasks or model are not what the run began with, or part of its record is lost; run.json says
+    so."""
     overwrite: bool
     """Delete a run that is already in --out."""
     seed: int
@@ -73,7 +76,8 @@ class SFTOptions(TypedDict, total=False):
     """On a processor, use code compiled for it where a C compiler is found; --no-compiled: torch's operations alone."""
     health: Literal["warn", "stop", "log", "off"]
     """When something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps, skipped
-    updates): say so, stop with a checkpoint, only write it down, or do not look."""
+    updates): say so, stop with a checkpoint, only write it down, or do not look. After 5 steps in a row whose updates
+    were all skipped because their gradients were not finite, the run stops, unless this is off."""
     quiet: bool
     """No progress display."""
     epochs: float
@@ -124,6 +128,9 @@ class RLOptions(TypedDict, total=False):
     """The run directory to make."""
     resume: bool
     """Continue the run in --out from its newest undamaged checkpoint, exactly."""
+    accept_changes: bool
+    """Resume although tasks or model are not what the run began with, or part of its record is lost; run.json says
+    so."""
     overwrite: bool
     """Delete a run that is already in --out."""
     seed: int
@@ -161,7 +168,8 @@ class RLOptions(TypedDict, total=False):
     """On a processor, use code compiled for it where a C compiler is found; --no-compiled: torch's operations alone."""
     health: Literal["warn", "stop", "log", "off"]
     """When something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps, skipped
-    updates): say so, stop with a checkpoint, only write it down, or do not look."""
+    updates): say so, stop with a checkpoint, only write it down, or do not look. After 5 steps in a row whose updates
+    were all skipped because their gradients were not finite, the run stops, unless this is off."""
     quiet: bool
     """No progress display."""
     algorithm: str

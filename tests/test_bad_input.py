@@ -22,6 +22,7 @@ from posttrain.envs import arithmetic
 from posttrain.learners.local import LocalLearner
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.runs.reading import read_run
 from posttrain.runs.record import Record
 
 GOOD = """
@@ -232,7 +233,7 @@ def results(run: Path) -> dict[str, bytes]:
 def test_reward_that_breaks_in_the_middle_loses_no_step(
     place: Path, capfd: pytest.CaptureFixture[str], undisturbed: dict[str, bytes]
 ) -> None:
-    """Steps 1 and 2 work, most of step 3 does not: step 2 is saved, and the mended reward goes on from there."""
+    """Steps 1 and 2 work, most of step 3 does not: step 2 is saved, and the corrected reward goes on from there."""
     breaking = f"calls = 0\n{GOOD}\n\nworks = reward\n\n\ndef reward(task, reply):\n"
     breaking += "    global calls\n    calls += 1\n    assert calls < 22, 'worn out'\n    return works(task, reply)\n"
     file = place / "breaking.py"
@@ -242,9 +243,13 @@ def test_reward_that_breaks_in_the_middle_loses_no_step(
     )
     assert "continue after step 2 with posttrain rl --out broken --resume" in said
     assert [p.name for p in (place / "broken" / "checkpoints").iterdir()] == ["step-000002"]
+    before = read_run("broken")["inputs"]["env"]
     file.write_text(GOOD)
     assert main(["rl", "--out", "broken", "--resume", "--quiet"]) == 0
     assert results(place / "broken") == undisturbed
+    assert "--env breaking.py:reward changed since the run began" in capfd.readouterr().out
+    run = read_run("broken")
+    assert run["resumes"][0]["changed"] == {"env": before} and run["inputs"]["env"] != before
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -280,10 +285,11 @@ def test_full_disk_is_one_line_and_the_run_resumes_identically(
     saved = sorted(p.name for p in (place / run / "checkpoints").iterdir())
     if kept is None:
         assert not saved and "no step was saved" in said and "--overwrite" in said
+        assert main(words("rl", out=run, save_every=2, overwrite="")) == 0
     else:
         assert saved[-1] == f"step-{kept:06d}" and not [name for name in saved if "draft" in name]
         assert f"continue after step {kept} with posttrain rl --out {run} --resume" in said or kept == 4
-    assert main(["rl", "--out", run, "--resume", "--quiet"]) == 0
+        assert main(["rl", "--out", run, "--resume", "--quiet"]) == 0
     assert results(place / run) == undisturbed
 
 

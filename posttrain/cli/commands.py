@@ -82,7 +82,7 @@ def _setting(text: str) -> tuple[str, str]:
 
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares two checkpoints."""
-    from posttrain.runs.display import table
+    from posttrain.runs.printing import table
     from posttrain.training import evaluation
 
     found = evaluation.evaluate(config)
@@ -154,7 +154,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
     """
     from posttrain.algorithms.describe import SYMBOLS, as_data, describe, differences, page
     from posttrain.algorithms.table import TABLE, find
-    from posttrain.runs.display import table
+    from posttrain.runs.printing import table
 
     beside = TABLE["grpo"]
     if pages is not None:
@@ -237,7 +237,7 @@ def reproduce(
     """
     from posttrain.reproduce import EXPERIMENTS, find
     from posttrain.reproduce.experiment import read_settings
-    from posttrain.runs.display import table
+    from posttrain.runs.printing import table
 
     if name is None:
         rows = [[e.name, e.claim, e.paper] for e in EXPERIMENTS.values()]

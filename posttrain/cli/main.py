@@ -1,23 +1,27 @@
-"""The command `posttrain`: its verbs, recipes and exit codes. What a verb does stands in `verbs`, imported on demand.
+"""The command `posttrain`: its verbs, recipes and exit codes. What a verb does stands in `commands`, imported on demand.
 
 Exit codes: 0 done, 1 our own mistake (with a traceback), 2 the user's (one line), 3 stopped by the health check (and
-saved), 130 interrupted (and saved).
+saved), 130 interrupted by Ctrl-C, SIGTERM or SIGHUP (and saved).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_origin
+from typing import TYPE_CHECKING, Any, TextIO, cast, get_origin
 
 from cyclopts import App
 from cyclopts.exceptions import CoercionError, CycloptsError, UnknownOptionError
 
 from posttrain import __version__
 from posttrain.types import UserError
+
+if TYPE_CHECKING:
+    from posttrain.runs.output import Output
 
 TEMPLATES = ("--prompt-template", "--response-template")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}
@@ -60,16 +64,37 @@ def main(arguments: list[str] | None = None) -> int:
             said += f" Name one entry at a time: {error.token.keyword}.NAME VALUE"
         print("posttrain:", said, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read what we print has seen enough, such as head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
-        return 0
     except KeyboardInterrupt:
         print("posttrain: stopped", file=sys.stderr)
         return 130
 
 
 def entry() -> None:
-    sys.exit(main())
+    """The command as a process. Its streams may be closed, full, or of a narrow encoding: no run ends for that."""
+    out = _prepare_streams()
+    code = main()
+    out.flush()
+    lost = getattr(out.lost, "errno", None)
+    if lost is not None and lost not in (errno.EPIPE, errno.EIO):  # whoever read it had not seen enough
+        print(f"posttrain: standard output could not be written: {os.strerror(lost)}", file=sys.stderr)
+        code = code or (0 if sys.argv[1:2] in (["sft"], ["rl"]) else 2)  # of a run everything is in its folder
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def _prepare_streams() -> Output:
+    """Standard output, after it and standard error were made streams that never fail."""
+    from posttrain.runs.output import Output
+
+    for descriptor in range(3):  # a file opened under the number of a closed stream would be printed into
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    out, told = Output(sys.stdout), Output(sys.stderr)
+    sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, told)
+    return out
 
 
 def _recipe(arguments: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ What a step plays stands in `collecting`, what its tokens earn in `crediting`, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -117,6 +118,14 @@ class Experience:
         return {"cursor": self.collector.cursor, "coefficients": dict(self.coefficients), **replay}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.collector.cursor, self.coefficients = state["cursor"], dict(state["coefficients"])
+        """The inverse of `state`. Raises ValueError, KeyError or TypeError if it is of no such source."""
+        cursor, coefficients = state["cursor"], dict(state["coefficients"])
+        if type(cursor) is not int or cursor < 0:
+            raise ValueError(f"{cursor!r} tasks played")
+        if coefficients.keys() - {"policy"} != self.coefficients.keys() - {"policy"}:
+            raise ValueError(f"coefficients of {', '.join(coefficients) or 'nothing'}")
+        if not all(math.isfinite(value) for value in coefficients.values()):
+            raise ValueError("coefficients that are not finite")
+        self.collector.cursor, self.coefficients = cursor, coefficients
         if self.buffer is not None:
             self.buffer.restore(state["replay"])

@@ -36,6 +36,7 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.part import Need
 from posttrain.protocols import Engine
 from posttrain.runs.checkpoint import resolve
+from posttrain.runs.opening import RunFolder, begin
 from posttrain.seeds import seed_of
 from posttrain.sources.collecting import Size
 from posttrain.sources.lengths import Prompts, TooLong
@@ -55,7 +56,7 @@ from posttrain.training.setup import (
     rehearse,
     split_tasks,
 )
-from posttrain.training.trainer import Run, Trainer, begin, start_of
+from posttrain.training.trainer import Run, Trainer
 from posttrain.types import Sampling, Task, UserError
 
 EVALUATED = 1000  # held-out rows whose transcripts are made at once
@@ -64,14 +65,18 @@ READ_OF_A_STREAM = 10_000  # tasks for a tokenizer to be trained on, where they 
 
 def sft(config: SFT, rows: Any = None) -> Run:
     """Imitate demonstrations. `rows`: as in `posttrain.sft`, instead of `config.tasks`."""
-    config, resumed = begin(config)
+    with begin(config, rows) as run:
+        return _sft(run, rows)
+
+
+def _sft(run: RunFolder[SFT], rows: Any) -> Run:
+    config = run.config
     validate(config)
     device = prepare(config)
     train_tasks, held_out = split_tasks(config, rows, need=("prompt", "response"))
     if isinstance(train_tasks, Stream) and config.steps is None:
         raise UserError("these rows have no end, so there are no --epochs of them: say how many --steps to train")
-    start = start_of(config)
-    model, tokenizer = _start(config, train_tasks, resumed or start, device)
+    model, tokenizer = _start(config, train_tasks, run.checkpoint or run.start, device)
     too_long = TooLong(config.too_long, model.config.context, _silent if config.quiet else print)
 
     def transcripts(tasks: Tasks | Stream) -> Transcripts:
@@ -100,14 +105,19 @@ def sft(config: SFT, rows: Any = None) -> Run:
         + (f", between products {build.backend(compiles())}" if device.type == "cpu" else ""),
     ]
     lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
-    loop = Trainer(config, start, resumed, learner, source, tokenizer, measure if unseen else None, steps)
-    too_long.say = loop.display.note
-    return loop.run(Likelihood(), sizes, lines)
+    trainer = Trainer(run, learner, source, tokenizer, measure if unseen else None, steps)
+    too_long.say = trainer.display.note
+    return trainer.run(Likelihood(), sizes, lines)
 
 
 def rl(config: RL, rows: Any = None, env: Callable[..., Any] | None = None) -> Run:
     """Learn from rewards. `rows` and `env` may be given as objects; `config` then holds a name for each, for the record."""
-    config, resumed = begin(config)
+    with begin(config, rows, env) as run:
+        return _rl(run, rows, env)
+
+
+def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
+    config = run.config
     validate(config)
     device = prepare(config)
     algorithm = adjust(find(config.algorithm), config)
@@ -119,9 +129,9 @@ def rl(config: RL, rows: Any = None, env: Callable[..., Any] | None = None) -> R
     train_tasks, held_out = _tasks(config, rows, env)
     with EnvPool(env or config.env, config.env_workers, config.env_seconds) as pool, ExitStack() as opened:
         rehearse(pool, train_tasks)
-        start = start_of(config)
+        start = run.start
         assert start
-        model, tokenizer = _start(config, train_tasks, resumed or start, device)
+        model, tokenizer = _start(config, train_tasks, run.checkpoint or start, device)
         end_tokens(model, tokenizer)  # there must be one, or no reply would end
         too_long = TooLong(config.too_long, model.config.context, _silent if config.quiet else print)
         if pool.single_turn:
@@ -153,9 +163,9 @@ def rl(config: RL, rows: Any = None, env: Callable[..., Any] | None = None) -> R
             measured(rollouts, success, stats)
 
         sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)
-        loop = Trainer(config, start, resumed, learner, source, tokenizer, measure if played else None, config.steps)
-        too_long.say = loop.display.note
-        return loop.run(policy_objective(algorithm), sizes, describe(algorithm))
+        trainer = Trainer(run, learner, source, tokenizer, measure if played else None, config.steps)
+        too_long.say = trainer.display.note
+        return trainer.run(policy_objective(algorithm), sizes, describe(algorithm))
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------

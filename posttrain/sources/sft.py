@@ -125,6 +125,10 @@ class Transcripts(Sequence["Transcript | None"]):
             self._room -= len(transcript)
         return transcript
 
+    def check(self) -> None:
+        """Raise UserError where nothing fits, before a run's folder is made."""
+        draw(len(self), 0, 1, 0, lambda place: self[place] is not None)
+
     def _cut(self, place: int, task: Task, length: int) -> Transcript | None:
         transcript = None
         if self.too_long.policy == "truncate":

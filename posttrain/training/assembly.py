@@ -86,6 +86,7 @@ def _sft(run: RunFolder[SFT], rows: Any) -> Run:
     source = Demonstrations(
         transcripts(train_tasks), config.rows, microbatch_tokens(config, device), config.seed, device
     )
+    source.transcripts.check()
     unseen = transcripts(held_out) if held_out else None
     steps = config.steps or max(1, round(source.steps_per_epoch * config.epochs))
     learner = LocalLearner(model, optimization(config, steps), precision=config.precision)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from typing import Any
 
 from posttrain.algorithms.policy import Algorithm
+from posttrain.algorithms.settings import LABELS
 
 SYMBOLS = (
     "lp, old, ref, mu: log-probability of a sampled token under the policy, the policy before the step's updates, the "
@@ -93,21 +95,18 @@ def differences(row: Algorithm, other: Algorithm) -> list[str]:
 
 
 def line(row: Algorithm) -> str:
-    """The row as one line of a Markdown table: name, advantage, objective, weight of a token, and what else it has."""
-    main = ("advantage A", "maximised per token", "ratio r", "weight w of a token", "updates per step")
-    short = {what: formula for what, formula, _ in parts(row) if what not in main}
-    besides = "; ".join(f"{what}: {formula}" for what, formula in short.items())
-    ratio = "" if not row.ratio else f", r = {' then '.join(step.formula for step in row.ratio)}"
-    inside = f"{row.surrogate.formula}{ratio}"
-    name = f"[`{row.name}`](docs/algorithms/{row.name}.md)"
-    return f"| {' | '.join((name, row.advantage.formula, inside, row.aggregate.formula, besides))} |"
+    """The row as one line of the README's table: name and page, idea, paper."""
+    cited = re.search(r"\((.*)\)", row.paper)
+    paper = cited[1] if cited else row.paper
+    linked = re.sub(r"(?:arXiv )?\b(\d{4}\.\d{5})", r"[\g<0>](https://arxiv.org/abs/\1)", paper)
+    return f"| [`{row.name}`](docs/algorithms/{row.name}.md) | {row.idea} | {linked} |"
 
 
 def as_data(row: Algorithm) -> dict[str, Any]:
     """The same as JSON: name, paper, parts, and every setting with its default."""
     settings = {}
     for name, value in asdict(row).items():
-        if name in ("name", "paper") or value in (None, (), []):
+        if name in LABELS or value in (None, (), []):
             continue
         part = getattr(row, name)
         kind = [type(p).__name__ for p in part] if isinstance(part, tuple) else type(part).__name__

@@ -97,6 +97,7 @@ class Algorithm:
     epochs: int = knob(1, "epochs", "Passes over the rollouts of a step.", above=0)
     minibatches: int = knob(1, "minibatches", "Optimizer updates per pass.", above=0)
     stated: str = ""  # what the paper, or its authors' code, says of the number of updates
+    idea: str = ""  # what is new about it, in at most eight words
 
     @property
     def on_policy(self) -> bool:

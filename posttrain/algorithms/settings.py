@@ -23,8 +23,8 @@ from posttrain.values import convert, near
 
 Place = tuple[str, ...]
 
-LABELS = ("name", "paper", "stated")
-"""Fields of a row that are no settings."""
+LABELS = ("name", "paper", "stated", "idea")
+"""Fields of a row that are not settings."""
 
 
 @dataclass(frozen=True)

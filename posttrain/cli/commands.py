@@ -141,7 +141,7 @@ def chat(
 
 
 def algorithms(name: str | None = None, *, json: bool = False, pages: str | None = None) -> int:
-    """The table of algorithms, or one of them: its formula, each part with its source, and how it differs from grpo.
+    """The table of algorithms, or one of them: formula, parts with their sources, what differs from grpo, settings.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
     pages
         Write a page for every row into this folder.
     """
-    from posttrain.algorithms.describe import SYMBOLS, as_data, describe, differences, page
+    from posttrain.algorithms.describe import SYMBOLS, as_data, describe, differences, page, settings
     from posttrain.algorithms.table import TABLE, find
     from posttrain.runs.printing import table
 
@@ -171,6 +171,8 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
         if others := differences(rows[0], beside):
             print("  other than grpo:")
             print("\n".join(f"    {line}" for line in others))
+        print("  settings (--set PLACE=VALUE; none: the run's own options decide):")
+        print("\n".join(f"    {line}" for line in settings(rows[0])))
         print(SYMBOLS)
     else:
         columns = ["name", "advantage", "objective per token", "weight of a token", "paper"]

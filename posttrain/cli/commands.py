@@ -102,17 +102,7 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
     if found.invalid:
         print(f"{found.invalid} rewards were invalid and left out")
     if config.out:
-        content = {
-            "figures": found.figures,
-            "against": found.against,
-            "differences": found.differences,
-            "rewards": found.rewards,
-        }
-        try:
-            Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-            Path(config.out).write_text(dumps(content, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"--out {config.out} cannot be written: {error.strerror}") from error
+        evaluation.save(found, Path(config.out))
     return 0
 
 

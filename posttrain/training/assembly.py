@@ -46,6 +46,7 @@ from posttrain.training.adjust import adjust
 from posttrain.training.evaluation import measured, repeated
 from posttrain.training.setup import (
     amount,
+    beyond,
     end_tokens,
     fitting,
     load_tasks,
@@ -208,6 +209,7 @@ def _sizes(config: RL, model: Decoder, tasks: str, engine: Engine) -> list[str]:
         f"{config.steps} steps of {config.prompts} prompts x {config.group} rollouts = {rollouts} rollouts "
         f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, model.head.device)} tokens; "
         f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
+        *beyond(config.max_tokens, model.config.context),
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.batch import Stats
 from posttrain.config import Evaluation, validate
 from posttrain.data.tasks import Stream, hold_out
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.embedded import embedded
 from posttrain.envs.load import success_of
 from posttrain.envs.play import Episode, play
 from posttrain.envs.pool import EnvPool
@@ -63,7 +63,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
             path = resolve(folder)
             model, tokenizer = load_model(path, device=device), Tokenizer.load(path)
             end_tokens(model, tokenizer)
-            engine = LocalEngine(model, tokenizer, config.slots, config.precision)
+            engine = embedded(model, tokenizer, config.slots, config.precision)
             context = model.config.context
             said.extend(beyond(config.max_tokens, context))
             some = fitting(data, pool, tokenizer, TooLong(config.too_long, context, said.append))

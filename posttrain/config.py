@@ -246,7 +246,7 @@ class Evaluation(Data):
     split_seed: int = 0
     """The --seed of the training run whose held-out share is meant."""
     out: str | None = None
-    """A .json file for all figures and rewards."""
+    """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.jsonl."""
     env_workers: int = option(1, least=0)
     """Processes that play and score."""
     env_seconds: float = option(10.0, above=0)

@@ -347,7 +347,7 @@ class EvaluationOptions(TypedDict, total=False):
     split_seed: int
     """The --seed of the training run whose held-out share is meant."""
     out: str | None
-    """A .json file for all figures and rewards."""
+    """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.jsonl."""
     env_workers: int
     """Processes that play and score."""
     env_seconds: float

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import tiny
+from sampled import complete, ragged
 
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.request import Request
@@ -19,23 +20,7 @@ from posttrain.models.decoder import Decoder, causal
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.sources.packing import collate
-from posttrain.types import Completion, Sampling, StopReason, Transcript, UserError
-
-
-def complete(engine: LocalEngine, prompts: list[list[int]], sampling: list[Sampling]) -> dict[int, Completion]:
-    for id, (prompt, how) in enumerate(zip(prompts, sampling, strict=True)):
-        engine.submit(id, prompt, how)
-    done: dict[int, Completion] = {}
-    while len(done) < len(prompts):
-        done.update({c.id: c for c in engine.poll()})
-    assert engine.poll() == []
-    return done
-
-
-def ragged(count: int, **how: object) -> tuple[list[list[int]], list[Sampling]]:
-    """Prompts of three groups with four or more members each, and budgets of all sizes."""
-    prompts = [[5 + (i % 3) * 7 + j for j in range(2 + 3 * (i % 3))] for i in range(count)]
-    return prompts, [Sampling(seed=100 + i, max_tokens=3 + i % 17, **how) for i in range(count)]  # type: ignore[arg-type]
+from posttrain.types import Sampling, StopReason, Transcript, UserError
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny
+from conftest import CHATML, tiny
 
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.chat import Conversation
@@ -17,11 +17,6 @@ from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.seeds import seed_of
 from posttrain.types import Completion, Invalid, Reply, Rollout, Sampling, StopReason, Task, Turn, UserError
-
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 def asking(task: Task) -> Generator[Turn | str, Reply, float]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from posttrain.models.attention import SegmentAttention, filled
 from posttrain.models.decoder import Decoder
 from posttrain.models.linear import ROUND, rounds
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import Engine
 from posttrain.types import Completion, Sampling
 
 PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
@@ -265,3 +266,7 @@ class LocalEngine:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Engine] = LocalEngine

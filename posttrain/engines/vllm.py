@@ -19,11 +19,11 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.folder import checkpoint_tensors
 from posttrain.models.json_files import write_json
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import Engine
 from posttrain.types import Completion, Sampling, UserError
 
 BOOT = "import sys; sys.path[:] = sys.argv[3:]; from posttrain.engines.vllm_worker import main; main()"
@@ -240,3 +241,7 @@ def _cache_bytes(model: Decoder, slots: int, dtype: torch.dtype) -> int:
     config = model.config
     token = 2 * config.layers * config.kv_heads * config.head_size * dtype.itemsize
     return token * BLOCK * (slots * -(-config.context // BLOCK) + 1)
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Engine] = VLLMEngine

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+from posttrain.protocols import World
 
 
 class Processes:
@@ -24,3 +27,7 @@ class Processes:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, x)
         return found
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., World] = Processes

@@ -7,8 +7,8 @@ What a step plays stands in `collecting`, what its tokens earn in `crediting`, w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,7 @@ from posttrain.batch import Stats, Step
 from posttrain.envs.chat import Texts
 from posttrain.envs.pool import EnvPool
 from posttrain.part import Need
-from posttrain.protocols import Engine, Learner
+from posttrain.protocols import Engine, Learner, Source
 from posttrain.sources.collecting import Collector, Size
 from posttrain.sources.crediting import Credited, credit
 from posttrain.sources.lengths import Placed, TooLong
@@ -129,3 +129,7 @@ class Experience:
         self.collector.cursor, self.coefficients = cursor, coefficients
         if self.buffer is not None:
             self.buffer.restore(state["replay"])
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Source] = Experience

@@ -8,7 +8,7 @@ from dataclasses import replace
 from posttrain.algorithms.credit import GAE, Baselined, Earned, Process
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.policy import Algorithm, Pretraining
-from posttrain.algorithms.settings import change, choose, flags
+from posttrain.algorithms.settings import change, check_ranges, choose, flags
 from posttrain.algorithms.surrogate import ExpectedQ
 from posttrain.config import RL
 from posttrain.part import Limits, Need
@@ -26,6 +26,7 @@ def adjust(row: Algorithm, run: RL) -> Algorithm:
         # An update needs a group, and a paper's number of updates is one of larger steps.
         row = replace(row, minibatches=min(row.minibatches, run.prompts))
     row = row.configured(Limits(run.max_tokens))
+    check_ranges(row)
     for broken, reason in [*_contradictions(row, run), *_without_effect(row, run)]:
         if broken:
             raise UserError(f"{row.name}: {reason}")

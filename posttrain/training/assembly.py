@@ -21,7 +21,7 @@ from posttrain.batch import Stats
 from posttrain.config import RL, SFT, validate
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, to_tasks
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.embedded import embedded
 from posttrain.engines.vllm import VLLMEngine
 from posttrain.envs.load import success_of
 from posttrain.envs.play import play
@@ -34,7 +34,7 @@ from posttrain.models.folder import described, load_model
 from posttrain.models.fused import compiles
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.part import Need
-from posttrain.protocols import Engine
+from posttrain.protocols import Engine, Model
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.opening import RunFolder, begin
 from posttrain.seeds import seed_of
@@ -46,6 +46,7 @@ from posttrain.training.adjust import adjust
 from posttrain.training.evaluation import measured, repeated
 from posttrain.training.setup import (
     amount,
+    beyond,
     end_tokens,
     fitting,
     load_tasks,
@@ -181,7 +182,7 @@ def _tasks(config: RL, rows: Any, env: Callable[..., Any] | None) -> tuple[Tasks
     return train_tasks, held_out.first(config.eval_limit) if held_out else None
 
 
-def _learner(config: RL, algorithm: Algorithm, model: Decoder, start: Path) -> LocalLearner:
+def _learner(config: RL, algorithm: Algorithm, model: Model, start: Path) -> LocalLearner:
     """The learner with what the row needs beside the policy."""
     reference = None
     if Need.REFERENCE in algorithm.needs:
@@ -199,7 +200,7 @@ def _learner(config: RL, algorithm: Algorithm, model: Decoder, start: Path) -> L
     )
 
 
-def _sizes(config: RL, model: Decoder, tasks: str, engine: Engine) -> list[str]:
+def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
     """What runs, in words."""
     rollouts = config.prompts * config.group
     return [
@@ -208,12 +209,13 @@ def _sizes(config: RL, model: Decoder, tasks: str, engine: Engine) -> list[str]:
         f"{config.steps} steps of {config.prompts} prompts x {config.group} rollouts = {rollouts} rollouts "
         f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, model.head.device)} tokens; "
         f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
+        *beyond(config.max_tokens, model.config.context),
     ]
 
 
 def _start(
     config: SFT | RL, tasks: Tasks | Stream, folder: Path | None, device: torch.device
-) -> tuple[Decoder, Tokenizer]:
+) -> tuple[Model, Tokenizer]:
     """Model and tokenizer of a checkpoint folder, or new ones."""
     if folder:
         return load_model(folder, device=device), Tokenizer.load(folder)
@@ -249,10 +251,14 @@ def _start(
     return model.to(device), tokenizer
 
 
-def _engine(config: RL, model: Decoder, tokenizer: Tokenizer) -> LocalEngine | VLLMEngine:
+def _engine(config: RL, model: Model, tokenizer: Tokenizer) -> Engine:
     """What samples the rollouts."""
     if config.engine == "local":
-        return LocalEngine(model, tokenizer, config.slots, config.precision)
+        return embedded(model, tokenizer, config.slots, config.precision)
+    if not isinstance(model, Decoder):
+        raise UserError(
+            f"--engine {config.engine} cannot take over the weights of a {type(model).__name__}: leave it out"
+        )
     limit = config.engine_seconds
     return VLLMEngine(
         model,
@@ -265,7 +271,7 @@ def _engine(config: RL, model: Decoder, tokenizer: Tokenizer) -> LocalEngine | V
     )
 
 
-def _critic(config: RL, algorithm: Algorithm, start: Path, model: Decoder) -> Critic | None:
+def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Critic | None:
     """The critic that the row needs, from its own checkpoint or from the start of the policy."""
     if algorithm.critic is None:
         return None
@@ -274,7 +280,7 @@ def _critic(config: RL, algorithm: Algorithm, start: Path, model: Decoder) -> Cr
     return new_critic(kind, folder, model, seed_of(config.seed, "critic"))
 
 
-def _texts_to_imitate(config: RL, tokenizer: Tokenizer, model: Decoder, too_long: TooLong) -> Transcripts:
+def _texts_to_imitate(config: RL, tokenizer: Tokenizer, model: Model, too_long: TooLong) -> Transcripts:
     """Pretraining text: rows with `text`, all of which is learned, or with prompt and response."""
     assert config.ptx is not None
     tasks = to_tasks(load_rows(config.ptx), convert=text_or_row, need=("response",))

@@ -159,3 +159,13 @@ def optimization(config: Training, updates: int) -> Optimization:
 
 def parameters(model: Model) -> int:
     return sum(p.numel() for p in model.parameters())
+
+
+def beyond(max_tokens: int, context: int) -> list[str]:
+    """A line for the user where no reply can be as long as --max-tokens allows; else []."""
+    if max_tokens < context:
+        return []
+    return [
+        f"--max-tokens {max_tokens} is more than any reply can have: the model's context is {context} tokens, "
+        "and the prompt takes its share of them"
+    ]

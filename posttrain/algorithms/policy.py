@@ -32,7 +32,10 @@ LARGEST_LOG_RATIO = 40.0  # nats: e^40 = 2e17, whose square is still finite in f
 
 @dataclass(frozen=True)
 class Imitation(Part):
-    """coefficient x the negative log-likelihood of successes, a mean over their tokens (VAPO, arXiv 2504.05118)."""
+    """Learns more from rare successes than their advantage alone would teach.
+
+    coefficient x the negative log-likelihood of successes, a mean over their tokens (VAPO, arXiv 2504.05118, eq. 11 and 12).
+    """
 
     coefficient: float = knob(
         0.1, "imitation", "What the likelihood of successes weighs in the loss (0: nothing).", least=0, absent=0
@@ -47,7 +50,11 @@ class Imitation(Part):
 
 @dataclass(frozen=True)
 class Pretraining(Part):
-    """coefficient x the language-model loss on text of its own, in every update (PPO-ptx, InstructGPT, eq. 2)."""
+    """Keeps what pretraining taught while rewards pull elsewhere.
+
+    coefficient x the language-model loss on texts of the user's, in every update (PPO-ptx, InstructGPT, arXiv 2203.02155,
+    eq. 2).
+    """
 
     coefficient: float = knob(1.0, "ptx-coefficient", "What the likelihood of the texts of --ptx weighs.", least=0)
     rows: int = knob(16, above=0)  # texts in each update

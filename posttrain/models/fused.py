@@ -19,7 +19,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from posttrain.kernels import build
-from posttrain.models.linear import Linear, accumulates, add_product, collected, collects, narrowed, product_type
+from posttrain.models.linear import (
+    Linear,
+    accumulates,
+    add_product,
+    collected,
+    collects,
+    narrowed,
+    product,
+    product_type,
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -150,16 +159,16 @@ def _covers(x: Tensor, wide: bool, *others: Tensor) -> bool:
 def normed_product(x: Tensor, weight: Tensor, eps: float, linear: Linear) -> Tensor:
     """linear(rms_norm(x)): [T, inputs] -> [T, outputs]."""
     if _covers(x, True, weight, linear.weight) and (collects(linear.weight) or not torch.is_grad_enabled()):
-        product: Tensor = _NormedProduct.apply(x, weight, eps, linear.weight, linear.bias)
-        return product
+        out: Tensor = _NormedProduct.apply(x, weight, eps, linear.weight, linear.bias)
+        return out
     return linear(rms_norm(x, weight, eps))
 
 
 def activated_product(x: Tensor, linear: Linear) -> Tensor:
     """linear(swiglu(x)): [T, 2 inputs] -> [T, outputs]."""
     if _covers(x, False, linear.weight) and (collects(linear.weight) or not torch.is_grad_enabled()):
-        product: Tensor = _ActivatedProduct.apply(x, linear.weight, linear.bias)
-        return product
+        out: Tensor = _ActivatedProduct.apply(x, linear.weight, linear.bias)
+        return out
     return linear(swiglu(x))
 
 
@@ -200,7 +209,7 @@ class _NormedProduct(torch.autograd.Function):
         narrow = narrowed(weight)
         ctx.save_for_backward(x, norm, rate, narrow)
         ctx.weight, ctx.bias = weight, bias
-        return functional.linear(normed, narrow, None if bias is None else narrowed(bias))
+        return product(normed, narrow, None if bias is None else narrowed(bias))
 
     @staticmethod
     @once_differentiable
@@ -226,7 +235,7 @@ class _ActivatedProduct(torch.autograd.Function):
         _call("activate", x.dtype, x, *inner.shape, inner)
         ctx.save_for_backward(x, narrow)
         ctx.weight, ctx.bias = weight, bias
-        return functional.linear(inner, narrow, None if bias is None else narrowed(bias))
+        return product(inner, narrow, None if bias is None else narrowed(bias))
 
     @staticmethod
     @once_differentiable

@@ -128,7 +128,7 @@ def test_evaluation_compares_two_checkpoints_on_the_same_tasks(imitated: Run, tm
         == pytest.approx(found.figures["accuracy"]["mean"])
     )
     itself = posttrain.evaluate(
-        TASKS[:10], even, str(run.path), against=str(run.path), samples=2, k=(1,), max_tokens=4, threads=1
+        TASKS[:10], even, str(run.path), against=str(run.path), samples=2, max_tokens=4, threads=1
     )
     assert itself.differences == {"reward": {"mean": 0.0, "low": 0.0, "high": 0.0}}
 

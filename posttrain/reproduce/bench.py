@@ -53,6 +53,7 @@ def bench(
             sampling=Sampling(max_tokens=settings["max_tokens"]),
             size=Size(settings["prompts"], settings["group"], TOKENS),
             seed=seed,
+            success=1.0,
         )
 
 

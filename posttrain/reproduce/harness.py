@@ -99,7 +99,7 @@ def learn(arena: Arena, out: Path, seed: int, **options: Any) -> Run:
     """A run of reinforcement learning in this process. `options`: the fields of `posttrain.config.RL`."""
     name = arena.env if isinstance(arena.env, str) else arena.env.__qualname__
     config = RL(
-        tasks="generated", env=name, model=arena.start, out=str(out), seed=seed, env_workers=0, health="off",
+        tasks="generated", env=name, model=arena.start, out=str(out), seed=seed, env_workers=0, health="off", success=1.0,
         **{**QUIET, **options},
     )  # fmt: skip
     return runs.rl(config, arena.tasks, None if isinstance(arena.env, str) else arena.env)

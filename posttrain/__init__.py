@@ -14,13 +14,15 @@ In use:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Unpack
 
 from posttrain.types import Completion, Invalid, Reply, Rollout, Sampling, Task, Turn, UserError
 
 if TYPE_CHECKING:
     from posttrain.training.evaluation import Evaluated
     from posttrain.training.trainer import Run
+    from posttrain.typed import EvaluationOptions, RLOptions, SFTOptions
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,10 +42,10 @@ __all__ = [
 Rows = str | Iterable[Mapping[str, Any]]
 
 
-def sft(tasks: Rows, **options: Any) -> Run:
+def sft(tasks: Rows, **options: Unpack[SFTOptions]) -> Run:
     """Supervised fine-tuning. `tasks`: a path, or rows with "prompt" and "response" (or chat "messages").
 
-    The options are the fields of `posttrain.config.SFT`. Raises UserError for a mistake of the caller's.
+    The options are those of `posttrain sft --help`. Raises UserError for a mistake of the caller's.
     """
     from posttrain.config import SFT
     from posttrain.training import assembly
@@ -52,10 +54,11 @@ def sft(tasks: Rows, **options: Any) -> Run:
     return assembly.sft(_fill(SFT, {**options, "tasks": named}), rows)
 
 
-def rl(tasks: Rows, env: str | Callable[..., Any], model: str, **options: Any) -> Run:
+def rl(tasks: Rows, env: str | Callable[..., Any], model: str | PathLike[str], **options: Unpack[RLOptions]) -> Run:
     """Reinforcement learning. `env`: a reward function (task, reply) -> float, an environment, or the name of one.
 
-    The options are the fields of `posttrain.config.RL`, such as algorithm="grpo", steps=200, prompts=16, group=8.
+    The options are those of `posttrain rl --help`, such as algorithm="grpo", steps=200, group=8, clip_high=0.28; any
+    setting of a part by its place: settings={"surrogate.high": 0.28}. Raises UserError for a mistake of the caller's.
     """
     from posttrain.config import RL
     from posttrain.training import assembly
@@ -65,10 +68,12 @@ def rl(tasks: Rows, env: str | Callable[..., Any], model: str, **options: Any) -
     return assembly.rl(_fill(RL, {**options, "tasks": named, "env": name, "model": str(model)}), rows, function)
 
 
-def evaluate(tasks: Rows, env: str | Callable[..., Any], model: str, **options: Any) -> Evaluated:
+def evaluate(
+    tasks: Rows, env: str | Callable[..., Any], model: str | PathLike[str], **options: Unpack[EvaluationOptions]
+) -> Evaluated:
     """Play every task some times: mean reward, accuracy and pass@k with 95% intervals.
 
-    The options are the fields of `posttrain.config.Evaluation`, such as samples=8, k=(1, 4, 8), against="runs/sft".
+    The options are those of `posttrain eval --help`, such as samples=8, k=(1, 4, 8), against="runs/sft".
     """
     from posttrain.config import Evaluation
     from posttrain.training import evaluation
@@ -89,15 +94,8 @@ def _named(tasks: Rows) -> tuple[str, list[Task] | None]:
     return f"{len(rows)} rows in memory", rows
 
 
-def _fill(kind: Any, options: dict[str, Any]) -> Any:
-    """The configuration of these options. Raises UserError with a suggestion for one that does not exist."""
-    import difflib
-    from dataclasses import fields
+def _fill(kind: Any, options: Mapping[str, Any]) -> Any:
+    """The configuration of these options. Raises UserError, with a suggestion, for one that does not exist or fit."""
+    from posttrain.config import filled
 
-    known = [f.name for f in fields(kind)]
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
-            raise UserError(f"unknown option {name!r}{hint}")
-    return kind(**options)
+    return filled(kind, options)

@@ -14,13 +14,12 @@ import torch
 from conftest import make_rollouts, tiny
 from torch import Tensor
 
-from posttrain.algorithms.adjust import adjust
 from posttrain.algorithms.credit import per_token
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.table import TABLE
 from posttrain.batch import Batch, Scores, Stats
-from posttrain.config import RL
+from posttrain.config import RL, filled
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel
 from posttrain.models.tokenizer import Tokenizer
@@ -28,6 +27,7 @@ from posttrain.part import Need
 from posttrain.protocols import World
 from posttrain.sources.packing import collate, pack
 from posttrain.sources.scores import scoreboard
+from posttrain.training.adjust import adjust
 from posttrain.types import Completion, Rollout, StopReason, Transcript
 
 WORDS = Tokenizer.train(["0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>"], 64, "characters")
@@ -40,7 +40,7 @@ def chosen_row(row: Algorithm, **settings: Any) -> Algorithm:
     """The row as a run has it whose replies have at most 20 tokens."""
     given = {"ptx": "text.jsonl"} if row.pretraining else {}
     warm = {"critic_warmup": 0} if row.critic else {}
-    return adjust(row, RL(**{"max_tokens": 20, "group": 4, "steps": 10, **given, **warm, **settings}))
+    return adjust(row, filled(RL, {"max_tokens": 20, "group": 4, "steps": 10, **given, **warm, **settings}))
 
 
 ROWS = [chosen_row(row) for row in TABLE.values()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,27 @@ import torch
 from conftest import tiny
 from feeding import WORDS, new_learner
 
-from posttrain.algorithms.adjust import adjust
-from posttrain.algorithms.aggregate import ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
-from posttrain.algorithms.credit import GAE, Baselined, Process, ToGo
+from posttrain.algorithms.aggregate import AGGREGATES, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
+from posttrain.algorithms.credit import ADVANTAGES, GAE, Baselined, Process, ToGo
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.describe import differences
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
-from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
+from posttrain.algorithms.penalty import CONTROLS, KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, TrustRegion, policy_objective
-from posttrain.algorithms.ratio import Causal, Correction, OverSequence, PessimisticClip, SequenceValueTokenGradient
+from posttrain.algorithms.ratio import (
+    RATIOS,
+    Causal,
+    Correction,
+    OverSequence,
+    PessimisticClip,
+    SequenceValueTokenGradient,
+)
+from posttrain.algorithms.settings import change, flags, settings_of
 from posttrain.algorithms.shaping import GroupLength, SoftOverlong
-from posttrain.algorithms.surrogate import Clip, ImportanceRatio, LogProbability, WeightedLogProbability
+from posttrain.algorithms.surrogate import SURROGATES, Clip, ImportanceRatio, LogProbability, WeightedLogProbability
 from posttrain.algorithms.table import TABLE, find
 from posttrain.cli.main import main
-from posttrain.config import RL, Axes, Training, validate
+from posttrain.config import RL, filled, validate
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
@@ -35,6 +42,7 @@ from posttrain.models.folder import save_model
 from posttrain.sources.collecting import Size
 from posttrain.sources.rl import Experience
 from posttrain.sources.sft import demonstrate
+from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
 from posttrain.types import Sampling, Task, UserError
 
@@ -84,10 +92,10 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"ratio": "causal"}, RATIO, (Causal(),)),
     ("grpo", {"ratio": "geometric"}, RATIO, (PessimisticClip(), OverSequence("mean"))),
     ("dapo", {"clip_low": 0.1}, SURROGATE, Clip(0.1, 0.28)),
-    ("grpo", {"clip_high": 0.3}, SURROGATE, Clip(0.2, 0.3)),
+    ("grpo", {"clip_high": 0.3, "minibatches": 2}, SURROGATE, Clip(0.2, 0.3)),
     ("cispo", {"clip_high": 2.0}, SURROGATE, WeightedLogProbability(2.0)),
-    ("grpo", {"clip_dual": 3.0}, SURROGATE, Clip(0.2, 0.2, 3.0)),
-    ("grpo", {"clip_dual": 0.0}, SURROGATE, Clip(0.2, 0.2)),
+    ("dapo", {"clip_dual": 3.0}, SURROGATE, Clip(0.2, 0.28, 3.0)),
+    ("dapo", {"clip_dual": 0.0}, SURROGATE, Clip(0.2, 0.28)),
     ("gpg", {"aggregate": "sequence-mean"}, AGGREGATE, SequenceMean()),
     ("grpo", {"aggregate": "token-mean"}, AGGREGATE, TokenMean()),
     ("grpo", {"aggregate": "sequence-sum"}, AGGREGATE, SequenceSum()),
@@ -126,7 +134,7 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("dapo", {"overlong_cache": 0}, SHAPING, ()),
     ("grpo", {"length_reward": 0.2}, SHAPING, (GroupLength(0.2),)),
     ("dapo", {"length_reward": 0.2}, SHAPING, (SoftOverlong(6, 1), GroupLength(0.2))),
-    ("ppo", {"critic": "none", "advantage": "to-go"}, CRITIC, None),
+    ("ppo", {"advantage": "to-go"}, CRITIC, None),
     ("ppo", {"critic": "shared"}, CRITIC, Value()),
     ("vapo", {"critic_warmup": 3}, CRITIC, Value(lam=1.0, warmup=3)),
     ("sac", {"critic_warmup": 3}, CRITIC, SoftQ(warmup=3)),
@@ -148,14 +156,12 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"minibatches": 2}, part("minibatches"), 2),
 ]
 CASES = [pytest.param(*c, id=f"{c[0]} {c[1]}".replace("'", "")) for c in CHANGES]
-OF_THE_RUN = {"critic_lr", "critic_model"}  # no part of a row: proven here and in test_critic.py
 
 
-def settings_of(**how: Any) -> RL:
+def run_of(**how: Any) -> RL:
     """A small run's."""
-    config = RL(
-        **{"tasks": "rows", "env": "env", "model": "m", "steps": 10, "prompts": 2, "group": 3, "max_tokens": 6, **how}
-    )
+    small = {"tasks": "rows", "env": "env", "model": "m", "steps": 10, "prompts": 2, "group": 3, "max_tokens": 6}
+    config = filled(RL, {**small, **how})
     validate(config)
     return config
 
@@ -164,7 +170,7 @@ def chosen(name: str, how: dict[str, Any]) -> Algorithm:
     small = {"ptx": "text.jsonl"} if TABLE[name].pretraining else {}
     critic = TABLE[name].critic
     warm = {"critic_warmup": 2} if critic is not None and critic.warmup else {}
-    return adjust(find(name), settings_of(**{**small, **warm, **how}))
+    return adjust(find(name), run_of(**{**small, **warm, **how}))
 
 
 @pytest.mark.parametrize(("name", "how", "where", "expected"), CASES)
@@ -172,9 +178,74 @@ def test_option_changes_the_part_it_names(name: str, how: dict[str, Any], where:
     assert where(chosen(name, how)) == expected
 
 
-def test_every_axis_is_proven() -> None:
-    axes = {f.name for f in fields(Axes)} - {f.name for f in fields(Training)} - {"algorithm"}
-    assert axes == {option for _, how, *_ in CHANGES for option in how} | OF_THE_RUN
+EVERYTHING = replace(
+    chosen("ppo", {}),
+    kl=KL("k3", 0.1, control=Adaptive()),
+    ratio=(PessimisticClip(), OverSequence("mean")),
+    correction=Correction(),
+    entropy=Entropy(0.1, target=0.5),
+    select=TopEntropy(),
+    sampling=DynamicSampling(),
+    filters=(OverlongFilter(),),
+    shaping=(SoftOverlong(6, 1), GroupLength()),
+    imitation=Imitation(),
+    pretraining=Pretraining(),
+    trust_region=TrustRegion(),
+    replay=Replay(),
+)
+"""Most parts that there are, in one row; for nothing but to reach their settings."""
+WHOLE: dict[str, Any] = {
+    "advantage": ADVANTAGES,
+    "surrogate": SURROGATES,
+    "aggregate": AGGREGATES,
+    "ratio": RATIOS,
+    "kl.control": CONTROLS,
+    "filters": ("true", "false"),
+}
+"""Places of whole parts -> what may stand there."""
+CANDIDATES = (
+    "0.5",
+    "3",
+    "0.25",
+    "true",
+    "false",
+    "length",
+    "batch",
+    "others",
+    "k1",
+    "k2",
+    "group",
+    "reward",
+    "loss",
+    "old",
+    "reference",
+    "sum",
+    "mean",
+    "icepop",
+    "none",
+)
+
+
+@pytest.mark.parametrize("row", [*TABLE.values(), EVERYTHING], ids=lambda r: r.name)
+def test_every_setting_of_every_part_is_reached_by_its_place_and_changes_nothing_else(row: Algorithm) -> None:
+    for place in settings_of(row):
+        tried = tuple(WHOLE[place]) if place in WHOLE else CANDIDATES
+        for text in tried:
+            try:
+                changed = change(row, {place: text})
+            except UserError:
+                continue
+            if changed != row:
+                break
+        else:
+            pytest.fail(f"{place} took none of {tried}")
+        if place not in WHOLE:
+            moved = {p for p, v in settings_of(changed).items() if settings_of(row).get(p) != v}
+            assert moved - WHOLE.keys() == {place}, (place, text)
+
+
+def test_every_flag_is_proven() -> None:
+    assert flags().keys() | {"ptx", "critic"} == {option for _, how, *_ in CHANGES for option in how}
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -186,6 +257,8 @@ def test_row_without_any_option_is_the_table_s_own(name: str) -> None:
         own = replace(own, aggregate=ConstantLength(6))
     if own.shaping:
         own = replace(own, shaping=(SoftOverlong(6, 1),))
+    if own.replay is None:  # an update needs a group, and there are two
+        own = replace(own, minibatches=min(2, own.minibatches))
     assert row == own
 
 
@@ -228,58 +301,56 @@ def test_critic_has_a_learning_rate_of_its_own() -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # parts that do not have what the option changes
     ("ppo", {"baseline": "group"}, "--baseline cannot go with ppo.*--advantage baselined"),
-    ("ppo", {"scale": "group", "baseline_weight": "length"}, "--baseline-weight, --scale cannot go with ppo"),
+    ("ppo", {"scale": "group", "baseline_weight": "length"}, "--scale cannot go with ppo.*--advantage baselined"),
     ("reinforce", {"scale": "batch"}, "--scale cannot go with reinforce.*--advantage baselined"),
-    ("reinforce", {"baseline": "batch"}, "--baseline cannot go with reinforce"),
-    ("reinforce", {"baseline": "others"}, "--baseline .* take --baseline group or none"),
+    ("reinforce", {"baseline": "batch"}, "--baseline is one of none, group, not 'batch'"),
+    ("reinforce", {"baseline": "others"}, "--baseline is one of none, group"),
     ("reinforce", {"gae_lambda": 0.9}, "--gae-lambda .*--advantage gae"),
-    ("ppo", {"gae_lambda": 0.9, "gae_alpha": 0.1}, "--gae-alpha .*--gae-lambda"),
+    ("ppo", {"gae_lambda": 0.9, "gae_alpha": 0.1}, "--gae-lambda already .*leave out --gae-alpha"),
     ("reinforce", {"gae_alpha": 0.1}, "--gae-alpha .*--advantage gae"),
     ("sac", {"gae_alpha": 0.1}, "--gae-alpha cannot go with sac"),
-    ("grpo", {"gamma": 0.9}, "--gamma .*no discount.*--advantage gae or to-go"),
+    ("grpo", {"gamma": 0.9}, "--gamma cannot go with grpo.*--advantage to-go or --advantage gae"),
     ("grpo", {"whiten": True}, "--whiten cannot go with grpo"),
     ("sac", {"gae_lambda": 0.9}, "--gae-lambda cannot go with sac"),
     ("sac", {"whiten": True}, "--whiten cannot go with sac"),
     ("rloo", {"clip_low": 0.1}, "--clip-low cannot go with rloo.*--surrogate clip"),
-    ("cispo", {"clip_low": 0.1}, "--clip-low cannot go with cispo.*--clip-high"),
-    ("gpg", {"ratio": "sequence-mean"}, "--ratio cannot go with gpg.*--surrogate"),
+    ("cispo", {"clip_low": 0.1}, "--clip-low cannot go with cispo.*--surrogate clip"),
+    ("gpg", {"ratio": "sequence-mean"}, "gpg: it has no ratio.*leave out --ratio, or see --surrogate"),
     ("gpg", {"clip_dual": 3.0}, "--clip-dual cannot go with gpg"),
     # the KL
-    ("grpo", {"kl": 0.0, "kl_estimator": "k2"}, "--kl-estimator cannot go with grpo.*--kl 0.01"),
-    ("dr-grpo", {"kl_control": "adaptive"}, "--kl-control cannot go with dr-grpo.*--kl 0.01"),
-    ("dr-grpo", {"reference_every": 5}, "--reference-every cannot go with dr-grpo.*--kl 0.01"),
-    ("grpo", {"kl_target": 0.1}, "--kl-target .*see --kl-control"),
+    ("grpo", {"kl": 0.0, "kl_estimator": "k2"}, "--kl-estimator cannot go with grpo.*--kl brings one"),
+    ("dr-grpo", {"kl_control": "adaptive"}, "--kl-control cannot go with dr-grpo.*--kl brings one"),
+    ("dr-grpo", {"reference_every": 5}, "dr-grpo: .*--reference-every .*--kl 0.01"),
+    ("grpo", {"kl_target": 0.1}, "--kl-target cannot .*--kl-control adaptive or --kl-control halving-doubling"),
     ("ppo-kl", {"kl_horizon": 9.0}, "--kl-horizon .*--kl-control adaptive"),
-    ("ppo-kl", {"kl_estimator": "exact"}, "--kl-estimator .*--kl-estimator k3"),
-    ("ppo-kl", {"reference_every": 5}, "--reference-every cannot go with ppo-kl"),
+    ("ppo-kl", {"kl_estimator": "exact"}, "ppo-kl: .*leave out --kl-estimator exact"),
+    ("ppo-kl", {"reference_every": 5}, "ppo-kl: .*--reference-every"),
     ("ppo-kl", {"kl_where": "reward"}, "ppo-kl: .*leave out --kl-where"),
     ("grpo-process", {"kl_where": "reward"}, "grpo-process: .*leave out --kl-where reward"),
     # terms and choices
-    ("sac", {"entropy": 0.0}, "--entropy cannot go with sac.*--entropy-target"),
-    ("grpo", {"correction_cap": 3.0}, "--correction-cap .*see --correction"),
+    ("sac", {"entropy": 0.0}, "sac: .*--entropy-target"),
+    ("grpo", {"correction_cap": 3.0}, "--correction-cap cannot go with grpo.*--correction brings one"),
     ("grpo", {"correction": "none", "correction_cap": 3.0}, "--correction-cap cannot go with grpo"),
     ("grpo", {"overlong_cache": 6}, "--overlong-cache 6 must be below .* an episode may have, 6"),
-    ("grpo", {"ptx_coefficient": 0.5}, "--ptx-coefficient .*--ptx FILE"),
-    ("ppo-ptx", {"ptx": None}, "ppo-ptx .*--ptx FILE"),
+    ("grpo", {"ptx_coefficient": 0.5}, "--ptx-coefficient cannot go with grpo.*--ptx FILE brings one"),
+    ("ppo-ptx", {"ptx": None}, "ppo-ptx: .*--ptx FILE"),
     ("sac", {"top_entropy": 0.2}, "sac: .*leave out --top-entropy"),
     (
         "grpo",
         {"baseline": "none", "scale": "none", "baseline_weight": "length"},
-        "--baseline-weight length .*--baseline none",
+        "grpo: --baseline-weight weighs a baseline that --baseline none leaves out",
     ),
     ("lite-ppo", {"baseline": "none"}, "lite-ppo: .*set --scale none, or choose a --baseline"),
     ("reinforce", {"group": 1, "length_reward": 0.1}, "shaping compare .*--group must be at least 2"),
     ("grpo", {"group": 1}, "--group must be at least 2, not 1"),
     ("reinforce", {"group": 1, "dynamic_sampling": 2}, "sampling compare .*--group must be at least 2"),
     # the critic
-    ("ppo", {"critic": "none"}, "needs a critic: leave out --critic none"),
-    ("grpo", {"critic": "shared"}, "--critic cannot go with grpo.*--advantage gae"),
-    ("grpo", {"critic_lr": 1e-3}, "--critic-lr cannot go with grpo.*--advantage gae"),
+    ("grpo", {"critic": "shared"}, "grpo: it has no critic, --critic .*--advantage gae"),
+    ("grpo", {"critic_lr": 1e-3}, "grpo: it has no critic, --critic-lr .*--advantage gae"),
     ("grpo", {"value_clip": 0.1}, "--value-clip cannot go with grpo.*--advantage gae"),
-    ("grpo", {"critic_model": "x"}, "--critic-model cannot go with grpo"),
+    ("grpo", {"critic_model": "x"}, "grpo: it has no critic, --critic-model"),
     ("sac", {"value_clip": 0.1}, "--value-clip cannot go with sac"),
-    ("sac", {"critic": "shared"}, "--critic cannot go with sac.*backbone of the critic's own"),
-    ("sac", {"critic": "none", "critic_warmup": None}, "sac: .*belong together"),
+    ("sac", {"critic": "shared", "critic_warmup": 0}, "sac: .*backbone of the critic's own"),
     ("sac", {"advantage": "gae"}, "sac: .*belong together"),
     ("sac", {"surrogate": "clip", "replay": 0}, "sac: .*belong together"),
     ("ppo", {"critic_tau": 0.1}, "--critic-tau cannot go with ppo"),
@@ -299,19 +370,37 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "leave out --replay, or --kl-where reward and --advantage gae",
     ),
     ("sac", {"replay": 5}, "--replay 5 is less than a step's 6 rollouts"),
+    # what would change nothing
+    ("grpo", {"clip_high": 0.28}, "grpo: --clip-high would have no effect: with one update .*--minibatches 4"),
+    ("dapo", {"minibatches": 1, "clip_low": 0.1}, "dapo: --clip-low would have no effect"),
+    ("cispo", {"minibatches": 1, "settings": {"surrogate.high": 3}}, "cispo: --clip-high would have no effect"),
+    # places
+    (
+        "grpo",
+        {"settings": {"surrogate.hihg": 1}},
+        "surrogate has no setting 'hihg'; did you mean 'high'.*low, high, dual",
+    ),
+    ("grpo", {"settings": {"surogate.high": 1}}, "no part .*'surogate'; did you mean 'surrogate.high'"),
+    ("grpo", {"settings": {"surrogate.high": "much"}}, "surrogate.high is a number, not 'much'"),
+    ("grpo", {"settings": {"surrogate.high.x": 1}}, "surrogate.high is a single value"),
+    ("grpo", {"settings": {"advantage.eps": 0}}, "advantage.eps must be above 0"),
+    ("grpo", {"settings": {"critic.lam": 1.0}}, "there is no critic to change"),
+    ("grpo", {"settings": {"shaping.soft-overlang.cache": 3}}, "did you mean 'soft-overlong'"),
+    ("grpo", {"settings": {"shaping.soft-overlong": 3}}, "say which setting of soft-overlong: limit, cache"),
+    ("grpo", {"settings": {"name": "mine"}}, "no part of an algorithm is called 'name'"),
     # numbers
-    ("ppo", {"gamma": 1.5}, "--gamma is at least 0 and at most 1, not 1.5"),
-    ("ppo", {"gae_lambda": -0.1}, "--gae-lambda is at least 0"),
-    ("grpo", {"top_entropy": 0.0}, "--top-entropy 0 .*0.2"),
-    ("grpo", {"clip_low": 1.5}, "--clip-low 1.5.*at most 1"),
-    ("grpo", {"clip_high": -0.1}, "--clip-high must be 0 or more"),
-    ("grpo", {"clip_dual": 1.0}, "--clip-dual .*above 1, not 1.0"),
+    ("ppo", {"gamma": 1.5}, "--gamma must be at least 0 and at most 1, not 1.5"),
+    ("ppo", {"gae_lambda": -0.1}, "--gae-lambda must be at least 0"),
+    ("grpo", {"top_entropy": 0.0}, "--top-entropy must be above 0 and at most 1"),
+    ("grpo", {"clip_low": 1.5}, "--clip-low must be .*at most 1, not 1.5"),
+    ("grpo", {"clip_high": -0.1}, "--clip-high must be at least 0"),
+    ("grpo", {"clip_dual": 1.0}, "--clip-dual must be above 1, not 1"),
     ("grpo", {"correction": "icepop", "correction_cap": 0.5}, "--correction-cap .*above 1, not 0.5"),
-    ("grpo", {"kl": -0.1}, "--kl must be 0 or more"),
+    ("grpo", {"kl": -0.1}, "--kl must be at least 0"),
     ("grpo", {"kl_control": "adaptive", "kl_target": 0.0}, "--kl-target must be above 0"),
     ("ppo", {"critic_lr": 0.0}, "--critic-lr must be above 0"),
-    ("grpo", {"trust_region": -1.0}, "--trust-region must be 0 or more"),
-    ("grpo", {"dynamic_sampling": -1}, "--dynamic-sampling must be 0 or more"),
+    ("grpo", {"trust_region": -1.0}, "--trust-region must be above 0"),
+    ("grpo", {"dynamic_sampling": -1}, "--dynamic-sampling must be above 0"),
     ("grpo", {"top_p": 0.9}, "--top-p and --top-k .*leave them at 1 and 0"),
     ("grpo", {"temperature": 0.0}, "--temperature 0 is greedy"),
 ]
@@ -330,8 +419,8 @@ def test_contradiction_is_refused_with_its_option_and_the_fix_in_one_line(
 
 MINE = """
 from posttrain.algorithms.credit import Baselined
-from posttrain.algorithms.aggregate import TokenMean
-from posttrain.algorithms.surrogate import Clip
+from posttrain.algorithms.aggregate import AGGREGATES, TokenMean
+from posttrain.algorithms.surrogate import SURROGATES, Clip
 from posttrain.algorithms.policy import Algorithm
 
 mine = Algorithm("mine", "nobody 2026", Baselined("group", "none"), Clip(0.1, 0.3), TokenMean())
@@ -349,6 +438,47 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+OWN_PART = """
+from dataclasses import dataclass
+
+import torch
+
+from posttrain.algorithms.surrogate import Surrogate
+from posttrain.part import knob
+
+
+@dataclass(frozen=True)
+class ByProbability(Surrogate):
+    \"\"\"Rare tokens may move further: the clip's width is eps / sqrt(old probability).\"\"\"
+
+    eps: float = knob(0.1, above=0, most=1)
+    source = "nobody 2026, eq. 1"
+
+    @property
+    def formula(self):
+        return f"min(r A, clip(r, 1 - w, 1 + w) A), w = {self.eps:g} exp(-old / 2)"
+
+    def __call__(self, ratio, outputs, batch):
+        width = self.eps * (-batch.old_logp / 2).exp()
+        clipped = torch.clamp(ratio, 1 - width, 1 + width)
+        return torch.minimum(ratio * batch.advantage, clipped * batch.advantage)
+"""
+
+
+def test_part_of_one_s_own_reads_the_batch_and_is_set_from_the_command_line(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "own.py").write_text(OWN_PART)
+    words = "rl --tasks rows.jsonl --env env.py:reward --model start --steps 1 --prompts 2 --group 2 --max-tokens 3 "
+    words += "--env-workers 0 --threads 1 --quiet --out run --algorithm dapo --set surrogate=own.py:ByProbability"
+    assert main([*words.split(), "--set", "surrogate.eps=2"]) == 2
+    assert "surrogate.eps must be above 0 and at most 1, not 2" in capsys.readouterr().err
+    assert main([*words.split(), "--set", "surrogate.epps=0.3"]) == 2
+    assert "surrogate has no setting 'epps'; did you mean 'eps'" in capsys.readouterr().err
+    assert main([*words.split(), "--set", "surrogate.eps=0.3"]) == 0
+    assert "w = 0.3 exp(-old / 2)" in "".join(json.loads((place / "run" / "run.json").read_text())["objective"])
+
+
 def test_row_of_one_s_own_is_described_and_trained_with_like_any_other(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -356,7 +486,7 @@ def test_row_of_one_s_own_is_described_and_trained_with_like_any_other(
     said = capsys.readouterr().out
     assert "mine: nobody 2026" in said and "clip(r, 0.9, 1.3)" in said and "other than grpo" in said
     words = "rl --tasks rows.jsonl --env env.py:reward --model start --steps 1 --prompts 2 --group 2 --max-tokens 3"
-    more = "--env-workers 0 --threads 1 --quiet --out run --algorithm mine.py:mine --clip-high 0.5"
+    more = "--env-workers 0 --threads 1 --quiet --out run --algorithm mine.py:mine --minibatches 2 --clip-high 0.5"
     assert main([*words.split(), *more.split()]) == 0
     recorded = json.loads((place / "run" / "run.json").read_text())
     assert recorded["config"]["algorithm"] == "mine.py:mine" and "clip(r, 0.9, 1.5)" in "".join(recorded["objective"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 from conftest import tiny
 
+from posttrain.cli import typed
 from posttrain.cli.chat import converse, dialogue
 from posttrain.cli.main import main
-from posttrain.config import RL, SFT, Evaluation, as_dict, continued
+from posttrain.config import RL, SFT, Evaluation, as_dict, continued, filled
 from posttrain.envs import arithmetic
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
@@ -58,6 +60,8 @@ def test_help_of_a_verb_names_every_option_and_loads_nothing_heavy(verb: str, co
     code, modules, said = loaded_by(verb, "--help")
     assert code == 0 and not modules & HEAVY
     for option in fields(config):
+        if option.name == "settings":  # flags, and --set
+            continue
         assert f"--{option.name.replace('_', '-')}" in said, option.name
 
 
@@ -99,11 +103,11 @@ def test_configuration_survives_its_record(taken: list[Any]) -> None:
     recorded = json.loads(json.dumps(as_dict(config)))
     assert recorded == as_dict(config)
     assert continued(RL(out="here"), recorded) == config
-    assert continued(RL(out="here", steps=200, kl=0.1), recorded) == config
+    assert continued(filled(RL, {"out": "here", "steps": 200, "kl": 0.1}), recorded) == config
     assert continued(RL(out="here", steps=3), recorded).steps == 3
     assert continued(RL(out="here", stop=("a", "b")), recorded) == config
     with pytest.raises(UserError, match=r"kl was 0\.1, stop was \['a', 'b'\]"):
-        continued(RL(out="here", kl=0.0, stop=()), recorded)
+        continued(filled(RL, {"out": "here", "kl": 0.0, "stop": ()}), recorded)
     with pytest.raises(UserError, match="another version wrote it, with options future"):
         continued(RL(out="here"), {**recorded, "future": 1})
 
@@ -232,3 +236,9 @@ def test_converse_talks_to_a_real_checkpoint(
     converse("start", None, 0.0, 5, "cpu")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and lines[0].endswith("an empty line ends") and not lines[-1]
+
+
+def test_options_told_to_editors_are_those_that_are_declared() -> None:
+    written = Path(typed.__file__).parents[1] / "typed.py"
+    told = ast.dump(ast.parse(written.read_text(encoding="utf-8")))
+    assert told == ast.dump(ast.parse(typed.text())), "run python -m posttrain.cli.typed"

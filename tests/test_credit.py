@@ -386,7 +386,7 @@ def test_resumed_dynamic_sampling_plays_the_tasks_that_an_uninterrupted_run_play
 
 
 def test_overlong_filter_of_a_real_step_feeds_no_truncated_rollout_and_weighs_the_rest() -> None:
-    source = new_source("dr-grpo", aggregate="token-mean", overlong_filter=True)
+    source = new_source("dr-grpo", aggregate="token-mean", overlong_filter=True, minibatches=1)
     step = source.produce(1)
     cut_off = [r for r, _ in step.rollouts if r.stop.truncated]
     rest = [r for r, _ in step.rollouts if not r.stop.truncated]

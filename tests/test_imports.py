@@ -11,13 +11,16 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "posttrain"
 RANKS = (
-    {"types"},
+    {"types", "deferred"},
+    {"values"},
+    {"names"},
     {"user_code", "seeds", "part", "batch"},
     {"protocols"},
-    {"config", "kernels", "verify", "data"},
+    {"kernels", "verify", "data"},
     {"envs", "models"},
     {"engines", "learners"},
     {"algorithms"},
+    {"config", "typed"},
     {"runs", "sources"},
     {"training"},
     {"reproduce"},
@@ -47,8 +50,9 @@ HOMES = {
 """Where each heavy library may be imported."""
 
 LIGHT = ("envs/", "verify/", "runs/record.py", "runs/display.py", "runs/health.py", "training/intervals.py",
-         "sources/diversity.py", "config.py", "types.py", "batch.py", "protocols.py", "part.py", "seeds.py",
-         "user_code.py", "cli/main.py", "cli/commands.py",
+         "sources/diversity.py", "algorithms/", "config.py", "types.py", "batch.py", "protocols.py", "part.py",
+         "seeds.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py", "cli/main.py",
+         "cli/commands.py", "cli/typed.py",
          "data/", "sources/packing.py")  # fmt: skip
 """What imports no torch when it is imported itself, so that --help and check start at once."""
 

@@ -29,7 +29,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transcriptions import LOSSES, TEXTS, Played
 
-from posttrain.algorithms.adjust import adjust
 from posttrain.algorithms.aggregate import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.credit import Baselined, Process, equal_rewards
 from posttrain.algorithms.describe import describe
@@ -51,6 +50,7 @@ from posttrain.sources.packing import collate, pack, split_microbatches
 from posttrain.sources.rl import Experience
 from posttrain.sources.scores import scoreboard
 from posttrain.sources.sft import Likelihood
+from posttrain.training.adjust import adjust
 from posttrain.types import Rollout, Sampling, StopReason, Task, UserError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.config import RL, SFT, validate
+from posttrain.config import RL, SFT, filled, validate
 from posttrain.envs import arithmetic
 from posttrain.types import UserError
 
@@ -53,7 +53,9 @@ def test_every_row_has_settings_that_exist(recipe: ModuleType) -> None:
     assert set(recipe.OWN) <= set(recipe.TABLE)
     validate(SFT(tasks="x", **recipe.IMITATION))
     for row in recipe.TABLE:
-        validate(RL(tasks="x", env="arithmetic", model="x", algorithm=row, **recipe.settings(row)))
+        validate(
+            filled(RL, {"tasks": "x", "env": "arithmetic", "model": "x", "algorithm": row, **recipe.settings(row)})
+        )
 
 
 def test_the_report_tells_every_seed_the_interval_and_who_learned(recipe: ModuleType, tmp_path: Path) -> None:

@@ -7,16 +7,18 @@ import json
 import tomllib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from posttrain.config import RL, SFT, Evaluation, validate
+from posttrain.algorithms.table import find
+from posttrain.config import RL, VERBS, filled, validate
 from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.envs.load import load_env
 from posttrain.envs.word_problems import evaluate, row_to_task
+from posttrain.training.adjust import adjust
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = {"sft": SFT, "rl": RL, "eval": Evaluation}
 
 
 def script(name: str) -> ModuleType:
@@ -31,8 +33,10 @@ def script(name: str) -> ModuleType:
 def test_options_of_every_recipe_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for table, options in tomllib.loads(path.read_text()).items():
-        config = KINDS[table](**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+        config: Any = filled(VERBS[table], options, f"[{table}] ")
         validate(config)
+        if isinstance(config, RL):
+            adjust(find(config.algorithm), config)
         if config.env:
             load_env(config.env)
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 from conftest import make_rollouts, tiny
 
-from posttrain.algorithms.adjust import adjust
 from posttrain.algorithms.critic import SoftQ
 from posttrain.algorithms.policy import Algorithm, PolicyObjective, policy_objective
 from posttrain.algorithms.table import TABLE, find
 from posttrain.batch import Batch, Outputs, Stats
-from posttrain.config import RL
+from posttrain.config import RL, filled
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
@@ -27,6 +26,7 @@ from posttrain.sources.crediting import Credited
 from posttrain.sources.rl import Experience
 from posttrain.sources.scores import describe, refuse_broken, usable
 from posttrain.sources.sft import demonstrate
+from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
 from posttrain.types import Completion, Invalid, Rollout, Sampling, Task, UserError
 
@@ -81,7 +81,7 @@ def source(
 def row(name: str, **how: Any) -> Algorithm:
     given = {"ptx": "text.jsonl"} if find(name).pretraining else {}
     small = {"critic_warmup": 0} if find(name).critic else {}
-    return adjust(find(name), RL(max_tokens=8, group=4, prompts=3, **{**given, **small, **how}))
+    return adjust(find(name), filled(RL, {"max_tokens": 8, "group": 4, "prompts": 3, **given, **small, **how}))
 
 
 def weights(learner: LocalLearner) -> torch.Tensor:

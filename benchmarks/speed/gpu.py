@@ -211,7 +211,7 @@ def our_steps(folder: Path, size: Size) -> tuple[list[float], float]:
         prompts=size.prompts,
         group=size.group,
         max_tokens=size.tokens,
-        kl=0.0,
+        settings={"kl": 0.0},
         lr=LEARNING_RATE,
         steps=1_000_000,
         save_every=1_000_000,

@@ -21,7 +21,7 @@ from rewards import REWARDS
 from side import Laps, Line, Memory, use_threads
 from work import GROUP, LEARNING_RATE, PROMPTS, SFT_ROWS, requests, rows, tasks, tokens_of
 
-from posttrain.algorithms.adjust import adjust
+from posttrain.training.adjust import adjust
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.table import find
 from posttrain.batch import Batch
@@ -66,7 +66,7 @@ class Bench:
         self.model.eos_ids = (self.model.config.vocab,)  # no token: replies have exactly the lengths that are asked for
         self.engine = LocalEngine(self.model, self.tokenizer, precision=precision)
         self.learner = LocalLearner(self.model, Optimization(lr=LEARNING_RATE), precision=precision)
-        self.objective = policy_objective(adjust(find("grpo"), RL(kl=0.0)))
+        self.objective = policy_objective(adjust(find("grpo"), RL(settings={"kl": 0.0})))
         self.batches: list[Batch] = []
 
     def sample(self, case: str) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def grpo(line: Line, settings: dict[str, Any]) -> None:
         prompts=PROMPTS,
         group=GROUP,
         max_tokens=settings["max_tokens"],
-        kl=0.0,
+        settings={"kl": 0.0},
         lr=LEARNING_RATE,
         max_grad_norm=1.0,
         steps=1_000_000,

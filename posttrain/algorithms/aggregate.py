@@ -9,13 +9,14 @@ computes with them and `source` where that comes from.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Self
 
 from posttrain.batch import Scores
-from posttrain.part import Limits, Need, Part
+from posttrain.deferred import torch
+from posttrain.part import Limits, Need, Part, knob
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Aggregate(Part):
@@ -78,7 +79,9 @@ class ConstantLength(Aggregate):
     Dr. GRPO (arXiv 2503.20783, section 3.2 and listing 1, MAX_TOKENS).
     """
 
-    length: int | None = None  # in tokens; None: the episode's budget, filled in when the run is configured
+    length: int | None = knob(
+        None, above=0
+    )  # in tokens; None: the episode's budget, filled in when the run is configured
     source = "Dr. GRPO, arXiv 2503.20783, listing 1"
 
     @property
@@ -95,3 +98,13 @@ class ConstantLength(Aggregate):
     def __call__(self, scores: Scores) -> Tensor:
         assert self.length, "the length is filled in when the run is configured"
         return torch.full_like(scores.length, 1.0 / (len(scores.length) * self.length))
+
+
+AGGREGATES: dict[str, Aggregate] = {
+    "sequence-mean": SequenceMean(),
+    "token-mean": TokenMean(),
+    "sequence-sum": SequenceSum(),
+    "constant": ConstantLength(),
+    "prompt-mean": PromptMean(),
+}
+"""What --aggregate may name."""

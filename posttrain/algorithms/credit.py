@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from posttrain.batch import Scores
-from posttrain.part import Need, Part
+from posttrain.deferred import torch
+from posttrain.part import Need, Part, knob
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Advantage(Part):
@@ -47,10 +48,16 @@ class Baselined(Advantage):
     A group whose rewards are all equal has advantage exactly 0 under a group baseline or scale, whatever the rounding.
     """
 
-    baseline: Literal["none", "batch", "group", "others"] = "group"
-    scale: Literal["none", "batch", "group"] = "none"
-    weight: Literal["equal", "length", "gradient"] = "equal"
-    eps: float = 1e-6
+    baseline: Literal["none", "batch", "group", "others"] = knob("group", "baseline", "Whose mean reward is taken off.")
+    scale: Literal["none", "batch", "group"] = knob(
+        "none", "scale", "Whose standard deviation advantages are divided by."
+    )
+    weight: Literal["equal", "length", "gradient"] = knob(
+        "equal",
+        "baseline-weight",
+        "What a reward weighs in that mean; gradient: the optimal baseline, one backward pass per rollout.",
+    )
+    eps: float = knob(1e-6, above=0)
     signal: bool = False
 
     @property
@@ -147,10 +154,10 @@ class ToGo(Advantage):
     the batch, (x - mean) / (std + eps). REINFORCE++ and its `-baseline` form (arXiv 2501.03262, eq. 5 to 9).
     """
 
-    baseline: Literal["none", "group"] = "none"
-    whiten: bool = False
-    gamma: float = 1.0
-    eps: float = 1e-8
+    baseline: Literal["none", "group"] = knob("none", "baseline", "Whose mean reward is taken off.")
+    whiten: bool = knob(False, "whiten", "Advantages to mean 0 and deviation 1 over all tokens.")
+    gamma: float = knob(1.0, "gamma", "Discount per sampled token.", least=0, most=1)
+    eps: float = knob(1e-8, above=0)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -200,7 +207,7 @@ class Process(Advantage):
     a token is the sum of the normalised rewards of the steps that end at it or after it.
     """
 
-    eps: float = 1e-6
+    eps: float = knob(1e-6, above=0)
     needs = frozenset({Need.GROUP})
     formula = "sum over steps j that end at or after t of (r_j - mean(steps of the group)) / (std + eps)"
     source = "DeepSeekMath, arXiv 2402.03300, section 4.1.3"
@@ -238,11 +245,13 @@ class GAE(Advantage):
     whiten    (A - mean) / (std + eps) over all tokens of the batch.
     """
 
-    gamma: float = 1.0
-    lam: float = 0.95
-    alpha: float | None = None
-    whiten: bool = False
-    eps: float = 1e-8
+    gamma: float = knob(1.0, "gamma", "Discount per sampled token.", least=0, most=1)
+    lam: float = knob(0.95, "gae-lambda", "Lambda of generalized advantage estimation.", least=0, most=1)
+    alpha: float | None = knob(
+        None, "gae-alpha", "Lambda by length instead: 1 - 1 / (this times the reply's tokens), at least 0.", above=0
+    )
+    whiten: bool = knob(False, "whiten", "Advantages to mean 0 and deviation 1 over all tokens.")
+    eps: float = knob(1e-8, above=0)
     needs = frozenset({Need.VALUE})
 
     @property
@@ -279,6 +288,16 @@ class GAE(Advantage):
         else:
             lam = (1 - 1 / (self.alpha * scores.length.double())).clamp_min(0.0)
         return discounted_sums(delta, self.gamma * lam)
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "baselined": Baselined(),
+    "to-go": ToGo(),
+    "process": Process(),
+    "gae": GAE(whiten=True),
+    "earned": Earned(),
+}
+"""What --advantage may name."""
 
 
 # -- what they share --------------------------------------------------------------------------------------------------

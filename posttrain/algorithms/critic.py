@@ -7,13 +7,15 @@ V_t    value of the state in which token t is chosen    R_t    return from there
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from posttrain.algorithms.credit import Advantage
 from posttrain.batch import Batch, Outputs, Scores, Stats
-from posttrain.part import Need, Part
+from posttrain.deferred import torch
+from posttrain.part import Need, Part, knob
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CriticLoss(Part):
@@ -44,10 +46,10 @@ class Value(CriticLoss):
     clip's place: Huang et al. 2022, "The 37 implementation details of PPO", detail 9.
     """
 
-    clip: float | None = 0.2
-    coefficient: float = 0.1
-    lam: float | None = None
-    warmup: int = 0  # steps at the start in which the critic learns and the policy stands still
+    clip: float | None = knob(0.2, "value-clip", "Values may move by so much per step (0: freely).", above=0, off=0)
+    coefficient: float = knob(0.1, "value-coefficient", "What the value loss weighs.", least=0)
+    lam: float | None = knob(None, least=0, most=1)
+    warmup: int = knob(0, "critic-warmup", "Steps at the start in which only the critic learns.", least=0)
     needs = frozenset({Need.VALUE})
     wants = frozenset({"value"})
 
@@ -90,10 +92,12 @@ class SoftQ(CriticLoss):
     last token; Q' are copies that move by `tau` towards Q after every update, alpha is the entropy coefficient.
     """
 
-    gamma: float = 1.0
-    tau: float = 0.05
-    coefficient: float = 1.0
-    warmup: int = 20  # steps at the start in which Q learns and the policy stands still
+    gamma: float = knob(1.0, "gamma", "Discount per sampled token.", least=0, most=1)
+    tau: float = knob(
+        0.05, "critic-tau", "How far the slow copies of action values follow each update.", least=0, most=1
+    )
+    coefficient: float = knob(1.0, "value-coefficient", "What the value loss weighs.", least=0)
+    warmup: int = knob(20, "critic-warmup", "Steps at the start in which only the critic learns.", least=0)
     needs = frozenset({Need.ACTION_VALUE})
     wants = frozenset({"q", "target_q", "entropy"})
     source = "discrete soft actor-critic, arXiv 1910.07207, eq. 3 and 10"

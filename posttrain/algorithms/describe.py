@@ -47,9 +47,15 @@ def parts(row: Algorithm) -> list[tuple[str, str, str]]:
     if row.refresh:
         refresh = f"becomes the policy every {row.refresh} steps"
         found.append(("reference", refresh, "DeepSeekMath, arXiv 2402.03300, algorithm 1"))
-    updates = f"{row.epochs} epoch(s) of {row.minibatches} update(s)"
-    on_policy = "; r is exactly 1" if row.on_policy and row.surrogate.uses_ratio else ""
-    return [*found, ("updates per step", updates + on_policy, "")]
+    epochs = f", in {row.epochs} epochs of {row.minibatches}" if row.epochs > 1 else ""
+    return [*found, ("updates per step", f"{row.epochs * row.minibatches}{epochs}{_of_ratio(row)}", row.stated)]
+
+
+def _of_ratio(row: Algorithm) -> str:
+    """What one update per step makes of the ratio."""
+    if not (row.on_policy and row.surrogate.uses_ratio):
+        return ""
+    return "; r is exactly 1" + (", so the clip has no effect" if row.surrogate.clips else "")
 
 
 def objective(row: Algorithm) -> str:

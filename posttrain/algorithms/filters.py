@@ -6,13 +6,15 @@ S    rollouts    n_i    sampled tokens of rollout i    G    rollouts of a group 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from posttrain.algorithms.credit import equal_rewards
 from posttrain.batch import Scores
-from posttrain.part import Need, Part
+from posttrain.deferred import torch
+from posttrain.part import Need, Part, knob
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,15 @@ class DynamicSampling(Part):
     `rounds` is the budget: at most so many times the step's prompts are played; then the step goes on with what it has.
     """
 
-    rounds: int = 4
-    low: float = 0.0
-    high: float = 1.0
+    rounds: int = knob(
+        4,
+        "dynamic-sampling",
+        "Replace groups without signal, playing at most so many times --prompts (0: do not).",
+        above=0,
+        absent=0,
+    )
+    low: float = knob(0.0, least=0, below=1)
+    high: float = knob(1.0, above=0, most=1)
     source = "DAPO, arXiv 2503.14476, eq. 11"
 
     @property
@@ -76,7 +84,14 @@ class TopEntropy(Part):
     denominator stays that of the full batch.
     """
 
-    share: float = 0.2
+    share: float = knob(
+        0.2,
+        "top-entropy",
+        "Learn from this share of the tokens, those with the highest entropy (1: all).",
+        above=0,
+        most=1,
+        absent=1,
+    )
     needs = frozenset({Need.ENTROPY})
     source = "Beyond the 80/20 rule, arXiv 2506.01939, eq. 6"
 
@@ -96,7 +111,9 @@ class TopEntropy(Part):
 class Replay(Part):
     """Updates learn from rollouts drawn out of the last `capacity` ones, as many as the step played, in each update."""
 
-    capacity: int = 4096
+    capacity: int = knob(
+        4096, "replay", "Rollouts to remember and draw from (0: the step's own only).", above=0, absent=0
+    )
     source = "Lin 1992; soft actor-critic, arXiv 1812.05905, algorithm 1"
 
     @property

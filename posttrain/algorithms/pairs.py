@@ -6,9 +6,12 @@ P    pairs
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from posttrain.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class BradleyTerry:
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Scores [P] of the chosen and of the rejected responses -> losses [P], in nats."""
-        return -logsigmoid(chosen - rejected - self.margin)
+        return -torch.nn.functional.logsigmoid(chosen - rejected - self.margin)
 
 
 @dataclass(frozen=True)
@@ -40,4 +43,6 @@ class DirectPreference:
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Sums over the response's tokens of lp - ref, [P] each -> losses [P], in nats."""
         margin = self.beta * (chosen - rejected)
-        return -(1 - self.smoothing) * logsigmoid(margin) - self.smoothing * logsigmoid(-margin)
+        return -(1 - self.smoothing) * torch.nn.functional.logsigmoid(
+            margin
+        ) - self.smoothing * torch.nn.functional.logsigmoid(-margin)

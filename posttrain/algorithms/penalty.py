@@ -6,11 +6,12 @@ N    scored tokens of a micro-batch    lp   current log-probability    ref, old 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
+from posttrain.part import Need, Part, knob
 
-from posttrain.part import Need, Part
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Control(Part):
@@ -25,8 +26,10 @@ class Control(Part):
 class Adaptive(Control):
     """beta *= 1 + clip(kl / target - 1, -0.2, 0.2) rollouts / horizon (Ziegler et al. 2019, arXiv 1909.08593)."""
 
-    target: float = 0.05  # nats per token
-    horizon: float = 10_000.0  # rollouts over which beta may change by a fifth
+    target: float = knob(0.05, "kl-target", "KL that the control aims at, in nats per token.", above=0)
+    horizon: float = knob(
+        10_000.0, "kl-horizon", "Rollouts over which the adaptive control may change beta by a fifth.", above=0
+    )
     source = "Ziegler et al. 2019, arXiv 1909.08593, section 2.2"
 
     @property
@@ -42,7 +45,7 @@ class Adaptive(Control):
 class HalvingDoubling(Control):
     """beta / 2 if kl < target / 1.5, beta x 2 if kl > 1.5 target (PPO, arXiv 1707.06347, section 4)."""
 
-    target: float = 0.01  # nats per token
+    target: float = knob(0.01, "kl-target", "KL that the control aims at, in nats per token.", above=0)
     source = "PPO, arXiv 1707.06347, section 4"
 
     @property
@@ -53,6 +56,10 @@ class HalvingDoubling(Control):
         if measured < self.target / 1.5:
             return coefficient / 2
         return coefficient * 2 if measured > self.target * 1.5 else coefficient
+
+
+CONTROLS: dict[str, Control | None] = {"fixed": None, "adaptive": Adaptive(), "halving-doubling": HalvingDoubling()}
+"""What --kl-control may name."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +79,23 @@ class KL(Part):
     control   what changes beta from step to step; None: it is fixed.
     """
 
-    estimator: Literal["k1", "k2", "k3", "exact", "forward"] = "k3"
-    beta: float = 0.04
-    where: Literal["loss", "reward"] = "loss"
+    estimator: Literal["k1", "k2", "k3", "exact", "forward"] = knob(
+        "k3", "kl-estimator", "How the KL is estimated; exact: over the whole vocabulary."
+    )
+    beta: float = knob(
+        0.04,
+        "kl",
+        "Coefficient of the KL penalty to the starting model (0: none, no reference is kept).",
+        least=0,
+        absent=0,
+    )
+    where: Literal["loss", "reward"] = knob(
+        "loss", "kl-where", "Whether the KL is part of the loss or taken off the reward."
+    )
     against: Literal["reference", "old"] = "reference"
-    control: Control | None = None
+    control: Control | None = knob(
+        None, "kl-control", "What changes the coefficient from step to step.", choices=CONTROLS
+    )
 
     @property
     def formula(self) -> str:
@@ -129,9 +148,13 @@ class Entropy(Part):
     never below 0 (Haarnoja et al. 2018, arXiv 1812.05905, eq. 18; for language models Skywork-OR1, arXiv 2505.22312).
     """
 
-    coefficient: float = 0.001
-    target: float | None = None
-    rate: float = 0.01  # change of the coefficient per step and nat
+    coefficient: float = knob(
+        0.0, "entropy", "Coefficient of the entropy bonus (0: none); with a target, where it starts.", least=0, absent=0
+    )
+    target: float | None = knob(
+        None, "entropy-target", "Entropy to hold, in nats per token, by tuning the bonus.", above=0, creates=True
+    )
+    rate: float = knob(0.01, above=0)  # change of the coefficient per step and nat
     wants = frozenset({"entropy"})
 
     @property

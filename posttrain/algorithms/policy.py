@@ -8,23 +8,24 @@ A new paper is one row and, if it has a new idea, one part. Nothing anywhere ask
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from posttrain.algorithms.aggregate import Aggregate
-from posttrain.algorithms.credit import Advantage
+from posttrain.algorithms.aggregate import AGGREGATES, Aggregate
+from posttrain.algorithms.credit import ADVANTAGES, Advantage
 from posttrain.algorithms.critic import CriticLoss
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import KL, Entropy
-from posttrain.algorithms.ratio import Correction, RatioStep
+from posttrain.algorithms.ratio import RATIOS, Correction, RatioStep
 from posttrain.algorithms.shaping import Shaping
-from posttrain.algorithms.surrogate import Surrogate
+from posttrain.algorithms.surrogate import SURROGATES, Surrogate
 from posttrain.batch import Batch, Outputs, Stats
+from posttrain.deferred import torch
 from posttrain.learners.natural import TrustRegion
-from posttrain.part import Limits, Need, Part
+from posttrain.part import Limits, Need, Part, knob
 from posttrain.protocols import Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LARGEST_LOG_RATIO = 40.0  # nats: e^40 = 2e17, whose square is still finite in float32
 
@@ -33,7 +34,9 @@ LARGEST_LOG_RATIO = 40.0  # nats: e^40 = 2e17, whose square is still finite in f
 class Imitation(Part):
     """coefficient x the negative log-likelihood of successes, a mean over their tokens (VAPO, arXiv 2504.05118)."""
 
-    coefficient: float = 0.1
+    coefficient: float = knob(
+        0.1, "imitation", "What the likelihood of successes weighs in the loss (0: nothing).", least=0, absent=0
+    )
     needs = frozenset({Need.SUCCESS})
     source = "VAPO, arXiv 2504.05118, eq. 11 and 12"
 
@@ -46,8 +49,8 @@ class Imitation(Part):
 class Pretraining(Part):
     """coefficient x the language-model loss on text of its own, in every update (PPO-ptx, InstructGPT, eq. 2)."""
 
-    coefficient: float = 1.0
-    rows: int = 16  # texts in each update
+    coefficient: float = knob(1.0, "ptx-coefficient", "What the likelihood of the texts of --ptx weighs.", least=0)
+    rows: int = knob(16, above=0)  # texts in each update
     source = "InstructGPT, arXiv 2203.02155, eq. 2"
 
     @property
@@ -61,25 +64,39 @@ class Algorithm:
 
     name: str
     paper: str
-    advantage: Advantage
-    surrogate: Surrogate
-    aggregate: Aggregate
-    ratio: tuple[RatioStep, ...] = ()  # applied left to right to the log ratio; they do not commute
+    advantage: Advantage = knob(
+        flag="advantage", help="How credit is assigned; gae brings a critic.", choices=ADVANTAGES
+    )
+    surrogate: Surrogate = knob(
+        flag="surrogate",
+        help="What is maximised: min(r A, clip(r) A), r A, lp A, or sg(r) lp A.",
+        choices=SURROGATES,
+    )
+    aggregate: Aggregate = knob(flag="aggregate", help="What each token weighs in the loss.", choices=AGGREGATES)
+    ratio: tuple[RatioStep, ...] = knob(  # applied left to right to the log ratio; they do not commute
+        (), "ratio", "Of which tokens r is made; geometric is GMPO's clipped geometric mean.", choices=RATIOS
+    )
     correction: Correction | None = None  # for an engine whose numbers differ from the learner's
     kl: KL | None = None
     entropy: Entropy | None = None
     select: TopEntropy | None = None
-    critic: CriticLoss | None = None
+    critic: CriticLoss | None = knob(None, brought="--advantage gae")
     sampling: DynamicSampling | None = None
-    filters: tuple[OverlongFilter, ...] = ()  # rollouts that are in the loss
+    filters: tuple[OverlongFilter, ...] = knob(  # rollouts that are in the loss
+        (),
+        "overlong-filter",
+        "Leave episodes that were cut off out of the loss.",
+        choices={"true": (OverlongFilter(),), "false": ()},
+    )
     shaping: tuple[Shaping, ...] = ()  # added to the reward
     imitation: Imitation | None = None
-    pretraining: Pretraining | None = None
+    pretraining: Pretraining | None = knob(None, brought="--ptx FILE")
     trust_region: TrustRegion | None = None
     replay: Replay | None = None
-    refresh: int = 0  # steps after which the reference becomes the policy; 0: never
-    epochs: int = 1  # passes over the rollouts of a step
-    minibatches: int = 1  # optimizer updates per pass
+    refresh: int = knob(0, "reference-every", "Steps after which the reference becomes the policy (0: never).", least=0)
+    epochs: int = knob(1, "epochs", "Passes over the rollouts of a step.", above=0)
+    minibatches: int = knob(1, "minibatches", "Optimizer updates per pass.", above=0)
+    stated: str = ""  # what the paper, or its authors' code, says of the number of updates
 
     @property
     def on_policy(self) -> bool:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from posttrain.batch import Batch
-from posttrain.part import Part
+from posttrain.deferred import torch
+from posttrain.part import Part, knob
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class RatioStep(Part):
@@ -67,7 +68,7 @@ class SequenceValueTokenGradient(RatioStep):
 class PessimisticClip(RatioStep):
     """Clip each token's log ratio to (-width, width), but only where that lowers the objective (GMPO, arXiv 2507.20673)."""
 
-    width: float = 0.4
+    width: float = knob(0.4, above=0)  # nats
     source = "GMPO, arXiv 2507.20673, eq. 4"
 
     @property
@@ -107,8 +108,13 @@ class Correction(Part):
     sequence   1 if the geometric mean of c over the rollout is within [1 / cap, cap], else 0 for all of its tokens.
     """
 
-    kind: Literal["truncate", "icepop", "sequence"] = "truncate"
-    cap: float = 2.0
+    kind: Literal["truncate", "icepop", "sequence"] = knob(
+        "truncate",
+        "correction",
+        "Weight for an engine whose log-probabilities differ from the learner's (none: no weight).",
+        absent="none",
+    )
+    cap: float = knob(2.0, "correction-cap", "Bound of that weight, above 1.", above=1)
 
     @property
     def formula(self) -> str:
@@ -136,6 +142,17 @@ class Correction(Part):
         if self.kind == "truncate":
             return ratio.clamp(max=self.cap)
         return ratio * (gap.abs() <= math.log(self.cap))
+
+
+RATIOS: dict[str, tuple[RatioStep, ...]] = {
+    "token": (),
+    "sequence-mean": (OverSequence("mean"),),
+    "sequence-sum": (OverSequence("sum"),),
+    "sequence-value": (SequenceValueTokenGradient(),),
+    "causal": (Causal(),),
+    "geometric": (PessimisticClip(), OverSequence("mean")),
+}
+"""What --ratio may name."""
 
 
 def over_rollouts(x: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,14 +6,15 @@ S    rollouts    n_i    sampled tokens of rollout i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Self
 
 from posttrain.batch import Scores
-from posttrain.part import Limits, Need, Part
+from posttrain.deferred import torch
+from posttrain.part import Limits, Need, Part, knob
 from posttrain.types import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Shaping(Part):
@@ -30,8 +31,14 @@ class SoftOverlong(Shaping):
     0 up to limit - cache tokens, then falling to -1 at the limit, -1 above.
     """
 
-    limit: int | None = None  # L_max, in tokens; None: the episode's budget, filled in when the run is configured
-    cache: int | None = None  # L_cache, in tokens; None: a fifth of the limit
+    limit: int | None = knob(None, above=0)  # L_max; None: the episode's budget, filled in when the run is configured
+    cache: int | None = knob(  # L_cache; None: a fifth of the limit
+        None,
+        "overlong-cache",
+        "Tokens before the episode's budget over which a penalty grows to -1 (0: no penalty).",
+        above=0,
+        absent=0,
+    )
     source = "DAPO, arXiv 2503.14476, eq. 13"
 
     @property
@@ -67,7 +74,9 @@ class GroupLength(Shaping):
     times `weight`. 0 where all of a group are equally long.
     """
 
-    weight: float = 0.1
+    weight: float = knob(
+        0.1, "length-reward", "Reward for being among the shorter replies of the group (0: none).", least=0, absent=0
+    )
     needs = frozenset({Need.GROUP, Need.SUCCESS})
     source = "Kimi k1.5, arXiv 2501.12599, section 2.3.3"
 

@@ -12,12 +12,14 @@ mask, a prompt or a world size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from posttrain.batch import Batch, Outputs, Stats
-from posttrain.part import Part
+from posttrain.deferred import torch
+from posttrain.part import Part, knob
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Surrogate(Part):
@@ -69,16 +71,15 @@ class Clip(Surrogate):
     less than dual A (Ye et al. 2020, arXiv 1912.09729, eq. 5); above 1.
     """
 
-    low: float = 0.2
-    high: float = 0.2
-    dual: float | None = None
+    low: float = knob(0.2, "clip-low", "The ratio is clipped at 1 - this.", least=0, most=1)
+    high: float = knob(0.2, "clip-high", "The ratio is clipped at 1 + this.", least=0)
+    dual: float | None = knob(
+        None, "clip-dual", "Where A < 0, at least this times A: above 1 (0: no such bound).", above=1, off=0
+    )
 
     @property
     def clips(self) -> bool:
         return True
-
-    def __post_init__(self) -> None:
-        assert self.dual is None or self.dual > 1, "a dual clip at or below 1 would leave no gradient at r = 1"
 
     @property
     def formula(self) -> str:
@@ -118,15 +119,11 @@ class WeightedLogProbability(Surrogate):
     under PPO's clip. The cap is on the weight and so always above 1.
     """
 
-    high: float | None = None
+    high: float | None = knob(None, "clip-high", "The ratio is clipped at 1 + this.", least=0)
 
     @property
     def clips(self) -> bool:
         return self.high is not None
-
-    def __post_init__(self) -> None:
-        if self.high is not None and self.high < 0:
-            raise ValueError(f"the weight is capped at 1 + high, which must not be below 1: high = {self.high}")
 
     @property
     def formula(self) -> str:
@@ -157,6 +154,16 @@ class ExpectedQ(Surrogate):
     def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
         assert outputs.expected_q is not None
         return outputs.expected_q
+
+
+SURROGATES: dict[str, Surrogate] = {
+    "clip": Clip(),
+    "ratio": ImportanceRatio(),
+    "log-probability": LogProbability(),
+    "weighted": WeightedLogProbability(),
+    "expected-q": ExpectedQ(),
+}
+"""What --surrogate may name."""
 
 
 def _advantage(batch: Batch) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-
 from posttrain.algorithms.aggregate import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.credit import GAE, Baselined, Earned, Process, ToGo
 from posttrain.algorithms.critic import SoftQ, Value
@@ -16,6 +14,7 @@ from posttrain.algorithms.surrogate import Clip, ExpectedQ, ImportanceRatio, Log
 from posttrain.learners.natural import TrustRegion
 from posttrain.types import UserError
 from posttrain.user_code import load_named
+from posttrain.values import near
 
 _ROWS = (
     # -- the reward of the whole response, no critic -------------------------------------------------------------------
@@ -41,6 +40,7 @@ _ROWS = (
         surrogate=WeightedLogProbability(),
         aggregate=SequenceSum(),
         minibatches=2,
+        stated="no number of updates is part of the method: two, so that the ratios differ from 1",
     ),
     Algorithm(
         "reinforce++",
@@ -49,6 +49,7 @@ _ROWS = (
         surrogate=Clip(0.2, 0.2),
         aggregate=TokenMean(),
         kl=KL("k1", 0.01, "reward"),
+        stated="not stated in the paper",
     ),
     Algorithm(
         "reinforce++-baseline",
@@ -57,6 +58,7 @@ _ROWS = (
         surrogate=Clip(0.2, 0.2),
         aggregate=TokenMean(),
         kl=KL("k2", 0.01),
+        stated="not stated in the paper",
     ),
     Algorithm(
         "rloo",
@@ -65,6 +67,7 @@ _ROWS = (
         surrogate=ImportanceRatio(),
         aggregate=SequenceSum(),
         kl=KL("k1", 0.05, "reward"),
+        stated="on policy (arXiv 2402.14740, section 2)",
     ),
     # -- rewards compared within a group -------------------------------------------------------------------------------
     Algorithm(
@@ -74,6 +77,7 @@ _ROWS = (
         surrogate=Clip(0.2, 0.2),
         aggregate=SequenceMean(),
         kl=KL("k3", 0.04),
+        stated="one, DeepSeekMath, arXiv 2402.03300, section 4.2",
     ),
     Algorithm(
         "grpo-process",
@@ -82,6 +86,7 @@ _ROWS = (
         surrogate=Clip(0.2, 0.2),
         aggregate=SequenceMean(),
         kl=KL("k3", 0.04),
+        stated="one, DeepSeekMath, arXiv 2402.03300, section 4.2",
     ),
     Algorithm(
         "grpo-sequence",
@@ -91,6 +96,8 @@ _ROWS = (
         surrogate=Clip(0.2, 0.2),
         aggregate=SequenceMean(),
         kl=KL("k3", 0.04),
+        minibatches=16,
+        stated="16 of one epoch, DeepSeek-R1 (Nature 645, 2025), methods",
     ),
     Algorithm(
         "iterative-grpo",
@@ -100,6 +107,7 @@ _ROWS = (
         aggregate=SequenceMean(),
         kl=KL("k3", 0.04),
         refresh=50,
+        stated="one, DeepSeekMath, arXiv 2402.03300, section 4.2",
     ),
     Algorithm(
         "dr-grpo",
@@ -107,6 +115,8 @@ _ROWS = (
         advantage=Baselined("group", "none"),
         surrogate=Clip(0.2, 0.2),
         aggregate=ConstantLength(),
+        minibatches=8,
+        stated="8 in the authors' code: 1,024 rollouts a step, 128 in an update; not stated in the paper",
     ),
     Algorithm(
         "dapo",
@@ -117,6 +127,8 @@ _ROWS = (
         sampling=DynamicSampling(),
         filters=(OverlongFilter(),),
         shaping=(SoftOverlong(),),
+        minibatches=16,
+        stated="16, arXiv 2503.14476, section 4.1",
     ),
     Algorithm(
         "gspo",
@@ -125,6 +137,8 @@ _ROWS = (
         ratio=(OverSequence("mean"),),
         surrogate=Clip(3e-4, 4e-4),
         aggregate=SequenceMean(),
+        minibatches=4,
+        stated="4, arXiv 2507.18071, section 5.1",
     ),
     Algorithm(
         "gspo-token",
@@ -133,6 +147,8 @@ _ROWS = (
         ratio=(SequenceValueTokenGradient(),),
         surrogate=Clip(3e-4, 4e-4),
         aggregate=SequenceMean(),
+        minibatches=4,
+        stated="as gspo",
     ),
     Algorithm(
         "gmpo",
@@ -141,6 +157,8 @@ _ROWS = (
         ratio=(PessimisticClip(0.4), OverSequence("mean")),
         surrogate=ImportanceRatio(),
         aggregate=SequenceMean(),
+        minibatches=8,
+        stated="8 in the authors' code, as Dr. GRPO's; not stated in the paper",
     ),
     Algorithm(
         "gpg",
@@ -155,6 +173,7 @@ _ROWS = (
         advantage=Baselined("group", "batch"),
         surrogate=Clip(0.2, 0.2),
         aggregate=TokenMean(),
+        stated="not stated in the paper",
     ),
     Algorithm(
         "cispo",
@@ -162,6 +181,8 @@ _ROWS = (
         advantage=Baselined("group", "group"),
         surrogate=WeightedLogProbability(high=4.0),
         aggregate=TokenMean(),
+        minibatches=16,
+        stated="16, MiniMax-M1, arXiv 2506.13585, section 3.1",
     ),
     Algorithm(
         "trpo",
@@ -170,6 +191,7 @@ _ROWS = (
         surrogate=ImportanceRatio(),
         aggregate=TokenMean(),
         trust_region=TrustRegion(),
+        stated="one, arXiv 1502.05477, section 6",
     ),
     # -- a critic ------------------------------------------------------------------------------------------------------
     Algorithm(
@@ -180,6 +202,8 @@ _ROWS = (
         aggregate=TokenMean(),
         kl=KL("k1", 0.05, "reward"),
         critic=Value(),
+        minibatches=8,
+        stated="8 of one epoch, InstructGPT, arXiv 2203.02155, appendix C.4",
     ),
     Algorithm(
         "ppo-kl",
@@ -190,6 +214,7 @@ _ROWS = (
         kl=KL("k3", 1.0, against="old", control=HalvingDoubling()),
         critic=Value(),
         minibatches=2,
+        stated="two, so that the policy leaves the one before",
     ),
     Algorithm(
         "ppo-ptx",
@@ -200,6 +225,8 @@ _ROWS = (
         kl=KL("k1", 0.05, "reward"),
         critic=Value(),
         pretraining=Pretraining(),
+        minibatches=8,
+        stated="8 of one epoch, InstructGPT, arXiv 2203.02155, appendix C.4",
     ),
     Algorithm(
         "open-reasoner-zero",
@@ -208,6 +235,7 @@ _ROWS = (
         surrogate=Clip(0.2, 0.2),
         aggregate=TokenMean(),
         critic=Value(),
+        stated="one of the policy (and 12 of its critic: here both learn as often), arXiv 2503.24290, section 2.2",
     ),
     Algorithm(
         "vapo",
@@ -217,6 +245,8 @@ _ROWS = (
         aggregate=TokenMean(),
         critic=Value(lam=1.0, warmup=50),
         imitation=Imitation(0.1),
+        minibatches=16,
+        stated="16, arXiv 2504.05118, section 5.1",
     ),
     Algorithm(
         "sac",
@@ -229,6 +259,7 @@ _ROWS = (
         replay=Replay(),
         epochs=2,
         minibatches=4,
+        stated="not stated for language models: eight from the replay buffer",
     ),
 )
 TABLE: dict[str, Algorithm] = {row.name: row for row in _ROWS}
@@ -245,6 +276,6 @@ def find(name: str) -> Algorithm:
                 f"{name} is {row!r:.80}, not a row: make it an Algorithm(...) of posttrain.algorithms.policy"
             )
         return row
-    close = difflib.get_close_matches(name, TABLE, 1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    raise UserError(f"unknown algorithm {name!r}: {hint}there are {', '.join(TABLE)}; your own is my.py:row")
+    raise UserError(
+        f"unknown algorithm {name!r}{near(name, TABLE)}; there are {', '.join(TABLE)}; your own is my.py:row"
+    )

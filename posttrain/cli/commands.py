@@ -5,12 +5,14 @@ Nothing heavy is imported before the verb that needs it runs, so that its --help
 
 from __future__ import annotations
 
+from dataclasses import MISSING, dataclass, fields
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
+from posttrain.algorithms.settings import flags
 from posttrain.config import RL, SFT, Evaluation
 from posttrain.types import UserError
 
@@ -32,11 +34,50 @@ def sft(*, config: Annotated[SFT, Options] = SFT()) -> int:  # noqa: B008  froze
     return _ended("sft", assembly.sft(config))
 
 
-def rl(*, config: Annotated[RL, Options] = RL()) -> int:  # noqa: B008
-    """Reinforcement learning from a reward function, a verifier or an environment."""
+def _words_of_rl() -> type[RL]:
+    """RL as the command line takes it: the settings of its algorithm as flags, left out by default, or as --set."""
+    hints = get_type_hints(RL)
+    annotations: dict[str, Any] = {f.name: hints[f.name] for f in fields(RL)}
+    annotations["settings"] = Annotated[dict[str, Any], Parameter(parse=False)]
+    own = {f.name: f if f.default is MISSING else f.default for f in fields(RL)}
+    for flag in flags().values():
+        annotations[flag.name] = Annotated[flag.type | None, Parameter(help=flag.help)]
+        own[flag.name] = None
+    made: type[RL] = dataclass(frozen=True)(type("RL", (RL,), {**own, "__annotations__": annotations, "__doc__": ""}))
+    return made
+
+
+RLWords = _words_of_rl()
+
+
+def rl(
+    *,
+    config: Annotated[RLWords, Options] = RLWords(),  # type: ignore[valid-type]  # noqa: B008  frozen
+    set: Annotated[tuple[str, ...], Parameter(name="--set", negative_iterable=())] = (),
+) -> int:
+    """Reinforcement learning from a reward function, a verifier or an environment.
+
+    Parameters
+    ----------
+    set
+        A setting of a part of the algorithm by its place: --set surrogate.high=0.28 (posttrain algorithms ROW names them).
+    """
     from posttrain.training import assembly
 
-    return _ended("rl", assembly.rl(config))
+    words: RL = config
+    given = {name: getattr(words, name) for name in words.given}
+    chosen = {name: given.pop(name) for name in flags() if name in given}
+    if chosen or set:
+        given["settings"] = {**chosen, **dict(map(_setting, set))}
+    return _ended("rl", assembly.rl(RL(**given)))
+
+
+def _setting(text: str) -> tuple[str, str]:
+    """ "surrogate.high=0.28" -> ("surrogate.high", "0.28")."""
+    name, equals, value = text.partition("=")
+    if not (name.strip() and equals):
+        raise UserError(f"--set {text}: write --set PLACE=VALUE, such as --set surrogate.high=0.28")
+    return name.strip(), value.strip()
 
 
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008

@@ -6,14 +6,13 @@ saved), 130 interrupted (and saved).
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from pathlib import Path
 from typing import Any, get_origin
 
 from cyclopts import App
-from cyclopts.exceptions import CoercionError, CycloptsError
+from cyclopts.exceptions import CoercionError, CycloptsError, UnknownOptionError
 
 from posttrain import __version__
 from posttrain.types import UserError
@@ -48,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
         return result if isinstance(result, int) else 0
     except (UserError, CycloptsError) as error:
         said = " ".join(str(error).split())
+        if isinstance(error, UnknownOptionError) and error.token is not None and words:
+            said = f"unknown option {error.token.keyword}{_suggested(str(error.token.keyword), words[0])}"
         if isinstance(error, CoercionError) and get_origin(error.target_type) is dict and error.token is not None:
             said += f" Name one entry at a time: {error.token.keyword}.NAME VALUE"
         print("posttrain:", said, file=sys.stderr)
@@ -90,12 +91,14 @@ def _take_defaults(file: Path, verb: str) -> None:
     content = _read_recipe(file)
     if verb not in content:
         raise UserError(f"{file} has no table [{verb}]; it has {', '.join(f'[{t}]' for t in content) or 'none'}")
-    app.config = (Dict({verb: content[verb]}, source=str(file)),)
+    options = dict(content[verb])
+    if settings := options.pop("settings", None):
+        options["set"] = [f"{place}={value}" for place, value in settings.items()]
+    app.config = (Dict({verb: options}, source=str(file)),)
 
 
 def _read_recipe(file: Path) -> dict[str, Any]:
     import tomllib
-    from dataclasses import fields
 
     from posttrain.config import VERBS
 
@@ -110,13 +113,30 @@ def _read_recipe(file: Path) -> dict[str, Any]:
             raise UserError(
                 f"{file}: [{table}] is no table of a recipe; there are {', '.join(f'[{v}]' for v in VERBS)}"
             )
-        known = [f.name for f in fields(VERBS[table])]
         for name in options:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean {close[0]!r}?" if close else f": see posttrain {table} --help"
-                raise UserError(f"{file}: [{table}] has an unknown option {name!r}{hint}")
+            if name.replace("-", "_") not in _known(table):
+                raise UserError(f"{file}: [{table}] has an unknown option {name!r}{_suggested(name, table)}")
+        if not isinstance(options.get("settings", {}), dict):
+            raise UserError(f'{file}: settings are a table: [{table}.settings], then "surrogate.high" = 0.28')
     return content
+
+
+def _known(verb: str) -> list[str]:
+    """The names of all options of a verb that takes a configuration."""
+    from dataclasses import fields
+
+    from posttrain.algorithms.settings import flags
+    from posttrain.config import VERBS
+
+    own = [f.name for f in fields(VERBS[verb])]
+    return [*own, *flags()] if "settings" in own else own
+
+
+def _suggested(word: str, verb: str) -> str:
+    from posttrain.config import VERBS
+    from posttrain.names import suggestion
+
+    return (suggestion(word, _known(verb)) if verb in VERBS else "") or f": see posttrain {verb} --help"
 
 
 if __name__ == "__main__":

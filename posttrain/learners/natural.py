@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from posttrain.deferred import torch
+from posttrain.part import Part, knob
 
-from posttrain.part import Part
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,16 @@ class TrustRegion(Part):
     until the surrogate has grown and the KL, exact over the vocabulary, is within bounds.
     """
 
-    delta: float = 0.01  # nats per token
-    iterations: int = 10  # of conjugate gradient
-    damping: float = 0.01
-    halvings: int = 10
+    delta: float = knob(
+        0.01,
+        "trust-region",
+        "Natural gradient steps within this KL, in nats per token, instead of AdamW's (0: AdamW).",
+        above=0,
+        absent=0,
+    )
+    iterations: int = knob(10, above=0)  # of conjugate gradient
+    damping: float = knob(0.01, least=0)
+    halvings: int = knob(10, least=0)
     source = "TRPO, arXiv 1502.05477, appendix C"
 
     @property

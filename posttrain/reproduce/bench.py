@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from posttrain.algorithms.adjust import adjust
 from posttrain.algorithms.table import find
 from posttrain.batch import Packed
-from posttrain.config import RL
+from posttrain.config import RL, filled
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
@@ -24,6 +23,7 @@ from posttrain.reproduce.harness import Arena
 from posttrain.sources.collecting import Size
 from posttrain.sources.packing import pack
 from posttrain.sources.rl import Experience
+from posttrain.training.adjust import adjust
 from posttrain.types import Rollout, Sampling
 
 TOKENS = 8192  # fed at once
@@ -40,7 +40,7 @@ def bench(
     folder = Path(arena.start)
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     sizes = {name: settings[name] for name in ("prompts", "group", "max_tokens")}
-    row = adjust(find(options.pop("algorithm")), RL(model=arena.start, **sizes, **options))
+    row = adjust(find(options.pop("algorithm")), filled(RL, {"model": arena.start, **sizes, **options}))
     value: Critic | None = new_critic(ValueModel, critic, model, seed) if critic else None
     with EnvPool(arena.env, 0) as pool:
         yield Experience(

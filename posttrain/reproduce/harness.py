@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.config import RL, SFT
+from posttrain.config import RL, SFT, filled
 from posttrain.envs import arithmetic
 from posttrain.reproduce.experiment import Estimate, Numbers, Say, over_seeds, student_interval
 from posttrain.reproduce.figure import Series
@@ -98,10 +98,15 @@ def imitate(demonstrations: Sequence[Task], folder: Path, seed: int, *, context:
 def learn(arena: Arena, out: Path, seed: int, **options: Any) -> Run:
     """A run of reinforcement learning in this process. `options`: the fields of `posttrain.config.RL`."""
     name = arena.env if isinstance(arena.env, str) else arena.env.__qualname__
-    config = RL(
-        tasks="generated", env=name, model=arena.start, out=str(out), seed=seed, env_workers=0, health="off", success=1.0,
-        **{**QUIET, **options},
-    )  # fmt: skip
+    always = {
+        "tasks": "generated",
+        "env": name,
+        "model": arena.start,
+        "env_workers": 0,
+        "health": "off",
+        "success": 1.0,
+    }
+    config = filled(RL, {**always, "out": str(out), "seed": seed, **QUIET, **options})
     return runs.rl(config, arena.tasks, None if isinstance(arena.env, str) else arena.env)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from posttrain.algorithms.adjust import adjust
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.table import find
@@ -41,6 +40,7 @@ from posttrain.seeds import seed_of
 from posttrain.sources.collecting import Size
 from posttrain.sources.rl import Experience
 from posttrain.sources.sft import Demonstrations, Likelihood, demonstrate
+from posttrain.training.adjust import adjust
 from posttrain.training.evaluation import measured, repeated
 from posttrain.training.setup import (
     check_prompts,

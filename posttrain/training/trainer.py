@@ -257,5 +257,8 @@ def _options(config: Training) -> list[str]:
     for name, value in chosen.items():
         if value is None and default[name] is None:
             continue  # an axis left to the algorithm, whose parts are told beside
+        if isinstance(value, dict):
+            lines["options"] += [f"{place} {chosen}" for place, chosen in value.items()]
+            continue
         lines["defaults" if value == default[name] else "options"].append(f"{name} {value}")
     return [f"{title}: {', '.join(named)}" for title, named in lines.items()]

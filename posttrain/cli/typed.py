@@ -1,0 +1,83 @@
+"""Writes `posttrain/typed.py`, which tells editors the options of the front door: python -m posttrain.cli.typed"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from posttrain.algorithms.settings import flags
+from posttrain.config import RL, SFT, Data, Evaluation
+
+GIVEN = {"sft": {"tasks"}, "rl": {"tasks", "env", "model"}, "eval": {"tasks", "env", "model"}}
+"""What the functions of the front door take by position, by verb."""
+
+HEAD = '''"""The options of the front door, for editors.
+
+Written by `python -m posttrain.cli.typed` from where the options are declared.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict
+
+'''
+
+
+def text() -> str:
+    """The whole file."""
+    return HEAD + "\n\n".join(_of(kind) for kind in (SFT, RL, Evaluation))
+
+
+def _of(kind: type[Data]) -> str:
+    hints = get_type_hints(kind)
+    lines = [
+        f"class {kind.__name__}Options(TypedDict, total=False):",
+        f'    """Options of posttrain {kind.verb}."""',
+        "",
+    ]
+    told = {f.name: (_said(hints[f.name]), _help(kind, f.name)) for f in fields(kind)}
+    if "settings" in told:
+        told |= {flag.name: (_said(flag.type), flag.help) for flag in flags().values()}
+    for name, (hint, help) in told.items():
+        if name not in GIVEN[kind.verb]:
+            lines += [f"    {name}: {hint}", textwrap.indent(textwrap.fill(f'"""{help}"""', 116), "    ")]
+    return "\n".join(lines) + "\n"
+
+
+def _said(hint: Any) -> str:
+    if hint is Any:
+        return "Any"
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is type(None):
+        return "None"
+    if hint is Ellipsis:
+        return "..."
+    if origin is Literal:
+        return f"Literal[{', '.join(repr(word).replace(chr(39), chr(34)) for word in inner)}]"
+    if origin in (tuple, dict):
+        return f"{origin.__name__}[{', '.join(map(_said, inner))}]"
+    return " | ".join(map(_said, inner)) if inner else hint.__name__
+
+
+def _help(kind: type[Any], name: str) -> str:
+    """What stands below the field where it is declared, in one line."""
+    for owner in kind.__mro__:
+        if name in inspect.get_annotations(owner):
+            lines = inspect.getsource(owner).splitlines()
+            at = next(i for i, line in enumerate(lines) if line.startswith(f"    {name}: "))
+            rest = "\n".join(lines[at:])
+            begin = rest.index('"""') + 3
+            return " ".join(rest[begin : rest.index('"""', begin)].split())
+    return ""
+
+
+if __name__ == "__main__":
+    import subprocess
+    import sys
+
+    place = Path(__file__).resolve().parents[1] / "typed.py"
+    place.write_text(text(), encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "ruff", "format", "-q", str(place)], check=False)

@@ -1,0 +1,171 @@
+"""A row as a run has it: with the run's settings, what they imply, and without contradictions, which are refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from posttrain.algorithms.credit import GAE, Baselined, Earned, Process
+from posttrain.algorithms.critic import SoftQ, Value
+from posttrain.algorithms.policy import Algorithm, Pretraining
+from posttrain.algorithms.settings import change, choose, flags
+from posttrain.algorithms.surrogate import ExpectedQ
+from posttrain.config import RL
+from posttrain.part import Limits, Need
+from posttrain.types import UserError
+
+
+def adjust(row: Algorithm, run: RL) -> Algorithm:
+    """The row of a run. Raises UserError, in one line, where settings do not exist, do not fit or contradict each other."""
+    if run.ptx and row.pretraining is None:
+        row = replace(row, pretraining=Pretraining())
+    row = change(_completed(choose(row, run.settings), run), run.settings)
+    if row.kl is None and not _given(run, "reference_every"):
+        row = replace(row, refresh=0)
+    if not _given(run, "minibatches") and row.replay is None:
+        # An update needs a group, and a paper's number of updates is one of larger steps.
+        row = replace(row, minibatches=min(row.minibatches, run.prompts))
+    row = row.configured(Limits(run.max_tokens))
+    for broken, reason in [*_contradictions(row, run), *_without_effect(row, run)]:
+        if broken:
+            raise UserError(f"{row.name}: {reason}")
+    return row
+
+
+def _given(run: RL, flag: str) -> bool:
+    """Whether a setting is the run's own choice, by its flag or by its place."""
+    known = flags()[flag]
+    named = {flag, *(".".join(place) for place, _ in known.places)}
+    return any(name.replace("-", "_") in named or name in named for name in run.settings)
+
+
+def _completed(row: Algorithm, run: RL) -> Algorithm:
+    """With what the chosen parts bring, and without what nothing uses any more."""
+    if not row.surrogate.uses_ratio and not _given(run, "ratio"):
+        row = replace(row, ratio=())
+    if not row.surrogate.uses_ratio and row.replay is None:  # each update takes the rollouts for fresh
+        row = replace(row, epochs=1, minibatches=1)
+    if isinstance(row.advantage, GAE) and _given(run, "gae_lambda"):  # the same for every length
+        row = replace(row, advantage=replace(row.advantage, alpha=None))
+    if Need.VALUE in row.advantage.needs and row.critic is None:
+        row = replace(row, critic=Value())
+    if isinstance(row.critic, Value) and Need.VALUE not in row.advantage.needs:
+        row = replace(row, critic=None)
+    return row
+
+
+def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+    """(whether it holds, why it cannot be) of all that no single setting can see."""
+    kl, soft, updates = row.kl, isinstance(row.critic, SoftQ), row.epochs * row.minibatches
+    baselined = row.advantage if isinstance(row.advantage, Baselined) else None
+    yield (
+        Need.GROUP in row.needs and run.group < 2,
+        f"its {' and '.join(row.needing(Need.GROUP))} compare the rollouts of a group: "
+        f"--group must be at least 2, not {run.group}",
+    )
+    yield (
+        bool(row.ratio) and not row.surrogate.uses_ratio,
+        f"it has no ratio, it maximises {row.surrogate.formula}: leave out --ratio, or see --surrogate",
+    )
+    yield (
+        not row.surrogate.uses_ratio and not row.on_policy and row.replay is None,
+        f"maximises {row.surrogate.formula}, which takes the rollouts for fresh: {updates} updates per step need a ratio "
+        "(--surrogate ratio or clip), or set --epochs 1 --minibatches 1",
+    )
+    yield (
+        _given(run, "minibatches") and row.replay is None and row.minibatches > run.prompts,
+        f"an update needs a group: --minibatches {row.minibatches} is above --prompts {run.prompts}",
+    )
+    yield (
+        soft != isinstance(row.surrogate, ExpectedQ) or soft != isinstance(row.advantage, Earned),
+        "action values, their expectation and what a token earns belong together: see posttrain algorithms sac",
+    )
+    yield soft and row.entropy is None, "its temperature is above 0: tune it with --entropy-target"
+    yield soft and row.select is not None, "its critic learns from every token: leave out --top-entropy"
+    yield (
+        _given(run, "gae_lambda") and _given(run, "gae_alpha"),
+        "--gae-lambda already says lambda, the same for every length: leave out --gae-alpha",
+    )
+    yield (
+        baselined is not None and baselined.baseline == "none" and baselined.weight != "equal",
+        "--baseline-weight weighs a baseline that --baseline none leaves out",
+    )
+    yield (
+        baselined is not None and (baselined.baseline, baselined.scale) == ("none", "batch"),
+        "without a baseline equal rewards would be divided by nothing: set --scale none, or choose a --baseline",
+    )
+    yield (
+        kl is not None and kl.estimator == "exact" and kl.against == "old",
+        "the old policy's whole distributions are not kept: leave out --kl-estimator exact",
+    )
+    yield (
+        kl is not None and kl.where == "reward" and kl.against == "old",
+        "its KL is to the policy that sampled, and 0 when rewards are given: leave out --kl-where",
+    )
+    yield (
+        kl is not None and kl.where == "reward" and isinstance(row.advantage, Process),
+        "compares the rewards of steps, which no KL is taken off: leave out --kl-where reward",
+    )
+    yield (
+        bool(row.refresh) and Need.REFERENCE not in row.needs,
+        "it has no reference that --reference-every could replace: give it a KL penalty, such as --kl 0.01",
+    )
+    yield from _contradictions_of_replay(row, run)
+    yield from _contradictions_of_critic(row, run)
+    yield (
+        row.pretraining is not None and not run.ptx,
+        "mixes in the likelihood of text of your own: give it with --ptx FILE",
+    )
+
+
+def _contradictions_of_replay(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+    kl, replay, rollouts = row.kl, row.replay, run.prompts * run.group
+    yield (
+        replay is not None and row.surrogate.uses_ratio,
+        "rollouts of earlier steps have no old log-probabilities to make a ratio of: leave out --replay",
+    )
+    yield (
+        replay is not None and ((kl is not None and kl.where == "reward") or isinstance(row.critic, Value)),
+        "of rollouts of earlier steps neither a KL nor a state's value is known: "
+        "leave out --replay, or --kl-where reward and --advantage gae",
+    )
+    yield (
+        replay is not None and replay.capacity < rollouts,
+        f"--replay {replay.capacity if replay else 0} is less than a step's {rollouts} rollouts",
+    )
+
+
+def _contradictions_of_critic(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+    critic, shared = row.critic, run.critic == "shared"
+    own = [name for name in ("critic", "critic_lr", "critic_model") if getattr(run, name) is not None]
+    told = ", ".join(f"--{name.replace('_', '-')}" for name in own)
+    yield critic is None and bool(own), f"it has no critic, {told} would change nothing: --advantage gae brings one"
+    warmup = critic.warmup if critic is not None else 0
+    yield (
+        warmup >= run.steps,
+        f"its critic warms up for {warmup} of {run.steps} steps, the policy would learn nothing: "
+        "set --critic-warmup below --steps",
+    )
+    yield (
+        shared and warmup > 0,
+        "a critic that warms up alone would move the policy's backbone: --critic separate, or --critic-warmup 0",
+    )
+    yield (
+        shared and isinstance(critic, SoftQ),
+        "its moving-average targets need a backbone of the critic's own: leave out --critic shared",
+    )
+    yield shared and row.trust_region is not None, "a trust region is for the policy alone: --critic separate"
+    yield (
+        shared and bool(run.critic_model),
+        "a shared critic has the policy's backbone: leave out --critic-model",
+    )
+
+
+def _without_effect(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+    """Settings that were chosen and would change nothing."""
+    clips = [f"--{name.replace('_', '-')}" for name in ("clip_low", "clip_high", "clip_dual") if _given(run, name)]
+    yield (
+        bool(clips) and row.surrogate.clips and row.on_policy,
+        f"{', '.join(clips)} would have no effect: with one update per step every ratio is exactly 1, and nothing is "
+        "clipped; take several, such as --minibatches 4, or leave it out",
+    )

@@ -1,0 +1,339 @@
+"""The options of the front door, for editors.
+
+Written by `python -m posttrain.cli.typed` from where the options are declared.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict
+
+
+class SFTOptions(TypedDict, total=False):
+    """Options of posttrain sft."""
+
+    split: str | None
+    """Which split of a dataset that has several."""
+    limit: int | None
+    """Read only the first so many rows."""
+    fields: dict[str, str]
+    """What the columns are called: --fields.prompt question --fields.answer solution."""
+    prompt_template: str | None
+    """The prompt as made from columns: "Question: {question}\\nAnswer:"."""
+    response_template: str | None
+    """The response as made from columns (sft)."""
+    env: str
+    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, word-
+    problems). In sft only its row_to_task is used, if it has one."""
+    model: str | None
+    """Folder of a Hugging Face checkpoint, of one of our runs, or a model's name. In sft: leave it out to start from
+    scratch with the sizes below."""
+    out: str
+    """The run directory to make."""
+    resume: bool
+    """Continue the run in --out from its newest undamaged checkpoint, exactly."""
+    overwrite: bool
+    """Delete a run that is already in --out."""
+    seed: int
+    """Decides data order, sampling and initial weights."""
+    held_out: float
+    """Share of the tasks kept out of training and used for evaluation."""
+    eval_every: int
+    """Steps between evaluations on the held-out tasks (0: before and after training only)."""
+    save_every: int
+    """Steps between checkpoints; one more is made at the end."""
+    keep: int
+    """How many checkpoints stay on the disk."""
+    tokens_per_microbatch: int | None
+    """How many tokens go through the model at once, beside a prompt: the memory of an update. No result depends on it.
+    Left out: 1024 on a processor, 8192 elsewhere."""
+    lr: float
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"]
+    """How the learning rate falls after the warm-up; linear and cosine end at 0."""
+    warmup: int
+    """Updates over which the learning rate rises."""
+    weight_decay: float
+    """Decoupled weight decay of matrices."""
+    betas: tuple[float, float]
+    """AdamW's moment decay rates."""
+    max_grad_norm: float
+    """Gradients are clipped to this norm (0: not at all)."""
+    precision: Literal["float32", "bfloat16"]
+    """Arithmetic of forward and backward passes; weights and moments stay in float32."""
+    device: str
+    """auto, cpu, cuda, cuda:1 ..."""
+    threads: int | None
+    """Processor threads; left out: PyTorch's choice."""
+    compiled: bool
+    """On a processor, use code compiled for it where a C compiler is found; --no-compiled: torch's operations alone."""
+    health: Literal["warn", "stop", "log", "off"]
+    """When something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps, skipped
+    updates): say so, stop with a checkpoint, only write it down, or do not look."""
+    quiet: bool
+    """No progress display."""
+    epochs: float
+    """Passes over the rows."""
+    rows: int
+    """Rows per optimizer update."""
+    mask_prompt: bool
+    """Learn the responses only; --no-mask-prompt: the prompts too."""
+    hidden: int
+    """From scratch: width of the residual stream."""
+    layers: int
+    """From scratch: number of layers."""
+    heads: int
+    """From scratch: query heads."""
+    kv_heads: int | None
+    """From scratch: key-value heads; left out: as many as query heads."""
+    intermediate: int | None
+    """From scratch: width of the feed-forward layers; left out: 8/3 of hidden, rounded up to a multiple of 32."""
+    context: int
+    """From scratch: most tokens of prompt and reply together."""
+    tokenizer: str
+    """From scratch: bpe or characters, trained on the rows; or a folder to take one from."""
+    vocab: int
+    """From scratch: most entries of the tokenizer to train."""
+
+
+class RLOptions(TypedDict, total=False):
+    """Options of posttrain rl."""
+
+    split: str | None
+    """Which split of a dataset that has several."""
+    limit: int | None
+    """Read only the first so many rows."""
+    fields: dict[str, str]
+    """What the columns are called: --fields.prompt question --fields.answer solution."""
+    prompt_template: str | None
+    """The prompt as made from columns: "Question: {question}\\nAnswer:"."""
+    response_template: str | None
+    """The response as made from columns (sft)."""
+    out: str
+    """The run directory to make."""
+    resume: bool
+    """Continue the run in --out from its newest undamaged checkpoint, exactly."""
+    overwrite: bool
+    """Delete a run that is already in --out."""
+    seed: int
+    """Decides data order, sampling and initial weights."""
+    held_out: float
+    """Share of the tasks kept out of training and used for evaluation."""
+    eval_every: int
+    """Steps between evaluations on the held-out tasks (0: before and after training only)."""
+    save_every: int
+    """Steps between checkpoints; one more is made at the end."""
+    keep: int
+    """How many checkpoints stay on the disk."""
+    tokens_per_microbatch: int | None
+    """How many tokens go through the model at once, beside a prompt: the memory of an update. No result depends on it.
+    Left out: 1024 on a processor, 8192 elsewhere."""
+    lr: float
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"]
+    """How the learning rate falls after the warm-up; linear and cosine end at 0."""
+    warmup: int
+    """Updates over which the learning rate rises."""
+    weight_decay: float
+    """Decoupled weight decay of matrices."""
+    betas: tuple[float, float]
+    """AdamW's moment decay rates."""
+    max_grad_norm: float
+    """Gradients are clipped to this norm (0: not at all)."""
+    precision: Literal["float32", "bfloat16"]
+    """Arithmetic of forward and backward passes; weights and moments stay in float32."""
+    device: str
+    """auto, cpu, cuda, cuda:1 ..."""
+    threads: int | None
+    """Processor threads; left out: PyTorch's choice."""
+    compiled: bool
+    """On a processor, use code compiled for it where a C compiler is found; --no-compiled: torch's operations alone."""
+    health: Literal["warn", "stop", "log", "off"]
+    """When something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps, skipped
+    updates): say so, stop with a checkpoint, only write it down, or do not look."""
+    quiet: bool
+    """No progress display."""
+    algorithm: str
+    """A row of the table (see `posttrain algorithms`), or your own: my.py:row."""
+    settings: dict[str, Any]
+    """What is changed of the row, by flag or by place: {"clip_high": 0.28, "advantage.eps": 1e-4}."""
+    critic: Literal["separate", "shared"] | None
+    """Where a row has a critic of states: with a backbone of its own (as it is left out), or a head on the policy's."""
+    critic_model: str | None
+    """Folder the critic's backbone starts from: a checkpoint, a reward model, or the critic of a run; left out:
+    --model."""
+    critic_lr: float | None
+    """Peak learning rate of the critic; left out: --lr."""
+    ptx: str | None
+    """Rows of text, or of prompts and responses, whose likelihood is part of every update (ppo-ptx)."""
+    steps: int
+    """Training steps."""
+    prompts: int
+    """Tasks per step."""
+    group: int
+    """Rollouts per task."""
+    max_tokens: int
+    """Most tokens of a reply."""
+    temperature: float
+    """Of sampling; log-probabilities are taken under the same temperature."""
+    stop: tuple[str, ...]
+    """Strings that end a reply."""
+    top_p: float
+    """Must stay 1 in training: see the message when it is not."""
+    top_k: int
+    """Must stay 0 in training."""
+    eval_tasks: str | None
+    """Rows to evaluate on, instead of a held-out share of --tasks."""
+    eval_samples: int
+    """Replies per held-out task in each evaluation."""
+    eval_limit: int
+    """At most so many held-out tasks are played in an evaluation."""
+    success: float | None
+    """The reward from which on a reply is right, for accuracy, pass@k and all that learns from right replies; left out:
+    what a built-in environment, or SUCCESS = ... beside your own, says."""
+    env_workers: int
+    """Processes that play and score (0: none; everything runs here, without a time limit, for debuggers)."""
+    env_seconds: float
+    """Time limit of one call of the environment; beyond it the reward is invalid."""
+    slots: int
+    """Most replies sampled at once: the memory of the key-value cache."""
+    engine: Literal["local", "vllm"]
+    """What samples: local, with the learner's own weights, or vLLM in a process of its own."""
+    engine_cache: float
+    """vLLM: most GiB of its key-value cache."""
+    engine_seconds: float
+    """vLLM: time limit of a hand-over of weights, and of one decoding step; beyond it the run stops."""
+    advantage: Literal["baselined", "to-go", "process", "gae", "earned"]
+    """How credit is assigned; gae brings a critic."""
+    baseline: Literal["none", "batch", "group", "others"]
+    """Whose mean reward is taken off."""
+    scale: Literal["none", "batch", "group"]
+    """Whose standard deviation advantages are divided by."""
+    baseline_weight: Literal["equal", "length", "gradient"]
+    """What a reward weighs in that mean; gradient: the optimal baseline, one backward pass per rollout."""
+    whiten: bool
+    """Advantages to mean 0 and deviation 1 over all tokens."""
+    gamma: float
+    """Discount per sampled token."""
+    gae_lambda: float
+    """Lambda of generalized advantage estimation."""
+    gae_alpha: float
+    """Lambda by length instead: 1 - 1 / (this times the reply's tokens), at least 0."""
+    surrogate: Literal["clip", "ratio", "log-probability", "weighted", "expected-q"]
+    """What is maximised: min(r A, clip(r) A), r A, lp A, or sg(r) lp A."""
+    clip_low: float
+    """The ratio is clipped at 1 - this."""
+    clip_high: float
+    """The ratio is clipped at 1 + this."""
+    clip_dual: float
+    """Where A < 0, at least this times A: above 1 (0: no such bound)."""
+    aggregate: Literal["sequence-mean", "token-mean", "sequence-sum", "constant", "prompt-mean"]
+    """What each token weighs in the loss."""
+    ratio: Literal["token", "sequence-mean", "sequence-sum", "sequence-value", "causal", "geometric"]
+    """Of which tokens r is made; geometric is GMPO's clipped geometric mean."""
+    correction: Literal["truncate", "icepop", "sequence", "none"]
+    """Weight for an engine whose log-probabilities differ from the learner's (none: no weight)."""
+    correction_cap: float
+    """Bound of that weight, above 1."""
+    kl_estimator: Literal["k1", "k2", "k3", "exact", "forward"]
+    """How the KL is estimated; exact: over the whole vocabulary."""
+    kl: float
+    """Coefficient of the KL penalty to the starting model (0: none, no reference is kept)."""
+    kl_where: Literal["loss", "reward"]
+    """Whether the KL is part of the loss or taken off the reward."""
+    kl_control: Literal["fixed", "adaptive", "halving-doubling"]
+    """What changes the coefficient from step to step."""
+    kl_target: float
+    """KL that the control aims at, in nats per token."""
+    kl_horizon: float
+    """Rollouts over which the adaptive control may change beta by a fifth."""
+    entropy: float
+    """Coefficient of the entropy bonus (0: none); with a target, where it starts."""
+    entropy_target: float
+    """Entropy to hold, in nats per token, by tuning the bonus."""
+    top_entropy: float
+    """Learn from this share of the tokens, those with the highest entropy (1: all)."""
+    value_clip: float
+    """Values may move by so much per step (0: freely)."""
+    value_coefficient: float
+    """What the value loss weighs."""
+    critic_warmup: int
+    """Steps at the start in which only the critic learns."""
+    critic_tau: float
+    """How far the slow copies of action values follow each update."""
+    dynamic_sampling: int
+    """Replace groups without signal, playing at most so many times --prompts (0: do not)."""
+    overlong_filter: bool
+    """Leave episodes that were cut off out of the loss."""
+    overlong_cache: int
+    """Tokens before the episode's budget over which a penalty grows to -1 (0: no penalty)."""
+    length_reward: float
+    """Reward for being among the shorter replies of the group (0: none)."""
+    imitation: float
+    """What the likelihood of successes weighs in the loss (0: nothing)."""
+    ptx_coefficient: float
+    """What the likelihood of the texts of --ptx weighs."""
+    trust_region: float
+    """Natural gradient steps within this KL, in nats per token, instead of AdamW's (0: AdamW)."""
+    replay: int
+    """Rollouts to remember and draw from (0: the step's own only)."""
+    reference_every: int
+    """Steps after which the reference becomes the policy (0: never)."""
+    epochs: int
+    """Passes over the rollouts of a step."""
+    minibatches: int
+    """Optimizer updates per pass."""
+
+
+class EvaluationOptions(TypedDict, total=False):
+    """Options of posttrain eval."""
+
+    split: str | None
+    """Which split of a dataset that has several."""
+    limit: int | None
+    """Read only the first so many rows."""
+    fields: dict[str, str]
+    """What the columns are called: --fields.prompt question --fields.answer solution."""
+    prompt_template: str | None
+    """The prompt as made from columns: "Question: {question}\\nAnswer:"."""
+    response_template: str | None
+    """The response as made from columns (sft)."""
+    against: str | None
+    """A second checkpoint: the two are compared task by task."""
+    samples: int
+    """Replies per task."""
+    k: tuple[int, ...]
+    """pass@k for these k."""
+    temperature: float
+    """Of sampling; 0: greedy."""
+    top_p: float
+    """Sample from the smallest set of tokens with this probability."""
+    top_k: int
+    """Sample from so many likeliest tokens (0: all)."""
+    max_tokens: int
+    """Most tokens of a reply."""
+    stop: tuple[str, ...]
+    """Strings that end a reply."""
+    success: float | None
+    """The reward from which on a reply is right, as in training."""
+    seed: int
+    """Decides the samples."""
+    held_out: float
+    """Use only this held-out share of the tasks, as training with the same --held-out and --split-seed does."""
+    split_seed: int
+    """The --seed of the training run whose held-out share is meant."""
+    out: str | None
+    """A .json file for all figures and rewards."""
+    env_workers: int
+    """Processes that play and score."""
+    env_seconds: float
+    """Time limit of one call of the environment."""
+    slots: int
+    """Most replies sampled at once."""
+    compiled: bool
+    """As in training."""
+    precision: Literal["float32", "bfloat16"]
+    """Arithmetic of the forward passes."""
+    device: str
+    """auto, cpu, cuda ..."""
+    threads: int | None
+    """Processor threads; left out: PyTorch's choice."""

@@ -1,0 +1,77 @@
+"""From what a user wrote, as text or as a value, to the type that a setting has. Errors say the name and what fits."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable
+from typing import Any, Literal, Union, get_args, get_origin
+
+from posttrain.types import UserError
+
+TRUE, FALSE = ("true", "yes", "on"), ("false", "no", "off")
+
+
+def convert(value: Any, hint: Any, name: str) -> Any:
+    """The value as a type of settings: bool, int, float, str, Literal, tuple of these, or any of them or None.
+
+    Text is read ("0.2", "none", "1,2"); other values must be of the type already, whole numbers for float included.
+    Raises UserError, with the name and what fits.
+    """
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        nothing = value is None or (isinstance(value, str) and value.lower() == "none")
+        if nothing and type(None) in inner:
+            return None
+        return convert(value, next(x for x in inner if x is not type(None)), name)
+    if origin is Literal:
+        if value in inner:
+            return value
+        raise UserError(f"{name} is one of {', '.join(map(str, inner))}, not {value!r}{_like(value, inner)}")
+    if origin is tuple:
+        return _tuple(value, inner, name)
+    if hint is bool and isinstance(value, str) and value.lower() in (*TRUE, *FALSE):
+        return value.lower() in TRUE
+    if hint in (int, float) and isinstance(value, str):
+        value = _number(value, hint)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint in (bool, int, float, str) and type(value) is hint:
+        return value
+    raise UserError(f"{name} is {said(hint)}, not {value!r}")
+
+
+def said(hint: Any) -> str:
+    """A type in words."""
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(hint, str(hint))
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean ...?" where a known word is like this one."""
+    close = difflib.get_close_matches(word, list(known), 5)
+    close.sort(
+        key=lambda candidate: sorted(candidate) != sorted(word)
+    )  # letters in another order are the likeliest slip
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _like(value: Any, inner: Iterable[Any]) -> str:
+    return near(value, map(str, inner)) if isinstance(value, str) else ""
+
+
+def _number(text: str, hint: type) -> Any:
+    try:
+        return hint(text)
+    except ValueError:
+        return text
+
+
+def _tuple(value: Any, inner: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    items = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(items, (tuple, list)):
+        raise UserError(f"{name} is a list of values, not {value!r}")
+    if inner[-1] is Ellipsis:
+        return tuple(convert(x, inner[0], name) for x in items)
+    if len(items) != len(inner):
+        raise UserError(f"{name} takes {len(inner)} values, not {len(items)}")
+    return tuple(convert(x, kind, name) for x, kind in zip(items, inner, strict=True))

@@ -10,6 +10,8 @@ import torch
 from conftest import tiny
 
 from posttrain.engines.local import LocalEngine
+from posttrain.engines.request import Request
+from posttrain.engines.running import RunningBatch
 from posttrain.engines.sampler import sample, uniform
 from posttrain.kernels import build
 from posttrain.learners.local import LocalLearner, Optimization
@@ -91,7 +93,7 @@ def test_prompt_of_a_group_is_computed_once(model: Decoder, tokenizer: Tokenizer
     model.forward = counting  # type: ignore[method-assign]
     prompt = list(range(5, 25))
     complete(engine, [prompt] * 12, [Sampling(seed=i, max_tokens=2 + i % 3) for i in range(12)])
-    assert sum(tokens == prompt for tokens in fed) == 1
+    assert sum(tokens[: len(prompt)] == prompt for tokens in fed) == 1
 
 
 def test_sampling_follows_the_distribution(model: Decoder, tokenizer: Tokenizer) -> None:
@@ -260,3 +262,23 @@ def test_prompt_of_another_vocabulary_is_refused_in_one_line(model: Decoder, tok
 
 def test_draws_are_never_zero() -> None:
     assert uniform(torch.arange(200_000), torch.zeros(200_000, dtype=torch.int64)).min() > 0
+
+
+def test_what_requests_ask_of_sampling_is_forgotten_when_they_end() -> None:
+    rows = RunningBatch(torch.device("cpu"))
+    asked = [{}, {"top_p": 0.9}, {"top_k": 3, "temperature": 0.0}, {"temperature": 0.5}, {}]
+    rows.append([Request(i, (5,), Sampling(**how)) for i, how in enumerate(asked)], 64)
+
+    def noted() -> tuple[object, ...]:
+        slots = None if rows.filtered_slots is None else rows.filtered_slots.tolist()
+        return rows.any_tempered, rows.any_greedy, rows.any_top_p, rows.any_top_k, slots
+
+    assert noted() == (True, True, True, True, [1, 2]) and rows.filtered.tolist() == [False, True, True, False, False]
+    rows.keep(4, [4], [2])  # slot 2 ends, slot 4 takes its place
+    assert noted() == (True, False, True, False, [1]) and rows.filtered[:4].tolist() == [False, True, False, False]
+    rows.keep(3, [3], [1])
+    assert noted() == (True, False, False, False, None)
+    rows.keep(1, [], [])
+    assert noted() == (False, False, False, False, None)
+    rows.append([Request(9, (5,), Sampling(top_k=2))], 64)
+    assert noted() == (False, False, False, True, [1])

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -17,12 +16,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import answers
 import pytest
 
-from posttrain.types import Invalid, UserError
+from posttrain.types import Invalid
+from posttrain.verify import algebra, math
+from posttrain.verify.answer import last_boxed
 from posttrain.verify.format import between, tags
-from posttrain.verify.limit import _workers, limited
-from posttrain.verify.math import last_boxed, verify
+from posttrain.verify.limit import Failed
+from posttrain.verify.math import verify
 from posttrain.verify.numeric import equal_numbers, gsm8k_answer, last_number, read_number, written_tolerance
 
 VECTORS = Path(__file__).parent / "vectors"
@@ -37,7 +39,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def wrong(vectors: list[dict[str, Any]], judge: Callable[[dict[str, Any]], Any], expected: str) -> list[Any]:
-    return [(vector, judge(vector)) for vector in vectors if judge(vector) != vector[expected]]
+    with ThreadPoolExecutor(2) as pool:
+        judged = zip(vectors, pool.map(judge, vectors), strict=True)
+        return [(vector, verdict) for vector, verdict in judged if verdict != vector[expected]]
 
 
 def test_math_vectors() -> None:
@@ -130,7 +134,7 @@ def test_every_gold_of_math_is_reached_by_its_own_solution_and_not_by_its_neighb
     golds = [last_boxed(problem["solution"]) or "" for problem in problems]
     own = [verify(problem["solution"], gold) for problem, gold in zip(problems, golds, strict=True)]
     assert len(own) > 300
-    assert own.count(1.0) >= 0.995 * len(own)
+    assert set(own) == {1.0}
     foreign = [
         (golds[i], other, verify(problems[i]["solution"], other))
         for i, (gold, other) in enumerate(pairwise(golds))
@@ -149,62 +153,108 @@ def test_every_gold_of_gsm8k_verifies_and_its_successor_does_not() -> None:
         assert verify(row["answer"], str(number + 1)) == 0.0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_reply_takes_longer_than_its_length_explains() -> None:
+    """Replies of 100,000 characters, under a limit of processor time that one quadratic expression would exceed."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (90, 90)); "
+        "from posttrain.verify import math; import answers; "
+        "math.limited = lambda name, *_, seconds: name.endswith('readable'); "  # what runs there has a limit of its own
+        "print(answers.judge_hostile(100_000))"
+    )
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(PACKAGE), str(PACKAGE / "tests")]))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_answers_of_every_kind_get_the_verdict_of_an_independent_oracle() -> None:
+    assert [pair for pair in map(answers.judge, answers.cases(150, 0)) if answers.differs(*pair)] == []
+
+
 @pytest.mark.parametrize(
     "answer",
     [
-        "9" * 100_000,
-        "{" * 50_000 + "}" * 50_000,
+        "+".join(rf"\sin(e^{{e^{{9.{digit}}}}})" for digit in range(40)),  # more work than the time allows
+        r"x^{x^x}+x = 5",  # raises in sympy
+        "9^{9^{9^{9^9}}}",
         "(" * 400 + "5" + ")" * 400,
-        "\\frac" * 20_000,
+        "{" * 450 + "}" * 450,
+        "\\frac" * 150,
         "\\sqrt{" * 15 + "5" + "}" * 15,
-        "answer is " * 10_000,
+        r"\frac{,,}{1}",
+        "5" * 900,
+        "1+" * 450 + "1",
+        "\ud800",
+        "\x00",
     ],
-    ids=["digits", "braces", "brackets", "fractions", "roots", "phrases"],
+    ids=[
+        "slow",
+        "raises",
+        "tower",
+        "brackets",
+        "braces",
+        "fractions",
+        "roots",
+        "commas",
+        "digits",
+        "sum",
+        "surrogate",
+        "null",
+    ],
 )
-def test_junk_is_wrong_and_quickly_so(answer: str) -> None:
-    start = time.perf_counter()
-    assert verify(f"\\boxed{{{answer}}}", "5") == 0.0
-    assert verify(answer, "5") == 0.0
-    assert verify("\\boxed{" * 1000 + answer, "5") == 0.0
-    assert time.perf_counter() - start < 10
+@pytest.mark.parametrize("gold", ["x = 3", r"\sqrt{2}", r"\frac{1}{2}", r"\text{even}", "1,2", r"(-\infty,2)\cup(3,4)"])
+def test_no_answer_leaves_its_group(answer: str, gold: str) -> None:
+    assert verify(rf"\boxed{{{answer}}}", gold, seconds=0.5) == 0.0
+    assert verify(f"The answer is ${answer}$.", gold, seconds=0.5) == 0.0
 
 
-def test_an_answer_that_takes_for_ever_is_invalid_and_not_wrong() -> None:
-    assert verify(r"\boxed{\frac{1}{2}\cdot\sqrt{4}}", "1", seconds=60) == 1.0
-    verdict = verify(r"\boxed{9^{9^{9^9}}}", "5", seconds=0.5)
-    assert isinstance(verdict, Invalid)
-    assert "time limit" in verdict.reason
-    assert verify(r"\boxed{\sqrt{25}}", "5") == 1.0
+def test_a_check_that_fails_is_the_gold_answer_s_fault_only_if_that_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    def call(function: str, *args: str, seconds: float) -> Any:
+        calls.append(args)
+        gold = args[-1]
+        if function.endswith("readable"):
+            return Failed("too long") if gold == "z+1" else Invalid("no process") if gold == "z+2" else True
+        return Failed("too long") if args[0] == "z" else Invalid("no process")
+
+    monkeypatch.setattr(math, "limited", call)
+    monkeypatch.setattr(math, "_unreadable", {})
+    assert verify(r"\boxed{z}", "z+3") == 0.0
+    assert isinstance(verify(r"\boxed{y}", "z+3"), Invalid)  # there was no process: that is nobody's fault
+    assert calls == [("z+3",), ("z", "z+3"), ("y", "z+3")]
+    for reply in (r"\boxed{z}", r"\boxed{z+1}", "I do not know.", "\\boxed{" + "9" * 5000 + "}"):
+        verdict = verify(reply, "z+1")
+        assert isinstance(verdict, Invalid) and "too long" in verdict.reason
+    assert calls[3:] == [("z+1",)]
+    assert isinstance(verify(r"\boxed{z}", "z+2"), Invalid)
+    assert isinstance(verify(r"\boxed{z}", "z+2"), Invalid)
+    assert calls[4:] == [("z+2",), ("z+2",)]  # what the machine could not do is tried again
 
 
-def test_a_limited_call_returns_the_result_or_invalid() -> None:
-    assert limited(max, 3, 4, seconds=30) == 4
-    assert isinstance(limited(time.sleep, 60, seconds=0.2), Invalid)
-    assert limited(os.kill, os.getpid(), 0, seconds=30) is None
-    assert isinstance(limited(os._exit, 1, seconds=30), Invalid)
-    assert "ValueError" in limited(int, "x", seconds=30).reason
-    assert "MemoryError" in limited(bytearray, 2**40, seconds=30).reason
-    assert "no_such_module" in limited(max, 1, 2, seconds=30, imports=("no_such_module",)).reason
-    assert limited(pow, 2, 10, seconds=30) == 1024
+def test_no_text_of_an_answer_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sympy.parsing import sympy_parser
 
+    def run(*_: object, **__: object) -> None:
+        raise AssertionError("text was evaluated")
 
-def test_a_limit_interrupts_a_computation_in_c() -> None:
-    start = time.perf_counter()
-    assert isinstance(limited(pow, 9, 9**9, seconds=0.3), Invalid)
-    assert time.perf_counter() - start < 20
-
-
-def test_a_worker_that_died_while_idle_costs_no_verdict() -> None:
-    assert limited(pow, 2, 10, seconds=30) == 1024
-    for worker in _workers.alive:
-        worker.process.kill()
-        worker.process.wait()
-    assert limited(pow, 2, 10, seconds=30) == 1024
-
-
-def test_a_function_that_cannot_be_imported_is_refused() -> None:
-    with pytest.raises(UserError, match="top level"):
-        limited(lambda: 1, seconds=1)
+    monkeypatch.setattr(sympy_parser, "eval_expr", run)
+    monkeypatch.setattr(sympy_parser, "parse_expr", run)
+    code = "__import__('os').system('true')"
+    places = ["%s", r"\sqrt{%s}", r"x_{%s}", r"f(%s)", r"\operatorname{%s}(2)", r"\begin{pmatrix}%s\end{pmatrix}"]
+    places += ["%s=3", r"\{%s\}", r"x \in %s", r"\log_{%s} 2", r"\overline{%s}", r"\variable{%s}", r"\frac{d}{d%s}x"]
+    for place in places:
+        for text in (place % code, place % "exec(1)", place % "n0"):
+            for gold in ("x", text):  # a gold answer may use commands that are refused otherwise
+                try:
+                    algebra.equal(text, gold)
+                except AssertionError:
+                    raise
+                except Exception:
+                    continue
 
 
 def test_many_threads_may_call_at_once() -> None:
@@ -237,7 +287,7 @@ def test_a_script_without_a_main_guard_runs_once_and_leaves_no_process(tmp_path:
             r"""
             from posttrain.verify import limit
             from posttrain.verify.math import verify
-            print("once", verify(r"\boxed{\sqrt{25}}", "5"), *[worker.process.pid for worker in limit._workers.alive])
+            print("once", verify(r"\boxed{\sqrt{25}}", "5"), *[server.process.pid for server in limit._servers.alive])
             """
         )
     )

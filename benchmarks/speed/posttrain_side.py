@@ -44,9 +44,9 @@ KINDS = {
     "products": ("aten::mm", "aten::addmm", "aten::bmm"),
     "attention": ("flash_attention", "_Compiled", "_Joined"),
     "gather, scatter, copy": ("index", "scatter", "gather", "cat", "embedding", "roll", "copy", "clone"),
-    "norms, rotation": ("Norm", "_Rotated", "rms_norm", "pow", "rsqrt", "mean", "addcmul"),
+    "norms, rotation": ("Norm", "_RoPE", "rms_norm", "pow", "rsqrt", "mean", "addcmul"),
     "draw, likelihood": ("cumsum", "searchsorted", "amax", "exp", "log", "Likelihood", "aten::sub", "shift", "bitwise"),
-    "activation": ("silu", "_Activated"),
+    "activation": ("silu", "_SwiGLU"),
     "optimizer": ("adam", "foreach"),
 }
 """Kind of work -> what the names of its operations hold; the first that fits counts."""
@@ -101,10 +101,10 @@ class Bench:
         if step is None:  # no compiler, no phases
             return {}
         self.sample(case)
-        step.spent = torch.zeros(len(KINDS_OF_STEP), dtype=torch.float64)
+        step.seconds = torch.zeros(len(KINDS_OF_STEP), dtype=torch.float64)
         whole = self.sample(case)["seconds"]
-        shares = dict(zip(KINDS_OF_STEP, (step.spent / whole).tolist(), strict=True))
-        step.spent = None
+        shares = dict(zip(KINDS_OF_STEP, (step.seconds / whole).tolist(), strict=True))
+        step.seconds = None
         return {**shares, "prompts, packing, the rest": 1 - sum(shares.values())}
 
     def decode(self, running: int, compiled: bool) -> dict[str, Any]:

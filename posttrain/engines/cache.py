@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from posttrain.models.attention import fused, joined
+from posttrain.models.attention import fused, merged
 from posttrain.models.decoder import DecoderConfig
 
 Prompt = tuple[int, ...]
@@ -172,7 +172,7 @@ class DecodeAttention:
         shared, shared_mass = attention(together, keys[:used, :, :length], values[:used, :, :length], groups.mask)
         shared = shared.reshape(groups.members.shape[0], -1).index_select(0, groups.place).view_as(own)
         shared_mass = shared_mass.reshape(groups.members.shape[0], -1).index_select(0, groups.place)
-        return joined(own, own_mass, shared, shared_mass.view_as(own_mass)).reshape(q.shape)
+        return merged(own, own_mass, shared, shared_mass.view_as(own_mass)).reshape(q.shape)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

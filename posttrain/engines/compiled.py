@@ -1,13 +1,12 @@
-"""Decides whether decoding steps run as compiled code, and lays weights, cache and requests as that code reads them.
+"""Decides whether decoding steps run as compiled code, and packs weights, cache and requests as that code reads them.
 
 `decode.c` holds the step itself.
 
-    B    running requests
+    B    running requests    K    inputs of a product
 """
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from typing import Any
 
@@ -17,70 +16,23 @@ from torch.nn import functional
 
 from posttrain.engines.cache import Cache, Prefix
 from posttrain.engines.running import RunningBatch
-from posttrain.kernels import build
+from posttrain.kernels import binder
 from posttrain.models.decoder import Decoder, DecoderConfig, Layer
+from posttrain.models.linear import Linear
 
-UNIT = 32  # rows of scratch and entries in a row of it are a multiple of this, which every processor's vectors divide
-BLOCK, QUERIES = 64, 4  # as in decode.c, or more
-KINDS = ("products", "attention", "norms", "draws")  # of the work in a step, as in decode.c
+UNIT = 32
+"""Numbers of rows and strides of buffers are multiples of it: vectors, panels and tiles of every processor divide it."""
+KINDS = ("products", "attention", "norms", "sampling")
+"""Of the work in a step, as in decode.c."""
+HEAD_ROWS = 16  # of an output head's product that torch computes
 PACKED_HEAD = 1 << 22
 """Entries of an output head up to which a copy is kept: memory is not to grow with the vocabulary."""
 
 
-def library() -> ctypes.CDLL | None:
-    """The compiled step, if there is one."""
-    loaded = build.library("decode.c")
-    if loaded is not None:
-        loaded.decode.argtypes = (ctypes.POINTER(_Model), ctypes.POINTER(_Step))
-        loaded.decode.restype = None
-        assert loaded.step_size() == ctypes.sizeof(_Step) and loaded.model_size() == ctypes.sizeof(_Model)
-    return loaded
-
-
-# -- as decode.c declares them -----------------------------------------------------------------------------------------
-
-_pointer, _long = ctypes.c_void_p, ctypes.c_int64
-
-
-class _Product(ctypes.Structure):
-    _fields_ = [("weight", _pointer), ("bias", _pointer), ("inputs", _long), ("panels", _long)]
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *((name, _pointer) for name in ("attention_norm", "mlp_norm", "qk_norm")),
-        *((name, _Product) for name in ("qkv", "o", "gate_up", "down")),
-    ]
-
-
-class _Model(ctypes.Structure):
-    _fields_ = [
-        *((n, _long) for n in ("layers", "hidden", "heads", "kv_heads", "size", "intermediate", "vocab", "narrow")),
-        ("eps", ctypes.c_float),
-        *((name, _pointer) for name in ("layer", "embedding", "norm")),
-        ("head", _Product),
-    ]
-
-
-class _Step(ctypes.Structure):
-    _fields_ = [
-        *((name, _long) for name in ("rows", "threads", "draws")),
-        *((name, _pointer) for name in ("order", "prompt", "prompted", "token", "length", "count", "budget", "seed")),
-        *((name, _pointer) for name in ("temperature", "ended", "tokens", "logp")),
-        ("sampled_stride", _long),
-        ("eos", _pointer),
-        ("eos_count", _long),
-        *((name, _pointer) for name in ("cos", "sin", "own_keys", "own_values", "shared_keys", "shared_values")),
-        *((name, _long) for name in ("own_slots", "own_tokens", "shared_prompts", "shared_tokens")),
-        *((name, _pointer) for name in ("x", "wide")),
-        ("inputs", _pointer * 2),
-        *((name, _pointer) for name in ("logits", "own")),
-        *((name, _long) for name in ("own_size", "x_stride", "wide_stride")),
-        ("inputs_stride", _long * 2),
-        ("logits_stride", _long),
-        ("taken", _pointer),
-        ("spent", _pointer),
-    ]
+def logits_in_blocks(model: Decoder, hidden: Tensor) -> Tensor:
+    """[n, hidden] -> [n, vocab], so that no row depends on how many there are."""
+    whole = torch.cat((hidden, hidden[:1].expand(-len(hidden) % HEAD_ROWS, -1)))
+    return torch.cat([model.logits(rows) for rows in whole.split(HEAD_ROWS)])[: len(hidden)]
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -90,33 +42,31 @@ def supported(model: Decoder, dtype: torch.dtype) -> bool:
     """Whether this model, with products of `dtype`, can be decoded by compiled code here. May compile it."""
     if model.head.device.type != "cpu" or any(p.dtype != torch.float32 for p in model.parameters()):
         return False
-    loaded = library()
-    if loaded is None:
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(loaded.narrow()))
+    library = binder.decode()
+    return library is not None and (dtype == torch.float32 or (dtype == torch.bfloat16 and library.bf16))
 
 
-def _up(count: int, unit: int) -> int:
+def _round_up(count: int, unit: int = UNIT) -> int:
     return -(-count // unit) * unit
 
 
-def _filled(x: Tensor, rows: int, columns: int) -> Tensor:
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
     """x [n, k] with zeros up to [rows, columns]."""
     return functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
 
 
 def panels(weight: Tensor, dtype: torch.dtype, lanes: int) -> Tensor:
-    """A weight [outputs, K] as products of `dtype` read it: panels of two vectors of outputs, in bfloat16 of input pairs."""
+    """A weight [outputs, K] packed for products of `dtype`: panels of two vectors of outputs, in bfloat16 of input pairs."""
     width = 2 * lanes
-    outputs = _up(weight.shape[0], width)
+    outputs = _round_up(weight.shape[0], width)
     if dtype == torch.float32:
-        wide = _filled(weight, outputs, weight.shape[1])
-        return wide.view(outputs // width, width, -1).transpose(1, 2).contiguous()
-    narrow = _filled(weight.to(dtype), outputs, _up(weight.shape[1], UNIT))
-    return narrow.view(outputs // width, width, -1, 2).transpose(1, 2).contiguous()
+        padded = _padded(weight, outputs, weight.shape[1])
+        return padded.view(outputs // width, width, -1).transpose(1, 2).contiguous()
+    padded = _padded(weight.to(dtype), outputs, _round_up(weight.shape[1]))
+    return padded.view(outputs // width, width, -1, 2).transpose(1, 2).contiguous()
 
 
-def paired(gate_up: Tensor, lanes: int) -> Tensor:
+def interleaved(gate_up: Tensor, lanes: int) -> Tensor:
     """Rows (gate, up) [2 n, ...] as a vector of gate, the same of up, and so on; missing ones are zeros."""
     gate, up = gate_up.chunk(2)
     missing = (0,) * (2 * (gate.dim() - 1)) + (0, -len(gate) % lanes)
@@ -124,138 +74,190 @@ def paired(gate_up: Tensor, lanes: int) -> Tensor:
     return both.flatten(0, 2)
 
 
-class CompiledStep:
-    """Decoding steps of one model. Holds copies of its weights between `pack` and `forget`."""
-
-    def __init__(self, model: Decoder, dtype: torch.dtype, eos: Tensor) -> None:
-        loaded = library()
-        assert loaded is not None and supported(model, dtype)
-        self._library, self._decoder, self._dtype, self._eos = loaded, model, dtype, eos
-        self._lanes: int = loaded.lanes()
-        self._model: _Model | None = None
-        self._held: list[Any] = []  # what the structures point to
-        self._room: dict[str, Tensor] = {}  # scratch
-        self._rotary: tuple[Tensor, Tensor] | None = None
-        self._parameters: list[Tensor] = []
-        self._versions: list[int] = []  # of the parameters that were packed
-        self.spent: Tensor | None = None  # float64 [KINDS]: to these, seconds of decoding are added
-
-    def forget(self) -> None:
-        """Give back copies and scratch: the weights may have changed, or nothing runs."""
-        self._model, self._held, self._room, self._rotary = None, [], {}, None
-
-    def __call__(self, cache: PackedCache, rows: RunningBatch, count: int) -> Tensor | None:
-        """One token for the first `count` requests. Where it cannot draw them, hidden states float32 [B, hidden] instead."""
-        model, config = self._packed(), self._decoder.config
-        draws = self._draws and not (rows.any_top_p or rows.any_top_k)
-        step = _Step(rows=count, threads=torch.get_num_threads(), draws=draws)
-        self._give_requests(step, rows)
-        self._give_cache(step, cache)
-        self._give_room(step, cache)
-        if self.spent is not None:
-            step.spent = self.spent.data_ptr()
-        self._library.decode(model, step)
-        if draws:
-            return None
-        return self._room["logits"][: count * step.logits_stride].view(count, -1)[:, : config.hidden].clone()
-
-    def _give_requests(self, step: _Step, rows: RunningBatch) -> None:
-        for name in ("token", "length", "count", "budget", "seed", "temperature", "ended", "tokens", "logp"):
-            setattr(step, name, getattr(rows, name).data_ptr())
-        step.sampled_stride = rows.tokens.shape[1]
-        step.eos, step.eos_count = self._eos.data_ptr(), len(self._eos)
-
-    def _give_cache(self, step: _Step, cache: PackedCache) -> None:
-        order, prompt, prompted = cache.requests()
-        step.order, step.prompt, step.prompted = order.data_ptr(), prompt.data_ptr(), prompted.data_ptr()
-        step.own_keys, step.own_values = cache.own[0].data_ptr(), cache.own[1].data_ptr()
-        step.shared_keys, step.shared_values = cache.shared[0].data_ptr(), cache.shared[1].data_ptr()
-        step.own_slots, step.own_tokens = cache.own.shape[2], cache.own.shape[4]
-        step.shared_prompts, step.shared_tokens = cache.shared.shape[2], cache.shared.shape[4]
-        if self._rotary is None or len(self._rotary[0]) < cache.positions:
-            cos, sin = self._decoder.rotary(torch.arange(_up(cache.positions, 256)), torch.float32)
-            self._rotary = cos.contiguous(), sin.contiguous()
-        step.cos, step.sin = self._rotary[0].data_ptr(), self._rotary[1].data_ptr()
-
-    def _give_room(self, step: _Step, cache: PackedCache) -> None:
-        config, lines = self._decoder.config, _up(step.rows, UNIT)
-        step.x_stride = step.inputs_stride[0] = _up(config.hidden, UNIT)
-        step.wide_stride = max(step.x_stride, _up((config.heads + 2 * config.kv_heads) * config.head_size, UNIT))
-        step.inputs_stride[1] = _up(max(config.heads * config.head_size, config.intermediate), UNIT)
-        step.logits_stride = _up(config.vocab, BLOCK) if step.draws else step.x_stride
-        attention = (2 * config.heads // config.kv_heads + 1) * cache.config.head_size
-        attention += QUERIES * (step.own_tokens + step.shared_tokens)
-        step.own_size = _up(max(attention, step.draws * (step.logits_stride + step.logits_stride // BLOCK)), UNIT)
-        step.x = self._space("x", lines * step.x_stride)
-        step.wide = self._space("wide", lines * step.wide_stride)
-        for i in (0, 1):
-            step.inputs[i] = self._space(f"inputs {i}", lines * step.inputs_stride[i], self._dtype)
-        step.logits = self._space("logits", lines * step.logits_stride)
-        step.own = self._space("own", step.threads * step.own_size)
-        step.taken = self._space("taken", self._library.phases(config.layers), torch.int32)
-
-    def _space(self, name: str, size: int, dtype: torch.dtype = torch.float32) -> int:
-        """Where so many numbers have room. Zeros at first: what pads a row is read, and must be a number."""
-        held = self._room.get(name)
-        if held is None or held.numel() < size:
-            held = self._room[name] = torch.zeros(size, dtype=dtype)
-        return held.data_ptr()
-
-    @property
-    def _draws(self) -> bool:
-        return self._decoder.head.numel() <= PACKED_HEAD
-
-    def _packed(self) -> _Model:
-        if self._model is None or self._versions != [p._version for p in self._parameters]:
-            self._parameters = list(self._decoder.parameters())
-            self._versions = [p._version for p in self._parameters]
-            self._model = self._pack()
-        return self._model
+class PackedModel:
+    """Copies of a model's weights as decode.c reads them, in products of `dtype`."""
 
     @torch.no_grad()
-    def _pack(self) -> _Model:
-        config, self._held = self._decoder.config, []
+    def __init__(self, decoder: Decoder, dtype: torch.dtype, lanes: int) -> None:
+        config = decoder.config
+        self._dtype, self._lanes = dtype, lanes
+        self._held: list[Any] = []  # what the structures point to
+        layers = [self._layer(layer) for layer in decoder.layers if isinstance(layer, Layer)]
+        assert len(layers) == config.layers
+        array, address = binder.array_of(layers)
+        self._held.append(array)
+        has_head = decoder.head.numel() <= PACKED_HEAD
+        self.model = binder.Model(
+            layers=config.layers,
+            hidden=config.hidden,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_size=config.head_size,
+            vocab=config.vocab,
+            dtype=int(dtype == torch.bfloat16),
+            eps=config.norm_eps,
+            layer=address,
+            embedding=decoder.embed.weight.data_ptr(),
+            norm=self._vector(decoder.norm.weight),
+            head=self._linear(decoder.head, None, torch.float32) if has_head else binder.NO_LINEAR,
+        )
+        self.parameters = list(decoder.parameters())
+        self._versions = [p._version for p in self.parameters]
 
-        def numbers(x: Tensor | None) -> int | None:
-            """A bias or a norm, with zeros up to whole vectors."""
-            if x is None:
-                return None
-            self._held.append(functional.pad(x.detach(), (0, -x.shape[-1] % UNIT)).contiguous())
-            return self._held[-1].data_ptr()
+    @property
+    def current(self) -> bool:
+        """Whether no weight was changed in place since it was packed."""
+        return self._versions == [p._version for p in self.parameters]
 
-        def product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> _Product:
-            packed = panels(weight.detach(), dtype, self._lanes)
-            self._held.append(packed)
-            inputs = weight.shape[1] if dtype == torch.float32 else _up(weight.shape[1], UNIT)
-            return _Product(packed.data_ptr(), numbers(bias), inputs, packed.shape[0])
+    @property
+    def has_head(self) -> bool:
+        return self.model.head.panels > 0
 
-        layers = (_Layer * config.layers)()
-        for to, layer in zip(layers, self._decoder.layers, strict=True):
-            assert isinstance(layer, Layer)
-            to.attention_norm, to.mlp_norm = numbers(layer.attention_norm.weight), numbers(layer.mlp_norm.weight)
-            if layer.qk_norm is not None:
-                self._held.append(layer.qk_norm.detach().contiguous())
-                to.qk_norm = self._held[-1].data_ptr()
-            for name in ("qkv", "o", "down"):
-                linear = getattr(layer, name)
-                setattr(to, name, product(linear.weight, linear.bias, self._dtype))
-            bias = layer.gate_up.bias
-            to.gate_up = product(
-                paired(layer.gate_up.weight, self._lanes),
-                bias if bias is None else paired(bias, self._lanes),
+    def _layer(self, layer: Layer) -> binder.Layer:
+        def linear(part: Linear) -> binder.Linear:
+            return self._linear(part.weight, part.bias, self._dtype)
+
+        gate_up, bias = layer.gate_up, layer.gate_up.bias
+        return binder.Layer(
+            attention_norm=self._vector(layer.attention_norm.weight),
+            mlp_norm=self._vector(layer.mlp_norm.weight),
+            qk_norm=None if layer.qk_norm is None else self._hold(layer.qk_norm.detach().contiguous()),
+            qkv=linear(layer.qkv),
+            o=linear(layer.o),
+            gate_up=self._linear(
+                interleaved(gate_up.weight, self._lanes),
+                None if bias is None else interleaved(bias, self._lanes),
                 self._dtype,
-            )
-        model = _Model(
-            config.layers, config.hidden, config.heads, config.kv_heads, config.head_size, config.intermediate,
-            config.vocab, int(self._dtype == torch.bfloat16), config.norm_eps,
-        )  # fmt: skip
-        model.layer = ctypes.cast(layers, _pointer)
-        model.embedding = self._decoder.embed.weight.data_ptr()
-        model.norm = numbers(self._decoder.norm.weight)
-        if self._draws:
-            model.head = product(self._decoder.head, None, torch.float32)
-        self._held.append(layers)
-        return model
+            ),
+            down=linear(layer.down),
+        )
+
+    def _linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> binder.Linear:
+        packed = panels(weight.detach(), dtype, self._lanes)
+        inputs = weight.shape[1] if dtype == torch.float32 else _round_up(weight.shape[1])
+        shift = None if bias is None else self._vector(bias)
+        return binder.Linear(weight=self._hold(packed), bias=shift, inputs=inputs, panels=packed.shape[0])
+
+    def _vector(self, x: Tensor) -> int:
+        """A bias or a norm, with zeros up to whole panels."""
+        return self._hold(functional.pad(x.detach(), (0, -x.shape[-1] % UNIT)).contiguous())
+
+    def _hold(self, x: Tensor) -> int:
+        self._held.append(x)
+        return x.data_ptr()
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+class CompiledStep:
+    """Decoding steps of one model. Holds copies of its weights and buffers until `forget`."""
+
+    def __init__(self, model: Decoder, dtype: torch.dtype, eos: Tensor) -> None:
+        library = binder.decode()
+        assert library is not None and supported(model, dtype)
+        self._library, self._decoder, self._dtype, self._eos = library, model, dtype, eos
+        self._packed: PackedModel | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._rotary: tuple[Tensor, Tensor] | None = None
+        self.seconds: Tensor | None = None  # float64 [KINDS]: the time of decoding is added to these
+
+    def forget(self) -> None:
+        """Give back copies and buffers: the weights may have changed, or nothing runs."""
+        self._packed, self._buffers, self._rotary = None, {}, None
+
+    @property
+    def holds_nothing(self) -> bool:
+        return self._packed is None and not self._buffers and self._rotary is None
+
+    def __call__(self, cache: PackedCache, rows: RunningBatch, count: int) -> tuple[Tensor, slice | Tensor] | None:
+        """One token for the first `count` requests. Returns what it leaves to draw: logits float32 [n, V] and whose."""
+        if self._packed is None or not self._packed.current:
+            self._packed = PackedModel(self._decoder, self._dtype, self._library.lanes)
+        step = self._step(cache, rows, count)
+        self._library.run(self._packed.model, step)
+        if not self._packed.has_head:
+            hidden = self._buffers["last"].view(-1, step.hidden_stride)[:count, : self._decoder.config.hidden]
+            return logits_in_blocks(self._decoder, hidden), slice(0, count)
+        if rows.filtered_slots is None:
+            return None
+        logits = self._buffers["logits"].view(-1, step.logits_stride)
+        return logits[rows.filtered_slots, : self._decoder.config.vocab], rows.filtered_slots
+
+    def _step(self, cache: PackedCache, rows: RunningBatch, count: int) -> binder.Step:
+        assert self._packed is not None
+        config, library, model = self._decoder.config, self._library, self._packed.model
+        threads = torch.get_num_threads()
+        order, prompt, prompt_length = cache.requests()
+        own_tokens, prompt_tokens = cache.own.shape[4], cache.shared.shape[4]
+        cos, sin = self._tables(cache.positions)
+        lines = _round_up(count)
+        hidden = _round_up(config.hidden)
+        qkv = _round_up((config.heads + 2 * config.kv_heads) * config.head_size)
+        attended = _round_up(config.heads * config.head_size)
+        inner = _round_up(config.intermediate)
+        logits = _round_up(config.vocab, library.vocab_block) if self._packed.has_head else 0
+        scratch = library.scratch(model, own_tokens + prompt_tokens)
+        return binder.Step(
+            rows=count,
+            threads=threads,
+            order=order.data_ptr(),
+            prompt=prompt.data_ptr(),
+            prompt_length=prompt_length.data_ptr(),
+            token=rows.token.data_ptr(),
+            length=rows.length.data_ptr(),
+            count=rows.count.data_ptr(),
+            budget=rows.budget.data_ptr(),
+            seed=rows.seed.data_ptr(),
+            temperature=rows.temperature.data_ptr(),
+            filtered=rows.filtered.data_ptr(),
+            ended=rows.ended.data_ptr(),
+            tokens=rows.tokens.data_ptr(),
+            logp=rows.logp.data_ptr(),
+            sampled_stride=rows.tokens.shape[1],
+            eos=self._eos.data_ptr(),
+            eos_count=len(self._eos),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            own_keys=cache.own[0].data_ptr(),
+            own_values=cache.own[1].data_ptr(),
+            prompt_keys=cache.shared[0].data_ptr(),
+            prompt_values=cache.shared[1].data_ptr(),
+            own_slots=cache.own.shape[2],
+            own_tokens=own_tokens,
+            prompt_slots=cache.shared.shape[2],
+            prompt_tokens=prompt_tokens,
+            x=self._buffer("x", lines * hidden),
+            normed=self._buffer("normed", lines * hidden, self._dtype),
+            qkv=self._buffer("qkv", lines * qkv),
+            attended=self._buffer("attended", lines * attended, self._dtype),
+            inner=self._buffer("inner", lines * inner, self._dtype),
+            last=self._buffer("last", lines * hidden),
+            logits=self._buffer("logits", lines * logits),
+            hidden_stride=hidden,
+            qkv_stride=qkv,
+            attended_stride=attended,
+            inner_stride=inner,
+            logits_stride=logits,
+            scratch=self._buffer("scratch", threads * scratch),
+            scratch_size=scratch,
+            counters=self._buffer("counters", library.phases(model), torch.int32),
+            seconds=None if self.seconds is None else self.seconds.data_ptr(),
+        )
+
+    def _tables(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Of the rotary embedding, for at least so many positions."""
+        if self._rotary is None or len(self._rotary[0]) < positions:
+            cos, sin = self._decoder.rotary(torch.arange(_round_up(positions, 256)), torch.float32)
+            self._rotary = cos.contiguous(), sin.contiguous()
+        return self._rotary
+
+    def _buffer(self, name: str, size: int, dtype: torch.dtype = torch.float32) -> int:
+        """Where so many numbers have room. Zeros at first: what pads a row is read, and stays 0."""
+        held = self._buffers.get(name)
+        if held is None or held.numel() < size:
+            held = self._buffers[name] = torch.zeros(size, dtype=dtype)
+        return held.data_ptr()
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
@@ -265,10 +267,10 @@ class PackedCache(Cache):
     """Keys lie in blocks of a vector of tokens [tokens / lanes, size, lanes], where a plain cache has [tokens, size]."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        loaded = library()
-        assert loaded is not None
-        super().__init__(replace(config, head_size=_up(config.head_size, loaded.lanes())), dtype, device)
-        self.unit = loaded.lanes()
+        library = binder.decode()
+        assert library is not None
+        super().__init__(replace(config, head_size=_round_up(config.head_size, library.lanes)), dtype, device)
+        self.unit = library.lanes
         self._requests: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property

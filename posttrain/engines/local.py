@@ -24,7 +24,7 @@ from torch import Tensor
 
 from posttrain.batch import Layout
 from posttrain.engines.cache import Cache, Prefix
-from posttrain.engines.compiled import CompiledStep, PackedCache, supported
+from posttrain.engines.compiled import CompiledStep, PackedCache, logits_in_blocks, supported
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.engines.running import RunningBatch
 from posttrain.engines.sampler import sample, uniform
@@ -39,7 +39,6 @@ from posttrain.types import Completion, Sampling
 
 PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
 POLL_STEPS = 4  # of decoding, after which the caller may look at what else has happened
-HEAD_ROWS = 16  # rows of an output head's product where nothing may depend on how many there are
 
 
 class LocalEngine:
@@ -186,7 +185,7 @@ class LocalEngine:
                 hidden = self.model(layout.tokens, layout.position, attend, asked)[: len(last)]
         else:
             hidden = self.model(layout.tokens, layout.position, attend, last)
-        logits = self._logits(hidden)
+        logits = logits_in_blocks(self.model, hidden) if self.batch_invariant else self.model.logits(hidden)
         k, v = torch.stack(keys).transpose(1, 2), torch.stack(values).transpose(1, 2)  # [layers, kv_heads, T, size]
         for i, prompt in enumerate(prompts):
             span = slice(layout.start[i], layout.start[i] + layout.length[i])
@@ -204,13 +203,6 @@ class LocalEngine:
         )
         return filled(layout, ROUND) if self.batch_invariant or rounds(self.device) else layout
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab]."""
-        if not self.batch_invariant:
-            return self.model.logits(hidden)
-        whole = torch.cat((hidden, hidden[:1].expand(-len(hidden) % HEAD_ROWS, -1)))
-        return torch.cat([self.model.logits(rows) for rows in whole.split(HEAD_ROWS)])[: len(hidden)]
-
     # -- decoding -----------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
@@ -218,17 +210,17 @@ class LocalEngine:
         count, rows = len(self.running), self._rows
         if self._compiled is not None:
             assert isinstance(self._cache, PackedCache)
-            hidden = self._compiled(self._cache, rows, count)
+            left = self._compiled(self._cache, rows, count)
             rows.longest += 1
-            if hidden is not None:
-                self._choose(self._logits(hidden), slice(0, count))
+            if left is not None:
+                self._choose(*left)
             return
         attend = self._cache.step(rows.count[:count] - 1, rows.longest)
         hidden = self.model(rows.token[:count], rows.length[:count], attend)
         rows.advance(count)
         self._choose(self.model.logits(hidden), slice(0, count))
 
-    def _choose(self, logits: Tensor, rows: slice) -> None:
+    def _choose(self, logits: Tensor, rows: slice | Tensor) -> None:
         """Sample the next token of these slots from logits [rows, V] and note which requests are finished."""
         state = self._rows
         draw = uniform(state.seed[rows], state.count[rows])
@@ -256,13 +248,10 @@ class LocalEngine:
         holes = [slot for slot in out if slot < len(keep)]
         movers = [slot for slot in keep if slot >= len(keep)]
         self._cache.keep(len(keep), movers, holes, state.longest)
-        if holes:
-            state.move(torch.tensor(movers, device=self.device), torch.tensor(holes, device=self.device))
-            for hole, mover in zip(holes, movers, strict=True):
-                self.running[hole] = self.running[mover]
+        state.keep(len(keep), movers, holes)
+        for hole, mover in zip(holes, movers, strict=True):
+            self.running[hole] = self.running[mover]
         del self.running[len(keep) :]
-        state.size = len(keep)
-        state.longest = int(state.count[: len(keep)].max()) if keep else 0
         return completions
 
     def _reached_stop(self, count: int) -> set[int]:

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from posttrain.engines.request import Request
+from posttrain.types import Sampling
+
+
+class _Asked(NamedTuple):
+    """Which parts of sampling a request asks for."""
+
+    tempered: bool
+    greedy: bool
+    top_p: bool
+    top_k: bool
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> _Asked:
+        return cls(sampling.temperature != 1, sampling.temperature == 0, sampling.top_p < 1, sampling.top_k > 0)
+
+    @property
+    def filtered(self) -> bool:
+        return self.top_p or self.top_k
 
 
 class RunningBatch:
     """What is known of each running request, one row per slot, on the device: a decoding step touches no Python list."""
 
-    _COLUMNS = ("token", "length", "count", "seed", "budget", "temperature", "top_p", "top_k", "ended")
+    _COLUMNS = ("token", "length", "count", "seed", "budget", "temperature", "top_p", "top_k", "filtered", "ended")
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.size = 0
-        self.any_tempered = self.any_top_p = self.any_top_k = self.any_greedy = False
         integers = torch.zeros(0, dtype=torch.int64, device=device)
         floats = torch.zeros(0, dtype=torch.float32, device=device)
+        bools = torch.zeros(0, dtype=torch.bool, device=device)
         self.slot = integers  # 0, 1, 2, ...
         self.token = integers  # the last token sampled
         self.length = integers  # tokens in the cache, so also the position of the next
@@ -26,10 +46,13 @@ class RunningBatch:
         self.budget = integers  # tokens that may be sampled
         self.seed = integers
         self.temperature, self.top_p, self.top_k = floats, floats, integers
-        self.ended = torch.zeros(0, dtype=torch.bool, device=device)
+        self.filtered = bools  # by top-p or top-k
+        self.ended = bools
         self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [slots, tokens sampled]
         self.logp = torch.zeros(0, 0, dtype=torch.float32, device=device)
         self.longest = 0  # the greatest `count`, known without asking the device
+        self._asked: list[_Asked] = []  # [size]
+        self._note()
 
     def append(self, requests: list[Request], context: int) -> None:
         sampling = [r.sampling for r in requests]
@@ -43,6 +66,7 @@ class RunningBatch:
             "temperature": torch.tensor([s.temperature for s in sampling], dtype=torch.float32),
             "top_p": torch.tensor([s.top_p for s in sampling], dtype=torch.float32),
             "top_k": torch.tensor([s.top_k for s in sampling]),
+            "filtered": torch.tensor([_Asked.of(s).filtered for s in sampling]),
             "ended": torch.zeros(len(requests), dtype=torch.bool),
         }
         for name, column in new.items():
@@ -55,13 +79,12 @@ class RunningBatch:
             setattr(self, name, grown)
         self.size = total
         self.slot = torch.arange(total, device=self.device)
-        self.any_tempered = self.any_tempered or any(s.temperature != 1 for s in sampling)
-        self.any_greedy = self.any_greedy or any(s.temperature == 0 for s in sampling)
-        self.any_top_p = self.any_top_p or any(s.top_p < 1 for s in sampling)
-        self.any_top_k = self.any_top_k or any(s.top_k > 0 for s in sampling)
         self.longest = max(self.longest, 1)  # what is new samples its first token before anything is decoded
+        self._asked += map(_Asked.of, sampling)
+        self._note()
 
-    def record(self, rows: slice, token: Tensor, logp: Tensor, eos: Tensor) -> None:
+    def record(self, rows: slice | Tensor, token: Tensor, logp: Tensor, eos: Tensor) -> None:
+        """Note the next token of some slots: a slice, or int64 [n]."""
         count = self.count[rows]
         self.token[rows] = token
         self.tokens[self.slot[rows], count] = token
@@ -75,7 +98,29 @@ class RunningBatch:
         self.length[:count] += 1
         self.longest += 1
 
-    def move(self, source: Tensor, to: Tensor) -> None:
-        for name in (*self._COLUMNS, "tokens", "logp"):
-            column = getattr(self, name)
-            column[to] = column[source]
+    def keep(self, count: int, source: list[int], to: list[int]) -> None:
+        """The first `count` slots go on, after `source` moved to `to`."""
+        if source:
+            index, place = (torch.tensor(slots, device=self.device) for slots in (source, to))
+            for name in (*self._COLUMNS, "tokens", "logp"):
+                column = getattr(self, name)
+                column[place] = column[index]
+            for old, new in zip(source, to, strict=True):
+                self._asked[new] = self._asked[old]
+        del self._asked[count:]
+        self.size = count
+        self.longest = int(self.count[:count].max()) if count else 0
+        self._note()
+
+    def _note(self) -> None:
+        """What some of the requests that run now ask of sampling; what none asks for is left out of it."""
+        asked = set(self._asked)
+        self.any_tempered = any(a.tempered for a in asked)
+        self.any_greedy = any(a.greedy for a in asked)
+        self.any_top_p = any(a.top_p for a in asked)
+        self.any_top_k = any(a.top_k for a in asked)
+        self.filtered_slots: Tensor | None = None
+        """int64 [n], of requests whose logits are filtered by top-p or top-k; None: there are none."""
+        if self.any_top_p or self.any_top_k:
+            slots = [slot for slot, a in enumerate(self._asked) if a.filtered]
+            self.filtered_slots = torch.tensor(slots, device=self.device)

@@ -6,7 +6,8 @@ from hashlib import sha256
 from typing import Any
 
 from posttrain.types import Invalid, Task
-from posttrain.verify.math import last_boxed, verify
+from posttrain.verify.answer import last_boxed
+from posttrain.verify.math import verify
 
 SUCCESS = 1.0  # the reward of a right answer
 INSTRUCTION = "\nThink step by step and put the final answer in \\boxed{}.\n"
@@ -28,5 +29,5 @@ def row_to_task(row: dict[str, Any]) -> Task | None:
 
 
 def reward(task: Task, reply: str) -> float | Invalid:
-    """1.0 if the final answer of the reply is the task's, else 0.0; Invalid if that could not be told."""
+    """1.0 if the final answer of the reply is the task's, else 0.0; Invalid if the task's answer cannot be read."""
     return verify(reply, task["answer"])

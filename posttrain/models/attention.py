@@ -1,4 +1,4 @@
-"""Decides how attention runs over a layout: segments of ragged length, some of which continue a shared prefix.
+"""Decides how attention runs over a layout: segments of ragged length, which may continue each other as a tree.
 
 Linear layers see the T real tokens and nothing else. Only inside attention are segments padded, to others of about the
 same length, and the padding is dropped again at once.
@@ -8,12 +8,10 @@ same length, and the padding is dropped again at once.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections import defaultdict
-from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from posttrain.batch import Layout
-from posttrain.kernels import build
+from posttrain.models.attention_compiled import CompiledAttention, at_least_float32
+from posttrain.models.segments import Forest
 
 PREFIX_TOKENS = 128
 """Tokens of a micro-batch for each of its prefixes from which on attention to prefixes is computed apart."""
@@ -31,68 +30,72 @@ _GROWTH = math.log(1.25)  # segments of one bucket differ by at most this factor
 
 
 class SegmentAttention:
-    """An `attend` for `Decoder.forward`: every segment looks at its prefix and, causally, at itself."""
+    """An `attend` for `Decoder.forward`: every segment sees all of its ancestors and, causally, itself."""
 
     def __init__(self, layout: Layout) -> None:
-        assert all(p < 0 or layout.prefix[p] < 0 for p in layout.prefix), "prefixes are one level deep"
         self.layout = layout
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
         if q.device.type != "cpu":
-            return self._masked(q, k, v)
+            return self.masked(q, k, v)
         # Fused kernels are switched off where a second derivative is wanted: they have none.
         if torch.backends.cuda.flash_sdp_enabled():
-            attended: Tensor
-            if self._families.compiled(k.shape[1], k.shape[2], q.dtype):
-                attended = _Compiled.apply(q, k, v, self._families)
-                return attended
+            if self.compiled.covers(k.shape[1], k.shape[2], q.dtype):
+                return self.compiled(q, k, v)
             if self._few_prefixes:
-                attended = _Joined.apply(q, k, v, self._joined)
-                return attended
-        return self._masked(*map(_wide, (q, k, v))).to(q.dtype)
+                return self.joined(q, k, v)
+        return self.masked(*map(at_least_float32, (q, k, v))).to(q.dtype)
+
+    @cached_property
+    def compiled(self) -> CompiledAttention:
+        """On a processor, differentiable once: where there is a compiler, in float32, for heads of whole panels."""
+        return CompiledAttention(self.layout, self._forest)
+
+    @cached_property
+    def joined(self) -> JoinedAttention:
+        """On a processor, differentiable once."""
+        return JoinedAttention(self.layout, self._forest)
+
+    @cached_property
+    def masked(self) -> MaskedAttention:
+        """On every device, differentiable twice."""
+        return MaskedAttention(self.layout, self._forest)
+
+    @cached_property
+    def _forest(self) -> Forest:
+        return Forest(self.layout)
 
     @cached_property
     def _few_prefixes(self) -> bool:
         """Whether going through prefixes one by one pays."""
-        return PREFIX_TOKENS * len({p for p in self.layout.prefix if p >= 0}) <= self.layout.tokens.shape[0]
-
-    @cached_property
-    def _families(self) -> _Families:
-        return _Families(self.layout)
-
-    @cached_property
-    def _joined(self) -> _Parts:
-        return _Parts(self.layout)
-
-    @cached_property
-    def _masked(self) -> _Masked:
-        return _Masked(self.layout)
+        return PREFIX_TOKENS * len(self._forest.prefixes) <= self.layout.tokens.shape[0]
 
 
 def filled(layout: Layout, multiple: int) -> Layout:
-    """With a last segment that nobody looks at, so that the number of tokens is a multiple of this."""
+    """With a last segment that nobody sees, so that the number of tokens is a multiple of this."""
     total = layout.tokens.shape[0]
     if not (missing := -total % multiple):
         return layout
     more = torch.arange(missing, device=layout.tokens.device)
-    return Layout(
-        torch.cat((layout.tokens, torch.zeros_like(more))),
-        torch.cat((layout.position, more)),
-        (*layout.start, total),
-        (*layout.length, missing),
-        (*layout.prefix, -1),
+    return replace(
+        layout,
+        tokens=torch.cat((layout.tokens, torch.zeros_like(more))),
+        position=torch.cat((layout.position, more.expand(*layout.position.shape[:-1], missing)), -1),
+        start=(*layout.start, total),
+        length=(*layout.length, missing),
+        prefix=(*layout.prefix, -1),
     )
 
 
-class _Own:
-    """A bucket: segments of about one length, side by side."""
+class _Bucket:
+    """Segments of about one length, side by side."""
 
     def __init__(self, layout: Layout, segments: list[int]) -> None:
         start = np.array([layout.start[k] for k in segments])
         length = np.array([layout.length[k] for k in segments])
         column = np.arange(int(length.max()))
-        self.size = len(segments)
+        self.segments, self.size = segments, len(segments)
         self.inside = column[None, :] < length[:, None]  # bool [B, n], False at padding
         self.index = start[:, None] + np.where(
             self.inside, column[None, :], 0
@@ -118,7 +121,7 @@ def _gathered(x: Tensor, index: Tensor, size: int) -> Tensor:
     return x.index_select(0, index).view(size, -1, *x.shape[1:]).transpose(1, 2)
 
 
-def _places(layout: Layout, buckets: list[_Own]) -> Tensor:
+def _places(layout: Layout, buckets: list[_Bucket]) -> Tensor:
     """int64 [T]: where each token lies among the queries of the buckets, laid end to end."""
     place = np.empty(layout.tokens.shape[0], dtype=np.int64)
     offset = 0
@@ -132,113 +135,7 @@ def _grade(length: int) -> int:
     return math.ceil(math.log(max(length, 8)) / _GROWTH)
 
 
-# -- compiled ----------------------------------------------------------------------------------------------------------
-
-
-def _kernel() -> ctypes.CDLL | None:
-    loaded = build.library("attention.c")
-    return None if loaded is None else _typed(loaded)
-
-
-@cache
-def _typed(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    loaded.attention.argtypes, loaded.attention.restype = (ctypes.POINTER(_Attention), ctypes.c_int), None
-    assert loaded.attention_size() == ctypes.sizeof(_Attention)
-    return loaded
-
-
-class _Attention(ctypes.Structure):
-    """As attention.c declares it."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("families", "heads", "kv_heads", "size", "threads")),
-        ("scale", ctypes.c_float),
-        *((n, ctypes.c_void_p) for n in ("first", "start", "length", "prefix_start", "prefix_length", "q", "k", "v")),
-        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
-        *((name, ctypes.c_void_p) for name in ("out", "mass", "grad", "to_q", "to_k", "to_v", "room")),
-        *((name, ctypes.c_int64) for name in ("room_size", "room_row")),
-    ]
-
-
-class _Families:
-    """A layout's segments, each behind the one that it continues, as attention.c reads them."""
-
-    def __init__(self, layout: Layout) -> None:
-        members: dict[int, list[int]] = {k: [k] for k, prefix in enumerate(layout.prefix) if prefix < 0}
-        for k, prefix in enumerate(layout.prefix):
-            if prefix >= 0:
-                members[prefix].append(k)
-        seen = [n + (layout.length[p] if p >= 0 else 0) for n, p in zip(layout.length, layout.prefix, strict=True)]
-        # the longest first: threads that are done early find something short
-        families = sorted(members.values(), key=lambda family: -sum(layout.length[k] * seen[k] for k in family))
-        order = [k for family in families for k in family]
-        before = [layout.prefix[k] for k in order]
-        self.count = len(families)
-        self.widest = max(seen)
-        self.first = torch.tensor([0, *accumulate(map(len, families))])
-        self.start = torch.tensor([layout.start[k] for k in order])
-        self.length = torch.tensor([layout.length[k] for k in order])
-        self.prefix_start = torch.tensor([layout.start[p] if p >= 0 else 0 for p in before])
-        self.prefix_length = torch.tensor([layout.length[p] if p >= 0 else 0 for p in before])
-
-    def compiled(self, kv_heads: int, size: int, dtype: torch.dtype = torch.float32) -> bool:
-        """Whether compiled code covers heads of this size and type, and every thread gets something to do."""
-        kernel = _kernel()
-        return (
-            kernel is not None
-            and torch.promote_types(dtype, torch.float32) == torch.float32
-            and size % kernel.panel() == 0
-            and self.count * kv_heads >= torch.get_num_threads()
-        )
-
-    def call(self, q: Tensor, k: Tensor, v: Tensor, backward: bool, **tensors: Tensor) -> None:
-        """q, k and v are float32 [T, heads, size], heads side by side."""
-        kernel, threads = _kernel(), torch.get_num_threads()
-        assert kernel is not None
-        (_, heads, size), panel = q.shape, kernel.panel()
-        row = -(-self.widest // panel) * panel
-        room = torch.empty(threads, (2 + backward) * size * row + (1 + backward) * kernel.queries() * row)
-        names = ("first", "start", "length", "prefix_start", "prefix_length")
-        pointers = {name: getattr(self, name) for name in names} | {"q": q, "k": k, "v": v, "room": room} | tensors
-        how = _Attention(
-            **{name: x.data_ptr() for name, x in pointers.items()},
-            **dict(families=self.count, heads=heads, kv_heads=k.shape[1], size=size, threads=threads, scale=size**-0.5),
-            **dict(q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0)),
-            **dict(room_size=room.shape[1], room_row=row),
-        )
-        kernel.attention(how, backward)
-
-
-class _Compiled(torch.autograd.Function):
-    """Differentiable once."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, families: _Families) -> Tensor:
-        narrow = q, k, v
-        q, k, v = (_side_by_side(_wide(x)) for x in narrow)
-        out, mass = torch.empty(q.shape), torch.empty(q.shape[:2])
-        families.call(q, k, v, False, out=out, mass=mass)
-        ctx.save_for_backward(*narrow, out.to(narrow[0].dtype), mass)
-        ctx.families = families
-        return out.to(narrow[0].dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, mass = ctx.saved_tensors
-        q, k, v, out = (_side_by_side(_wide(x)) for x in tensors)
-        to_q, to_k, to_v = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
-        tensors = {"out": out, "mass": mass, "grad": _wide(grad).contiguous(), "to_q": to_q, "to_k": to_k, "to_v": to_v}
-        ctx.families.call(q, k, v, True, **tensors)
-        return to_q.to(grad.dtype), to_k.to(grad.dtype), to_v.to(grad.dtype), None
-
-
-def _side_by_side(x: Tensor) -> Tensor:
-    """x [T, heads, size] with the heads of a token without gaps between them."""
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
-
-
-# -- without masks: a segment's own tokens and its prefix apart --------------------------------------------------------
+# -- without masks: a segment's own tokens and each of its ancestors apart ---------------------------------------------
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> tuple[Tensor, Tensor]:
@@ -246,33 +143,41 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: b
 
     What scaled_dot_product_attention runs there; only this name of it returns the normaliser too.
     """
-    out, mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
-    return out, mass
+    out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
+    return out, logsumexp
 
 
-def joined(one: Tensor, one_mass: Tensor, other: Tensor, other_mass: Tensor) -> Tensor:
+def merged(one: Tensor, one_logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> Tensor:
     """Attention [..., size] to two sets of keys, from that to each and its normaliser [...]."""
-    share = torch.sigmoid(one_mass - other_mass).unsqueeze(-1)
+    share = torch.sigmoid(one_logsumexp - other_logsumexp).unsqueeze(-1)
     return torch.lerp(other, one, share.to(one.dtype))
 
 
-class _Parts:
-    """A layout's tokens as keys of their own segment, in buckets, and as keys of the segments that continue them."""
+class JoinedAttention:
+    """Attention to a segment's own tokens and to each of its ancestors apart, joined by their normalisers.
 
-    def __init__(self, layout: Layout) -> None:
+    With the joined output and normaliser, the kernel's own backward gives each set's part of the gradient: a key's weight
+    is exp(score - normaliser) wherever the other keys are. So nothing is masked, causal halves are skipped, and the keys
+    of a prefix are read once for all of its descendants.
+    """
+
+    def __init__(self, layout: Layout, forest: Forest) -> None:
         members: dict[int, list[int]] = defaultdict(list)
         for k, length in enumerate(layout.length):
             members[_grade(length)].append(k)
-        self.own = [_Own(layout, segments) for _, segments in sorted(members.items())]
+        self.own = [_Bucket(layout, segments) for _, segments in sorted(members.items())]
         self.place = _places(layout, self.own)
-        users: dict[int, list[np.ndarray]] = defaultdict(list)
-        for start, length, prefix in zip(layout.start, layout.length, layout.prefix, strict=True):
-            if prefix >= 0:
-                users[prefix].append(np.arange(start, start + length))
-        self.prefixes = [  # (where the prefix lies, int64: the tokens of all who continue it)
-            (slice(layout.start[p], layout.start[p] + layout.length[p]), torch.from_numpy(np.concatenate(tokens)))
-            for p, tokens in users.items()
+        self.prefixes = [  # (where a prefix lies, int64: the tokens of all its descendants)
+            (
+                slice(layout.start[k], layout.start[k] + layout.length[k]),
+                torch.from_numpy(forest.tokens(forest.subtree(k)[1:])),
+            )
+            for k in forest.prefixes
         ]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attended: Tensor = _JoinedAttention.apply(q, k, v, self)
+        return attended
 
     def flat(self, pieces: list[Tensor]) -> Tensor:
         """What the buckets say of their queries, each [B, heads, n, ...] -> [T, heads, ...]."""
@@ -280,63 +185,50 @@ class _Parts:
         return whole.index_select(0, self.place)
 
 
-class _Joined(torch.autograd.Function):
-    """Attention to two sets of keys apart, joined by their normalisers; on a processor, differentiable once.
-
-    With the joined output and normaliser, the kernel's own backward gives each set's part of the gradient: a key's weight
-    is exp(score - normaliser) wherever the other keys are. So nothing is masked, causal halves are skipped, and the keys
-    of a prompt are read once for all replies to it.
-    """
-
+class _JoinedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: _Parts) -> Tensor:
-        narrow = q, k, v
-        q, k, v = map(_wide, narrow)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: JoinedAttention) -> Tensor:
+        given = q, k, v
+        q, k, v = map(at_least_float32, given)
         found = [fused(own.gather(q), own.gather(k), own.gather(v), causal=True) for own in parts.own]
-        out, mass = (parts.flat(list(pieces)) for pieces in zip(*found, strict=True))
+        out, logsumexp = (parts.flat(list(pieces)) for pieces in zip(*found, strict=True))
         for where, tokens in parts.prefixes:
-            before, its_mass = map(_many, fused(_one(q.index_select(0, tokens)), _one(k[where]), _one(v[where])))
-            own, own_mass = out.index_select(0, tokens), mass.index_select(0, tokens)
-            out.index_copy_(0, tokens, joined(own, own_mass, before, its_mass))
-            mass.index_copy_(0, tokens, torch.logaddexp(own_mass, its_mass))
-        out = out.to(narrow[0].dtype)
-        ctx.save_for_backward(*narrow, out, mass)
+            to_prefix = fused(_one(q.index_select(0, tokens)), _one(k[where]), _one(v[where]))
+            before, its_logsumexp = map(_many, to_prefix)
+            so_far, so_far_logsumexp = out.index_select(0, tokens), logsumexp.index_select(0, tokens)
+            out.index_copy_(0, tokens, merged(so_far, so_far_logsumexp, before, its_logsumexp))
+            logsumexp.index_copy_(0, tokens, torch.logaddexp(so_far_logsumexp, its_logsumexp))
+        out = out.to(given[0].dtype)
+        ctx.save_for_backward(*given, out, logsumexp)
         ctx.parts = parts
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, mass = ctx.saved_tensors
-        parts: _Parts = ctx.parts
-        q, k, v, out, to_out = map(_wide, (*tensors, grad))
+        *tensors, logsumexp = ctx.saved_tensors
+        parts: JoinedAttention = ctx.parts
+        q, k, v, out, grad_out = map(at_least_float32, (*tensors, grad))
         found = [
-            _backward(own.gather_gradient(to_out), *map(own.gather, (q, k, v, out, mass)), causal=True)
+            _fused_backward(own.gather_gradient(grad_out), *map(own.gather, (q, k, v, out, logsumexp)), causal=True)
             for own in parts.own
         ]
-        to_q, to_k, to_v = (parts.flat(list(pieces)) for pieces in zip(*found, strict=True))
+        grad_q, grad_k, grad_v = (parts.flat(list(pieces)) for pieces in zip(*found, strict=True))
         for where, tokens in parts.prefixes:
-            queries, its_out, its_grad, its_mass = (_one(x.index_select(0, tokens)) for x in (q, out, to_out, mass))
-            more = _backward(its_grad, queries, _one(k[where]), _one(v[where]), its_out, its_mass, causal=False)
-            to_q.index_add_(0, tokens, _many(more[0]))
-            to_k[where] += _many(more[1])
-            to_v[where] += _many(more[2])
-        return to_q.to(grad.dtype), to_k.to(grad.dtype), to_v.to(grad.dtype), None
+            queries, outs, grads, sums = (_one(x.index_select(0, tokens)) for x in (q, out, grad_out, logsumexp))
+            more = _fused_backward(grads, queries, _one(k[where]), _one(v[where]), outs, sums, causal=False)
+            grad_q.index_add_(0, tokens, _many(more[0]))
+            grad_k[where] += _many(more[1])
+            grad_v[where] += _many(more[2])
+        return grad_q.to(grad.dtype), grad_k.to(grad.dtype), grad_v.to(grad.dtype), None
 
 
-def _backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fused_backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, from that of the output, q, k, v, the output and the normaliser."""
-    *found, mass = tensors
+    *given, logsumexp = tensors
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    to_q, to_k, to_v = kernel(*found, mass.contiguous(), 0.0, causal)
-    return to_q, to_k, to_v
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In float32 at least: in bfloat16 these kernels gain nothing, lose in the backward pass, and are compiled for each
-    new length.
-    """
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    grad_q, grad_k, grad_v = kernel(*given, logsumexp.contiguous(), 0.0, causal)
+    return grad_q, grad_k, grad_v
 
 
 def _one(x: Tensor) -> Tensor:
@@ -353,28 +245,28 @@ def _many(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Bucket:
-    queries: _Own
+class _MaskedBucket:
+    queries: _Bucket
     keys: Tensor  # int64 [B * m]
     mask: Tensor | None  # bool [B, 1, n, m], True where a query may look; None: causal
 
 
-class _Masked:
+class MaskedAttention:
     """The same through `scaled_dot_product_attention` alone: on a GPU, and where a second derivative is wanted."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, forest: Forest) -> None:
         members: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for k, (own, prefix) in enumerate(zip(layout.length, layout.prefix, strict=True)):
-            members[_grade(own), _grade(layout.length[prefix]) if prefix >= 0 else -1].append(k)
+        for k, (own, before) in enumerate(zip(layout.length, forest.before, strict=True)):
+            members[_grade(own), _grade(before) if before else -1].append(k)
         device = layout.tokens.device
-        self.buckets: list[_Bucket] = []
+        self.buckets: list[_MaskedBucket] = []
         for (_, prefixed), segments in sorted(members.items()):
-            queries = _Own(layout, segments)
+            queries = _Bucket(layout, segments)
             keys, mask = queries.tokens, None
             if prefixed >= 0:
-                index, visible = _with_prefix(layout, segments, queries.index)
+                index, visible = _with_ancestors(forest, queries)
                 keys, mask = torch.from_numpy(index.reshape(-1)).to(device), torch.from_numpy(visible).to(device)
-            self.buckets.append(_Bucket(queries, keys, mask))
+            self.buckets.append(_MaskedBucket(queries, keys, mask))
         self.place = _places(layout, [bucket.queries for bucket in self.buckets])
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -399,15 +291,15 @@ class _Masked:
         return torch.cat(outputs).index_select(0, self.place)
 
 
-def _with_prefix(layout: Layout, segments: list[int], queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Keys [B, p + n] with the prefixes flush right before the segments' own tokens, and who may look at what."""
-    before = np.array([layout.length[layout.prefix[k]] for k in segments])
-    first = np.array([layout.start[layout.prefix[k]] for k in segments])
-    p, n = int(before.max()), queries.shape[1]
-    back = np.arange(p)[None, :] - (p - before[:, None])  # [B, p], index in the prefix; negative: padding
-    keys = np.concatenate([first[:, None] + np.maximum(back, 0), queries], axis=1)
-    causal = np.tril(np.ones((n, n), dtype=bool))
-    mask = np.empty((len(segments), 1, n, p + n), dtype=bool)
-    mask[:, 0, :, :p] = (back >= 0)[:, None, :]
-    mask[:, 0, :, p:] = causal
+def _with_ancestors(forest: Forest, queries: _Bucket) -> tuple[np.ndarray, np.ndarray]:
+    """Keys [B, p + n] with the ancestors' tokens flush right before the segments' own, and who may look at what."""
+    paths = [forest.path(k) for k in queries.segments]
+    p, n = max(map(len, paths)), queries.index.shape[1]
+    keys = np.concatenate([np.empty((queries.size, p), dtype=np.int64), queries.index], axis=1)
+    mask = np.zeros((queries.size, 1, n, p + n), dtype=bool)
+    mask[:, 0, :, p:] = np.tril(np.ones((n, n), dtype=bool))
+    for row, path in enumerate(paths):
+        keys[row, : p - len(path)] = path[0]  # padding: nobody looks
+        keys[row, p - len(path) : p] = path
+        mask[row, 0, :, p - len(path) : p] = True
     return keys, mask

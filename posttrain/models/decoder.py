@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from posttrain.batch import Layout
 from posttrain.models.attention import SegmentAttention, filled
-from posttrain.models.fused import activated_product, normed_product, rms_norm, rotated, turn
+from posttrain.models.fused import norm_linear, rms_norm, rope, rope_heads, swiglu_linear
 from posttrain.models.likelihood import output_logits
 from posttrain.models.linear import ROUND, Embedding, Linear, rounds
 from posttrain.protocols import Model
@@ -98,21 +98,21 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, at: Tensor | None = None) -> Tensor:
         """[T, hidden] -> [T, hidden], or of some tokens only: at int64 [n]; cos and sin as `Decoder.rotary` makes them."""
         heads, kv_heads = self.heads, self.kv_heads
-        qkv = normed_product(x, self.attention_norm.weight, self.eps, self.qkv)
+        qkv = norm_linear(x, self.attention_norm.weight, self.eps, self.qkv)
         # q and k go through norm and rotation as one tensor: half the operations
         if self.qk_norm is None:
-            qk, v = rotated(qkv, cos, sin, heads + kv_heads)
+            qk, v = rope_heads(qkv, cos, sin, heads + kv_heads)
         else:
             weight = torch.cat((self.qk_norm[:1].expand(heads, -1), self.qk_norm[1:].expand(kv_heads, -1)))
             qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_size))
             qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
-            qk = turn(rms_norm(qk, weight, self.eps), cos, sin)
+            qk = rope(rms_norm(qk, weight, self.eps), cos, sin)
         q, k = qk.split_with_sizes((heads, kv_heads), 1)
         attended = attend(self.number, q, k, v).flatten(1)
         if at is not None:
             attended, x = attended.index_select(0, at), x.index_select(0, at)
         x = x + self.o(attended)
-        return x + activated_product(normed_product(x, self.mlp_norm.weight, self.eps, self.gate_up), self.down)
+        return x + swiglu_linear(norm_linear(x, self.mlp_norm.weight, self.eps, self.gate_up), self.down)
 
 
 class Decoder(nn.Module):

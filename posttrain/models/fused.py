@@ -9,8 +9,6 @@ T    tokens
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from posttrain.kernels import build
+from posttrain.kernels import binder
 from posttrain.models.linear import (
     Linear,
     accumulates,
@@ -71,11 +69,11 @@ class _RMSNorm(torch.autograd.Function):
         if torch.is_grad_enabled():  # a gradient of this gradient is wanted: the rate depends on x
             rate = (x.to(rate.dtype).square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
         unit = x * rate
-        to_weight = (grads[0] * unit).sum_to_size(weight.shape)
+        grad_weight = (grads[0] * unit).sum_to_size(weight.shape)
         grad = grads[0] * weight.to(rate.dtype)
-        along = (grad * unit).mean(-1, keepdim=True)
-        to_x = torch.addcmul(grad, unit, along, value=-1) * rate
-        return to_x.to(x.dtype), to_weight.to(weight.dtype), None
+        mean = (grad * unit).mean(-1, keepdim=True)
+        grad_x = torch.addcmul(grad, unit, mean, value=-1) * rate
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -102,14 +100,14 @@ class _SwiGLU(torch.autograd.Function):
         (x,), (grad,) = ctx.saved_tensors, grads
         gate, up = x.chunk(2, -1)
         if torch.is_grad_enabled():  # a gradient of this gradient is wanted
-            share = torch.sigmoid(gate)
-            silu = gate * share
-            return torch.cat((grad * up * (share + silu * (1 - share)), grad * silu), -1)
-        out = torch.empty_like(x)
-        to_gate, to_up = out.chunk(2, -1)
-        torch.mul(grad, functional.silu(gate), out=to_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=to_gate)
-        return out
+            sigmoid = torch.sigmoid(gate)
+            silu = gate * sigmoid
+            return torch.cat((grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu), -1)
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, -1)
+        torch.mul(grad, functional.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_x
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
@@ -117,95 +115,74 @@ class _SwiGLU(torch.autograd.Function):
 
 def compiles() -> bool:
     """Whether what lies between the products of an update is compiled code here."""
-    return _kernels() is not None
+    return binder.layer() is not None
 
 
-def _kernels() -> ctypes.CDLL | None:
-    loaded = build.library("layer.c")
-    return None if loaded is None else _typed(loaded)
+def _covering(x: Tensor, float32: bool, *others: Tensor) -> binder.LayerLibrary | None:
+    """Compiled code, where it can do it: differentiable once at most, on a processor, in float32 or bfloat16.
 
-
-@cache
-def _typed(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, long, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-    for name, kinds in {
-        "norm": (pointer, pointer, real, long, long, pointer, pointer, number),
-        "norm_backward": (*(pointer,) * 4, long, long, pointer, pointer),
-        "activate": (pointer, long, long, pointer),
-        "activate_backward": (pointer, pointer, long, long, pointer, pointer),
-        "rotate": (pointer, pointer, pointer, *(long,) * 4, pointer, number),
-    }.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = (number, *kinds, number), None  # narrow first, threads last
-    return loaded
-
-
-def _covers(x: Tensor, wide: bool, *others: Tensor) -> bool:
-    """Whether compiled code can do it: differentiable once at most, on a processor, in float32 or bfloat16.
-
-    wide: x is float32, whatever products are.
+    float32: x is so, whatever the type of products is.
     """
-    return (
+    if (
         (accumulates() or not torch.is_grad_enabled())
         and x.device.type == "cpu"
         and x.is_contiguous()
         and product_type(x) in (torch.float32, torch.bfloat16)
-        and x.dtype == (torch.float32 if wide else product_type(x))
+        and x.dtype == (torch.float32 if float32 else product_type(x))
         and all(y.dtype == torch.float32 for y in others)
-        and _kernels() is not None
-    )
+    ):
+        return binder.layer()
+    return None
 
 
-def normed_product(x: Tensor, weight: Tensor, eps: float, linear: Linear) -> Tensor:
+def _library() -> binder.LayerLibrary:
+    library = binder.layer()
+    assert library is not None
+    return library
+
+
+def norm_linear(x: Tensor, weight: Tensor, eps: float, linear: Linear) -> Tensor:
     """linear(rms_norm(x)): [T, inputs] -> [T, outputs]."""
-    if _covers(x, True, weight, linear.weight) and (collects(linear.weight) or not torch.is_grad_enabled()):
-        out: Tensor = _NormedProduct.apply(x, weight, eps, linear.weight, linear.bias)
+    if (collects(linear.weight) or not torch.is_grad_enabled()) and _covering(x, True, weight, linear.weight):
+        out: Tensor = _NormLinear.apply(x, weight, eps, linear.weight, linear.bias)
         return out
     return linear(rms_norm(x, weight, eps))
 
 
-def activated_product(x: Tensor, linear: Linear) -> Tensor:
+def swiglu_linear(x: Tensor, linear: Linear) -> Tensor:
     """linear(swiglu(x)): [T, 2 inputs] -> [T, outputs]."""
-    if _covers(x, False, linear.weight) and (collects(linear.weight) or not torch.is_grad_enabled()):
-        out: Tensor = _ActivatedProduct.apply(x, linear.weight, linear.bias)
+    if (collects(linear.weight) or not torch.is_grad_enabled()) and _covering(x, False, linear.weight):
+        out: Tensor = _SwiGLULinear.apply(x, linear.weight, linear.bias)
         return out
     return linear(swiglu(x))
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, turned: int) -> tuple[Tensor, Tensor]:
-    """The first `turned` heads of x [T, heads * size] rotated, [T, turned, size], and the others. May overwrite x.
+def rope_heads(x: Tensor, cos: Tensor, sin: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` heads of x [T, heads * size] with rotary embedding, [T, count, size], and the others.
 
-    cos and sin [T, 1, size] as `Decoder.rotary` makes them.
+    May overwrite x. cos and sin [T, 1, size] as `Decoder.rotary` makes them.
     """
     size = cos.shape[-1]
     heads = x.shape[-1] // size
-    compiled = _covers(x, False, cos, sin)
+    compiled = _covering(x, False, cos, sin)
     if compiled:
-        x = _Rotated.apply(x, cos, sin, turned)
-    some, others = x.unflatten(-1, (heads, size)).split_with_sizes((turned, heads - turned), 1)
-    return some if compiled else turn(some, cos, sin), others
+        x = _RoPE.apply(x, cos, sin, count)
+    some, others = x.unflatten(-1, (heads, size)).split_with_sizes((count, heads - count), 1)
+    return some if compiled else rope(some, cos, sin), others
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads x [T, heads, size] rotated; of x's type, also where the tables are wider."""
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads x [T, heads, size] with rotary embedding (arXiv 2104.09864); of x's type, also where the tables are wider."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).type_as(x)
 
 
-def _call(name: str, narrow: torch.dtype, *arguments: Tensor | float) -> None:
-    """A function of layer.c; `narrow`: the type of what products take and give."""
-    kernels = _kernels()
-    assert kernels is not None
-    passed = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
-    getattr(kernels, name)(narrow == torch.bfloat16, *passed, torch.get_num_threads())
-
-
-class _NormedProduct(torch.autograd.Function):
+class _NormLinear(torch.autograd.Function):
     """Keeps x and one number of each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
         normed, rate = torch.empty_like(x, dtype=product_type(x)), x.new_empty(x.shape[0])
-        _call("norm", normed.dtype, x, norm, eps, *x.shape, normed, rate, False)
+        _library().rms_norm(x, norm, eps, normed, rate, known=False)
         narrow = narrowed(weight)
         ctx.save_for_backward(x, norm, rate, narrow)
         ctx.weight, ctx.bias = weight, bias
@@ -217,22 +194,22 @@ class _NormedProduct(torch.autograd.Function):
         x, norm, rate, narrow = ctx.saved_tensors
         place = collected(ctx.weight)
         assert place is not None
-        to_normed = grad @ narrow
-        again = torch.empty_like(to_normed)
-        _call("norm", again.dtype, x, norm, 0.0, *x.shape, again, rate, True)
-        add_product(place, grad.t(), again)
-        to_x, to_norm = torch.empty_like(x), x.new_zeros(torch.get_num_threads(), x.shape[1])
-        _call("norm_backward", to_normed.dtype, to_normed, x, norm, rate, *x.shape, to_x, to_norm)
-        return to_x, to_norm.sum(0), None, None, None if ctx.bias is None else grad.sum(0, dtype=ctx.bias.dtype)
+        grad_normed = grad @ narrow
+        normed = torch.empty_like(grad_normed)
+        _library().rms_norm(x, norm, 0.0, normed, rate, known=True)
+        add_product(place, grad.t(), normed)
+        grad_x, grad_norm = torch.empty_like(x), x.new_zeros(torch.get_num_threads(), x.shape[1])
+        _library().rms_norm_backward(grad_normed, x, norm, rate, grad_x, grad_norm)
+        return grad_x, grad_norm.sum(0), None, None, None if ctx.bias is None else grad.sum(0, dtype=ctx.bias.dtype)
 
 
-class _ActivatedProduct(torch.autograd.Function):
+class _SwiGLULinear(torch.autograd.Function):
     """Keeps x alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         inner, narrow = x.new_empty(x.shape[0], x.shape[1] // 2), narrowed(weight)
-        _call("activate", x.dtype, x, *inner.shape, inner)
+        _library().swiglu(x, inner)
         ctx.save_for_backward(x, narrow)
         ctx.weight, ctx.bias = weight, bias
         return product(inner, narrow, None if bias is None else narrowed(bias))
@@ -243,34 +220,28 @@ class _ActivatedProduct(torch.autograd.Function):
         x, narrow = ctx.saved_tensors
         place = collected(ctx.weight)
         assert place is not None
-        to_inner = grad @ narrow
-        inner, to_x = torch.empty_like(to_inner), torch.empty_like(x)
-        _call("activate_backward", x.dtype, to_inner, x, *inner.shape, inner, to_x)
+        grad_inner = grad @ narrow
+        inner, grad_x = torch.empty_like(grad_inner), torch.empty_like(x)
+        _library().swiglu_backward(grad_inner, x, inner, grad_x)
         add_product(place, grad.t(), inner)
-        return to_x, None, None if ctx.bias is None else grad.sum(0, dtype=ctx.bias.dtype)
+        return grad_x, None, None if ctx.bias is None else grad.sum(0, dtype=ctx.bias.dtype)
 
 
-class _Rotated(torch.autograd.Function):
+class _RoPE(torch.autograd.Function):
     """In place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, count: int) -> Tensor:
         ctx.mark_dirty(x)
         ctx.save_for_backward(cos, sin)
-        ctx.turned = turned
-        _rotate(x, cos, sin, turned, x, backward=False)
+        ctx.count = count
+        _library().rope(x, cos, sin, count, x)
         return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        to_x = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        _rotate(grad.contiguous(), cos, sin, ctx.turned, to_x, backward=True)
-        return to_x, None, None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, turned: int, to: Tensor, backward: bool) -> None:
-    assert cos.is_contiguous() and sin.is_contiguous()
-    (rows, width), size = x.shape, cos.shape[-1]
-    _call("rotate", x.dtype, x, cos, sin, rows, turned, width // size, size, to, backward)
+        grad_x = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        _library().rope_backward(grad.contiguous(), cos, sin, ctx.count, grad_x)
+        return grad_x, None, None, None

@@ -14,7 +14,10 @@ LONGEST = 400  # characters of a number: beyond it is junk, and slow to convert
 
 _MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\uff0d\ufe63", "-"))
 _DIGITS = str.maketrans({chr(0xFF10 + i): str(i) for i in range(10)} | {"\u2044": "/"})
-_VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
+_VULGAR = {
+    number: f" {Fraction(unicodedata.numeric(chr(number))).limit_denominator(10)}"
+    for number in (*range(0xBC, 0xBF), *range(0x2150, 0x215F))
+}
 _THIN_SPACE = re.compile("(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3}(?![0-9]))")
 
 _WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
@@ -26,17 +29,22 @@ _NUMBER = re.compile(
     rf"(?:(?P<whole>{_WHOLE}) (?:and )?(?P<part>[0-9]+) ?/ ?(?P<parts>[0-9]+)"
     rf"|(?P<top>{_DECIMAL}) ?/ ?(?P<bottom>{_DECIMAL})"
     rf"|(?P<decimal>{_DECIMAL}){_EXPONENT}?)"
-    rf" ?(?:%|{_CURRENCY})?(?:\.| ?(?<!\.)(?<!\. )(?P<unit>[^0-9 ].*))?"
+    rf" ?(?:%|{_CURRENCY})?(?:(?<!\.)\.| ?(?<!\.)(?<!\. )(?P<unit>[^0-9 ].*))?"
 )
 _UNIT_WORD = re.compile(r"[A-Za-z\u00b0\u00b5][A-Za-z\u00b0\u00b5.]*(?:/[A-Za-z]+)?(?:\^?[23]|[\u00b2\u00b3])?,?")
-_LETTER_UNITS = frozenset("mgshlLCFKJNWVa\u00b0")
+_LETTER_UNITS = frozenset("mgshlLCFJNWV\u00b0")  # not K and k, which may be thousands
 # Words that are no unit: they change the value, join several, or belong to a sentence.
 _NOT_UNITS = re.compile(
-    r"hundred|thousand|million|billion|trillion|bn|mil|mn|dozen|hal(f|ves)|(third|quarter|fourth|fifth|tenth)s?|squared|"
-    r"cubed|factorial|pi|sqrt|and|or|to|plus|minus|times|over|divided|by|mod|is|are|was|were|not|if|but|than|maybe|"
-    r"perhaps|either|both|versus|vs|am|pm",
+    r"(hundred|thousand|million|billion|trillion)(s|ths?)?|tens|lakhs?|crores?|bn|mil|mn|mio|dozens?|score|gross|grand|"
+    r"hal(f|ves)|(third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|[a-z]+teenth|"
+    r"[a-z]+tieth)s?|ths|squared?|cubed?|factorial|inverse|negative|below|under|base|binary|ternary|octal|hex(adecimal)?|"
+    r"mille|ppm|bps|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+teen|twenty|thirty|forty|"
+    r"fifty|sixty|seventy|eighty|ninety|pi|sqrt|and|or|to|plus|minus|times|over|divided|by|mod|is|are|was|were|not|if|"
+    r"but|than|least|most|maybe|perhaps|either|both|versus|vs|am|pm|january|february|march|april|may|june|july|august|"
+    r"september|october|november|december",
     re.IGNORECASE,
 )
+_POWERS = frozenset({"square", "squared", "cubic", "cube", "cubed"})  # beside a unit they belong to it: "5 cm squared"
 _IN_TEXT = re.compile(
     rf"(?<![\w.])(?:(?<![0-9)\]] )(?P<sign>[+-]))?(?:{_CURRENCY})?(?P<top>{_DECIMAL})(?:/(?P<bottom>{_DECIMAL}))?"
 )
@@ -53,10 +61,21 @@ def read_number(text: str) -> Fraction | None:
     if len(text) > LONGEST:
         return None
     match = _NUMBER.fullmatch(" ".join(_plain(text).split()))
-    if match is None or not _is_unit(match["unit"] or "") or (match["sign"] and match["inner"]):
+    if match is None or not is_unit(match["unit"] or "") or (match["sign"] and match["inner"]):
         return None
     value = _value(match)
     return -value if value is not None and "-" in (match["sign"], match["inner"]) else value
+
+
+def is_unit(text: str) -> bool:
+    """Whether words after a number are a unit, so that the number alone is the value. No words are one."""
+    words = text.split()
+    if len(words) > 5 or not all(_UNIT_WORD.fullmatch(word) for word in words):
+        return False
+    names = [re.split(r"[^A-Za-z\u00b0\u00b5]", word.replace(".", ""))[0] for word in words]
+    if names[:1] not in (["squared"], ["cubed"]):
+        names = [name for name in names if name.lower() not in _POWERS] or names
+    return all(not _NOT_UNITS.fullmatch(name) and (len(name) > 1 or name in _LETTER_UNITS) for name in names if name)
 
 
 def gsm8k_answer(text: str) -> str | None:
@@ -98,16 +117,7 @@ def _plain(text: str) -> str:
     text = text.translate(_MINUS).translate(_DIGITS)
     if text.isascii():
         return text
-    text = _VULGAR.sub(lambda found: " " + str(Fraction(unicodedata.numeric(found[0])).limit_denominator(10)), text)
-    return _THIN_SPACE.sub("", text)
-
-
-def _is_unit(text: str) -> bool:
-    words = text.split()
-    if len(words) > 5 or not all(_UNIT_WORD.fullmatch(word) for word in words):
-        return False
-    names = [re.split(r"[^A-Za-z\u00b0\u00b5]", word.replace(".", ""))[0] for word in words]
-    return all(not _NOT_UNITS.fullmatch(name) and (len(name) > 1 or name in _LETTER_UNITS) for name in names if name)
+    return _THIN_SPACE.sub("", text.translate(_VULGAR))
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

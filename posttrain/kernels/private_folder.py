@@ -1,0 +1,81 @@
+"""Decides whether what lies in a folder can only come from this user."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+MOST_LINKS = 40  # that the kernel follows
+
+
+class NotPrivate(OSError):
+    """Others could change what lies in the folder, or put another in its place."""
+
+
+def private_folder(path: Path) -> Path:
+    """The folder at this absolute path, made with mode 0700 where it is missing.
+
+    It must belong to this user, be no symbolic link and writable by nobody else; and nobody else may be able to put
+    something in its place, or in that of a folder or link on the way to it. Raises NotPrivate, or OSError where it cannot
+    be made.
+    """
+    if not path.exists():
+        for folder in (*reversed(path.parents), path):
+            if not folder.exists():
+                folder.mkdir(0o700, exist_ok=True)
+    if path.is_symlink():
+        raise NotPrivate(f"{path} is a symbolic link")
+    *way, last = _way(path)
+    for step in way:
+        _check(step)
+    _check(last, own=True)
+    return path
+
+
+def _way(path: Path) -> list[Path]:
+    """All folders and symbolic links that are passed on the way to it, itself last."""
+    at, names, links = Path(path.anchor), list(reversed(path.parts[1:])), 0
+    way = [at]
+    while names:
+        if (name := names.pop()) == "..":
+            at = at.parent
+            continue
+        way.append(at / name)
+        if not (at / name).is_symlink():
+            at = at / name
+            continue
+        links += 1
+        if links > MOST_LINKS:
+            raise NotPrivate(f"{path} passes too many symbolic links")
+        target = Path(os.readlink(at / name))
+        names.extend(reversed(target.parts[1:] if target.is_absolute() else target.parts))
+        at = Path(target.anchor) if target.is_absolute() else at
+    return way
+
+
+def _check(path: Path, own: bool = False) -> None:
+    """Raise NotPrivate unless the folder or link is this user's (or root's), and nobody else can replace what is in it."""
+    info, user = os.lstat(path), os.getuid()
+    if info.st_uid not in ((user,) if own else (user, 0)):
+        raise NotPrivate(f"{path} belongs to another user")
+    if stat.S_ISLNK(info.st_mode):
+        return
+    if not stat.S_ISDIR(info.st_mode):
+        raise NotPrivate(f"{path} is no folder")
+    sticky = info.st_mode & stat.S_ISVTX and not own  # others may add to it, not replace what is another's
+    if info.st_mode & stat.S_IWOTH and not sticky:
+        raise NotPrivate(f"{path} is writable by everybody")
+    if info.st_mode & stat.S_IWGRP and not sticky and not _own_group(info.st_gid):
+        raise NotPrivate(f"{path} is writable by a group")
+
+
+def _own_group(group: int) -> bool:
+    """Whether it is the user's private group, of the user's name and without others: the default of some systems."""
+    try:
+        me, it = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return group == me.pw_gid and it.gr_name == me.pw_name and set(it.gr_mem) <= {me.pw_name}

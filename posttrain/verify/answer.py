@@ -1,0 +1,77 @@
+r"""Finds the final answer in a reply: a closed \boxed{}, <answer>, `####`, or a sentence "the answer is ...".
+
+A reply is a hostile text of any length: what runs on the whole of it here looks at each character a bounded number of
+times.
+"""
+
+from __future__ import annotations
+
+import re
+
+from posttrain.verify.format import between
+from posttrain.verify.numeric import gsm8k_answer, read_number
+
+SENTENCE = 10_000  # characters that are read of a sentence that states the answer
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BARE = re.compile(r"[^\s$.,]+")
+_BRACE = re.compile(r"\\[{}\\]|[{}]")
+_STATED = re.compile(r"(?i)\b(?:answer|result|solution)\**\s*(?:is|was|:|=)[ \t*:]*")
+_FORMULA = re.compile(r"(?s)\s*(?:\$\$?((?:[^$\\]|\\.)+)\$\$?(?![0-9])|\\\((.+?)\\\)|\\\[(.+?)\\\])")
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*)|\n|\s(?:because|since|which|so|as)\b")
+
+
+def final_answer(reply: str) -> str | None:
+    """The answer that a reply ends with, as it is written; None if it gives none. Thoughts before </think> are none."""
+    reply = reply.rpartition("</think>")[2]
+    boxed = last_boxed(reply)
+    if boxed is not None:
+        return boxed
+    for found in (between(reply, "answer"), gsm8k_answer(reply), _stated(reply)):
+        if found:
+            return found
+    alone = reply.strip()
+    is_formula = len(alone) > 2 and alone[0] == alone[-1] == "$" and "$" not in alone[1:-1].strip("$")
+    return alone if is_formula or read_number(alone) is not None else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last \boxed{} whose braces are closed; None if there is none."""
+    end = len(text)
+    for box in reversed(list(_BOX.finditer(text))):
+        if not text.startswith("{", box.end()):
+            bare = _BARE.match(text, box.end()) if box[0].endswith(" ") else None
+            if bare:
+                return bare[0]
+        else:
+            close = closing_brace(text, box.end(), end)
+            if close is not None:
+                return text[box.end() + 1 : close]
+        end = box.start()  # an unclosed box runs at most to the next one: no character is looked at twice
+    return None
+
+
+def closing_brace(text: str, start: int, end: int) -> int | None:
+    """The place of the brace that closes the one at `start`, before `end`."""
+    depth = 0
+    for match in _BRACE.finditer(text, start, end):
+        if match[0] == "{":
+            depth += 1
+        elif match[0] == "}":
+            depth -= 1
+            if depth == 0:
+                return match.start()
+    return None
+
+
+def _stated(reply: str) -> str | None:
+    anchors = list(_STATED.finditer(reply))
+    if not anchors:
+        return None
+    start = anchors[-1].end()
+    rest = reply[start : start + SENTENCE]
+    formula = _FORMULA.match(rest)
+    if formula:
+        return next(group for group in formula.groups() if group is not None)
+    end = _SENTENCE_END.search(rest)
+    return rest[: end.start()].rstrip(" \t,") if end else rest

@@ -1,0 +1,220 @@
+"""Transcripts and micro-batches: what is scored and shared, and that laying things together changes no gradient."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny
+from feeding import WORDS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from posttrain.models.decoder import Decoder, causal
+from posttrain.models.likelihood import token_logp
+from posttrain.sources.packing import collate, needed_length, pack, split_microbatches
+from posttrain.types import Completion, Media, Span, SpanKind, StopReason, Transcript
+
+CPU = torch.device("cpu")
+
+
+def drawn(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(3, WORDS.vocab_size) for _ in range(count)]
+
+
+def said(rng: random.Random, count: int, experts: bool = False) -> Completion:
+    tokens = drawn(rng, count)
+    routes = np.array([[[rng.randrange(8), rng.randrange(8)]] * 2 for _ in tokens], dtype=np.int16)
+    logp = [-rng.random() for _ in tokens]
+    return Completion(0, tokens, logp, "", StopReason.EOS, rng.randrange(5), routes if experts else None)
+
+
+def grown(seed: int, trunks: int, leaves: int) -> list[Transcript]:
+    """Transcripts of which some branch off from others, at any depth; each ends with a scored token or a shown one."""
+    rng = random.Random(seed)
+    found: list[Transcript] = []
+    for trunk in range(trunks):
+        root = Transcript()
+        root.observe(drawn(rng, rng.randint(1, 5)))
+        root.sample(said(rng, rng.randint(1, 4)))
+        family = [root]
+        while len(family) < leaves + trunk % 2:
+            child = rng.choice(family).branch()
+            if rng.random() < 0.4:
+                child.observe(drawn(rng, rng.randint(1, 3)), SpanKind.TOOL)
+            if rng.random() < 0.9:
+                child.sample(said(rng, rng.randint(1, 4)), learn=rng.random() < 0.8)
+            family.append(child)
+        found += family
+    return found
+
+
+def alone(model: Decoder, transcript: Transcript) -> Tensor:
+    """Log-probabilities of the scored tokens, [n]: one sequence at a time, no packing."""
+    tokens = torch.tensor(transcript.tokens)
+    logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.T).log_softmax(-1)
+    return torch.stack([logs[i - 1, tokens[i]] for i in transcript.scored.tolist()])
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31), trunks=st.integers(1, 3), leaves=st.integers(1, 6), budget=st.integers(1, 60))
+def test_gradients_of_a_tree_equal_those_of_its_transcripts_laid_apart(
+    seed: int, trunks: int, leaves: int, budget: int
+) -> None:
+    """Each rollout has its own weight at tokens that it shares with others."""
+    model = tiny(WORDS, dtype=torch.float64)
+    transcripts = grown(seed, trunks, leaves)
+    weights = [torch.linspace(-1, 1 + i, t.n_scored, dtype=torch.float64) for i, t in enumerate(transcripts)]
+    parameters = list(model.parameters())
+    apart = torch.stack([(alone(model, t) * w).sum() for t, w in zip(transcripts, weights, strict=True)]).sum()
+    expected = torch.autograd.grad(apart, parameters)
+    total = torch.zeros((), dtype=torch.float64)
+    for index in split_microbatches([[t] for t in transcripts], budget):
+        batch = collate(
+            [[transcripts[i]] for i in index],
+            index,
+            weight=torch.ones(len(transcripts), dtype=torch.float64),
+            fields={"advantage": weights},
+        )
+        logp = token_logp(model.hidden(batch.layout, batch.at), model.head, batch.target)
+        assert batch.advantage is not None
+        total = total + (logp * batch.advantage).sum()
+    assert abs(total.item() - apart.item()) < 1e-10 * max(1.0, abs(apart.item()))
+    for own, other in zip(torch.autograd.grad(total, parameters), expected, strict=True):
+        assert (own - other).abs().max() < 1e-10 * max(1.0, other.abs().max().item())
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**31), trunks=st.integers(1, 3), leaves=st.integers(1, 6))
+def test_what_transcripts_share_by_branching_is_laid_once(seed: int, trunks: int, leaves: int) -> None:
+    count = iter(range(3, 10_000))  # every token another: nothing is alike by chance
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.drawn", lambda rng, n: [next(count) for _ in range(n)])
+        transcripts = grown(seed, trunks, leaves)
+    packed = pack([[t] for t in transcripts], range(len(transcripts)))
+    needed = {tuple(t.tokens[: i + 1]) for t in transcripts for i in range(needed_length(t))}
+    assert len(packed.layout.tokens) == len(needed)
+    assert packed.rollout.tolist() == [i for i, t in enumerate(transcripts) for _ in range(t.n_scored)]
+    assert packed.target.tolist() == [t.tokens[i] for t in transcripts for i in t.scored.tolist()]
+    for k, before in enumerate(packed.layout.prefix):
+        assert before < k, "a prefix stands before what continues it"
+
+
+def test_rollouts_that_only_begin_alike_by_chance_share_their_prompt_alone() -> None:
+    rng, prompt = random.Random(0), [5, 6, 7]
+    transcripts = []
+    for last in (8, 9):
+        transcripts.append(Transcript())
+        transcripts[-1].observe(prompt)
+        transcripts[-1].sample(Completion(0, [4, 4, 4, last], [0.0] * 4, "", StopReason.EOS, 0))
+    layout = pack([[t] for t in transcripts], range(2)).layout
+    assert (layout.length, layout.prefix) == ((6,), (-1,))  # they are the same but for the last token, which is not fed
+    transcripts[1].sample(said(rng, 2))
+    layout = pack([[t] for t in transcripts], range(2)).layout
+    assert (layout.length, layout.prefix) == ((3, 3, 5), (-1, 0, 0))
+
+
+@pytest.mark.parametrize("budget", [1, 7, 20, 10_000])
+def test_microbatches_hold_their_budget_beside_the_prompts_of_their_first_rollout(budget: int) -> None:
+    transcripts = grown(3, 3, 5)
+    batches = split_microbatches([[t] for t in transcripts], budget)
+    assert [i for index in batches for i in index] == list(range(len(transcripts)))
+    for index in batches:
+        first = transcripts[index[0]]
+        prompt = int(first.spans[0].length)
+        laid = len(pack([[transcripts[i]] for i in index], index).layout.tokens)
+        assert laid - prompt <= budget or len(index) == 1
+
+
+def test_a_reply_that_is_not_to_be_learned_from_is_seen_and_not_scored() -> None:
+    transcript = Transcript()
+    transcript.observe([5, 6])
+    transcript.sample(Completion(0, [7, 8], [-1.0, -2.0], "", StopReason.STOP, 3), learn=False)
+    transcript.observe([9], SpanKind.TOOL)
+    transcript.sample(Completion(0, [10, 11], [-3.0, -4.0], "", StopReason.EOS, 4))
+    assert transcript.scored.tolist() == [5, 6] and (transcript.n_scored, transcript.n_sampled) == (2, 4)
+    assert transcript.sampler_logp is not None and transcript.sampler_logp.tolist() == [-3.0, -4.0]
+    packed = pack([[transcript]], [0])
+    assert packed.target.tolist() == [10, 11] and packed.layout.tokens.tolist() == [5, 6, 7, 8, 9, 10]
+
+
+def test_imitated_tokens_have_no_log_probabilities_of_an_engine() -> None:
+    transcript = Transcript()
+    transcript.observe([5])
+    transcript.imitate([7, 8])
+    assert transcript.sampler_logp is None and transcript.n_sampled == 0 and transcript.n_scored == 2
+    assert collate([[transcript]], [0], weight=torch.ones(1)).sampler_logp is None
+
+
+def test_every_span_knows_where_it_comes_from_and_which_weights_sampled_it() -> None:
+    transcript = Transcript()
+    transcript.observe([5, 6])
+    transcript.sample(Completion(0, [7], [-1.0], "", StopReason.LENGTH, 3))
+    transcript.sample(Completion(0, [8], [-1.0], "", StopReason.STOP, 4))  # went on with newer weights
+    transcript.observe([9])
+    transcript.observe([])
+    assert transcript.spans == [
+        Span(SpanKind.PROMPT, 0, 2),
+        Span(SpanKind.SAMPLED, 2, 1, True, 3),
+        Span(SpanKind.SAMPLED, 3, 1, True, 4),
+        Span(SpanKind.OBSERVATION, 4, 1),
+    ]
+
+
+def with_everything(seed: int) -> Transcript:
+    rng = random.Random(seed)
+    transcript = Transcript()
+    transcript.observe([5, 3, 3, 6], media=[Media(1, 2, "c0ffee")])
+    transcript.sample(said(rng, 3, experts=True))
+    transcript = transcript.branch()
+    transcript.observe([9, 3, 9], SpanKind.TOOL, media=[Media(8, 1, f"{seed:x}")])
+    transcript.sample(said(rng, 2, experts=True), learn=False)
+    transcript.sample(said(rng, 2, experts=True))
+    transcript.positions = np.stack([np.arange(14) + row for row in range(3)])
+    return transcript
+
+
+def test_a_transcript_is_the_same_after_it_was_written_as_json() -> None:
+    written = with_everything(1)
+    read = Transcript.from_dict(json.loads(json.dumps(written.as_dict())))
+    assert (read.tokens, read.spans, read.logp, read.media, read.forks) == (
+        written.tokens, written.spans, written.logp, written.media, written.forks,
+    )  # fmt: skip
+    assert written.positions is not None and np.array_equal(read.positions, written.positions)  # type: ignore[arg-type]
+    routes = [(a.experts, b.experts) for a, b in zip(read.spans, written.spans, strict=True)]
+    assert any(b is not None for _, b in routes)
+    assert all((a is None) == (b is None) and (b is None or np.array_equal(a, b)) for a, b in routes)  # type: ignore[arg-type]
+
+
+def test_media_positions_and_experts_lie_where_their_tokens_lie() -> None:
+    plain, seen = Transcript(), with_everything(1)
+    plain.observe([4, 4])
+    plain.sample(Completion(0, [4, 4], [-1.0, -1.0], "", StopReason.EOS, 0))
+    layout = pack([[plain], [seen]], range(2)).layout
+    assert (layout.start, layout.length) == ((0, 3), (3, 13))
+    assert seen.positions is not None
+    assert np.array_equal(layout.position[:, 3:].numpy(), seen.positions[:, :13])
+    assert layout.position[:, :3].tolist() == [[0, 1, 2]] * 3, "text alone has the same place in all rows"
+    assert layout.media == (Media(3 + 1, 2, "c0ffee"), Media(3 + 8, 1, "1"))
+    assert layout.experts is not None and layout.experts.shape == (16, 2, 2)
+    expected = np.full((14, 2, 2), -1)
+    for span in seen.spans:
+        if span.experts is not None:
+            expected[span.start : span.start + span.length] = span.experts
+    assert np.array_equal(layout.experts[3:].numpy(), expected[:13]) and (expected >= 0).any()
+    assert (layout.experts[:3] == -1).all()
+
+
+def test_equal_prompts_with_different_pictures_are_not_shared() -> None:
+    rollouts = []
+    for digest in ("a", "b", "a"):
+        transcript = Transcript()
+        transcript.observe([5, 3, 6], media=[Media(1, 1, digest)])
+        transcript.sample(Completion(0, [7, 8], [-1.0, -1.0], "", StopReason.EOS, 0))
+        rollouts.append([transcript])
+    layout = pack(rollouts, range(3)).layout
+    assert [m.digest for m in layout.media] == ["a", "b"] and len(layout.tokens) == 8

@@ -1,0 +1,207 @@
+"""Attention over a tree of segments, and its gradients, are those of its transcripts laid apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from conftest import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernels import normal
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from posttrain.batch import Layout
+from posttrain.kernels import binder
+from posttrain.models.attention import SegmentAttention, filled
+from posttrain.models.decoder import DecoderConfig, causal, new_decoder
+from posttrain.models.segments import Forest
+from posttrain.models.tokenizer import Tokenizer
+
+DEPTH = 5
+needs_compiler = pytest.mark.skipif(binder.attention() is None, reason="needs a C compiler")
+
+
+@st.composite
+def trees(draw: st.DrawFn, longest: int = 40) -> Layout:
+    """A forest of segments up to 5 deep, in any order: a segment may lie before the one that it continues."""
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=14))
+    parents, depths = [-1], [1]
+    for k in range(1, len(lengths)):
+        parents.append(draw(st.sampled_from([-1, *(p for p in range(k) if depths[p] < DEPTH)])))
+        depths.append(1 if parents[k] < 0 else depths[parents[k]] + 1)
+    order = draw(st.permutations(range(len(lengths))))
+    place = {k: number for number, k in enumerate(order)} | {-1: -1}
+    return laid([lengths[k] for k in order], [place[parents[k]] for k in order])
+
+
+def laid(length: Sequence[int], prefix: Sequence[int]) -> Layout:
+    """With tokens at random and positions that go on from the parent's."""
+    start = [sum(length[:k]) for k in range(len(length))]
+    position = [torch.arange(n) + sum(length[a] for a in ancestors(prefix, k)) for k, n in enumerate(length)]
+    tokens = torch.randint(3, 40, (sum(length),), generator=torch.Generator().manual_seed(sum(length)))
+    return Layout(tokens, torch.cat(position), tuple(start), tuple(length), tuple(prefix))
+
+
+def ancestors(prefix: Sequence[int], k: int) -> list[int]:
+    """The root's first."""
+    return [] if prefix[k] < 0 else [*ancestors(prefix, prefix[k]), prefix[k]]
+
+
+def transcripts(layout: Layout) -> list[Tensor]:
+    """Of every path from a root to a leaf, where its tokens lie: int64 [L]."""
+    leaves = set(range(len(layout.length))) - set(layout.prefix)
+    return [
+        torch.cat([torch.arange(layout.length[s]) + layout.start[s] for s in (*ancestors(layout.prefix, k), k)])
+        for k in sorted(leaves)
+    ]
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal softmax attention of one transcript: q [L, heads, size], k and v [L, kv_heads, size]."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def apart(layout: Layout, x: Tensor, heads: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Each transcript with weights of its own: (loss, outputs [T, ...], the sum of the weights of each output)."""
+    many, few = heads
+    loss, weights, out = x.new_zeros(()), x.new_zeros(len(x), many, x.shape[-1]), None
+    out = torch.zeros_like(weights)
+    for number, path in enumerate(transcripts(layout)):
+        attended = plain(*x[path].split_with_sizes((many, few, few), 1))
+        weight = normal(*attended.shape, seed=number)
+        loss = loss + (attended * weight).sum()
+        weights.index_add_(0, path, weight)
+        out.index_copy_(0, path, attended.detach())
+    return loss, out, weights
+
+
+def close(found: Tensor, expected: Tensor, error: float) -> bool:
+    return bool((found - expected).norm() <= error * max(expected.norm().item(), 1e-3))
+
+
+@pytest.mark.parametrize("path", ["joined", "masked"])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (7, 1)])
+@given(layout=trees())
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_a_tree_in_torch_equals_its_transcripts_apart(path: str, heads: tuple[int, int], layout: Layout) -> None:
+    many, few = heads
+    x = normal(len(layout.tokens), many + 2 * few, 8).requires_grad_()
+    loss, expected, weights = apart(layout, x, heads)
+    found = getattr(SegmentAttention(layout), path)(*x.split_with_sizes((many, few, few), 1))
+    assert torch.allclose(found, expected, rtol=1e-10, atol=1e-10)
+    (gradient,), (right,) = (torch.autograd.grad(total, x) for total in ((found * weights).sum(), loss))
+    assert torch.allclose(gradient, right, rtol=1e-10, atol=1e-10)
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (8, 2)])
+@given(layout=trees(longest=150))
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_a_tree_in_compiled_code_equals_its_transcripts_apart(
+    threads: int, heads: tuple[int, int], layout: Layout
+) -> None:
+    many, few = heads
+    exact = normal(len(layout.tokens), many + 2 * few, 32).requires_grad_()
+    loss, expected, weights = apart(layout, exact, heads)
+    (right,) = torch.autograd.grad(loss, exact)
+    x = exact.detach().float().requires_grad_()
+    attend, before = SegmentAttention(layout), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert attend.compiled.covers(few, 32)
+        found = attend(0, *x.split_with_sizes((many, few, few), 1))
+        (gradient,) = torch.autograd.grad((found * weights).sum(), x)
+    finally:
+        torch.set_num_threads(before)
+    assert close(found, expected, 1e-6) and close(gradient, right, 2e-6)
+
+
+@given(layout=trees(longest=9))
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_second_derivatives_of_a_tree_are_those_of_its_transcripts_apart(layout: Layout) -> None:
+    x = normal(len(layout.tokens), 4, 4).requires_grad_()
+    loss, _, weights = apart(layout, x, (2, 1))
+    with sdpa_kernel(SDPBackend.MATH):
+        found = SegmentAttention(layout)(0, *x.split_with_sizes((2, 1, 1), 1))
+        twice = []
+        for total in ((found * weights).sum(), loss):
+            (gradient,) = torch.autograd.grad(total, x, create_graph=True)
+            twice.append(torch.autograd.grad((gradient * normal(*x.shape, seed=9)).sum(), x)[0])
+    assert torch.allclose(*twice, rtol=1e-9, atol=1e-9)
+
+
+@needs_compiler
+@given(layout=trees(), cut=st.integers(1, 38))
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_where_a_segment_is_cut_in_two_changes_nothing(layout: Layout, cut: int) -> None:
+    """Nor do its bits: a number is summed in the order of the tokens that a query sees."""
+    if layout.length[0] <= cut:
+        return
+    first = len(layout.length)  # the number of what comes before the cut; what comes behind keeps the segment's
+    split = Layout(
+        layout.tokens,
+        layout.position,
+        (layout.start[0] + cut, *layout.start[1:], layout.start[0]),
+        (layout.length[0] - cut, *layout.length[1:], cut),
+        (first, *layout.prefix[1:], layout.prefix[0]),
+    )
+    q, k, v = normal(len(layout.tokens), 8, 32).float().split_with_sizes((4, 2, 2), 1)
+    one, other = (SegmentAttention(x)(0, q, k, v) for x in (layout, split))
+    assert torch.equal(one, other)
+
+
+TREE = laid((5, 7, 1, 3, 30, 2, 6, 9), (-1, 0, 1, 1, 3, 0, -1, 4))
+"""Two roots, one of them with five generations; a leaf of one token."""
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiler), False])
+def test_a_model_learns_from_a_tree_what_it_learns_from_its_transcripts_apart(
+    tokenizer: Tokenizer, compiled: bool
+) -> None:
+    """Scored tokens lie anywhere: in a prefix that several transcripts share they are scored for each of them."""
+    config = DecoderConfig(64, 48, 2, 4, 2, 32, 64, 128, tied=True)
+    model = new_decoder(config, 0) if compiled else tiny(tokenizer, dtype=torch.float64)
+    assert compiled == (SegmentAttention(TREE).compiled.covers(2, model.config.head_size, model.head.dtype))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3) if parameter.ndim == 2 and compiled else None
+    paths = transcripts(TREE)
+    assert len(paths) == 4 and max(map(len, paths)) == 5 + 7 + 3 + 30 + 9
+    weight = [
+        normal(len(path), model.config.hidden, seed=number).to(model.head.dtype) for number, path in enumerate(paths)
+    ]
+    together = model.hidden(TREE, torch.cat(paths))
+    hidden = [model(TREE.tokens[path], torch.arange(len(path)), causal) for path in paths]
+    assert close(together, torch.cat(hidden), 2e-6 if compiled else 1e-12)
+    losses = (together * torch.cat(weight)).sum(), sum((h * w).sum() for h, w in zip(hidden, weight, strict=True))
+    gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]  # type: ignore[arg-type]
+    assert all(close(a, b, 1e-5 if compiled else 1e-10) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_forest_knows_who_sees_whom() -> None:
+    forest = Forest(TREE)
+    assert forest.trees == [[0, 1, 2, 3, 4, 7, 5], [6]] and forest.prefixes == [0, 1, 3, 4]
+    assert forest.before == [0, 5, 12, 12, 15, 5, 0, 45] and forest.subtree(3) == [3, 4, 7]
+    assert forest.path(5).tolist() == [0, 1, 2, 3, 4] and forest.path(6).tolist() == []
+    assert forest.path(7).tolist() == [*range(12), 13, 14, 15, *range(16, 46)]
+    assert forest.tokens([2, 5]).tolist() == [12, 46, 47]
+
+
+def test_a_segment_that_continues_itself_is_refused() -> None:
+    with pytest.raises(AssertionError, match="its own ancestor"):
+        Forest(Layout(TREE.tokens, TREE.position, (0, 2, 4), (2, 2, 2), (-1, 2, 1)))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_layout_is_filled_whatever_its_positions(rows: int) -> None:
+    position = TREE.position if rows == 1 else TREE.position.expand(rows, -1)
+    full = filled(Layout(TREE.tokens, position, TREE.start, TREE.length, TREE.prefix), 64)
+    assert full.tokens.shape == (64,) and full.position.shape == (*position.shape[:-1], 64)
+    assert full.length[-1] == 1 and full.prefix[-1] == -1 and full.position[..., -1].eq(0).all()

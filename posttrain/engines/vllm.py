@@ -57,6 +57,7 @@ class VLLMEngine:
     """
 
     backend = "vLLM"
+    batch_invariant = False
 
     def __init__(
         self,

@@ -241,10 +241,12 @@ class EnvPool:
 
     def _ask(self, episode: _Episode) -> None:
         first = opening(episode.task) if self._single_turn and not episode.replies else None
-        if self._stage is not None and episode.replies:
-            self._answer(episode, self._stage.send(episode.id, episode.replies[-1]))
-        elif self._stage is not None:
-            self._answer(episode, self._stage.start(episode.id, episode.task))
+        if self._stage is not None:
+            began, id = time.perf_counter(), episode.id
+            asks = episode.replies
+            event = self._stage.send(id, asks[-1]) if asks else self._stage.start(id, episode.task)
+            self.waited += time.perf_counter() - began
+            self._answer(episode, event)
         elif first is not None:
             self._answer(episode, first)
         else:

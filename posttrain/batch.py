@@ -171,3 +171,4 @@ class Step:
     stats: Stats
     tokens: int = 0  # sampled, or imitated, in this step: what its speed is measured by
     rollouts: Sequence[tuple[Rollout, float]] = ()  # with their advantage (mean over tokens)
+    seconds: Mapping[str, float] = field(default_factory=dict)  # what took time in it: "waiting" for environments alone

@@ -169,6 +169,10 @@ class RL(Training):
     """Rollouts per task."""
     max_tokens: int = option(256, above=0)
     """Most tokens of a reply."""
+    episode_tokens: int | None = option(None, above=0)
+    """Environments of several turns: most tokens of all replies of an episode together; left out: no bound."""
+    max_turns: int = option(64, above=0)
+    """Environments of several turns: most replies of an episode."""
     temperature: float = option(1.0, least=0)
     """Of sampling; log-probabilities are taken under the same temperature."""
     stop: tuple[str, ...] = ()
@@ -188,10 +192,13 @@ class RL(Training):
     success: float | None = None
     """The reward from which on a reply is right, for accuracy, pass@k and all that learns from right replies; left out:
     what a built-in environment, or SUCCESS = ... beside your own, says."""
-    env_workers: int = option(1, least=0)
-    """Processes that play and score (0: none; everything runs here, without a time limit, for debuggers)."""
+    env_workers: int | None = option(None, least=0)
+    """Processes that play and score; left out: one for each processor core (0: none; everything runs here, without
+    limits, for debuggers)."""
     env_seconds: float = option(10.0, above=0)
     """Time limit of one call of the environment; beyond it the reward is invalid."""
+    env_memory: float = option(4.0, least=0)
+    """Most GiB that each of these processes may take; beyond it the reward is invalid (0: no limit)."""
     slots: int = option(256, above=0)
     """Most replies sampled at once: the memory of the key-value cache."""
     engine: Literal["local", "vllm"] = "local"
@@ -223,6 +230,10 @@ class Evaluation(Data):
     """Sample from so many likeliest tokens (0: all)."""
     max_tokens: int = option(256, above=0)
     """Most tokens of a reply."""
+    episode_tokens: int | None = option(None, above=0)
+    """Most tokens of all replies of an episode together; left out: no bound."""
+    max_turns: int = option(64, above=0)
+    """Most replies of an episode."""
     stop: tuple[str, ...] = ()
     """Strings that end a reply."""
     success: float | None = None
@@ -235,10 +246,12 @@ class Evaluation(Data):
     """The --seed of the training run whose held-out share is meant."""
     out: str | None = None
     """A .json file for all figures and rewards."""
-    env_workers: int = option(1, least=0)
-    """Processes that play and score."""
+    env_workers: int | None = option(None, least=0)
+    """Processes that play and score; left out: one for each processor core."""
     env_seconds: float = option(10.0, above=0)
     """Time limit of one call of the environment."""
+    env_memory: float = option(4.0, least=0)
+    """Most GiB that each of these processes may take (0: no limit)."""
     slots: int = option(256, above=0)
     """Most replies sampled at once."""
     compiled: bool = True
@@ -258,7 +271,7 @@ OF_ONE_CALL = frozenset({"out", "resume", "overwrite", "quiet"})
 """Options that a continued run does not take over."""
 
 FREE_TO_CHANGE = frozenset(
-    {"steps", "save_every", "keep", "threads", "env_workers", "env_seconds", "engine_seconds", "health"}
+    {"steps", "save_every", "keep", "threads", "env_workers", "env_seconds", "env_memory", "engine_seconds", "health"}
 )
 """Options that a continued run takes over unless they are given anew."""
 

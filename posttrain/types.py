@@ -49,7 +49,7 @@ class StopReason(StrEnum):
 
 
 class InvalidKind(StrEnum):
-    """What made a reward invalid. Metrics count each kind that comes up, as `invalid/timeout`."""
+    """What made a reward invalid. Metrics give the share of each kind that comes up, as `invalid/timeout`."""
 
     REPORTED = "reported"  # the environment said so itself
     RAISED = "raised"  # its code raised

@@ -151,7 +151,7 @@ def test_dropping_rollouts_without_advantage_changes_nothing(tokenizer: Tokenize
 
 
 def test_step_without_any_signal_is_still_an_update_with_gradient_zero(tokenizer: Tokenizer) -> None:
-    experience = source(tokenizer, row("dr-grpo"), lambda task, reply: 0.7)
+    experience = source(tokenizer, row("dr-grpo", minibatches=1), lambda task, reply: 0.7)
     before = weights(experience.learner)
     after, seen = run(experience, steps=1)
     assert torch.equal(before, after) and seen[0]["groups/no_signal"] == 1.0 and experience.learner.version == 1

@@ -126,7 +126,7 @@ class EnvPool:
         env: str | Callable[..., Any],
         workers: int | None = None,
         seconds: float = 10.0,
-        memory: float = 0.0,
+        memory: float = 4.0,
     ) -> None:
         workers = default_workers() if workers is None else workers
         if workers < 0 or seconds <= 0 or memory < 0:

@@ -10,7 +10,7 @@ from posttrain.algorithms.filters import DynamicSampling
 from posttrain.batch import Stats
 from posttrain.data.tasks import order
 from posttrain.envs.chat import Texts
-from posttrain.envs.play import Episode, play
+from posttrain.envs.play import MAX_TURNS, Episode, play
 from posttrain.envs.pool import EnvPool
 from posttrain.protocols import Engine
 from posttrain.seeds import seed_of
@@ -48,6 +48,8 @@ class Collector:
     size: Size
     seed: int
     success: float | None  # rewards from it on are successes
+    episode_tokens: int | None = None  # most that may be sampled in an episode
+    max_turns: int = MAX_TURNS  # most replies of an episode
     cursor: int = field(default=0, init=False)  # tasks played so far
 
     def __post_init__(self) -> None:
@@ -64,7 +66,16 @@ class Collector:
         while (missing := min(self.size.prompts - len({r.group for r in kept}), budget)) > 0:
             episodes = self.episodes(number, self.cursor, missing)
             self.cursor, budget = self.cursor + missing, budget - missing
-            rollouts = play(episodes, self.pool, self.engine, self.tokenizer, self.sampling, self.context)
+            rollouts = play(
+                episodes,
+                self.pool,
+                self.engine,
+                self.tokenizer,
+                self.sampling,
+                self.context,
+                episode_tokens=self.episode_tokens,
+                turns=self.max_turns,
+            )
             played += rollouts
             fit = usable(rollouts, stats)
             if fit:

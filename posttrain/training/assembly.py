@@ -23,9 +23,8 @@ from posttrain.data.rows import load_rows
 from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.vllm import VLLMEngine
-from posttrain.envs.load import success_of
+from posttrain.envs.load import is_generator_env, load_env, success_of
 from posttrain.envs.play import play
-from posttrain.envs.pool import EnvPool
 from posttrain.kernels import build
 from posttrain.learners.local import LocalLearner
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
@@ -47,6 +46,7 @@ from posttrain.training.setup import (
     end_tokens,
     load_tasks,
     microbatch_tokens,
+    open_pool,
     optimization,
     parameters,
     prepare,
@@ -103,14 +103,15 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
     config, resumed = begin(config)
     validate(config)
     device = prepare(config)
-    algorithm = adjust(find(config.algorithm), config)
+    algorithm = adjust(find(config.algorithm), config, not is_generator_env(load_env(env or config.env)))
     success = success_of(env or config.env, config.success)
     if success is None and Need.SUCCESS in algorithm.needs:
         raise UserError(
             f"{config.algorithm} needs to know which replies are right: give the reward of a right one with --success"
         )
     train_tasks, held_out = _tasks(config, tasks, env)
-    with EnvPool(env or config.env, config.env_workers, config.env_seconds) as pool, ExitStack() as opened:
+    with ExitStack() as opened:
+        pool = opened.enter_context(open_pool(config, env))
         rehearse(pool, train_tasks)
         start = start_of(config)
         assert start
@@ -132,13 +133,25 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
             size=Size(config.prompts, config.group, microbatch_tokens(config, device)),
             seed=config.seed,
             success=success,
+            episode_tokens=config.episode_tokens,
+            max_turns=config.max_turns,
             texts=_texts_to_imitate(config, tokenizer, model) if algorithm.pretraining else (),
         )
 
         def measure(stats: Stats) -> None:
             engine.load(learner.weights(), learner.version)
             episodes = repeated(held_out, config.eval_samples, config.seed)
-            measured(play(episodes, pool, engine, tokenizer, sampling, model.config.context), success, stats)
+            rollouts = play(
+                episodes,
+                pool,
+                engine,
+                tokenizer,
+                sampling,
+                model.config.context,
+                episode_tokens=config.episode_tokens,
+                turns=config.max_turns,
+            )
+            measured(rollouts, success, stats)
 
         sizes = _sizes(config, model, len(train_tasks), len(held_out), engine)
         loop = Trainer(config, start, resumed, learner, source, tokenizer, measure if held_out else None, config.steps)

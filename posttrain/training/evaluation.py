@@ -12,13 +12,12 @@ from posttrain.data.tasks import hold_out
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.load import success_of
 from posttrain.envs.play import Episode, play
-from posttrain.envs.pool import EnvPool
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.seeds import seed_of
 from posttrain.training.intervals import paired_interval, summary
-from posttrain.training.setup import end_tokens, load_tasks, prepare, rehearse
+from posttrain.training.setup import end_tokens, load_tasks, open_pool, prepare, rehearse
 from posttrain.types import Invalid, Rollout, Sampling, Task, UserError, succeeds
 
 
@@ -50,7 +49,7 @@ def evaluate(
     if config.held_out:
         data = hold_out(data, config.held_out, config.split_seed)[1]
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
-    with EnvPool(env or config.env, config.env_workers, config.env_seconds) as pool:
+    with open_pool(config, env) as pool:
         rehearse(pool, data)
 
         def played(folder: str) -> list[Rollout]:
@@ -59,7 +58,14 @@ def evaluate(
             end_tokens(model, tokenizer)
             engine = LocalEngine(model, tokenizer, config.slots, config.precision)
             rollouts = play(
-                repeated(data, config.samples, config.seed), pool, engine, tokenizer, sampling, model.config.context
+                repeated(data, config.samples, config.seed),
+                pool,
+                engine,
+                tokenizer,
+                sampling,
+                model.config.context,
+                episode_tokens=config.episode_tokens,
+                turns=config.max_turns,
             )
             reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
             if len(reasons) == len(rollouts):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from posttrain.config import Data, Evaluation, Training
+from posttrain.config import RL, Data, Evaluation, Training
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
 from posttrain.envs.chat import Conversation
@@ -76,6 +76,11 @@ def _demonstrations_only(convert: Callable[[Task], Task | None]) -> Callable[[Ta
         return task if task and ("response" in task or "messages" in task) else None
 
     return converted
+
+
+def open_pool(config: RL | Evaluation, env: Callable[..., Any] | None) -> EnvPool:
+    """What plays the environment of a run: `env`, if it is given as an object."""
+    return EnvPool(env or config.env, config.env_workers, config.env_seconds, config.env_memory)
 
 
 def rehearse(pool: EnvPool, tasks: Sequence[Task]) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import pickle
 import selectors
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -107,6 +108,17 @@ class _Worker:
         if not more:
             raise EOFError
         return self.frames.add(more)
+
+    @property
+    def stirs(self) -> bool:
+        """Whether there is something to read, or the end."""
+        try:
+            self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def kill(self) -> None:
         self.child.kill()
@@ -298,6 +310,9 @@ class EnvPool:
     def _dispatch(self) -> None:
         for worker in list(self._workers):
             if worker.ready and not worker.sent and (worker.queue or self._queue):
+                if worker.stirs:
+                    self._receive(worker)  # nothing was asked of it: it is gone, or speaks out of turn
+                    continue
                 self._hand(worker)
             if worker.unsent:
                 self._write(worker)

@@ -66,7 +66,10 @@ def _read_reward(value: Any) -> Done:
         number = read_number(part, f"part {name!r} is")
         if isinstance(number, Invalid):
             return Done(number)
-        parts[cleaned(str(name))[:LONGEST_NAME]] = number
+        line = cleaned(name)[:LONGEST_NAME]
+        if line in parts:
+            return Done(unreadable(f"returned two parts whose names are {line!r} on one line; {EXPECTED}"))
+        parts[line] = number
     if "reward" in parts:
         return Done(parts.pop("reward"), parts)
     total = math.fsum(parts.values())  # exact: the order of the parts does not matter

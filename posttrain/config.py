@@ -264,7 +264,22 @@ class Evaluation(Data):
     """Processor threads; left out: PyTorch's choice."""
 
 
-VERBS: dict[str, type[Data]] = {kind.verb: kind for kind in (SFT, RL, Evaluation)}
+@dataclass(frozen=True)
+class Check(Data):
+    """Run a reward or an environment against sample replies, before any training."""
+
+    verb = "check"
+    limit: int | None = option(4, above=0)
+    """Read only the first so many rows; the first few tasks are tried."""
+    replies: str | None = None
+    """A text file of sample replies, one a line; left out: the task's own answer and some hostile ones."""
+    env_seconds: float = option(10.0, above=0)
+    """Time limit of one call of the environment, as in training."""
+    env_memory: float = option(4.0, least=0)
+    """Most GiB that the environment's process may take, as in training."""
+
+
+VERBS: dict[str, type[Data]] = {kind.verb: kind for kind in (SFT, RL, Evaluation, Check)}
 """The verbs that take a configuration; a recipe has a table for each."""
 
 OF_ONE_CALL = frozenset({"out", "resume", "overwrite", "quiet"})
@@ -276,7 +291,7 @@ FREE_TO_CHANGE = frozenset(
 """Options that a continued run takes over unless they are given anew."""
 
 
-def validate(config: Training | Evaluation) -> None:
+def validate(config: Training | Evaluation | Check) -> None:
     """Refuse numbers that make no sense, in one line each. What depends on data or model is checked elsewhere."""
     for f in fields(config):
         knob_of(f).bounds.check(f"--{f.name.replace('_', '-')}", getattr(config, f.name))
@@ -284,7 +299,7 @@ def validate(config: Training | Evaluation) -> None:
         raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
     if not isinstance(config, SFT) and not config.env:
         raise UserError("--env is missing: what scores the replies, such as my.py:reward or a built-in name (gsm8k)")
-    if not isinstance(config, SFT) and not config.model:
+    if isinstance(config, RL | Evaluation) and not config.model:
         raise UserError("--model is missing: the folder of a checkpoint, or of a run of posttrain sft")
     if isinstance(config, RL):
         _validate_rl(config)

@@ -11,6 +11,7 @@ from conftest import tiny
 from environments import asking, delayed
 from episodes import episodes, played, said, until_done
 
+import posttrain
 from posttrain.algorithms.credit import earnings
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.chat import Conversation
@@ -18,6 +19,7 @@ from posttrain.envs.play import Episode, play
 from posttrain.envs.playing import Playing
 from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.kernels import binder, build
+from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.seeds import seed_of
 from posttrain.sources.scores import scoreboard
@@ -85,6 +87,24 @@ def test_no_bit_of_a_rollout_depends_on_when_environments_answer(tokenizer: Toke
     expected = said(played(asking, tokenizer, 18))
     for workers in (1, 4):
         assert said(played(delayed, tokenizer, 18, workers)) == expected
+
+
+def test_no_byte_of_a_run_depends_on_when_environments_answer(tokenizer: Tokenizer, code: str, tmp_path: Path) -> None:
+    save_model(tiny(tokenizer, context=256), tmp_path / "start", tokenizer)
+    rows = [{"id": str(i), "prompt": f"say {i}="} for i in range(8)]
+
+    def files(env: Any, workers: int) -> dict[str, bytes]:
+        run = posttrain.rl(
+            rows, env, str(tmp_path / "start"), out=str(tmp_path / f"{workers}"), env_workers=workers, algorithm="dapo",
+            steps=3, prompts=2, group=3, max_tokens=9, episode_tokens=27, lr=1e-2, threads=1, quiet=True,
+            compiled=code == "compiled",
+        )  # fmt: skip
+        return {p.name: p.read_bytes() for p in [run.path / "metrics.jsonl", *sorted(run.path.glob("rollouts/*"))]}
+
+    expected = files(asking, 0)
+    assert len(expected) == 4
+    for workers in (1, 4):
+        assert files(delayed, workers) == expected
 
 
 def test_compiled_sampling_waits_for_no_environment(tokenizer: Tokenizer) -> None:

@@ -13,7 +13,7 @@ In use:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -52,11 +52,13 @@ __all__ = [
     "sft",
 ]
 
-Rows = str | Iterable[Mapping[str, Any]]
+Rows = str | PathLike[str] | Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]]
+"""A file, folder or dataset by its name; rows in memory; a generator; a function that makes rows without end."""
 
 
 def sft(tasks: Rows, **options: Unpack[SFTOptions]) -> Run:
-    """Supervised fine-tuning. `tasks`: a path, or rows with "prompt" and "response" (or chat "messages").
+    """Supervised fine-tuning. `tasks`: a path, or rows with "prompt" and "response" (or chat "messages"), in memory, from
+    a generator, or from a function that makes them without end (then `steps` says how long).
 
     The options are those of `posttrain sft --help`. Raises UserError for a mistake of the caller's.
     """
@@ -98,13 +100,18 @@ def evaluate(
     )
 
 
-def _named(tasks: Rows) -> tuple[str, list[Task] | None]:
-    if isinstance(tasks, str):
-        return tasks, None
-    if not isinstance(tasks, Iterable):
-        return str(tasks), None  # a Path
-    rows = [dict(t) for t in tasks]
-    return f"{len(rows)} rows in memory", rows
+def _named(tasks: Rows) -> tuple[str, Any]:
+    """A name for the record, and the rows, or what makes them, if the name is not enough to find them."""
+    if isinstance(tasks, str | PathLike):
+        return str(tasks), None
+    if callable(tasks):
+        return f"rows made by {getattr(tasks, '__qualname__', repr(tasks))}", tasks
+    if isinstance(tasks, Sized):
+        return f"{len(tasks)} rows in memory", tasks
+    if isinstance(tasks, Iterator):
+        rows = list(tasks)
+        return f"{len(rows)} rows in memory", rows
+    return f"rows of {type(tasks).__name__}", tasks.__iter__  # without a length, and it can begin again
 
 
 def _fill(kind: Any, options: Mapping[str, Any]) -> Any:

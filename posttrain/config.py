@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, Self, TypeVar, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from posttrain.algorithms.settings import flags
 from posttrain.names import suggestion
@@ -38,7 +39,8 @@ class Data:
         return given
 
     tasks: str = ""
-    """Rows: a .jsonl, .json, .csv or .parquet file, a folder, or the name of a dataset."""
+    """Rows: a .jsonl, .json, .csv or .parquet file, a folder, the name of a dataset, or a function that makes rows without
+    end: my.py:rows."""
     split: str | None = None
     """Which split of a dataset that has several."""
     limit: int | None = option(None, above=0)
@@ -46,9 +48,14 @@ class Data:
     fields: dict[str, str] = field(default_factory=dict)
     """What the columns are called: --fields.prompt question --fields.answer solution."""
     prompt_template: str | None = None
-    """The prompt as made from columns: "Question: {question}\\nAnswer:"."""
+    """The prompt as made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the
+    command line \\n and \\t are read as a new line and a tab."""
     response_template: str | None = None
-    """The response as made from columns (sft)."""
+    """The response as made from columns (sft), in the same way."""
+    too_long: Literal["skip", "truncate", "refuse"] = "skip"
+    """What happens to rows that do not fit into the model's context (in rl: prompts that leave no room for a reply). skip:
+    they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all are
+    measured before the first step, and one of them ends the run."""
     env: str = ""
     """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math,
     word-problems). In sft only its row_to_task is used, if it has one."""
@@ -65,6 +72,8 @@ class Training(Data):
     """The run directory to make."""
     resume: bool = False
     """Continue the run in --out from its newest undamaged checkpoint, exactly."""
+    accept_changes: bool = False
+    """Resume although tasks or model are not what the run began with, or part of its record is lost; run.json says so."""
     overwrite: bool = False
     """Delete a run that is already in --out."""
     seed: int = 0
@@ -102,7 +111,8 @@ class Training(Data):
     """On a processor, use code compiled for it where a C compiler is found; --no-compiled: torch's operations alone."""
     health: Literal["warn", "stop", "log", "off"] = "warn"
     """When something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps, skipped updates):
-    say so, stop with a checkpoint, only write it down, or do not look."""
+    say so, stop with a checkpoint, only write it down, or do not look. After 5 steps in a row whose updates were all
+    skipped because their gradients were not finite, the run stops, unless this is off."""
     quiet: bool = False
     """No progress display."""
 
@@ -116,6 +126,8 @@ class SFT(Training):
     """The run directory to make."""
     epochs: float = option(1.0, above=0)
     """Passes over the rows."""
+    steps: int | None = option(None, above=0)
+    """Optimizer updates, instead of --epochs; needed where rows have no end."""
     rows: int = option(16, above=0)
     """Rows per optimizer update."""
     mask_prompt: bool = True
@@ -245,7 +257,7 @@ class Evaluation(Data):
     split_seed: int = 0
     """The --seed of the training run whose held-out share is meant."""
     out: str | None = None
-    """A .json file for all figures and rewards."""
+    """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.jsonl."""
     env_workers: int | None = option(None, least=0)
     """Processes that play and score; left out: one for each processor core."""
     env_seconds: float = option(10.0, above=0)
@@ -282,7 +294,7 @@ class Check(Data):
 VERBS: dict[str, type[Data]] = {kind.verb: kind for kind in (SFT, RL, Evaluation, Check)}
 """The verbs that take a configuration; a recipe has a table for each."""
 
-OF_ONE_CALL = frozenset({"out", "resume", "overwrite", "quiet"})
+OF_ONE_CALL = frozenset({"out", "resume", "accept_changes", "overwrite", "quiet"})
 """Options that a continued run does not take over."""
 
 FREE_TO_CHANGE = frozenset(
@@ -322,9 +334,15 @@ AnyConfig = TypeVar("AnyConfig", bound=Data)
 def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
     """The options of a run that is resumed: as recorded in run.json, but for what may change and is given in `config`.
 
-    Raises UserError if another option is given with another value.
+    Raises UserError if another option is given with another value, or if run.json holds what is no option's value.
     """
     now = as_dict(config)
+    if unknown := sorted(recorded.keys() - now.keys()):
+        raise UserError(f"cannot resume {config.out}: another version wrote it, with options {', '.join(unknown)}")
+    kinds = get_type_hints(type(config))
+    for name, value in recorded.items():
+        if not _fits(value, kinds[name]):
+            raise UserError(f"{config.out}/run.json is damaged ({name} is {str(value)[:40]!r}): put a copy of it back")
     fixed = sorted(config.given - OF_ONE_CALL - FREE_TO_CHANGE)
     pairs = [(name, now[name], recorded.get(name)) for name in fixed if name != "settings"]
     if "settings" in fixed:
@@ -334,12 +352,29 @@ def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
     if differing:
         other = ", ".join(differing)
         raise UserError(f"cannot resume {config.out} with other options ({other}): leave them out, or change --out")
-    if unknown := sorted(recorded.keys() - now.keys()):
-        raise UserError(f"cannot resume {config.out}: another version wrote it, with options {', '.join(unknown)}")
     ours = OF_ONE_CALL | (config.given & FREE_TO_CHANGE)
     kept = {name: tuple(v) if isinstance(v, list) else v for name, v in recorded.items() if name not in ours}
     chosen: Any = {**kept, **{name: getattr(config, name) for name in ours}}
     return type(config)(**chosen)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value that was read from JSON is one of an option of this type."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is Literal:
+        return value in inner
+    if origin is tuple:
+        kinds = inner[:1] * len(value) if inner[-1] is ... and isinstance(value, list) else inner
+        return isinstance(value, list) and len(value) == len(kinds) and all(map(_fits, value, kinds))
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(v, inner[1]) for v in value.values())
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is (type(None) if kind is None else kind)
 
 
 def as_dict(config: Any) -> dict[str, Any]:

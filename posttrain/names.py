@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from posttrain.values import near
@@ -111,9 +112,15 @@ ELSEWHERE = {
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean ...?", or "; here it is ...", for a name that there is not; "" where nothing comes near."""
+    """ "; did you mean ...?", or "; here it is ...", for a name that there is not; "" where nothing comes near.
+
+    A word of the command line ("--stesp") is answered with one ("--steps").
+    """
     plain = word.strip("-").replace("-", "_").rpartition(".")[2].lower()
     names = [name.replace("-", "_") for name in known]
-    if plain in ELSEWHERE and plain not in names:
-        return f"; here it is {ELSEWHERE[plain]}"
-    return near(plain, names)
+    elsewhere = ELSEWHERE.get(plain) if plain not in names else None
+    told = f"; here it is {elsewhere}" if elsewhere else near(plain, names)
+    if not word.startswith("--"):
+        return told
+    flags = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+    return re.sub(rf"(?<![\w-])'?({flags})'?(?!\w)", lambda found: "--" + found[1].replace("_", "-"), told)

@@ -18,9 +18,14 @@ class SFTOptions(TypedDict, total=False):
     fields: dict[str, str]
     """What the columns are called: --fields.prompt question --fields.answer solution."""
     prompt_template: str | None
-    """The prompt as made from columns: "Question: {question}\\nAnswer:"."""
+    """The prompt as made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n
+    and \\t are read as a new line and a tab."""
     response_template: str | None
-    """The response as made from columns (sft)."""
+    """The response as made from columns (sft), in the same way."""
+    too_long: Literal["skip", "truncate", "refuse"]
+    """What happens to rows that do not fit into the model's context (in rl: prompts that leave no room for a reply).
+    skip: they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all
+    are measured before the first step, and one of them ends the run."""
     env: str
     """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, word-
     problems). In sft only its row_to_task is used, if it has one."""
@@ -31,6 +36,9 @@ class SFTOptions(TypedDict, total=False):
     """The run directory to make."""
     resume: bool
     """Continue the run in --out from its newest undamaged checkpoint, exactly."""
+    accept_changes: bool
+    """Resume although tasks or model are not what the run began with, or part of its record is lost; run.json says
+    so."""
     overwrite: bool
     """Delete a run that is already in --out."""
     seed: int
@@ -68,11 +76,14 @@ class SFTOptions(TypedDict, total=False):
     """On a processor, use code compiled for it where a C compiler is found; --no-compiled: torch's operations alone."""
     health: Literal["warn", "stop", "log", "off"]
     """When something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps, skipped
-    updates): say so, stop with a checkpoint, only write it down, or do not look."""
+    updates): say so, stop with a checkpoint, only write it down, or do not look. After 5 steps in a row whose updates
+    were all skipped because their gradients were not finite, the run stops, unless this is off."""
     quiet: bool
     """No progress display."""
     epochs: float
     """Passes over the rows."""
+    steps: int | None
+    """Optimizer updates, instead of --epochs; needed where rows have no end."""
     rows: int
     """Rows per optimizer update."""
     mask_prompt: bool
@@ -105,13 +116,21 @@ class RLOptions(TypedDict, total=False):
     fields: dict[str, str]
     """What the columns are called: --fields.prompt question --fields.answer solution."""
     prompt_template: str | None
-    """The prompt as made from columns: "Question: {question}\\nAnswer:"."""
+    """The prompt as made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n
+    and \\t are read as a new line and a tab."""
     response_template: str | None
-    """The response as made from columns (sft)."""
+    """The response as made from columns (sft), in the same way."""
+    too_long: Literal["skip", "truncate", "refuse"]
+    """What happens to rows that do not fit into the model's context (in rl: prompts that leave no room for a reply).
+    skip: they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all
+    are measured before the first step, and one of them ends the run."""
     out: str
     """The run directory to make."""
     resume: bool
     """Continue the run in --out from its newest undamaged checkpoint, exactly."""
+    accept_changes: bool
+    """Resume although tasks or model are not what the run began with, or part of its record is lost; run.json says
+    so."""
     overwrite: bool
     """Delete a run that is already in --out."""
     seed: int
@@ -149,7 +168,8 @@ class RLOptions(TypedDict, total=False):
     """On a processor, use code compiled for it where a C compiler is found; --no-compiled: torch's operations alone."""
     health: Literal["warn", "stop", "log", "off"]
     """When something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps, skipped
-    updates): say so, stop with a checkpoint, only write it down, or do not look."""
+    updates): say so, stop with a checkpoint, only write it down, or do not look. After 5 steps in a row whose updates
+    were all skipped because their gradients were not finite, the run stops, unless this is off."""
     quiet: bool
     """No progress display."""
     algorithm: str
@@ -301,9 +321,14 @@ class EvaluationOptions(TypedDict, total=False):
     fields: dict[str, str]
     """What the columns are called: --fields.prompt question --fields.answer solution."""
     prompt_template: str | None
-    """The prompt as made from columns: "Question: {question}\\nAnswer:"."""
+    """The prompt as made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n
+    and \\t are read as a new line and a tab."""
     response_template: str | None
-    """The response as made from columns (sft)."""
+    """The response as made from columns (sft), in the same way."""
+    too_long: Literal["skip", "truncate", "refuse"]
+    """What happens to rows that do not fit into the model's context (in rl: prompts that leave no room for a reply).
+    skip: they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all
+    are measured before the first step, and one of them ends the run."""
     against: str | None
     """A second checkpoint: the two are compared task by task."""
     samples: int
@@ -333,7 +358,7 @@ class EvaluationOptions(TypedDict, total=False):
     split_seed: int
     """The --seed of the training run whose held-out share is meant."""
     out: str | None
-    """A .json file for all figures and rewards."""
+    """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.jsonl."""
     env_workers: int | None
     """Processes that play and score; left out: one for each processor core."""
     env_seconds: float

@@ -33,7 +33,8 @@ from seeds import STUDENT
 import posttrain
 from posttrain.algorithms.table import TABLE
 from posttrain.envs import arithmetic
-from posttrain.runs.record import COLOURS, read_metrics, read_run
+from posttrain.runs.curves import COLOURS
+from posttrain.runs.reading import read_metrics, read_run
 from posttrain.types import Task, UserError
 
 if TYPE_CHECKING:

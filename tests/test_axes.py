@@ -273,7 +273,7 @@ TASKS = [{"id": str(i), "prompt": f"{i}+1="} for i in range(4)]
 def test_row_with_the_option_takes_a_step(name: str, how: dict[str, Any], where: Part, expected: Any) -> None:
     row = chosen(name, how)
     learner = new_learner(row, torch.float32)
-    texts = [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": "1"}, WORDS, [0], 32) for t in TASKS]
+    texts = [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": "1"}, WORDS, [0]) for t in TASKS]
     length = 20 if row.filters else 6  # some replies must end by themselves to be learned from
     source = Experience(
         tasks=TASKS, pool=EnvPool(digits, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
@@ -507,6 +507,21 @@ def test_anything_else_under_that_name_is_refused_in_one_line(
     assert main(["algorithms", name]) == 2
     said = capsys.readouterr().err
     assert told in said and len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "place"),
+    [
+        (replace(find("grpo"), surrogate=Clip(dual=0.5)), "surrogate.dual must be above 1"),
+        (replace(find("ppo"), advantage=GAE(lam=1.5)), "advantage.lam must be"),
+        (replace(find("dapo"), minibatches=0), "minibatches must be"),
+        (replace(find("dapo"), shaping=(SoftOverlong(cache=-3),)), "shaping.soft-overlong.cache must be"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_settings_of_a_row_of_one_s_own_are_held_to_the_same_ranges(row: Algorithm, place: str) -> None:
+    with pytest.raises(UserError, match=place):
+        adjust(row, filled(RL, {"group": 4}))
 
 
 def test_row_of_one_s_own_differs_in_what_it_says() -> None:

@@ -22,6 +22,7 @@ from posttrain.envs import arithmetic
 from posttrain.learners.local import LocalLearner
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.runs.reading import read_run
 from posttrain.runs.record import Record
 
 GOOD = """
@@ -46,6 +47,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Ite
     rows = arithmetic.tasks(20, seed=0, digits=1)
     write_rows(folder / "rows.jsonl", rows)
     write_rows(folder / "long.jsonl", [*rows, {"prompt": "1+" * 40, "response": "1", "answer": "1"}])
+    write_rows(folder / "all-long.jsonl", [{"prompt": "1+" * 40, "answer": "1"}])
     (folder / "empty.jsonl").touch()
     (folder / "broken.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
     (folder / "env.py").write_text(GOOD)
@@ -128,18 +130,29 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
         [*words("sft"), "--fields.prompt", "promt"],
         ("rows.jsonl:1: no column 'promt'", "did you mean 'prompt'?"),
     ),
-    "long prompt": (words("rl", tasks="long.jsonl"), ("has 80 tokens", "context holds 64", "shorten it")),
-    "long prompt in eval": (words("eval", tasks="long.jsonl"), ("has 80 tokens", "context holds 64")),
-    "long row": (words("sft", tasks="long.jsonl", context=32), ("has 82 tokens", "context holds 32", "shorten it")),
+    "long prompt": (
+        words("rl", tasks="long.jsonl", too_long="refuse"),
+        ("long.jsonl:21: the prompt has 80 tokens", "context holds 64", "shorten it"),
+    ),
+    "long prompt in eval": (
+        words("eval", tasks="long.jsonl", too_long="refuse"),
+        ("long.jsonl:21: the prompt has 80 tokens", "context holds 64"),
+    ),
+    "long row": (
+        words("sft", tasks="long.jsonl", context=32, too_long="refuse"),
+        ("long.jsonl:21: the demonstration has 82 tokens", "context holds 32", "shorten it"),
+    ),
+    "nothing fits": (words("sft", context=3), ("none of 20 rows fits", "--too-long truncate")),
+    "no prompt fits in eval": (words("eval", tasks="all-long.jsonl"), ("no prompt fits", "all-long.jsonl:1")),
     "no end of sequence": (words("rl", model="no-eos"), ("end-of-sequence", "set eos_token_id")),
     "no end of sequence in sft": (words("sft", model="no-eos"), ("end-of-sequence", "set eos_token_id")),
     "no end of sequence in eval": (words("eval", model="no-eos"), ("end-of-sequence", "set eos_token_id")),
-    "unknown option": (words("rl", stesp=3), ("--stesp", "did you mean 'steps'?")),
+    "unknown option": (words("rl", stesp=3), ("--stesp", "did you mean --steps?")),
     "unknown verb": (["trian"], ("trian", "sft, rl, eval")),
     "wrong type": (words("rl", steps="many"), ("--steps", "many")),
     "columns in one word": (words("rl", fields="prompt=question"), ("--fields", "--fields.NAME VALUE")),
     "impossible number": (words("rl", steps=0), ("--steps must be above 0, not 0",)),
-    "share above one": (words("sft", held_out=2), ("--held-out is a share",)),
+    "share above one": (words("sft", held_out=2), ("--held-out must be at least 0 and below 1, not 2",)),
     "unknown device": (words("sft", device="gpu"), ("--device gpu cannot be used",)),
     "unknown algorithm": (words("rl", algorithm="grop"), ("did you mean 'grpo'?", "reinforce, reinforce-baseline")),
     "unknown algorithm to list": (["algorithms", "ppoo"], ("did you mean 'ppo'?", "there are reinforce, ")),
@@ -162,7 +175,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "missing function": (words("rl", env="env.py:rewrad"), ("has no 'rewrad'", "did you mean 'reward'?")),
     "reward file that does not import": (words("rl", env="unfinished.py:reward"), ("SyntaxError", "unfinished.py:1")),
     "reward that judges only right answers": (words("eval", env="strict.py:reward"), ("no number", "--env")),
-    "pass@0": (words("eval", k=0), ("--k 0",)),
+    "pass@0": (words("eval", k=0), ("--k must be above 0, not 0",)),
     "eval file not writable": (words("eval", out="rows.jsonl/x.json"), ("cannot be written",)),
     "missing replies": (words("check", replies="nowhere.txt"), ("--replies nowhere.txt cannot be read",)),
     "system message without a template": (["chat", "start", "--system", "Be brief."], ("no chat template",)),
@@ -237,7 +250,7 @@ def results(run: Path) -> dict[str, bytes]:
 def test_reward_that_breaks_in_the_middle_loses_no_step(
     place: Path, capfd: pytest.CaptureFixture[str], undisturbed: dict[str, bytes]
 ) -> None:
-    """Steps 1 and 2 work, most of step 3 does not: step 2 is saved, and the mended reward goes on from there."""
+    """Steps 1 and 2 work, most of step 3 does not: step 2 is saved, and the corrected reward goes on from there."""
     breaking = f"calls = 0\n{GOOD}\n\nworks = reward\n\n\ndef reward(task, reply):\n"
     breaking += "    global calls\n    calls += 1\n    assert calls < 22, 'worn out'\n    return works(task, reply)\n"
     file = place / "breaking.py"
@@ -247,9 +260,13 @@ def test_reward_that_breaks_in_the_middle_loses_no_step(
     )
     assert "continue after step 2 with posttrain rl --out broken --resume" in said
     assert [p.name for p in (place / "broken" / "checkpoints").iterdir()] == ["step-000002"]
+    before = read_run("broken")["inputs"]["env"]
     file.write_text(GOOD)
     assert main(["rl", "--out", "broken", "--resume", "--quiet"]) == 0
     assert results(place / "broken") == undisturbed
+    assert "--env breaking.py:reward changed since the run began" in capfd.readouterr().out
+    run = read_run("broken")
+    assert run["resumes"][0]["changed"] == {"env": before} and run["inputs"]["env"] != before
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -285,10 +302,11 @@ def test_full_disk_is_one_line_and_the_run_resumes_identically(
     saved = sorted(p.name for p in (place / run / "checkpoints").iterdir())
     if kept is None:
         assert not saved and "no step was saved" in said and "--overwrite" in said
+        assert main(words("rl", out=run, save_every=2, overwrite="")) == 0
     else:
         assert saved[-1] == f"step-{kept:06d}" and not [name for name in saved if "draft" in name]
         assert f"continue after step {kept} with posttrain rl --out {run} --resume" in said or kept == 4
-    assert main(["rl", "--out", run, "--resume", "--quiet"]) == 0
+        assert main(["rl", "--out", run, "--resume", "--quiet"]) == 0
     assert results(place / run) == undisturbed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import random
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.runs import checkpoint
+from posttrain.runs import checkpoint, files
 from posttrain.types import UserError
 
 
@@ -138,9 +139,46 @@ def test_run_stands_for_its_newest_checkpoint_and_any_other_folder_for_itself(tm
     assert checkpoint.resolve(str(run)) == run
     (run / "run.json").write_text("{}")
     assert checkpoint.resolve(str(run)) == saved
+    (saved / "manifest.json").unlink()
+    with pytest.raises(UserError, match="all damaged"):
+        checkpoint.resolve(str(run))
     shutil.rmtree(saved)
     with pytest.raises(UserError, match="without a checkpoint"):
         checkpoint.resolve(str(run))
+
+
+def test_checkpoints_are_in_the_order_of_their_steps_and_strangers_are_none(tmp_path: Path) -> None:
+    """As text, step-1000000 comes before step-999999."""
+    for step in (999_999, 1_000_000):
+        save(tmp_path, step)
+    for stranger in ("step-x", "step-12", "notes", "step-000007.old"):
+        (tmp_path / "checkpoints" / stranger).mkdir()
+    (tmp_path / "checkpoints" / "step-000008").write_text("a file")
+    assert [path.name for path in checkpoint.listed(tmp_path)] == ["step-999999", "step-1000000"]
+    said: list[str] = []
+    newest = checkpoint.newest(tmp_path, said.append)
+    assert newest is not None and checkpoint.step_of(newest) == 1_000_000 and not said
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/etc/hostname", "a\0b", ""])
+def test_manifest_does_not_lead_out_of_its_checkpoint(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 1)
+    (tmp_path / "outside").write_text("x")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.damaged(folder) is not None
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"torch_rng": 5}', '{"torch_rng": "zz"}', '{"torch_rng": "00"}', "[" * 10**5, "\xff", '"x"'],
+)
+def test_state_that_is_none_is_one_line_with_the_file(tmp_path: Path, content: str) -> None:
+    (tmp_path / "state.json").write_text(content, encoding="latin-1")
+    with pytest.raises(UserError, match="state.json is damaged .*: delete its checkpoint") as raised:
+        checkpoint.load_state(tmp_path)
+    assert "\n" not in str(raised.value)
 
 
 def test_checkpoint_takes_its_name_after_all_of_it_is_on_the_disk(
@@ -155,7 +193,7 @@ def test_checkpoint_takes_its_name_after_all_of_it_is_on_the_disk(
 
         return noted
 
-    monkeypatch.setattr(checkpoint, "_sync", spy("sync", checkpoint._sync))
+    monkeypatch.setattr(checkpoint, "sync", spy("sync", files.sync))
     monkeypatch.setattr(Path, "rename", spy("rename", Path.rename))
     save(tmp_path, 1)
     assert order == ["sync"] * 5 + ["rename", "sync"]  # three files, two folders; then the list of names

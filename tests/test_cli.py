@@ -164,6 +164,21 @@ def test_eval_compares_two_checkpoints_and_writes_its_figures(place: Path, capsy
     assert "difference in accuracy, task by task: 0.000 [0.000, 0.000]" in capsys.readouterr().out
     figures = json.loads((place / "figures" / "a.json").read_text())
     assert figures["figures"] == figures["against"] and len(figures["rewards"]) == 4
+    own, other = (place / "figures" / f"a{side}.rollouts.jsonl" for side in ("", ".against"))
+    rows = [json.loads(line) for line in own.read_text().splitlines()]
+    assert own.read_bytes() == other.read_bytes() and len(rows) == 8
+    for task, rewards in figures["rewards"].items():
+        assert rewards == [row["reward"] for row in rows if row["task"] == task]
+
+
+def test_more_tokens_than_the_context_holds_are_said_at_the_start(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "eval --tasks rows.jsonl --env arithmetic --samples 1 --threads 1 --limit 2 --model start".split()
+    context = json.loads((place / "start" / "config.json").read_text())["max_position_embeddings"]
+    for tokens, told in ((context, True), (4, False)):
+        assert main([*words, "--max-tokens", str(tokens)]) == 0
+        assert (f"--max-tokens {tokens} is more than any reply can have" in capsys.readouterr().out) == told
 
 
 def test_check_tells_order_by_its_exit_code(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

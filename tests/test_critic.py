@@ -56,7 +56,7 @@ def new_source(name: str, critic: Any = None, env: Any = digits, **settings: Any
     learner = new_learner(row, torch.float32)
     if critic is not None:
         learner = LocalLearner(learner.model, Optimization(lr=1e-2), critic=critic, reference=learner.reference)
-    texts = [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": t["id"]}, WORDS, [0], 32) for t in TASKS]
+    texts = [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": t["id"]}, WORDS, [0]) for t in TASKS]
     return Experience(
         tasks=TASKS, pool=EnvPool(env, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
         algorithm=row, sampling=Sampling(max_tokens=8), size=Size(3, 4, 200), seed=0, texts=texts,

@@ -1,206 +1,31 @@
-"""Rows, tasks and splits: every format gives the same rows, every mistake is one line that names the place."""
+"""Tasks, ids, splits and orders: what is found, what is refused, and that nothing depends on how the rows are read."""
 
 from __future__ import annotations
 
-import gzip
+import hashlib
+import itertools
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_files import ROWS, refused, write_jsonl, write_parquet
 
+from posttrain.data.convert import Conversion
 from posttrain.data.rows import load_rows
-from posttrain.data.tasks import hold_out, order, to_tasks
+from posttrain.data.tasks import ENDLESS, Stream, draw, hold_out, order, to_tasks
+from posttrain.envs import gsm8k
 from posttrain.types import UserError
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data files are not at {DATA}")
-
-ROWS = [
-    {"question": "What is 1 + 1?", "answer": "2"},
-    {"question": "Un café,\ns'il vous plaît: {prix}?", "answer": 'two "euros"'},
-    {"question": "3\u2028-1", "answer": "2"},
-]
-
-
-def refused(act: Callable[[], Any], *parts: str) -> str:
-    """The one line with which `act` is refused; it holds all `parts`."""
-    with pytest.raises(UserError) as error:
-        act()
-    message = str(error.value)
-    assert "\n" not in message and len(message) < 400
-    for part in parts:
-        assert part in message, message
-    return message
-
-
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def write_table(path: Path, delimiter: str) -> Path:
-    import csv
-
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["question", "answer"], delimiter=delimiter)
-        writer.writeheader()
-        writer.writerows(ROWS)
-    return path
-
-
-def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
-    pa = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
-    return path
-
-
-# Reading
-
-
-def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(ROWS))
-    (tmp_path / "b.json").write_text(json.dumps({"version": 1, "data": ROWS}))
-    with gzip.open(tmp_path / "c.jsonl.gz", "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
-    sources: list[tuple[Any, str]] = [
-        (write_jsonl(tmp_path / "train.jsonl", ROWS), "train.jsonl:3"),
-        (tmp_path / "a.json", "a.json item 3"),
-        (tmp_path / "b.json", "b.json item 3"),
-        (tmp_path / "c.jsonl.gz", "c.jsonl.gz:3"),
-        (write_table(tmp_path / "d.csv", ","), "d.csv:5"),  # a header, and a cell of two lines
-        (write_table(tmp_path / "e.tsv", "\t"), "e.tsv:5"),
-        (write_parquet(tmp_path / "f.parquet", ROWS), "f.parquet row 3"),
-        (ROWS, "row 3"),
-        (iter(ROWS), "row 3"),
-    ]
-    for source, place in sources:
-        rows = load_rows(source)
-        assert list(rows) == ROWS
-        assert rows.where(2) == place
-        assert rows[1:].where(-1) == place and list(rows[1:]) == ROWS[1:]
-    assert list(load_rows(str(tmp_path / "train.jsonl"))) == ROWS
-
-
-def test_saved_dataset_gives_its_rows_by_split(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="saved datasets need the library `datasets`")
-    one = datasets.Dataset.from_list(ROWS)
-    one.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": one, "test": one.select([2])}).save_to_disk(tmp_path / "two")
-    assert list(load_rows(tmp_path / "one")) == ROWS
-    rows = load_rows(tmp_path / "two", split="test")
-    assert list(rows) == ROWS[2:] and rows.where(0) == "two test row 1"
-    refused(lambda: load_rows(tmp_path / "two"), "two has several splits", "train, test")
-    refused(lambda: load_rows(tmp_path / "two", split="tset"), "no split 'tset'", "did you mean 'test'?")
-    refused(lambda: load_rows(tmp_path / "one", split="test"), "without splits")
-    (tmp_path / "one" / "state.json").write_text("{")
-    refused(lambda: load_rows(tmp_path / "one"), "cannot be read as a saved dataset")
-
-
-def test_folder_of_files_is_read_by_split_with_shards_in_order(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "train-00001-of-00002.parquet", ROWS[1:])
-    write_parquet(tmp_path / "train-00000-of-00002.parquet", ROWS[:1])
-    (tmp_path / "README.md").write_text("about")
-    assert list(load_rows(tmp_path)) == ROWS
-    write_jsonl(tmp_path / "test.jsonl", ROWS[:1])
-    refused(lambda: load_rows(tmp_path), "several splits", "test, train")
-    rows = load_rows(tmp_path, split="train")
-    assert list(rows) == ROWS and rows.where(2) == "train-00001-of-00002.parquet row 2"
-    (tmp_path / "empty").mkdir()
-    refused(lambda: load_rows(tmp_path / "empty"), "holds no data file")
-
-
-def test_limit_stops_reading(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "train.jsonl", ROWS)
-    path.write_text(path.read_text() + "not json\n")
-    assert list(load_rows(path, limit=2)) == ROWS[:2]
-    assert load_rows(load_rows(path, limit=3), limit=3).where(1) == "train.jsonl:2"
-    refused(lambda: load_rows(path, limit=0), "at least 1")
-
-
-def test_byte_order_mark_windows_ends_and_blank_lines_are_no_rows(tmp_path: Path) -> None:
-    text = "\r\n".join(["", *(json.dumps(row, ensure_ascii=False) for row in ROWS), "  ", ""])
-    path = tmp_path / "train.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
-    rows = load_rows(path)
-    assert list(rows) == ROWS and rows.where(0) == "train.jsonl:2"
-    table = tmp_path / "train.csv"
-    table.write_bytes(b"\xef\xbb\xbfquestion,answer\r\n\r\n1+1,2\r\n")
-    rows = load_rows(table)
-    assert list(rows) == [{"question": "1+1", "answer": "2"}] and rows.where(0) == "train.csv:3"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "parts"),
-    [
-        ("a.jsonl", b'{"x": 1}\n\n{"x": \n', ("a.jsonl:3", "not valid JSON")),
-        ("a.jsonl", b'{"x": 1}\n[1]\n', ("a.jsonl:2", "must be an object", "list")),
-        ("a.jsonl", b'{"x": 1}\n{"x": "\xe9"}\n', ("a.jsonl:2", "byte 0xe9 is not UTF-8")),
-        ("a.jsonl", '{"x": 1}'.encode("utf-16"), ("a.jsonl:1", "UTF-8")),
-        ("a.jsonl", b'{"x": ' + b"1" * 5000 + b"}", ("a.jsonl:1", "not valid JSON")),
-        ("a.jsonl", b"\n \n", ("a.jsonl has no rows",)),
-        ("a.json", b"", ("a.json has no rows",)),
-        ("a.json", b"[]", ("a.json has no rows",)),
-        ("a.json", b'[{"x": 1},\n{"x": }]', ("a.json:2", "not valid JSON")),
-        ("a.json", b'{"x": 1}\n{"x": 2}\n', ("a.json:2", ".jsonl")),
-        ("a.json", b'[{"x": 1}, 2]', ("a.json item 2", "must be an object", "int")),
-        ("a.json", b'{"a": [], "b": []}', ("a.json:1", "one list, not 2")),
-        ("a.json", b'"text"', ("a.json:1", "expected a list", "str")),
-        ("a.csv", b'x,y\n"1\n1",2\n3\n', ("a.csv:4", "1 cells under a header of 2")),
-        ("a.csv", b"x,y\n1,2,3\n", ("a.csv:2", "3 cells")),
-        ("a.csv", b'x,y\n1,2\n"3,4\n', ("a.csv:3", "not a valid table row")),
-        ("a.csv", b"x,x\n1,2\n", ("a.csv:1", "'x' twice")),
-        ("a.csv", b"x,y\n1,\xff\n", ("a.csv:2", "byte 0xff")),
-        ("a.csv", b"x,y\n", ("a.csv has no rows",)),
-        ("a.parquet", b"PAR1 not really", ("a.parquet", "cannot be read as parquet")),
-        ("a.jsonl.gz", b"not gzip", ("a.jsonl.gz cannot be read",)),
-        ("a.txt", b"x", ("a.txt", ".jsonl", "convert it")),
-    ],
-)
-def test_malformed_file_is_refused_with_its_place(
-    tmp_path: Path, name: str, content: bytes, parts: tuple[str, ...]
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    refused(lambda: load_rows(tmp_path / name), *parts)
-
-
-def test_missing_source_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "train.jsonl", ROWS)
-    refused(lambda: load_rows(tmp_path / "trian.jsonl"), "there is no file", "did you mean 'train.jsonl'?")
-    refused(lambda: load_rows("nowhere/train.jsonl"), "there is no folder nowhere")
-    refused(lambda: load_rows(path, split="test"), "no split 'test'")
-    refused(lambda: load_rows(ROWS, split="test"), "no split 'test'")
-    refused(lambda: load_rows({"train": ROWS}), "not a mapping", "train")  # type: ignore[dict-item]
-    refused(lambda: load_rows([ROWS[0], "text"]), "row 2", "must be an object")  # type: ignore[list-item]
-    refused(lambda: load_rows([]), "the list of rows has no rows")
-
-
-def test_unreachable_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets", reason="hub datasets need the library `datasets`")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    write_jsonl(tmp_path / "gsm8k.jsonl", ROWS)
-    refused(lambda: load_rows("gsm8k"), "there is no file gsm8k", "'gsm8k.jsonl'", "the hub gave no such dataset")
-
-
-def test_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "dataset_info.json").write_text("{}")
-    for library in ("pyarrow", "pyarrow.parquet", "datasets"):
-        monkeypatch.setitem(sys.modules, library, None)
-    for source in (tmp_path / "a.parquet", tmp_path / "saved", "some/dataset"):
-        refused(lambda source=source: load_rows(source), "pip install 'posttrain[datasets]'")  # type: ignore[misc]
-
 
 # From rows to tasks
 
@@ -219,6 +44,19 @@ def test_unknown_column_is_refused_with_place_columns_and_suggestion(tmp_path: P
     refused(lambda: to_tasks(rows, fields={"prompt": "quesion"}), *expected)
     refused(lambda: to_tasks(rows, prompt_template="Q: {quesion}"), *expected, "prompt_template")
     refused(lambda: to_tasks(rows, convert=lambda row: {"prompt": row["quesion"]}), *expected)
+
+
+def test_converter_finds_renamed_columns_under_both_names() -> None:
+    row = {"question": "1+1", "final": "2", "answer": "because"}
+    seen: list[dict[str, Any]] = []
+    [task] = to_tasks(
+        [row], fields={"prompt": "question", "answer": "final"}, convert=lambda row: seen.append(row) or {**row}
+    )
+    assert seen[0] == {"prompt": "1+1", "question": "1+1", "final": "2", "answer": "2"}
+    assert task["prompt"] == "1+1" and task["answer"] == "2"
+    rows = [{"question": "Tom has 3 and 4. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}]
+    [plain], [renamed] = (to_tasks(rows, fields=f, convert=gsm8k.row_to_task) for f in ({}, {"prompt": "question"}))
+    assert plain == renamed and plain["answer"] == "7"
 
 
 def test_templates_fill_whole_columns_and_leave_braces_in_data_alone() -> None:
@@ -262,7 +100,30 @@ def test_convert_may_leave_rows_out_and_its_failures_name_the_row(tmp_path: Path
     refused(lambda: to_tasks(rows, convert=lambda row: None), "3 of 3 rows were left out")
     refused(lambda: to_tasks(rows, convert=lambda row: {"prompt": 1 // 0}), "a.jsonl:1", "ZeroDivisionError")
     refused(lambda: to_tasks(rows, convert=lambda row: row["answer"]), "a.jsonl:1", "returned a str")
+    with_key = to_tasks(rows, convert=lambda row: {"prompt": row.pop("question"), **row})
+    assert [task["prompt"] for task in with_key] == [row["question"] for row in ROWS] == [t["prompt"] for t in with_key]
     assert list(rows) == ROWS  # the rows themselves are never changed
+
+
+def test_rows_without_a_demonstration_are_left_out_where_one_is_needed() -> None:
+    def converted(row: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt": row["q"]} | ({"response": row["a"]} if row["a"] else {})
+
+    rows = [{"q": "1", "a": "x"}, {"q": "2", "a": None}]
+    assert len(to_tasks(rows, convert=converted)) == 2
+    tasks = to_tasks(rows, convert=converted, need=SFT)
+    assert [task["prompt"] for task in tasks] == ["1"] and tasks.left_out == 1
+
+
+def test_converter_that_changes_its_mind_is_told() -> None:
+    calls: list[int] = []
+
+    def moody(row: dict[str, Any]) -> dict[str, Any] | None:
+        calls.append(1)
+        return row if len(calls) == 1 else None
+
+    tasks = to_tasks([{"prompt": "a"}], convert=moody)
+    refused(lambda: tasks[0], "row 1", "depend on the row alone")
 
 
 USER = {"role": "user", "content": "hi"}
@@ -293,6 +154,36 @@ def test_a_task_has_exactly_one_prompt_and_it_meets_the_need(
     assert {"prompt", "messages"} & task.keys() == {kept}
 
 
+@pytest.mark.parametrize(
+    ("row", "task", "said"),
+    [
+        ({"prompt": "hi", "completion": "hello"}, {"prompt": "hi", "response": "hello"}, "response from 'completion'"),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, {"messages": [USER, ASSISTANT]}, "'prompt' and 'completion'"),
+        ({"prompt": [USER], "completion": "hello"}, {"messages": [USER, ASSISTANT]}, "'prompt' and 'completion'"),
+        ({"prompt": [USER], "response": "hello"}, {"messages": [USER, ASSISTANT]}, "'prompt' and 'response'"),
+        ({"prompt": "hi", "response": "a", "completion": "b"},
+         {"prompt": "hi", "response": "a", "completion": "b"}, "response from 'response'"),
+        ({"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT]}, "messages from 'messages'"),
+    ],
+)  # fmt: skip
+def test_prompt_and_completion_are_a_demonstration_as_text_and_as_messages(
+    row: dict[str, Any], task: dict[str, Any], said: str
+) -> None:
+    tasks = to_tasks([row], need=SFT)
+    assert {key: value for key, value in tasks[0].items() if key != "id"} == task
+    assert said in tasks.taken()
+
+
+def test_what_was_taken_for_what_is_told() -> None:
+    row = {"question": "q", "reply": "r", "answer": "a"}
+    assert to_tasks([row], fields={"prompt": "question"}).taken() == "prompt from 'question'"
+    named = to_tasks([row], prompt_template="{question}:", fields={"response": "reply"}, need=SFT)
+    assert named.taken() == "prompt from 'prompt_template', response from 'reply'"
+    assert to_tasks([row], need=()).taken() == "the environment makes the prompts"
+    assert to_tasks([{"prompt": [USER]}]).taken() == "messages from 'prompt'"
+    assert to_tasks([row], convert=lambda row: {"prompt": "x"}).taken() == "<lambda> makes the tasks"
+
+
 def test_environments_that_write_their_own_prompt_need_none() -> None:
     [task] = to_tasks([{"question": "who?", "answers": ["me"]}], need=("question",))
     assert {"prompt", "messages"}.isdisjoint(task)
@@ -311,6 +202,8 @@ def test_environments_that_write_their_own_prompt_need_none() -> None:
         ({"prompt": "hi", "answer": None}, ("prompt", "answer"), ("no answer",)),
         ({"messages": [USER], "answer": ""}, ("prompt", "answer"), ("no answer",)),
         ({"messages": [USER]}, SFT, ("end with the assistant turn",)),
+        ({"prompt": [USER], "completion": [USER]}, SFT, ("end with the assistant turn",)),
+        ({"prompt": "hi", "completion": [ASSISTANT]}, SFT, ("completion holds messages", "make both text")),
         ({"messages": [USER, ASSISTANT]}, RL, ("end with an assistant turn",)),
         ({"messages": []}, RL, ("messages must be a list",)),
         ({"messages": "hi"}, RL, ("messages must be a list",)),
@@ -358,8 +251,77 @@ def test_rows_without_id_get_one_from_their_columns_and_repetitions_are_kept_onc
     assert {task["id"] for task in to_tasks(rows[::-1])} == {task["id"] for task in tasks}
     assert tasks[0]["id"] == "08e037beea17b933"  # stable between processes and versions
     taken = [{"prompt": "z", "id": tasks[0]["id"]}, rows[0]]
-    refused(lambda: to_tasks(taken), "row 2: id", "row 1")  # an own id is never merged with a hash
+    for order_of_them in (taken, taken[::-1]):  # an own id is never merged with a hash
+        refused(lambda order_of_them=order_of_them: to_tasks(order_of_them), "row 2: id", "row 1")  # type: ignore[misc]
     refused(lambda: to_tasks([{"prompt": "a", "x": object()}]), "row 1", "give the rows an id")
+
+
+TEXTS = st.sampled_from(["a", "1", " ", "", "half \ud83d", "é", "null", "true"])
+VALUES = st.one_of(TEXTS, st.integers(0, 1), st.sampled_from([1.0, -0.0, True, None, [1, {"b": 1}]]))
+COLUMNS = st.sampled_from(["prompt", "messages", "x", "y", "id"])
+SOME_ROWS = st.one_of(
+    st.dictionaries(COLUMNS, VALUES, max_size=3),
+    st.fixed_dictionaries({"prompt": TEXTS, "x": VALUES}),
+    st.fixed_dictionaries({"prompt": st.sampled_from("ab"), "x": st.sampled_from([1, "1", 1.0, None, "null"])}),
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(SOME_ROWS, min_size=1, max_size=3).flatmap(
+        lambda pool: st.lists(st.sampled_from(pool), min_size=1, max_size=7)
+    ),
+    block=st.integers(1, 3),
+    fields=st.sampled_from([{}, {"prompt": "x"}, {"x": "prompt"}, {"id": "x"}]),
+    need=st.sampled_from([(), ("prompt",), ("prompt", "x")]),
+)
+def test_rows_seen_as_columns_give_what_rows_seen_one_by_one_give(
+    rows: list[dict[str, Any]], block: int, fields: dict[str, str], need: tuple[str, ...]
+) -> None:
+    """Columns are the quick way for rows that are tasks as they stand."""
+
+    def found(quick: bool) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("posttrain.data.rows.BLOCK", block)
+            if not quick:
+                patch.setattr(Conversion, "plain", lambda self, rows: None)
+            try:
+                tasks = to_tasks(rows, fields=fields, need=need, split_seed=3)
+            except UserError as error:
+                return str(error)
+        assert tasks.draws is not None
+        return list(tasks), tasks.at.tolist(), tasks.merged, tasks.draws[1].tolist()
+
+    assert found(True) == found(False)
+
+
+def independent(value: Any) -> str:
+    """64 bits of BLAKE2b over canonical JSON, in hexadecimal: what ids are made of, and what is held out."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def test_ids_and_held_out_tasks_follow_from_hashes_alone() -> None:
+    rows = [{"prompt": f"é{n}", "response": str(n % 7), "n": n} for n in range(300)]
+    rows += [{"messages": [{"role": "user", "content": str(n)}], "x": None} for n in range(300)]
+    tasks = to_tasks(rows, need=())
+    assert [task["id"] for task in tasks] == [independent(row) for row in rows]
+    for given_before in (None, 5, 6):
+        _, held_out = hold_out(to_tasks(rows, need=(), split_seed=given_before), 0.3, 5)
+        chosen = [row for row in rows if int(independent([5, row.get("prompt") or row["messages"]]), 16) < 0.3 * 2**64]
+        assert [task["id"] for task in held_out] == [independent(row) for row in chosen]
+
+
+def test_tasks_are_the_same_one_by_one_in_order_and_in_part() -> None:
+    rows = [{"prompt": str(n % 40)} if n % 3 else {"prompt": f"no {n}"} for n in range(60)]
+    tasks = to_tasks(rows, convert=lambda row: None if row["prompt"] == "1" else row)
+    every = [tasks[place] for place in range(len(tasks))]
+    assert list(tasks) == every and list(tasks[3:9]) == every[3:9] and list(tasks[50:51]) == every[50:51]
+    assert list(tasks.some(np.array([0, 7, 30]))) == [every[0], every[7], every[30]]
+    assert tasks.merged == 60 - tasks.left_out - len(tasks) > 0
+    known = to_tasks(rows, split_seed=0)
+    for part in (known, known[7:40]):
+        sides = hold_out(part, 0.4, 0)
+        assert list(map(list, sides)) == list(map(list, hold_out(to_tasks(list(part)), 0.4, 0)))
 
 
 # Splits and orders
@@ -370,14 +332,15 @@ PROMPTS = st.lists(st.text(min_size=1, max_size=6), min_size=12, max_size=40, un
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(prompts=PROMPTS, cut=st.integers(6, 11), seed=st.integers(-5, 5), rng=st.randoms(use_true_random=False))
 def test_split_is_invariant_under_order_and_growth(prompts: list[str], cut: int, seed: int, rng: random.Random) -> None:
-    tasks = [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(prompts)]
+    tasks = [{"id": str(number), "prompt": prompt.replace("\0", ".") + "?"} for number, prompt in enumerate(prompts)]
+    prompts = [task["prompt"] for task in tasks]
 
     def sides(tasks: list[dict[str, Any]], fraction: float = 0.5) -> tuple[set[str], set[str]]:
         try:
-            train, held_out = hold_out(tasks, fraction, seed)
+            train, held_out = hold_out(to_tasks(tasks), fraction, seed)
         except UserError:  # by chance all on one side
             return set(), set()
-        assert [task for task in tasks if task in train] == train
+        assert [task for task in tasks if task in train] == list(train)
         return {task["prompt"] for task in train}, {task["prompt"] for task in held_out}
 
     train, held_out = sides(tasks)
@@ -391,25 +354,35 @@ def test_split_is_invariant_under_order_and_growth(prompts: list[str], cut: int,
 
 def test_equal_prompts_are_never_on_both_sides() -> None:
     tasks = [{"id": f"{copy}-{n}", "prompt": f"question {n}"} for copy in range(3) for n in range(100)]
-    train, held_out = hold_out(tasks, 0.3, seed=1)
+    train, held_out = hold_out(to_tasks(tasks), 0.3, seed=1)
     assert {task["prompt"] for task in train}.isdisjoint(task["prompt"] for task in held_out)
     ask = [{"role": "user", "content": "q"}]
     other = [{"id": str(n), "messages": [{"role": "user", "content": str(n)}]} for n in range(50)]
     pair = [{"id": a, "messages": [*ask, {"role": "assistant", "content": a}]} for a in ("yes", "no")]
-    sides = hold_out([*other, *pair, {"id": "open", "messages": ask}], 0.5, seed=0)
+    sides = hold_out(to_tasks([*other, *pair, {"id": "open", "messages": ask}], need=()), 0.5, seed=0)
     assert sorted(sum(task.get("messages", [])[:1] == ask for task in side) for side in sides) == [0, 3]
+
+
+def test_tasks_with_one_prompt_for_all_are_split_by_their_ids() -> None:
+    rows = [{"id": str(n), "prompt": "Begin.", "number": n} for n in range(2000)]
+    train, held_out = hold_out(to_tasks(rows), 0.2, seed=1)
+    assert 320 < len(held_out) < 480 and len(train) + len(held_out) == 2000
+    by_id = [row["id"] for row in rows if int(independent([1, row["id"]]), 16) < 0.2 * 2**64]
+    assert [task["id"] for task in held_out] == by_id
+    made = to_tasks([{"number": n} for n in range(2000)], need=(), split_seed=1)  # the environment makes the prompts
+    assert 320 < len(hold_out(made, 0.2, seed=1)[1]) < 480
 
 
 def test_held_out_share_is_near_the_fraction_and_depends_on_the_seed() -> None:
     tasks = [{"id": str(n), "question": f"question {n}"} for n in range(4000)]  # no prompt: told apart by id
-    splits = [hold_out(tasks, 0.2, seed)[1] for seed in range(5)]
+    splits = [hold_out(to_tasks(tasks, need=()), 0.2, seed)[1] for seed in range(5)]
     for held_out in splits:
         assert abs(len(held_out) / 4000 - 0.2) < 4 * (0.2 * 0.8 / 4000) ** 0.5
     assert len({tuple(task["id"] for task in held_out) for held_out in splits}) == 5
 
 
 def test_split_with_an_empty_side_is_refused() -> None:
-    tasks = [{"id": "1", "prompt": "a"}, {"id": "2", "prompt": "b"}]
+    tasks = to_tasks([{"id": "1", "prompt": "a"}, {"id": "2", "prompt": "b"}])
     refused(lambda: hold_out(tasks, 1e-9), "none of the 2 tasks is held out")
     refused(lambda: hold_out(tasks, 1 - 1e-9), "left to train on")
     for fraction in (0.0, 1.0, -1.0, float("nan")):
@@ -425,6 +398,76 @@ def test_order_is_a_permutation_of_its_own_for_every_epoch_and_seed() -> None:
     assert list(order(8, 0, 0)) == list(order(8, 0, 0)) == [0, 2, 1, 5, 4, 3, 6, 7]  # stable between versions
     assert list(order(0, 0, 0)) == []
     assert np.random.get_state()[1].tolist() == before  # type: ignore[index]
+
+
+def test_order_of_what_has_no_end_is_its_own() -> None:
+    visits = order(ENDLESS, 0, 3)
+    assert list(visits[:3]) == [0, 1, 2] and visits[10**12] == 10**12
+
+
+def test_draws_follow_the_orders_of_the_epochs() -> None:
+    drawn, after = draw(5, 3, 9, seed=2)
+    orders = [list(order(5, epoch, 2)) for epoch in range(3)]
+    assert drawn == [(0, p) for p in orders[0][3:]] + [(1, p) for p in orders[1]] + [(2, p) for p in orders[2][:2]]
+    assert after == 12
+
+
+def test_what_does_not_fit_is_passed_over_and_nothing_else_moves() -> None:
+    everything = [place for _, place in draw(50, 0, 100, seed=2)[0]]
+    drawn, number = [], 0
+    while number < 100:  # in steps of any size
+        more, number = draw(50, number, 1 + number % 3, 2, lambda place: place % 5 != 0)
+        drawn += [place for _, place in more]
+    assert drawn[:80] == [place for place in everything if place % 5]
+    assert len(draw(50, 0, 400, 2, lambda place: place % 2 == 0)[0]) == 400
+    refused(lambda: draw(50, 7, 1, 2, lambda place: False), "none of 50 rows fits", "--too-long truncate")
+
+
+# Without end
+
+
+def squares() -> Iterator[dict[str, Any]]:
+    return ({"prompt": f"{n} squared", "answer": n * n} for n in itertools.count())
+
+
+def test_stream_gives_its_tasks_by_their_places_and_begins_again_for_earlier_ones() -> None:
+    called: list[int] = []
+    stream = Stream(lambda: called.append(1) or squares(), Conversion())
+    assert [stream[place]["answer"] for place in (0, 3, 3, 10, 4)] == [0, 9, 9, 100, 16] and len(called) == 2
+    assert stream[7] == to_tasks(itertools.islice(squares(), 8))[7]
+    assert len(stream) == ENDLESS and stream.where(5) == "row 6" and stream.taken() == "prompt from 'prompt'"
+    assert [task["answer"] for task in stream.examples()] == [0, 1, 4]
+    assert draw(len(stream), 7, 2, 0) == ([(7, 7), (8, 8)], 9)
+
+
+def test_stream_that_ends_begins_again() -> None:
+    stream = Stream(lambda: [{"prompt": "a"}, {"prompt": "b"}], Conversion())
+    assert [stream[place]["prompt"] for place in range(5)] == list("ababa")
+
+
+def test_failures_of_a_stream_name_the_row() -> None:
+    def failing() -> Iterator[dict[str, Any]]:
+        yield {"prompt": "a"}
+        yield {"prompt": 1}
+
+    def broken() -> Iterator[dict[str, Any]]:
+        yield {"prompt": "a"}
+        raise KeyError("b")
+
+    refused(lambda: Stream(failing, Conversion())[1], "row 2: prompt must be text")
+    refused(lambda: Stream(lambda: ["text"], Conversion())[0], "row 1", "must be an object")
+    refused(lambda: Stream(broken, Conversion())[1], "failed after 1", "KeyError: 'b'", "test_data.py")
+    refused(lambda: Stream(lambda: [], Conversion())[0], "none of them makes a task")
+
+
+def test_some_of_the_beginning_of_a_stream_is_held_out_and_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.data.tasks.HELD_OUT", 20)
+    train, held_out = hold_out(Stream(squares, Conversion()), 0.2, 4)
+    every = to_tasks(itertools.islice(squares(), 100))
+    left, away = hold_out(every, 0.2, 4)
+    assert list(held_out) == list(away) and [train[place] for place in range(len(left))] == list(left)
+    assert held_out.where(0) == away.where(0)
+    refused(lambda: hold_out(Stream(lambda: itertools.repeat({"prompt": "a"}), Conversion()), 0.2), "fraction")
 
 
 # The real files

@@ -1,11 +1,20 @@
 """Progress for people: few plain lines where nobody watches, a live panel on a terminal, no harm from model text."""
 
 import io
+import json
+import math
+import re
+from dataclasses import replace
 
 import pytest
 
-from posttrain.runs.display import Display, sample, table
-from posttrain.types import Invalid, Rollout, StopReason
+from posttrain.runs.display import Display
+from posttrain.runs.output import Output
+from posttrain.runs.panel import View, compose
+from posttrain.runs.printing import sample, table
+from posttrain.runs.record import as_row
+from posttrain.runs.terminal import Region, cells
+from posttrain.types import Invalid, PlayedTurn, Rollout, SpanKind, StopReason
 
 METRICS = {"reward": 0.512, "length": 14.2, "entropy": 0.83, "loss": 0.1, "grad_norm": 2.0}
 TIMING = {"tokens_per_second": 1234.0, "seconds/rollout": 0.5}
@@ -39,7 +48,7 @@ def run(steps: range, seconds: float, last: int) -> list[str]:
 
 def test_a_plain_line_holds_the_figures_and_the_time_left() -> None:
     line = run(range(1, 13), 0.25, 200)[-1]
-    assert line == "step  12/200  reward 0.512  length 14.2  entropy 0.83  1,234 tok/s  0:47 left"
+    assert line == "step  12/200  reward 0.512  entropy 0.83  length 14.2  1,234 tok/s  0:47 left"
 
 
 def test_slow_steps_are_all_printed_and_fast_ones_every_two_seconds_with_the_first_and_the_last() -> None:
@@ -84,31 +93,171 @@ def test_quiet_shows_nothing() -> None:
         assert out.getvalue() == ""
 
 
-def test_a_terminal_gets_a_live_panel_with_the_last_state_left_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")
-    out = Terminal()
-    display = Display(stream=out)
+    size(monkeypatch, 80, 24)
+    return Terminal()
+
+
+def size(monkeypatch: pytest.MonkeyPatch, columns: int, rows: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("LINES", str(rows))
+
+
+def test_a_terminal_gets_a_live_panel_with_the_last_state_left_on_it(terminal: Terminal) -> None:
+    display = Display(stream=terminal)
     display.start("GRPO on [bold]sums", 3, ["model  tiny"])
     for number in range(1, 4):
         display.step(number, {**METRICS, "reward": (number - 1) / 2, "eval/accuracy": 0.4}, TIMING)
-    display.note("saved [checkpoint] 3")
+    display.note("saved [checkpoint] 3\x1b[2J")
     display.close()
-    text = out.getvalue()
-    final = text[text.rindex("╭") :]
-    for shown in (
-        "GRPO on [bold]sums",
-        "model  tiny",
-        "step 3/3",
-        "▁▅█",
-        "1.000",
-        "1,234",
-        "held-out accuracy",
-        "done in",
-    ):
-        assert shown in final
-    assert "saved [checkpoint] 3" in text
+    text = terminal.getvalue()
+    assert text.startswith("GRPO on [bold]sums\n  model  tiny\n") and text.count("model  tiny") == 1, "said once, above"
+    assert "saved [checkpoint] 3\\x1b[2J\n" in text
+    assert screen(text)[-5:] == [
+        "── GRPO on [bold]sums ─────────────────────────────────────────────────────────",
+        f"step 3/3  {'━' * 55}  done in 0:00",
+        "reward 1.000   entropy 0.83   length 14.2   tok/s 1,234",
+        "reward ▁▅█",
+        "held-out accuracy 0.400",
+    ]
+    assert text.endswith("\x1b[?25h"), "the cursor is back"
+
+
+def screen(text: str, columns: int = 80) -> list[str]:
+    """What a terminal shows after this text: the codes that move up and erase are carried out, lines wrap."""
+    lines, row = [""], 0
+    for part in re.split(r"(\n|\r|\x1b\[\d*A|\x1b\[J|\x1b\[\?25[hl])", text):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\x1b[J":
+            del lines[row + 1 :]
+            lines[row] = ""
+        elif part.endswith("A") and part.startswith("\x1b["):
+            row = max(0, row - int(part[2:-1]))
+        elif not part.startswith("\x1b") and part != "\r":
+            lines[row] += part
+            assert cells(lines[row]) <= columns, "nothing is longer than the terminal is wide"
+    return [line for line in lines if line]
+
+
+VIEW = View(
+    "rl runs/a", 12, 200, "1:02:03 left",
+    {"reward": 0.5, "accuracy": 0.25, "entropy": 1.5, "length": 120.0, "kl": 0.01, "invalid": 0.1, "loss": 0.3,
+     "tokens_per_second": 12345.0, "eval/accuracy": 0.2, "eval/reward": 0.3, "eval/invalid": 0.0, "eval/length": 99.0},
+    [0.1 * i for i in range(90)],
+)  # fmt: skip
+
+
+def text_of(view: View, columns: int, rows: int) -> list[str]:
+    return ["".join(piece for piece, _ in line) for line in compose(view, columns, rows)]
+
+
+def test_the_panel_has_everything_at_80_by_24() -> None:
+    assert text_of(VIEW, 80, 24) == [
+        "── rl runs/a ──────────────────────────────────────────────────────────────────",
+        "step  12/200  ━━━────────────────────────────────────────────────  1:02:03 left",
+        "reward 0.500   accuracy 0.250   entropy 1.50   length 120.0   KL 0.0100",
+        "invalid 0.1   tok/s 12,345",
+        "reward ▁▁▁▁▂▂▂▂▂▂▂▃▃▃▃▃▃▃▄▄▄▄▄▄▅▅▅▅▅▅▅▆▆▆▆▆▆▆▇▇▇▇▇▇████",
+        "held-out reward 0.300   accuracy 0.200   length 99.000",
+    ]
+
+
+@pytest.mark.parametrize("title", ["rl runs/a", "rl " + "训练" * 60, "rl \x1b[2J\nb", ""])
+@pytest.mark.parametrize("values", [VIEW.values, {"loss": 0.25, "tokens_per_second": 1.0}, {}])
+def test_the_panel_fits_any_terminal_and_keeps_what_matters_most(title: str, values: dict[str, float]) -> None:
+    view = replace(VIEW, title=title, values=values)
+    for columns in range(1, 130):
+        for rows in (1, 2, 3, 5, 8, 10, 24, 60):
+            lines = text_of(view, columns, rows)
+            assert 1 <= len(lines) < max(2, rows) and all(cells(line) < max(2, columns) for line in lines)
+            assert not re.search(r"[\x00-\x1f]", "".join(lines))
+            if columns >= 40 and rows >= 8:
+                shown = "\n".join(lines)
+                kept = [f"{name} {values[name]:.3f}" for name in ("reward", "accuracy") if name in values]
+                for part in (
+                    "step  12/200",
+                    "━",
+                    "1:02:03 left",
+                    *kept,
+                    *(["entropy 1.50"] if "entropy" in values else []),
+                ):
+                    assert part in shown, (columns, rows, part)
+
+
+def test_figures_beyond_measure_do_not_fill_the_terminal() -> None:
+    for value in (1e308, -1e308, math.inf, -math.inf, math.nan):
+        view = replace(VIEW, values={"reward": value, "eval/reward": value}, history=[value, 1.0, -value, 0.5])
+        assert all(len(line) < 80 for line in text_of(view, 80, 24))
+        assert any("e+308" in line or "inf" in line or "nan" in line for line in text_of(view, 80, 24))
+
+
+def test_a_window_that_became_narrower_is_drawn_over_where_the_terminal_has_wrapped_it(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [[("a" * 79, "")], [("b" * 30, "")]]
+    region = Region(Output(terminal), lambda columns, rows: lines)
+    region.print("")
+    size(monkeypatch, 40, 10)
+    before = len(terminal.getvalue())
+    region.print("above")
+    assert terminal.getvalue()[before:].startswith("\r\x1b[2A\x1b[Jabove\n"), "79 cells are two rows of 40"
+
+
+def test_what_is_printed_while_the_panel_is_drawn_goes_above_it(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = Region(Output(terminal), lambda columns, rows: [[("panel", "")]])
+    region.start()
+    region.print("a note")
+    region.stop()
+    assert screen(terminal.getvalue()) == ["a note", "panel"]
+
+
+class Broken(Terminal):
+    """A terminal that goes away after some text."""
+
+    def __init__(self, error: Exception, after: int) -> None:
+        super().__init__()
+        self.error, self.left = error, after
+
+    def write(self, text: str) -> int:
+        self.left -= len(text)
+        if self.left < 0:
+            raise self.error
+        return super().write(text)
+
+    def flush(self) -> None:
+        if self.left < 0:
+            raise self.error
+
+
+@pytest.mark.parametrize("after", [0, 200, 600])
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "x"), OSError(5, "x"), OSError(28, "x"), ValueError("closed")])
+def test_a_stream_that_is_gone_ends_nothing(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, error: Exception, term: str, after: int
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    display = Display(stream=Broken(error, after))
+    display.start("GRPO", 9, ["a"])
+    for number in range(1, 10):
+        display.step(number, METRICS, TIMING)
+        display.note("saved")
+    display.close()
+
+
+def test_a_stream_that_was_closed_before_is_as_good_as_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    display = Display()
+    display.start("GRPO", 1, ["a"])
+    display.step(1, METRICS, TIMING)
+    display.close()
+    table("a", ["b"], [[1]])
 
 
 def test_a_sparkline_survives_constant_missing_and_infinite_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +293,15 @@ def test_a_table_on_a_terminal_shows_every_cell_as_it_stands(monkeypatch: pytest
 def test_samples_show_prompt_reply_and_reward_of_played_and_of_recorded_rollouts() -> None:
     played = Rollout({"answer": 42}, "sum-1", [], 1.0, stop=StopReason.EOS, prompt="6*7?\nThink.", text="42")
     failed = Rollout({}, "sum-2", [], Invalid("timed out"), stop=StopReason.LENGTH, prompt="?", text="")
-    recorded = {"group": "sum-3", "reward": None, "invalid": "lost", "stop": "eos", "prompt": "p", "text": "t"}
+    recorded = {
+        "group": "sum-3",
+        "reward": None,
+        "invalid": "lost",
+        "stop": "eos",
+        "prompt": "p",
+        "text": "t",
+        "turns": [],
+    }
     out = io.StringIO()
     sample([played, failed, recorded, played], 3, out)
     lines = out.getvalue().splitlines()
@@ -153,6 +310,34 @@ def test_samples_show_prompt_reply_and_reward_of_played_and_of_recorded_rollouts
     assert "── sum-2 ── invalid: timed out ── length" in out.getvalue()
     assert "── sum-3 ── invalid: lost ── eos" in out.getvalue()
     assert out.getvalue().count("sum-1") == 1
+
+
+def test_samples_of_several_turns_show_what_each_side_said_in_its_place() -> None:
+    turns = [
+        PlayedTurn(SpanKind.PROMPT, "Guess a number.", 0, 0, 4),
+        PlayedTurn(SpanKind.SAMPLED, "50", 0, 4, 2),
+        PlayedTurn(SpanKind.OBSERVATION, "Lower.", 0, 6, 2, reward=0.5),
+        PlayedTurn(SpanKind.SAMPLED, "calculator(7 * 6)\nplease", 0, 8, 5),
+        PlayedTurn(SpanKind.TOOL, "42", 0, 13, 2),
+        PlayedTurn(SpanKind.PROMPT, "So far: 42", 1, 0, 4),
+        PlayedTurn(SpanKind.SAMPLED, "42", 1, 4, 2),
+    ]
+    played = Rollout({"answer": 42}, "g", [], 1.0, turns=turns, prompt="not shown", text="not shown")
+    for rollout in (played, json.loads(json.dumps(as_row(played)))):
+        out = io.StringIO()
+        sample([rollout], 1, out)
+        assert out.getvalue().splitlines()[1:-1] == [
+            "prompt │ Guess a number.",
+            "reply  │ 50",
+            "env    │ Lower.  (reward 0.5)",
+            "reply  │ calculator(7 * 6)",
+            "       │ please",
+            "tool   │ 42",
+            "       │ (a new context)",
+            "prompt │ So far: 42",
+            "reply  │ 42",
+            "answer │ 42",
+        ]
 
 
 def test_model_text_cannot_steer_the_terminal_or_break_a_narrow_encoding() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import posttrain
 from posttrain.envs import arithmetic
-from posttrain.runs.record import read_rollouts, read_run, rollout_steps
+from posttrain.runs.reading import read_rollouts, read_run, rollout_steps
 from posttrain.training.assembly import Run
 
 TASKS = arithmetic.tasks(60, 0, digits=1)

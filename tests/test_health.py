@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 
 import posttrain
+from posttrain.algorithms.settings import flags
 from posttrain.config import RL
 from posttrain.envs import arithmetic
-from posttrain.runs.health import CHECKS, READ, Finding, Health, Limits
+from posttrain.runs.checks import CHECKS
+from posttrain.runs.health import Finding, Health
+from posttrain.runs.history import READ, Limits
 
 Rows = list[dict[str, float]]
 
@@ -129,7 +132,7 @@ def test_a_learning_rate_too_high_is_named_by_the_reward_then_by_signal_and_entr
     drop, signal, entropy = find(rows(DIVERGED))
     assert "from 0.3 at its best to 0.0856" in drop.message and "--lr" in drop.message
     assert "about 87% of the groups are all wrong" in signal.message
-    assert "94% of the replies are wrong" in entropy.message and "--clip-high 0.28" in entropy.message
+    assert "94% of the replies are wrong" in entropy.message and "--entropy 0.001" in entropy.message
 
 
 def test_a_loophole_found_in_mid_run_is_named_by_the_kl_and_by_the_reward() -> None:
@@ -162,6 +165,7 @@ def test_noise_alone_is_never_named(seed: int, level: float) -> None:
     reward = [sum(generator.random() < level for _ in range(16)) / 16 for _ in range(300)]
     other = {"entropy": noisy([0.4] * 300, 0.2, seed), "length": noisy([50] * 300, 0.2, seed + 1)}
     other |= {"truncated": noisy([0.1] * 300, 0.5, seed), "kl": noisy([0.01] * 300, 0.5, seed)}
+    other |= {"invalid": [sum(generator.random() < 0.1 for _ in range(16)) / 16 for _ in range(300)]}
     assert named(rows({"reward": reward, **other})) == {}
 
 
@@ -216,6 +220,88 @@ def test_tasks_learned_by_heart_are_named_once_held_out_ones_do_not_follow() -> 
 def test_updates_that_are_skipped_are_named() -> None:
     assert named(rows({"skipped": [0.0] * 20 + [0.0, 1.0] * 5})) == {"skipped": 24}
     assert named(rows({"skipped": [0.0] * 20 + [1.0] + [0.0] * 20})) == {}, "one is an accident"
+
+
+def test_a_run_without_any_update_for_five_steps_is_stalled_and_that_ends_it() -> None:
+    for healthy in (0, 3, 20):
+        found = find(rows({"skipped": [0.0] * healthy + [1.0] * 5}))
+        assert [(f.name, f.step) for f in found if f.fatal] == [("stalled", healthy + 5)]
+    assert named(rows({"skipped": [0.0] * 20 + [1.0] * 4 + [0.0] * 20})) == {"skipped": 22}
+    assert "stalled" not in named(rows({"skipped": [0.0] * 20 + [0.5] * 20})), "half of the updates of each step"
+    assert not any(f.fatal for f in find(rows(DIVERGED)))
+
+
+def test_a_run_is_motionless_until_its_first_update() -> None:
+    health = Health()
+    assert not health.motionless
+    health.look(0, {"eval/loss": 1.0})
+    assert not health.motionless, "an evaluation is no update"
+    health.look(1, {"skipped": 1.0})
+    assert health.motionless
+    health.look(2, {"skipped": 0.75})
+    assert not health.motionless
+
+
+DODGING = noisy([0.0] * 20 + [0.01 * i for i in range(40)], 0.1)
+
+
+def test_invalid_rewards_that_grow_with_the_policy_are_named_and_a_constant_share_is_not() -> None:
+    (finding,) = find(rows({"invalid": DODGING}))
+    assert finding.name == "invalid" and 25 < finding.step < 45 and "0% were at the start" in finding.message
+    assert "too long" not in finding.message and "--env-seconds" in finding.message
+    (slow,) = find(rows({"invalid": DODGING, "invalid/timeout": DODGING}))
+    assert "took too long to check" in slow.message
+    for share in (0.0, 0.02, 0.3):
+        assert named(rows({"invalid": noisy([share] * 300, 0.5)})) == {}
+    assert named(rows({"invalid": [0.3] * 5 + [0.0] * 60})) == {}, "fewer of them"
+
+
+STUCK = {"reward": noisy([0.5] * 60, 0.05), "entropy": [0.5 * 0.9**i for i in range(60)]}
+
+
+def test_a_clip_is_advised_only_where_it_can_bind() -> None:
+    """With one update per step every ratio is 1, whatever the clip."""
+
+    def advice(**columns: list[float]) -> str:
+        (finding,) = find(rows({**STUCK, **columns}))
+        assert finding.name == "entropy"
+        return finding.message
+
+    bound = {"updates": [4.0] * 60, "ratio/clipped_high": [0.01] * 60}
+    assert "--clip-high 0.28" in advice(**bound) and "keeps rare tokens rare" in advice(**bound)
+    assert "clip" not in advice(**{**bound, "updates": [1.0] * 60})
+    assert "clip" not in advice(**{**bound, "ratio/clipped_high": [0.0] * 60})
+    assert "clip" not in advice(updates=[4.0] * 60), "a surrogate without a clip"
+
+
+def test_fewer_updates_are_advised_only_where_there_are_several() -> None:
+    several = find(rows({**DIVERGED, "updates": [4.0] * 60}))[0]
+    assert several.name == "drop" and "fewer --epochs and --minibatches" in several.message
+    assert "--minibatches" not in find(rows({**DIVERGED, "updates": [1.0] * 60}))[0].message
+
+
+def test_without_a_success_threshold_nothing_is_said_of_right_and_wrong() -> None:
+    column = {"accuracy": [], "reward": noisy([0.4] * 20, 0.05), "groups/no_signal": noisy([0.95] * 20, 0.01)}
+    (finding,) = find(rows(column))
+    assert finding.name == "signal" and "--success" in finding.message
+    assert "all wrong" not in finding.message and "all right" not in finding.message
+
+
+def test_longer_replies_without_a_success_threshold_are_judged_by_the_reward() -> None:
+    length = noisy([100 + 4 * i for i in range(60)], 0.05)
+    idle, paid = noisy([0.2] * 60, 0.05), noisy([0.2 + 0.01 * i for i in range(60)], 0.05)
+    (finding,) = find(rows({"accuracy": [], "reward": idle, "length": length}))
+    assert finding.name == "length" and "earn no more" in finding.message
+    assert named(rows({"accuracy": [], "reward": paid, "length": length})) == {}
+
+
+def test_figures_beyond_measure_are_left_out() -> None:
+    """The square of 1e200 is infinite."""
+    holes = [{**row, "step": row["step"] * 2 - 1} for row in rows(DIVERGED)]
+    for row in rows(DIVERGED):
+        holes.append({"step": row["step"] * 2, "reward": 1e308, "entropy": -1e200, "kl": 10**300})
+    holes.sort(key=lambda row: row["step"])
+    assert set(named(holes)) == set(named(rows(DIVERGED)))
 
 
 def test_a_critic_is_named_if_it_stays_worse_than_a_constant() -> None:
@@ -273,8 +359,11 @@ def test_messages_are_of_two_lines_and_name_options_that_exist() -> None:
     found = [*find(rows(DIVERGED)), *find(rows(LOOPHOLE)), *find(rows(LONGER)), *find(rows(LEARNED))]
     found += find(rows({"reward": [0.0] * 20, "groups/no_signal": [1.0] * 20}))
     found += find(rows({"skipped": [1.0] * 20, "explained_variance": [-1.0] * 20}), Limits(critic_after=15))
+    found += find(rows({"invalid": DODGING, "invalid/timeout": DODGING}))
+    found += find(rows({**STUCK, "updates": [2] * 60, "ratio/clipped_high": [0.01] * 60}))
+    found += find(rows({"accuracy": [], "reward": noisy([0.1] * 20, 0.1), "groups/no_signal": [0.99] * 20}))
     assert {finding.name for finding in found} == CHECKS.keys() - {"held_out"}
-    options = {field.name for field in fields(RL)}
+    options = {field.name for field in fields(RL)} | set(flags())
     for finding in found:
         assert finding.message.count("\n") == 1
         for option in re.findall(r"--([a-z-]+)", finding.message):
@@ -296,5 +385,5 @@ def test_a_real_run_reports_what_the_checks_read_and_its_constant_reward_is_name
         tasks, ignores, str(imitated.path), out=str(tmp_path / "rl"), steps=11, prompts=4, group=4, max_tokens=4,
         lr=1e-4, kl=0.04, success=1.0, **small,
     )  # fmt: skip
-    assert READ - run.metrics[-1].keys() == {"explained_variance"}, "which needs a critic"
+    assert READ - run.metrics[-1].keys() <= {"explained_variance", "invalid/timeout"}, "of a critic, of slow rewards"
     assert [(f.step, f.name) for f in find(run.metrics)] == [(10, "signal")]

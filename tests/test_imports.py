@@ -39,9 +39,9 @@ HOMES = {
     "pyarrow": ("data/",),
     "math_verify": ("verify/",),
     "sympy": ("verify/",),
-    "matplotlib": ("runs/record.py", "reproduce/figure.py"),
-    "tensorboardX": ("runs/record.py",),
-    "rich": ("runs/display.py",),
+    "matplotlib": ("runs/curves.py", "reproduce/figure.py"),
+    "tensorboardX": ("runs/events.py",),
+    "rich": ("runs/printing.py", "runs/terminal.py"),
     "cyclopts": ("cli/",),
     "vllm": ("engines/vllm_worker.py",),
     "rapidfuzz": ("sources/diversity.py",),
@@ -49,7 +49,7 @@ HOMES = {
 }
 """Where each heavy library may be imported."""
 
-LIGHT = ("envs/", "verify/", "runs/record.py", "runs/display.py", "runs/health.py", "training/intervals.py",
+LIGHT = ("envs/", "verify/", "runs/", "training/intervals.py",
          "sources/diversity.py", "algorithms/", "config.py", "types.py", "batch.py", "protocols.py", "part.py",
          "seeds.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py", "cli/main.py",
          "cli/commands.py", "cli/typed.py",

@@ -169,6 +169,22 @@ def test_first_prompt_beyond_the_context_is_the_users_mistake(tokenizer: Tokeniz
         played(lambda task, reply: 0.0, tokenizer, context=6)
 
 
+def test_first_prompt_beyond_the_context_is_invalid_or_cut_where_that_is_wanted(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Generator[Turn | str, Reply, float]:
+        yield "=".join(map(str, range(int(task["id"]), 40)))
+        return 1.0
+
+    whole = played(env, tokenizer, context=200, max_tokens=2)
+    skipped = played(env, tokenizer, context=60, max_tokens=2, limits={"too_long": "skip"})
+    assert all(isinstance(r.reward, Invalid) and "context holds 60" in r.reward.reason for r in skipped)
+    for most, length in ((2, 58), (50, 30)):  # room for the reply, but half of the context for the prompt
+        cut = played(env, tokenizer, context=60, max_tokens=most, limits={"too_long": "truncate"})
+        for one, other in zip(cut, whole, strict=True):
+            prompt = other.transcripts[0].tokens[: -other.n_sampled]
+            kept = one.transcripts[0].tokens[: -one.n_sampled]
+            assert one.reward == 1.0 and len(kept) == length and kept == [prompt[0], *prompt[-length + 1 :]]
+
+
 def test_later_turn_beyond_the_context_gets_an_empty_reply_and_a_score(tokenizer: Tokenizer) -> None:
     def env(task: Task) -> Generator[Turn | str, Reply, float]:
         yield Turn(task["prompt"])

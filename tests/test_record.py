@@ -10,15 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posttrain.runs.record import (
-    Record,
-    curves,
-    read_metrics,
-    read_rollouts,
-    read_run,
-    read_timing,
-    rollout_steps,
-)
+from posttrain.runs.curves import curves
+from posttrain.runs.reading import read_metrics, read_rollouts, read_run, read_timing, rollout_steps
+from posttrain.runs.record import Record
 from posttrain.types import Completion, Invalid, Rollout, StopReason, Transcript, UserError
 
 CONFIG = {"seed": 7, "lr": 1e-4, "out": Path("runs/a"), "clip_high": math.inf, "stop": ("</answer>",)}
@@ -243,7 +237,7 @@ def test_curves_draw_the_metrics_that_exist_for_one_run_and_for_several(tmp_path
 
 def test_importing_the_record_loads_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "matplotlib", "tensorboardX", "rich")
-    modules = "posttrain.runs.record, posttrain.runs.display, posttrain.training.intervals"
+    modules = "posttrain.runs.opening, posttrain.runs.checkpoint, posttrain.runs.display, posttrain.training.intervals"
     code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from posttrain.data.tasks import to_tasks
 from posttrain.envs.pool import EnvPool
 from posttrain.training.setup import rehearse
 from posttrain.types import Invalid, Reply, Task, UserError
@@ -17,7 +18,7 @@ TASKS: list[Task] = [{"id": str(i), "prompt": f"{i}+1=", "answer": answer} for i
 def said(env: Any, seconds: float = 5.0) -> list[str]:
     warnings: list[str] = []
     with EnvPool(env, 1, seconds) as pool:
-        rehearse(pool, TASKS, warnings.append)
+        rehearse(pool, to_tasks(TASKS, need=()), warnings.append)
     return warnings
 
 

@@ -125,10 +125,17 @@ def kill_and_resume(run: Path, words: list[str], moments: list[Callable[[], bool
     delays = random.Random(run.name)
     codes: list[int] = []
     for moment in moments:
-        process = begin(*words, "--out", run.name, *(["--resume"] if codes else []))
+        process = begin(*words, "--out", run.name, *going_on(run))
         codes.append(disturb(process, moment, delays.choice([0.0, delays.uniform(0, 0.05)]), signal.SIGKILL))
     assert codes[0] == -signal.SIGKILL, "the first kill is early enough to come before the end"
-    assert main(["sft" if words[0] == "sft" else "rl", "--out", run.name, "--resume", "--quiet"]) == 0
+    assert main([*words, "--out", run.name, *going_on(run), "--quiet"]) == 0
+
+
+def going_on(run: Path) -> list[str]:
+    """How a run is taken up again: from its newest checkpoint, or anew where it was killed before the first."""
+    if not run.exists():
+        return []
+    return ["--resume"] if checkpoint.listed(run) else ["--overwrite"]
 
 
 def test_sft_killed_at_any_moment_and_resumed_is_identical(place: Path, uninterrupted: Left) -> None:
@@ -146,6 +153,7 @@ def test_rl_killed_at_any_moment_and_resumed_is_identical(place: Path, uninterru
     kill_and_resume(run, ONE_TURN, [lines(run, 1), half_written, recorded])
     assert traces(run) == uninterrupted("rl", ONE_TURN)
     assert json.loads((run / "run.json").read_text())["resumes"], "it was resumed"
+    assert not (run / "lock").exists(), "nobody writes it any more"
 
 
 def test_several_turns_and_updates_per_step_killed_and_resumed_are_identical(place: Path, uninterrupted: Left) -> None:

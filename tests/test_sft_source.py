@@ -1,31 +1,43 @@
-"""Demonstrations: what is imitated, with which weight."""
+"""Demonstrations: what is imitated, with which weight, and which rows a step has."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from row_files import refused, write_jsonl
 from test_play import CHATML
 
+from posttrain.data.convert import Conversion
+from posttrain.data.rows import load_rows
+from posttrain.data.tasks import ENDLESS, Stream, order, to_tasks
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.sources.sft import Demonstrations, demonstrate
+from posttrain.sources import sft
+from posttrain.sources.lengths import TooLong
+from posttrain.sources.sft import Demonstrations, Transcripts, demonstrate
 from posttrain.types import Transcript, UserError
 
 CPU = torch.device("cpu")
+NEED = ("prompt", "response")
 
 
 def imitated(transcript: Transcript) -> list[int]:
-    return [transcript.tokens[i] for i in transcript.scored.tolist()]
+    return [transcript.tokens[i] for i in transcript.scored]
 
 
 def test_response_and_its_end_are_imitated_and_the_prompt_is_not(tokenizer: Tokenizer) -> None:
-    transcript = demonstrate({"id": "a", "prompt": "1+1=", "response": "2"}, tokenizer, (1,), 64)
+    transcript = demonstrate({"id": "a", "prompt": "1+1=", "response": "2"}, tokenizer, (1,))
     assert imitated(transcript) == [*tokenizer.encode("2"), 1]
     assert transcript.tokens == [*tokenizer.encode("1+1=", start=True), *tokenizer.encode("2"), 1]
 
 
 def test_without_a_mask_everything_after_the_first_token_is_imitated(tokenizer: Tokenizer) -> None:
-    transcript = demonstrate({"id": "a", "prompt": "1+1=", "response": "2"}, tokenizer, (1,), 64, mask_prompt=False)
+    transcript = demonstrate({"id": "a", "prompt": "1+1=", "response": "2"}, tokenizer, (1,), mask_prompt=False)
     assert transcript.scored.tolist() == list(range(1, len(transcript)))
+    text = demonstrate({"id": "a", "response": "1+1=2"}, tokenizer, (1,), mask_prompt=False)  # pretraining text
+    assert text.tokens == transcript.tokens and imitated(text) == imitated(transcript)
 
 
 def test_assistant_turns_of_a_chat_are_imitated_up_to_their_end_token() -> None:
@@ -36,47 +48,123 @@ def test_assistant_turns_of_a_chat_are_imitated_up_to_their_end_token() -> None:
         {"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"},
         {"role": "user", "content": "you"}, {"role": "assistant", "content": "too"},
     ]  # fmt: skip
-    transcript = demonstrate({"id": "a", "messages": messages}, tokenizer, (end,), 200)
+    transcript = demonstrate({"id": "a", "messages": messages}, tokenizer, (end,))
     assert imitated(transcript) == [*tokenizer.encode("there"), end, *tokenizer.encode("too"), end]
     assert tokenizer.decode(transcript.tokens) == tokenizer.render(messages, generation=False)
+    cut = demonstrate({"id": "a", "messages": messages}, tokenizer, (end,), length=len(transcript) - 3)
+    assert cut.tokens == transcript.tokens[:-3] and imitated(cut)[:3] == imitated(transcript)[:3]
 
 
-def test_row_with_nothing_to_learn_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match="row 'a' has nothing to learn"):
-        demonstrate({"id": "a", "prompt": "", "response": "2"}, tokenizer, (1,), 64)
+def rows(count: int, long: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+    """Demonstrations of 6 to 10 tokens; the `long` ones have 40 more."""
+    return [{"prompt": f"{i:02}+1=", "response": "2" * (1 + i % 5 + 40 * (i in long))} for i in range(count)]
 
 
-def test_row_longer_than_the_context_is_refused_and_not_cut(tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match="row 'a' has 12 tokens.*8"):
-        demonstrate({"id": "a", "prompt": "1+1=" * 2, "response": "222"}, tokenizer, (1,), 8)
+def transcripts(
+    tokenizer: Tokenizer, given: list[dict[str, Any]], context: int = 64, policy: Any = "skip", say: Any = print
+) -> Transcripts:
+    too_long = TooLong(policy, context, say)
+    return Transcripts(to_tasks(given, need=NEED), tokenizer, (1,), tokenizer.vocab_size, too_long)
 
 
-def rows(tokenizer: Tokenizer, count: int) -> list[Transcript]:
-    return [
-        demonstrate({"id": str(i), "prompt": f"{i}+1=", "response": "2" * (1 + i % 5)}, tokenizer, (1,), 64)
-        for i in range(count)
-    ]
+def test_row_with_nothing_to_learn_is_refused_with_its_place(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"response": "2"}, {"response": "3"}])
+    tasks = to_tasks(load_rows(path), need=("response",))
+    made = Transcripts(tasks, tokenizer, (1,), 64, TooLong("skip", 64, print))
+    refused(lambda: made[1], "a.jsonl:2: nothing to learn")
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(tokenizer: Tokenizer) -> None:
+    made = Transcripts(to_tasks(rows(2), need=NEED), tokenizer, (1,), 5, TooLong("skip", 64, print))
+    refused(lambda: made[0], "the model's vocabulary has 5")
 
 
 @pytest.mark.parametrize("budget", [5, 17, 10_000])
 def test_every_token_of_a_step_weighs_the_same_however_it_is_cut(tokenizer: Tokenizer, budget: int) -> None:
-    source = Demonstrations(rows(tokenizer, 10), 4, budget, 0, CPU)
+    source = Demonstrations(transcripts(tokenizer, rows(10)), 4, budget, 0, CPU)
     for number in (1, 2, 3):  # the last one is short
         (build,) = source.produce(number).updates
         weight = torch.cat([b.weight for b in build()])
         assert weight.unique().numel() == 1 and weight.sum().item() == pytest.approx(1.0)
 
 
+def shown(source: Demonstrations, number: int) -> list[tuple[int, ...]]:
+    """The fed tokens of each row of a step."""
+    return [
+        tuple(b.layout.tokens[s : s + n].tolist())
+        for b in source.produce(number).updates[0]()
+        for s, n in zip(b.layout.start, b.layout.length, strict=True)
+    ]
+
+
 def test_every_row_comes_once_per_epoch_in_a_new_order(tokenizer: Tokenizer) -> None:
-    source = Demonstrations(rows(tokenizer, 10), 4, 10_000, 0, CPU)
+    source = Demonstrations(transcripts(tokenizer, rows(10)), 4, 10_000, 0, CPU)
+    first, second = ([row for n in range(k, k + 3) for row in shown(source, n)] for k in (1, 4))
+    assert source.steps_per_epoch == 3 and len(first) == 10
+    assert sorted(first) == sorted(second) and first != second
 
-    def epoch(first: int) -> list[tuple[int, ...]]:
-        batches = [b for n in range(first, first + 3) for b in source.produce(n).updates[0]()]
-        return [
-            tuple(b.layout.tokens[s : s + n].tolist())
-            for b in batches
-            for s, n in zip(b.layout.start, b.layout.length, strict=True)
-        ]
 
-    assert source.steps_per_epoch == 3 and len(epoch(1)) == 10
-    assert sorted(epoch(1)) == sorted(epoch(4)) and epoch(1) != epoch(4)
+def test_rows_that_are_too_long_are_missing_from_their_step_and_no_other_changes(tokenizer: Tokenizer) -> None:
+    said: list[str] = []
+    long = (1, 4, 6, 7, 8)
+    whole = Demonstrations(transcripts(tokenizer, rows(12, long)), 4, 10_000, 3, CPU)
+    short = Demonstrations(transcripts(tokenizer, rows(12, long), 20, "skip", said.append), 4, 10_000, 3, CPU)
+    for number in (1, 2, 3, 4, 5, 6):
+        step = short.produce(number)
+        assert shown(short, number) == [row for row in shown(whole, number) if len(row) < 20]
+        assert step.stats["too_long"][0] == len(shown(whole, number)) - len(shown(short, number))
+    assert len(said) == 3 and said[0].startswith("row ") and "tokens; the model's context holds 20" in said[0]
+
+
+def test_step_depends_on_its_number_alone_whatever_was_made_before(tokenizer: Tokenizer) -> None:
+    given = rows(12, (1, 4, 6, 7, 8))
+    source = Demonstrations(transcripts(tokenizer, given, 20, "truncate"), 4, 10_000, 3, CPU)
+    steps = [(source.produce(n).stats, shown(source, n)) for n in (1, 2, 3, 4, 5, 6)]
+    for number in (5, 2):
+        fresh = Demonstrations(transcripts(tokenizer, given, 20, "truncate"), 4, 10_000, 3, CPU)
+        list(fresh.transcripts)  # as an evaluation would
+        assert (fresh.produce(number).stats, shown(fresh, number)) == steps[number - 1]
+
+
+def test_step_of_which_nothing_fits_has_the_next_row_that_does(tokenizer: Tokenizer) -> None:
+    visits = [int(place) for place in order(10, 0, 0)]
+    long = tuple(visits[0:8])
+    source = Demonstrations(transcripts(tokenizer, rows(10, long), 20), 4, 10_000, 0, CPU)
+    last = shown(source, 3)
+    assert shown(source, 1) == shown(source, 2) == [row for row in last if row in shown(source, 1)]
+    assert len(shown(source, 1)) == 1 and len(last) == 2
+    none = Demonstrations(transcripts(tokenizer, rows(10), 3), 4, 10_000, 0, CPU)
+    refused(lambda: none.produce(1), "none of 10 rows fits")
+
+
+def test_truncated_demonstrations_lose_their_end_and_their_last_token_does_not_end_them(tokenizer: Tokenizer) -> None:
+    said: list[str] = []
+    made = transcripts(tokenizer, rows(3, (1,)), 20, "truncate", said.append)
+    whole = demonstrate(made.tasks[1], tokenizer, (1,))
+    cut = made[1]
+    assert cut is not None and cut.tokens == whole.tokens[:20] and cut.tokens[-1] != 1
+    assert imitated(cut) == imitated(whole)[: len(imitated(cut))] and "is cut" in said[0]
+    said.clear()
+    assert transcripts(tokenizer, rows(3, (1,)), 4, "truncate", said.append)[1] is None and "left out" in said[0]
+
+
+def test_long_rows_can_be_refused_before_the_first_step(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match="row 2: the demonstration has 48 tokens.*holds 20: shorten it"):
+        transcripts(tokenizer, rows(3, (1,)), 20, "refuse")
+
+
+def test_transcripts_are_made_once_while_there_is_room(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sft, "REMEMBERED", 20)
+    made = transcripts(tokenizer, rows(10))
+    firsts = [made[place] for place in range(10)]
+    again = [made[place] for place in range(10)]
+    assert [a is b for a, b in zip(firsts, again, strict=True)] == [True, True] + [False] * 8
+    assert [t and t.tokens for t in firsts] == [t and t.tokens for t in again]
+
+
+def test_rows_without_end_come_in_their_own_order(tokenizer: Tokenizer) -> None:
+    stream = Stream(lambda: iter(rows(50)), Conversion(need=NEED))
+    source = Demonstrations(Transcripts(stream, tokenizer, (1,), 64, TooLong("skip", 64, print)), 4, 10_000, 0, CPU)
+    assert len(source.transcripts) == ENDLESS
+    every = [tuple(demonstrate(task, tokenizer, (1,)).tokens[:-1]) for task in to_tasks(rows(50), need=NEED)]
+    assert sorted(shown(source, 3)) == sorted(every[8:12]) and sorted(shown(source, 1)) == sorted(every[:4])

@@ -12,7 +12,7 @@ import posttrain
 from posttrain.envs import arithmetic
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.runs.record import read_health
+from posttrain.runs.reading import read_health
 from posttrain.training.trainer import Run
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Any
 
 from posttrain.algorithms.policy import Algorithm
+from posttrain.algorithms.settings import flags, settings_of
 
 SYMBOLS = (
     "lp, old, ref, mu: log-probability of a sampled token under the policy, the policy before the step's updates, the "
@@ -104,15 +104,18 @@ def line(row: Algorithm) -> str:
     return f"| {' | '.join((name, row.advantage.formula, inside, row.aggregate.formula, besides))} |"
 
 
+def settings(row: Algorithm) -> list[str]:
+    """Every setting as `--set` takes it, a line each, with its flag where it has a short one."""
+    short = {".".join(place): name for name, flag in flags().items() for place, _ in flag.places}
+    lines = []
+    for place, value in settings_of(row).items():
+        flag = f"   --{short[place].replace('_', '-')}" if place in short else ""
+        lines.append(f"{place}={str(value).lower() if value is None or isinstance(value, bool) else value}{flag}")
+    return lines
+
+
 def as_data(row: Algorithm) -> dict[str, Any]:
-    """The same as JSON: name, paper, parts, and every setting with its default."""
-    settings = {}
-    for name, value in asdict(row).items():
-        if name in ("name", "paper") or value in (None, (), []):
-            continue
-        part = getattr(row, name)
-        kind = [type(p).__name__ for p in part] if isinstance(part, tuple) else type(part).__name__
-        settings[name] = value if isinstance(value, int) else {"part": kind, "settings": value}
+    """The same as JSON: name, paper, parts, and every setting by its place."""
     plain: dict[str, Any] = json.loads(
         json.dumps(
             {
@@ -120,7 +123,7 @@ def as_data(row: Algorithm) -> dict[str, Any]:
                 "paper": row.paper,
                 "objective": objective(row),
                 "parts": [{"what": w, "formula": f, "source": s} for w, f, s in parts(row)],
-                "defaults": settings,
+                "settings": settings_of(row),
             }
         )
     )
@@ -149,7 +152,8 @@ def page(row: Algorithm, beside: Algorithm) -> str:
     lines += [
         f"![held-out accuracy over steps, three seeds](curves/{row.name}.png)",
         "",
-        f"Settings and figures: [the common task](../results/algorithms.md). In use: `posttrain rl --algorithm {row.name}`.",
+        f"Settings and figures: [the common task](../results/algorithms.md). In use: `posttrain rl --algorithm {row.name}`; "
+        f"every setting: `posttrain algorithms {row.name}`.",
         "",
         f"{SYMBOLS}",
         "",

@@ -82,7 +82,7 @@ def _setting(text: str) -> tuple[str, str]:
 
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares two checkpoints."""
-    from posttrain.runs.display import table
+    from posttrain.runs.printing import table
     from posttrain.training import evaluation
 
     found = evaluation.evaluate(config)
@@ -102,17 +102,7 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
     if found.invalid:
         print(f"{found.invalid} rewards were invalid and left out")
     if config.out:
-        content = {
-            "figures": found.figures,
-            "against": found.against,
-            "differences": found.differences,
-            "rewards": found.rewards,
-        }
-        try:
-            Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-            Path(config.out).write_text(dumps(content, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"--out {config.out} cannot be written: {error.strerror}") from error
+        evaluation.save(found, Path(config.out))
     return 0
 
 
@@ -141,7 +131,7 @@ def chat(
 
 
 def algorithms(name: str | None = None, *, json: bool = False, pages: str | None = None) -> int:
-    """The table of algorithms, or one of them: its formula, each part with its source, and how it differs from grpo.
+    """The table of algorithms, or one of them: formula, parts with their sources, what differs from grpo, settings.
 
     Parameters
     ----------
@@ -152,9 +142,9 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
     pages
         Write a page for every row into this folder.
     """
-    from posttrain.algorithms.describe import SYMBOLS, as_data, describe, differences, page
+    from posttrain.algorithms.describe import SYMBOLS, as_data, describe, differences, page, settings
     from posttrain.algorithms.table import TABLE, find
-    from posttrain.runs.display import table
+    from posttrain.runs.printing import table
 
     beside = TABLE["grpo"]
     if pages is not None:
@@ -171,6 +161,8 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
         if others := differences(rows[0], beside):
             print("  other than grpo:")
             print("\n".join(f"    {line}" for line in others))
+        print("  settings (--set PLACE=VALUE; none: the run's own options decide):")
+        print("\n".join(f"    {line}" for line in settings(rows[0])))
         print(SYMBOLS)
     else:
         columns = ["name", "advantage", "objective per token", "weight of a token", "paper"]
@@ -221,7 +213,7 @@ def reproduce(
     """
     from posttrain.reproduce import EXPERIMENTS, find
     from posttrain.reproduce.experiment import read_settings
-    from posttrain.runs.display import table
+    from posttrain.runs.printing import table
 
     if name is None:
         rows = [[e.name, e.claim, e.paper] for e in EXPERIMENTS.values()]

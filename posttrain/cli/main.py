@@ -1,21 +1,32 @@
-"""The command `posttrain`: its verbs, recipes and exit codes. What a verb does stands in `verbs`, imported on demand.
+"""The command `posttrain`: its verbs, recipes and exit codes. What a verb does stands in `commands`, imported on demand.
 
 Exit codes: 0 done, 1 our own mistake (with a traceback), 2 the user's (one line), 3 stopped by the health check (and
-saved), 130 interrupted (and saved).
+saved), 130 interrupted by Ctrl-C, SIGTERM or SIGHUP (and saved).
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import sys
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_origin
+from typing import TYPE_CHECKING, Any, TextIO, cast, get_origin
 
 from cyclopts import App
 from cyclopts.exceptions import CoercionError, CycloptsError, UnknownOptionError
 
 from posttrain import __version__
 from posttrain.types import UserError
+
+if TYPE_CHECKING:
+    from posttrain.runs.output import Output
+
+TEMPLATES = ("--prompt-template", "--response-template")
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}
+"""What stands after a backslash in a template on the command line; any other backslash stays as it is."""
+_ESCAPE = re.compile(r"\\([ntr\\{}])")
 
 app = App(
     name="posttrain",
@@ -43,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        result = app(_recipe(words), exit_on_error=False, print_error=False, result_action="return_value")
+        result = app(_unescaped(_recipe(words)), exit_on_error=False, print_error=False, result_action="return_value")
         return result if isinstance(result, int) else 0
     except (UserError, CycloptsError) as error:
         said = " ".join(str(error).split())
@@ -53,16 +64,37 @@ def main(arguments: list[str] | None = None) -> int:
             said += f" Name one entry at a time: {error.token.keyword}.NAME VALUE"
         print("posttrain:", said, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read what we print has seen enough, such as head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
-        return 0
     except KeyboardInterrupt:
         print("posttrain: stopped", file=sys.stderr)
         return 130
 
 
 def entry() -> None:
-    sys.exit(main())
+    """The command as a process. Its streams may be closed, full, or of a narrow encoding: no run ends for that."""
+    out = _prepare_streams()
+    code = main()
+    out.flush()
+    lost = getattr(out.lost, "errno", None)
+    if lost is not None and lost not in (errno.EPIPE, errno.EIO):  # whoever read it had not seen enough
+        print(f"posttrain: standard output could not be written: {os.strerror(lost)}", file=sys.stderr)
+        code = code or (0 if sys.argv[1:2] in (["sft"], ["rl"]) else 2)  # of a run everything is in its folder
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def _prepare_streams() -> Output:
+    """Standard output, after it and standard error were made streams that never fail."""
+    from posttrain.runs.output import Output
+
+    for descriptor in range(3):  # a file opened under the number of a closed stream would be printed into
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    out, told = Output(sys.stdout), Output(sys.stderr)
+    sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, told)
+    return out
 
 
 def _recipe(arguments: list[str]) -> list[str]:
@@ -81,6 +113,19 @@ def _recipe(arguments: list[str]) -> list[str]:
     return arguments
 
 
+def _unescaped(arguments: list[str]) -> list[str]:
+    """With \\n and the like read in the templates: a shell leaves them, while recipes and Python have read theirs."""
+    read: list[str] = []
+    for before, word in pairwise(["", *arguments]):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in TEMPLATES and equals:
+            word = f"{name}={_ESCAPE.sub(lambda found: ESCAPES[found[1]], value)}"
+        elif before.replace("_", "-") in TEMPLATES:
+            word = _ESCAPE.sub(lambda found: ESCAPES[found[1]], word)
+        read.append(word)
+    return read
+
+
 def _take_defaults(file: Path, verb: str) -> None:
     from cyclopts.config import Dict
 
@@ -90,7 +135,7 @@ def _take_defaults(file: Path, verb: str) -> None:
         raise UserError(f"--config goes with {', '.join(VERBS)}: posttrain rl --config recipe.toml")
     content = _read_recipe(file)
     if verb not in content:
-        raise UserError(f"{file} has no table [{verb}]; it has {', '.join(f'[{t}]' for t in content) or 'none'}")
+        raise UserError(f"{file} has no table [{verb}]; it has {', '.join(f'[{t:.60}]' for t in content) or 'none'}")
     options = dict(content[verb])
     if settings := options.pop("settings", None):
         options["set"] = [f"{place}={value}" for place, value in settings.items()]
@@ -102,20 +147,22 @@ def _read_recipe(file: Path) -> dict[str, Any]:
 
     from posttrain.config import VERBS
 
-    if not file.is_file():
-        raise UserError(f"--config {file}: there is no such file")
     try:
-        content = tomllib.loads(file.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        content = tomllib.loads(file.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"--config {file}: there is no such file") from None
+    except OSError as error:
+        raise UserError(f"--config {str(file)[:100]} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, a number of thousands of digits, too deep
         raise UserError(f"{file}: not valid TOML: {error}") from error
     for table, options in content.items():
         if table not in VERBS or not isinstance(options, dict):
             raise UserError(
-                f"{file}: [{table}] is no table of a recipe; there are {', '.join(f'[{v}]' for v in VERBS)}"
+                f"{file}: [{table:.60}] is no table of a recipe; there are {', '.join(f'[{v}]' for v in VERBS)}"
             )
         for name in options:
             if name.replace("-", "_") not in _known(table):
-                raise UserError(f"{file}: [{table}] has an unknown option {name!r}{_suggested(name, table)}")
+                raise UserError(f"{file}: [{table}] has an unknown option {name!r:.60}{_suggested(name, table)}")
         if not isinstance(options.get("settings", {}), dict):
             raise UserError(f'{file}: settings are a table: [{table}.settings], then "surrogate.high" = 0.28')
     return content

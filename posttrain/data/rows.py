@@ -1,86 +1,188 @@
-"""From files, folders and datasets to rows: plain dicts, each with the place it came from.
+"""From files, folders, datasets and lists to rows: plain dicts, each with the place it came from.
 
-Decides which sources and formats are read. Whatever is wrong is a UserError of one line that names the place:
+Decides which sources are read, and that a large one is read as its rows are needed: it is taken over once into a file of
+Arrow (see `store.py`), which is mapped into memory. Whatever is wrong is a UserError of one line that names the place:
 `train.jsonl:17`, `train.parquet row 17`, counted from 1.
 """
 
 from __future__ import annotations
 
-import csv
 import difflib
-import gzip
 import importlib
-import json
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, Protocol
 
+from posttrain.data.files import (
+    READ,
+    TEXTS,
+    Row,
+    Text,
+    check_row,
+    kind_of,
+    one_line,
+    parse_row,
+    read_parquet,
+    read_texts,
+)
+from posttrain.data.store import Table, digest, fingerprint, keep_table
 from posttrain.types import UserError
 
-Row = dict[str, Any]
-Place = tuple[str, int]  # what stands before the number, and the number: ("train.jsonl:", 17)
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SMALL = 4 << 20  # bytes: files up to this size are read whole, each time
+FEW = 10_000  # rows: so are up to so many of a larger one
+BLOCK = 1000  # rows that are read at once when all are gone through; more are slower, as they leave the caches
 
 
-class Rows(Sequence[Row]):
-    """Rows as they were read, each with the place it came from: `rows[16]`, `rows.where(16) == "train.jsonl:17"`."""
+class Part(Protocol):
+    """The rows of one file, dataset or list."""
 
-    def __init__(self, placed: Iterable[tuple[Place, Row]]) -> None:
-        pairs = list(placed)
-        self._places = [place for place, _ in pairs]
-        self._rows = [row for _, row in pairs]
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Row: ...
+    def where(self, index: int) -> str: ...
+    def blocks(self) -> Iterator[list[Row]]: ...  # all rows in order, not each by itself
 
-    def where(self, index: int) -> str:
-        prefix, number = self._places[index]
-        return f"{prefix}{number}"
 
-    def placed(self) -> Iterator[tuple[Place, Row]]:
-        return zip(self._places, self._rows, strict=True)
+@dataclass(frozen=True)
+class Listed:
+    """Rows in memory."""
+
+    rows: Sequence[Row]
+    prefix: str  # what stands before the number of a row: "train.jsonl:"
+    numbers: Sequence[int]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Rows: ...
-    def __getitem__(self, index: int | slice) -> Row | Rows:
-        if isinstance(index, slice):
-            return Rows(zip(self._places[index], self._rows[index], strict=True))
-        return self._rows[index]
+    def __getitem__(self, index: int, /) -> Row:
+        return self.rows[index]
+
+    def where(self, index: int) -> str:
+        return f"{self.prefix}{self.numbers[index]}"
+
+    def blocks(self) -> Iterator[list[Row]]:
+        for first in range(0, len(self), BLOCK):
+            yield list(self.rows[first : first + BLOCK])
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Rows of an Arrow table with the columns they had in a Parquet file or a dataset."""
+
+    table: Table
+    prefix: str
+
+    def __len__(self) -> int:
+        count: int = self.table.whole.num_rows
+        return count
+
+    def __getitem__(self, index: int, /) -> Row:
+        whole = self.table.whole
+        return {name: column[index].as_py() for name, column in zip(whole.column_names, whole.columns, strict=True)}
+
+    def where(self, index: int) -> str:
+        return f"{self.prefix}{index + 1}"
+
+    def blocks(self) -> Iterator[list[Row]]:
+        for batch in self.table.batches(BLOCK):
+            names = batch.schema.names
+            columns = [column.to_pylist() for column in batch.columns]
+            yield [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Rows of an Arrow table that holds the text of each, as JSON: so a row is exactly what its file says."""
+
+    table: Table
+    file: str
+    place: str  # between the name of the file and the number of a row
+
+    def __len__(self) -> int:
+        count: int = self.table.whole.num_rows
+        return count
+
+    def __getitem__(self, index: int, /) -> Row:
+        text, number = (self.table.whole[name][index].as_py() for name in ("text", "number"))
+        return parse_row(text, self.file, self.place, number)
+
+    def where(self, index: int) -> str:
+        return f"{self.file}{self.place}{self.table.whole['number'][index].as_py()}"
+
+    def blocks(self) -> Iterator[list[Row]]:
+        for batch in self.table.batches(BLOCK):
+            texts, numbers = batch["text"].to_pylist(), batch["number"].to_pylist()
+            yield [parse_row(t, self.file, self.place, n) for t, n in zip(texts, numbers, strict=True)]
+
+
+class Rows:
+    """Rows as they were read, each with the place it came from: `rows[16]`, `rows.where(16) == "train.jsonl:17"`."""
+
+    def __init__(self, parts: Sequence[Part], key: str | None = None) -> None:
+        """`key`: a name for exactly these rows, under which what follows from them can be kept; None: there is none."""
+        self.key = key
+        self._parts = [part for part in parts if len(part)]
+        self._ends = list(accumulate(map(len, self._parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> Row:
+        part, at = self._find(index)
+        return part[at]
+
+    def __iter__(self) -> Iterator[Row]:
+        return (row for block in self.blocks() for row in block)
+
+    def where(self, index: int) -> str:
+        part, at = self._find(index)
+        return part.where(at)
+
+    def blocks(self) -> Iterator[list[Row]]:
+        """All rows in order, a thousand at a time."""
+        return (block for part in self._parts for block in part.blocks())
+
+    def _find(self, index: int) -> tuple[Part, int]:
+        index = range(len(self))[index]
+        number = bisect_right(self._ends, index)
+        return self._parts[number], index - (self._ends[number - 1] if number else 0)
 
 
 def load_rows(
     source: str | Path | Iterable[Mapping[str, Any]], split: str | None = None, limit: int | None = None
 ) -> Rows:
-    """Read rows from wherever they are.
+    """Rows from wherever they are.
 
     source: a file (.jsonl, .json, .csv, .tsv, each also with .gz; .parquet), a folder of such files, a folder written
         by `datasets.Dataset.save_to_disk`, the name of a dataset on the hub ("owner/name", "owner/name:configuration"),
-        or rows in memory. A name is looked up on the hub only if there is no such file or folder. A .json file is a
-        list of objects, or an object with one list inside.
+        a `datasets.Dataset`, or rows in memory. A name is looked up on the hub only if there is no such file or folder. A
+        .json file is a list of objects, or an object with one list inside.
     split: needed where a folder or a hub dataset has several. In a folder of files, the split of
         `test-00000-of-00002.parquet` and of `test.jsonl` is "test".
-    limit: read the first so many rows only.
+    limit: the first so many rows only.
 
-    Raises UserError, in one line: source or split not found, a malformed row, no row at all, a library missing.
+    Raises UserError, in one line: source or split not found, a malformed file, no row at all, a library missing. A line
+    of a large .jsonl file that is no JSON is found when it is read, which `to_tasks` does.
     """
     if limit is not None and limit < 1:
         raise UserError(f"limit is {limit}; it must be at least 1, or left out to read every row")
     if not isinstance(source, str | Path):
-        name, placed = "the list of rows", _in_memory(source, split)
+        name, rows = "the list of rows", _in_memory(source, split, limit)
     elif (path := Path(source).expanduser()).is_file():
         if split is not None:
             raise UserError(f"{source} is a single file and has no split {split!r}; leave split out")
-        name, placed = path.name, _read(path)
+        name, rows = path.name, _of_files([path], limit)
     elif path.is_dir():
-        name, placed = str(source), _in_folder(path, split)
+        name, rows = str(source), _in_folder(path, split, limit)
     else:
-        name, placed = str(source), _on_hub(source, path, split)
-    rows = Rows(islice(placed, limit))
-    if not rows:
+        name, rows = str(source), _on_hub(source, path, split, limit)
+    if not len(rows):
         raise UserError(f"{name} has no rows")
     return rows
 
@@ -88,40 +190,40 @@ def load_rows(
 # From a source to rows
 
 
-def _in_memory(source: Iterable[Mapping[str, Any]], split: str | None) -> Iterator[tuple[Place, Row]]:
+def _in_memory(source: Iterable[Mapping[str, Any]], split: str | None, limit: int | None) -> Rows:
+    if hasattr(source, "with_format"):
+        return _of_dataset(source, split, "dataset", limit)
     if isinstance(source, Mapping):
         raise UserError(
             f"expected a list of rows, not a mapping; pass one of its values: {', '.join(map(str, source))}"
         )
     if split is not None:
         raise UserError(f"rows in memory have no split {split!r}; leave split out")
-    if isinstance(source, Rows):
-        return source.placed()
-    return ((("row ", number), _row(row, f"row {number}")) for number, row in enumerate(source, 1))
+    rows = [check_row(row, f"row {number}") for number, row in enumerate(islice(source, limit), 1)]
+    return Rows([Listed(rows, "row ", range(1, len(rows) + 1))])
 
 
-def _in_folder(folder: Path, split: str | None) -> Iterator[tuple[Place, Row]]:
+def _in_folder(folder: Path, split: str | None, limit: int | None) -> Rows:
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         datasets = _library("datasets")
         try:
             saved = datasets.load_from_disk(str(folder))
         except Exception as error:  # a damaged folder fails in many ways
             raise UserError(f"{folder} cannot be read as a saved dataset: {one_line(error)}") from error
-        return _placed(saved, split, folder.name)
+        return _of_dataset(saved, split, folder.name, limit)
     splits: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
-        stem, kind = _kind(path)
-        if kind in READERS and path.is_file():
+        stem, kind = kind_of(path)
+        if kind in READ and path.is_file():
             splits.setdefault(re.sub(r"-\d{5}-of-\d{5}$", "", stem), []).append(path)
     if not splits:
-        raise UserError(f"{folder} holds no data file; it may hold {', '.join(READERS)}, or a saved dataset")
-    paths = splits[_choose(splits, split, str(folder))]
-    return (placed for path in paths for placed in _read(path))
+        raise UserError(f"{folder} holds no data file; it may hold {', '.join(READ)}, or a saved dataset")
+    return _of_files(splits[_choose(splits, split, str(folder))], limit)
 
 
-def _on_hub(source: str | Path, path: Path, split: str | None) -> Iterator[tuple[Place, Row]]:
+def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None) -> Rows:
     local = (
-        isinstance(source, Path) or _kind(path)[1] in READERS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:.+)?", source)
+        isinstance(source, Path) or kind_of(path)[1] in READ or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:.+)?", source)
     )
     missing = f"there is no file {source}"
     if not path.parent.is_dir():
@@ -136,17 +238,78 @@ def _on_hub(source: str | Path, path: Path, split: str | None) -> Iterator[tuple
         found = datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # the network, the name, the configuration, the split: any of many types
         raise UserError(f"{missing}, and the hub gave no such dataset: {one_line(error)}") from error
-    return _placed(found, None, name)
+    return _of_dataset(found, None, name, limit)
 
 
-def _placed(found: Any, split: str | None, name: str) -> Iterator[tuple[Place, Row]]:
-    """The rows of a `datasets.Dataset`, or of one of a `DatasetDict`."""
+def _of_dataset(found: Any, split: str | None, name: str, limit: int | None) -> Rows:
+    """The rows of a `datasets.Dataset`, or of one of a `DatasetDict`: it lies in Arrow already."""
     if isinstance(found, Mapping):
         split = _choose(found, split, name)
         found, name = found[split], f"{name} {split}"
     elif split is not None:
         raise UserError(f"{name} is a dataset without splits; leave split {split!r} out")
-    return (((f"{name} row ", number), row) for number, row in enumerate(found, 1))
+    table: pa.Table = found.with_format("arrow")[:][:limit]
+    return Rows([Columns(Table(table), f"{name} row ")], digest("dataset", found._fingerprint, limit))
+
+
+def _of_files(paths: Sequence[Path], limit: int | None) -> Rows:
+    """The rows of files, one after the other."""
+    parts: list[Part] = []
+    keys: list[str] = []
+    for path in paths:
+        kind = kind_of(path)[1]
+        if kind not in READ:
+            raise UserError(f"{path.name}: a file of tasks ends in {', '.join(READ)}; rename or convert it")
+        rest = None if limit is None else limit - sum(map(len, parts))
+        if rest == 0:
+            break
+        try:
+            keys.append(digest("rows", fingerprint(path), rest))
+            large = path.stat().st_size > SMALL and (rest is None or rest > FEW)
+        except OSError as error:
+            raise UserError(f"{path.name} cannot be read: {one_line(error)}") from error
+        parts.append((_of_texts if kind in TEXTS else _of_parquet)(path, rest, keys[-1] if large else None))
+    return Rows(parts, digest(*keys))
+
+
+def _of_texts(path: Path, limit: int | None, key: str | None) -> Part:
+    """The rows of a file of text: kept under `key`, or in memory."""
+    place = TEXTS[kind_of(path)[1]][1]
+    if key is None:
+        texts = list(islice(read_texts(path), limit))
+        rows = [parse_row(text, path.name, place, number) for number, text in texts]
+        return Listed(rows, path.name + place, [number for number, _ in texts])
+    import pyarrow as pa
+
+    schema = pa.schema({"number": pa.int64(), "text": pa.binary()})
+    table = keep_table(key, schema, lambda: _batches(islice(read_texts(path), limit), schema))
+    return Texts(table, path.name, place)
+
+
+def _batches(texts: Iterator[Text], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
+    while held := list(islice(texts, BLOCK)):
+        numbers, rows = zip(*held, strict=True)
+        columns = [pa.array(numbers, pa.int64()), pa.array(rows, pa.binary())]
+        yield pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _of_parquet(path: Path, limit: int | None, key: str | None) -> Part:
+    schema, batches = read_parquet(path, BLOCK)
+    if key is None:
+        rows = list(islice((row for batch in batches() for row in batch.to_pylist()), limit))
+        return Listed(rows, f"{path.name} row ", range(1, len(rows) + 1))
+    return Columns(keep_table(key, schema, lambda: _first(batches(), limit)), f"{path.name} row ")
+
+
+def _first(batches: Iterable[pa.RecordBatch], limit: int | None) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        if limit is not None and batch.num_rows >= limit:
+            yield batch[:limit]
+            return
+        yield batch
+        limit = None if limit is None else limit - batch.num_rows
 
 
 def _choose(splits: Iterable[str], split: str | None, name: str) -> str:
@@ -159,124 +322,7 @@ def _choose(splits: Iterable[str], split: str | None, name: str) -> str:
     raise UserError(f"{name} has {problem}; choose a split of: {', '.join(names)}")
 
 
-# From a file to rows: each reader gives the number of a row and the row
-
-
-def _read(path: Path) -> Iterator[tuple[Place, Row]]:
-    kind = _kind(path)[1]
-    if kind not in READERS:
-        raise UserError(f"{path.name}: a file of tasks ends in {', '.join(READERS)}; rename or convert it")
-    reader, counted = READERS[kind]
-    try:
-        for number, row in reader(path):
-            yield (path.name + counted, number), _row(row, f"{path.name}{counted}{number}")
-    except (OSError, EOFError, zlib.error) as error:  # no permission, or a damaged archive
-        raise UserError(f"{path.name} cannot be read: {one_line(error)}") from error
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number, line with its end), decoded line by line so that a wrong byte is found with its line."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                byte = f"byte {line[error.start]:#x}"
-                raise UserError(f"{path.name}:{number}: {byte} is not UTF-8; save the file as UTF-8") from error
-
-
-def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    for number, line in _lines(path):
-        if line.strip():
-            yield number, _parse(line.rstrip(), path.name, number)
-
-
-def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
-    text = "".join(line for _, line in _lines(path))
-    if not text.strip():
-        return
-    content = _parse(text.rstrip(), path.name, 1)
-    if isinstance(content, dict):
-        lists = [value for value in content.values() if isinstance(value, list)]
-        if len(lists) != 1:
-            raise UserError(f"{path.name}:1: expected a list of objects, or an object with one list, not {len(lists)}")
-        content = lists[0]
-    if not isinstance(content, list):
-        raise UserError(f"{path.name}:1: expected a list of objects, not a {type(content).__name__}")
-    yield from enumerate(content, 1)
-
-
-def _parse(text: str, name: str, line: int) -> Any:
-    """The JSON value of a text that begins at a line of a file."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        hint = "; if each line is an object, name the file .jsonl" if error.msg == "Extra data" else ""
-        where = f"{name}:{line + error.lineno - 1}"
-        raise UserError(f"{where}: not valid JSON: {error.msg} at column {error.colno}{hint}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets as deep
-        raise UserError(f"{name}:{line}: not valid JSON: {one_line(error)}") from error
-
-
-def _read_table(path: Path, delimiter: str) -> Iterator[tuple[int, Row]]:
-    csv.field_size_limit(2**31 - 1)  # the default refuses a cell of more than 128 KiB, which a long solution may be
-    table = csv.reader((line for _, line in _lines(path)), delimiter=delimiter, strict=True)
-    header: list[str] | None = None
-    while True:
-        line = table.line_num + 1  # where the row begins; a quoted cell may span lines
-        try:
-            cells = next(table, None)
-        except csv.Error as error:
-            raise UserError(f"{path.name}:{line}: not a valid table row: {error}") from error
-        if cells is None:
-            return
-        if not cells:
-            continue
-        if header is None:
-            header = cells
-            if twice := sorted({name for name in header if header.count(name) > 1}):
-                raise UserError(f"{path.name}:{line}: the header has the column {twice[0]!r} twice; rename one")
-        elif len(cells) != len(header):
-            raise UserError(f"{path.name}:{line}: {len(cells)} cells under a header of {len(header)}; quote the cells")
-        else:
-            yield line, dict(zip(header, cells, strict=True))
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
-    parquet = _library("pyarrow.parquet")
-    number = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-    except _library("pyarrow").ArrowException as error:
-        raise UserError(f"{path.name} cannot be read as parquet: {one_line(error)}") from error
-
-
-READERS: dict[str, tuple[Callable[[Path], Iterator[tuple[int, Any]]], str]] = {
-    ".jsonl": (_read_json_lines, ":"),
-    ".json": (_read_json, " item "),
-    ".csv": (lambda path: _read_table(path, ","), ":"),
-    ".tsv": (lambda path: _read_table(path, "\t"), ":"),
-    ".parquet": (_read_parquet, " row "),
-}
-
-
-def _kind(path: Path) -> tuple[str, str]:
-    """The name of a file without its ending, and the ending that tells its format: .gz aside."""
-    name = Path(path.name.removesuffix(".gz"))
-    return name.stem, name.suffix.lower()
-
-
 # Words for errors
-
-
-def _row(row: Any, where: str) -> Row:
-    if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
-        raise UserError(f"{where}: a row must be an object with named columns, not a {type(row).__name__}")
-    return dict(row)
 
 
 def _library(name: str) -> Any:
@@ -295,7 +341,3 @@ def no_column(column: str, row: Row) -> str:
 def _suggestion(word: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(names), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

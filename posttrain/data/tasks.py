@@ -1,35 +1,176 @@
-"""From rows to tasks. Decides what makes a row a task, and which tasks are held out.
+"""From rows to tasks. Decides which rows make one, which tasks are held out, and in which order they are visited.
 
-`to_tasks` renames, converts, fills templates and checks the rows that `load_rows` read, `hold_out` splits the tasks,
-`order` says in which order an epoch visits them. Whatever is wrong is a UserError of one line that names the row.
+`to_tasks` goes through all rows once, to check them and to find repetitions. What it finds is a few numbers a row, which are
+kept on the disk (see `store.py`); a task itself is made of its row whenever it is asked for. Whatever is wrong is a
+UserError of one line that names the row.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import date, time, timedelta
-from decimal import Decimal
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, NamedTuple, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
-from posttrain.data.rows import Row, Rows, load_rows, no_column, one_line
+from posttrain.data.convert import Conversion, identified, key_of, own_id, question, quoted
+from posttrain.data.files import Row, check_row
+from posttrain.data.rows import Listed, Rows, load_rows
+from posttrain.data.store import Arrays, digest, keep_arrays
 from posttrain.types import Task, UserError
+from posttrain.user_code import describe_error
 
-Pattern = list[tuple[str, str | None]]  # a template: literal text, and the column to put after it
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+ENDLESS = 2**62  # the length of what has no end
+HELD_OUT = 500  # tasks that are held out of what has no end
+LARGE = 10_000  # orders of so many tasks are remembered
 
-ROLES = ("system", "user", "assistant", "tool")
 
+@dataclass(frozen=True, eq=False)
+class Tasks(Sequence[Task]):
+    """The tasks of some rows, each made of its row when it is asked for."""
 
-class Tasks(list[Task]):
-    """The tasks that came of some rows, and how many rows gave none."""
-
+    rows: Rows
+    conversion: Conversion
+    at: Integers  # [n], the row of each task: ascending
     left_out: int = 0  # rows for which `convert` returned None
     merged: int = 0  # rows equal in every column to one before them, kept once
+    draws: tuple[int, Floats] | None = None  # (seed, [n] numbers that decide who is held out), if known
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    @overload
+    def __getitem__(self, place: int) -> Task: ...
+    @overload
+    def __getitem__(self, place: slice) -> Tasks: ...
+    def __getitem__(self, place: int | slice) -> Task | Tasks:
+        if isinstance(place, slice):
+            return self.some(np.arange(len(self))[place])
+        row = int(self.at[place])
+        return self._make(row, self.rows[row])
+
+    def __iter__(self) -> Iterator[Task]:
+        if 10 * len(self) < len(self.rows):
+            return (self[place] for place in range(len(self)))
+        return self._all()
+
+    def where(self, place: int) -> str:
+        """The place of a task's row: "train.jsonl:17"."""
+        return self.rows.where(int(self.at[place]))
+
+    def some(self, places: Integers) -> Tasks:
+        """The tasks at these places, which are ascending."""
+        draws = self.draws and (self.draws[0], self.draws[1][places])
+        return replace(self, at=self.at[places], draws=draws)
+
+    def first(self, count: int) -> Tasks:
+        return self[:count]
+
+    def examples(self) -> list[Task]:
+        """Three of them, from all over."""
+        return [self[0], self[len(self) // 2], self[-1]]
+
+    def taken(self) -> str:
+        """What was taken for what, in words: "prompt from 'question', response from 'answer'"."""
+        return self.conversion.taken(self.rows[int(self.at[0])], self[0])
+
+    def _all(self) -> Iterator[Task]:
+        first, done = 0, 0
+        for block in self.rows.blocks():
+            upto = int(np.searchsorted(self.at, first + len(block)))
+            for row in self.at[done:upto].tolist():
+                yield self._make(row, block[row - first])
+            first, done = first + len(block), upto
+
+    def _make(self, number: int, row: Row) -> Task:
+        try:
+            task = self.conversion(row)
+            if task is None:
+                raise UserError("this row was not left out before: row_to_task must depend on the row alone")
+            return identified(task)
+        except UserError as error:
+            raise UserError(f"{self.rows.where(number)}: {error}") from error
+
+
+class Stream(Sequence[Task]):
+    """Tasks without an end: a function makes their rows, which are read as far as they are asked for, in its order.
+
+    It counts as a sequence of `ENDLESS` tasks, so what visits tasks by their places (see `order`) needs to know nothing
+    of it. A function that does end is called again. So it is for a place before the last one asked for, and when a run is
+    resumed: it must make the same rows each time. Repetitions are not looked for.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Iterable[Mapping[str, Any]]],
+        conversion: Conversion,
+        keep: Callable[[Task], bool] = lambda task: True,
+    ) -> None:
+        self.make, self.conversion, self.keep = make, conversion, keep
+        self._begin()
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    @overload
+    def __getitem__(self, place: int) -> Task: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Task]: ...
+    def __getitem__(self, place: int | slice) -> Task | list[Task]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(ENDLESS)[place]]
+        assert place >= 0, "there is no end to count from"
+        if place < self._count - 1:
+            self._begin()
+        while place >= self._count:
+            self._last = next(self._made)
+            self._count += 1
+        return self._last[2]
+
+    def where(self, place: int) -> str:
+        self[place]
+        return f"row {self._last[0]}"
+
+    def examples(self) -> list[Task]:
+        return self[:3]
+
+    def taken(self) -> str:
+        task = self[0]
+        return self.conversion.taken(self._last[1], task)
+
+    def first(self, count: int) -> Tasks:
+        read = list(islice(self._read(), count))
+        listed = Listed([row for _, row, _ in read], "row ", [number for number, _, _ in read])
+        return Tasks(Rows([listed]), self.conversion, np.arange(len(read)))
+
+    def _begin(self) -> None:
+        self._made, self._count, self._last = self._read(), 0, (0, Row(), Task())
+
+    def _read(self) -> Iterator[tuple[int, Row, Task]]:
+        """(number of a row, the row, its task)."""
+        number = kept = 0
+        while True:
+            before = kept
+            try:
+                for given in self.make():
+                    number += 1
+                    row = check_row(given, "it")
+                    task = self.conversion(row)
+                    if task is not None and self.keep(task := identified(task)):
+                        kept += 1
+                        yield number, row, task
+            except UserError as error:
+                raise UserError(f"row {number}: {error}") from error
+            except Exception as error:  # the function is the user's and may fail in any way
+                raise UserError(f"what makes the rows failed after {number}: {describe_error(error, None)}") from error
+            if kept == before:
+                raise UserError(f"what makes the rows ended after {number}, and none of them makes a task")
 
 
 def to_tasks(
@@ -40,246 +181,205 @@ def to_tasks(
     response_template: str | None = None,
     convert: Callable[[Row], Task | None] | None = None,
     need: Sequence[str] = ("prompt",),
+    split_seed: int | None = None,
 ) -> Tasks:
     """Make each row a Task, in this order.
 
     1. `fields` renames: {"prompt": "question"} makes the column "question" the key "prompt", in place of a
-       column already called so; other columns are kept.
-    2. `convert` makes the row a task, or returns None to leave it out (counted in `.left_out`).
-    3. Templates such as "Question: {question}\\nAnswer:" make "prompt" and "response" of the columns there are now.
+       column already called so; other columns are kept. `convert` gets the column under both names.
+    2. `convert` makes the row a task, or returns None to leave it out (counted in `.left_out`). Where a response is
+       needed, tasks without one are left out too: a problem without a worked solution is no demonstration.
+    3. Templates such as "Question: {question}\nAnswer:" make "prompt" and "response" of the columns there are now.
        Only whole columns are filled in; braces inside the data are left alone.
-    4. A "prompt" that is a list is a conversation and becomes "messages". Prompt, messages and response are checked.
+    4. Where a response is needed, "completion" serves as well. A "prompt" that is a list is a conversation and becomes
+       "messages", with the response as its last turn. Prompt, messages and response are checked.
     5. `need` names the keys this use cannot do without; a null or blank value counts as missing. "messages" serve as
        the prompt, and as prompt and response if they end with an assistant turn. Of a row that has both, the one that
        meets the need is kept, the prompt first; so a task never has two prompts.
     6. "id" is the row's own, as a string, and must be unique. A row without one gets a hash of all its columns, so rows
        that differ in anything (one prompt, two responses) stay apart, and exact repetitions are kept once (`.merged`).
 
+    All rows are looked at here; their tasks are made later, one by one, by the same steps. So `convert` is called again
+    for a row, and must give the same each time. `split_seed`: that of a `hold_out` to come, whose numbers are then found
+    on the way.
+
     Raises UserError, in one line that names the row.
     """
     if not isinstance(rows, Rows):
         rows = load_rows(rows)
-    patterns = {
-        key: _parse_template(template, f"{key}_template")
-        for key, template in (("prompt", prompt_template), ("response", response_template))
-        if template is not None
-    }
-    tasks = Tasks()
-    seen: dict[str, tuple[str, bool]] = {}  # id -> the place of its row, and whether the id is the row's own
-    for index, row in enumerate(rows):
-        where = rows.where(index)
-        task = _rename(row, fields or {}, where)
-        converted = task if convert is None else _convert(task, convert, where)
-        if converted is None:
-            tasks.left_out += 1
-            continue
-        task = _meet(_check(_fill(converted, patterns, where), where), need, where)
-        task, own = _identify(task, where)
-        if task["id"] not in seen:
-            seen[task["id"]] = (where, own)
-            tasks.append(task)
-        elif own or seen[task["id"]][1]:
-            first = seen[task["id"]][0]
-            raise UserError(f"{where}: id {task['id']!r} is already that of {first}; give every row an id of its own")
-        else:
-            tasks.merged += 1
-    if not tasks:
-        raise UserError(f"no task is left: {tasks.left_out} of {len(rows)} rows were left out by convert")
-    return tasks
+    conversion = Conversion(fields or {}, prompt_template, response_template, convert, tuple(need))
+    code = conversion.key() if rows.key else None
+    name = code and digest("tasks", rows.key, code, split_seed)
+    found = keep_arrays(name, lambda: _survey(rows, conversion, split_seed))
+    left_out, merged = len(rows) - int(found["made"]), int(found["made"]) - len(found["at"])
+    if not len(found["at"]):
+        raise UserError(f"no task is left: {left_out} of {len(rows)} rows were left out by convert")
+    draws = None if split_seed is None else (split_seed, found["draws"])
+    return Tasks(rows, conversion, found["at"], left_out, merged, draws)
 
 
-def hold_out(tasks: Sequence[Task], fraction: float, seed: int = 0) -> tuple[list[Task], list[Task]]:
+@overload
+def hold_out(tasks: Tasks, fraction: float, seed: int = 0) -> tuple[Tasks, Tasks]: ...
+@overload
+def hold_out(tasks: Stream, fraction: float, seed: int = 0) -> tuple[Stream, Tasks]: ...
+def hold_out(tasks: Tasks | Stream, fraction: float, seed: int = 0) -> tuple[Tasks | Stream, Tasks]:
     """Split tasks into (train, held out); both keep the order of `tasks`.
 
     A task's side depends on the seed and the text of its prompt alone (of its conversation without the final assistant
-    turn; of its id where it has neither). So the order of the rows does not matter, new rows never move old ones, equal
-    prompts under different ids or with different responses fall on the same side, and a larger fraction holds out what
-    a smaller one did and more. Each prompt is held out with probability `fraction`: the share is near it, not equal.
+    turn; of its id where it has neither, as the environment makes the prompt, or where all tasks have the same prompt).
+    So the order of the rows does not matter, new rows never move old ones, equal prompts under different ids or with
+    different responses fall on the same side, and a larger fraction holds out what a smaller one did and more. Each
+    prompt is held out with probability `fraction`: the share is near it, not equal. Of a stream, held out are as many
+    tasks of its beginning as make `HELD_OUT` on average.
 
     Raises UserError if fraction is not between 0 and 1, or if one side would be empty.
     """
     if not 0 < fraction < 1:
         raise UserError(f"the held-out fraction is {fraction}; it must be between 0 and 1, for example 0.1")
-    train: list[Task] = []
-    held_out: list[Task] = []
-    for task in tasks:
-        draw = int(_hash([seed, _question(task)]), 16) / 2**64  # uniform in [0, 1)
-        (held_out if draw < fraction else train).append(task)
-    if not train or not held_out:
-        side = "held out" if not held_out else "left to train on"
-        raise UserError(f"with fraction {fraction} none of the {len(tasks)} tasks is {side}; change it, or add tasks")
-    return train, held_out
+    some = tasks.first(round(HELD_OUT / fraction)) if isinstance(tasks, Stream) else tasks
+    known = some.draws is not None and some.draws[0] == seed
+    draws = some.draws[1] if known and some.draws else _draws(seed, map(_asked, some))
+    if len(draws) > 1 and (draws == draws[0]).all() and not isinstance(tasks, Stream):  # one prompt for all
+        draws = _draws(seed, (quoted(task["id"]) for task in some))
+    held_out = draws < fraction
+    if held_out.all() or not held_out.any():
+        side = "held out" if not held_out.any() else "left to train on"
+        raise UserError(f"with fraction {fraction} none of the {len(some)} tasks is {side}; change it, or add tasks")
+    if isinstance(tasks, Stream):
+        left = Stream(tasks.make, tasks.conversion, lambda task: bool(_draws(seed, [_asked(task)])[0] >= fraction))
+        return left, some.some(np.flatnonzero(held_out))
+    return tasks.some(np.flatnonzero(~held_out)), tasks.some(np.flatnonzero(held_out))
 
 
 def order(n: int, epoch: int, seed: int) -> Sequence[int]:
     """The order [n] in which epoch `epoch` (0, 1, ...) visits n tasks: a permutation, the same on every machine.
 
     It sorts the raw output of a Philox generator, which numpy keeps stable between releases; `permutation` is not.
+    What has no end is visited as it comes.
     """
     assert n >= 0 and epoch >= 0
+    if n == ENDLESS:
+        return range(n)
+    return (_remembered if n > LARGE else _permutation)(n, epoch, seed)
+
+
+def draw(
+    n: int, first: int, count: int, seed: int, fits: Callable[[int], bool] = lambda place: True
+) -> tuple[list[tuple[int, int]], int]:
+    """The next `count` of n tasks that fit, as (visit, place), in the endless row of the epochs' orders.
+
+    `first` is the number in that row to begin with, and the second result the one to go on with: so what is drawn
+    follows from one number. Equal places have different visits: their epochs, or, where there is no end, their numbers.
+    Raises UserError where nothing fits.
+    """
+    drawn: list[tuple[int, int]] = []
+    orders: dict[int, Sequence[int]] = {}
+    number, missed = first, 0
+    while len(drawn) < count:
+        epoch, at = divmod(number, n)
+        if epoch not in orders:
+            orders[epoch] = order(n, epoch, seed)
+        place = int(orders[epoch][at])
+        if fits(place):
+            drawn.append((number if n == ENDLESS else epoch, place))
+            missed = 0
+        else:
+            missed += 1
+        if missed >= min(n, LARGE):
+            fix = "shorten them, or have them cut with --too-long truncate"
+            raise UserError(f"none of {missed:,} rows fits into the model's context: {fix}")
+        number += 1
+    return drawn, number
+
+
+def _permutation(n: int, epoch: int, seed: int) -> Sequence[int]:
     keys = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(n)
-    visits: list[int] = np.argsort(keys, kind="stable").tolist()
+    visits: Sequence[int] = np.argsort(keys, kind="stable")  # type: ignore[assignment]
     return visits
 
 
-# From a row to a task
+_remembered = lru_cache(maxsize=2)(_permutation)  # two epochs may meet in a step
 
 
-def _rename(row: Row, fields: Mapping[str, str], where: str) -> Task:
-    for column in fields.values():
-        if column not in row:
-            raise UserError(f"{where}: {no_column(column, row)}")
-    moved = set(fields.values()) | set(fields)
-    return {key: row[column] for key, column in fields.items()} | {
-        key: value for key, value in row.items() if key not in moved
-    }
+# Going through all rows
 
 
-def _convert(row: Row, convert: Callable[[Row], Task | None], where: str) -> Task | None:
-    try:
-        task = convert(row)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
-    except Exception as error:  # the function may be the user's and fail in any way; what helps is to know the row
-        problem = f"{type(error).__name__}: {one_line(error)}"
-        if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in row:
-            problem = no_column(error.args[0], row)
-        raise UserError(f"{where}: {_name(convert)}: {problem}") from error
-    if task is not None and not isinstance(task, dict):
-        raise UserError(f"{where}: {_name(convert)} returned a {type(task).__name__}; it must return a dict or None")
-    return None if task is None else dict(task)
+class _Found(NamedTuple):
+    """What some rows give, of each that makes a task."""
+
+    at: Integers  # the row
+    keys: Integers  # see `key_of`
+    own: NDArray[np.bool_]  # whether the id is the row's own
+    draws: Floats  # see `hold_out`; empty where nobody asked for them
 
 
-def _parse_template(template: str, name: str) -> Pattern:
-    try:
-        parts = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise UserError(f"{name}: {error}; write {{column}}, and {{{{ or }}}} for a brace") from error
-    for _, column, form, conversion in parts:
-        if column is not None and (form or conversion):
-            raise UserError(f"{name}: a column takes no format or conversion; write {{{column}}}")
-    return [(text, column) for text, column, _, _ in parts]
+def _survey(rows: Rows, conversion: Conversion, split_seed: int | None) -> Arrays:
+    """Which rows make a task ("at", without repetitions), how many do with them ("made"), and "draws"."""
+    found: list[_Found] = []
+    first = 0
+    for block in rows.blocks():
+        found.append(_plain(conversion, block, first, split_seed) or _each(rows, conversion, block, first, split_seed))
+        first += len(block)
+    at, keys, own, draws = (np.concatenate(column) for column in zip(*found, strict=True))
+    kept = _without_repetitions(Tasks(rows, conversion, at), keys, own)
+    return {"made": np.array(len(at)), "at": at[kept], "draws": draws[kept] if len(draws) else draws}
 
 
-def _fill(task: Task, patterns: Mapping[str, Pattern], where: str) -> Task:
-    """The task with the texts that templates make of it; a templated prompt takes the place of any conversation."""
-    filled = {}
-    for key, pattern in patterns.items():
-        place = f"{where}: {key}_template"
-        filled[key] = "".join(
-            text + (_cell(task, column, place) if column is not None else "") for text, column in pattern
-        )
-    return {key: value for key, value in task.items() if key != "messages" or "prompt" not in filled} | filled
+def _plain(conversion: Conversion, block: Sequence[Row], first: int, split_seed: int | None) -> _Found | None:
+    """As `_each`, at once for rows that are tasks as they stand; None where some may not be."""
+    plain = conversion.plain(block)
+    if plain is None or (split_seed is not None and plain.prompts is None):
+        return None
+    draws = np.empty(0) if split_seed is None else _draws(split_seed, map(quoted, plain.prompts or ()))
+    count = len(block)
+    return _Found(first + np.arange(count), np.array(plain.keys, np.int64), np.full(count, plain.own), draws)
 
 
-def _cell(task: Task, column: str, place: str) -> str:
-    # The name is looked up as it stands: "a.b" and "a[0]" are columns of that name, never an access into a value.
-    if column not in task:
-        raise UserError(f"{place}: {no_column(column, task)}")
-    if not isinstance(task[column], str | int | float):
-        raise UserError(f"{place}: column {column!r} holds a {type(task[column]).__name__}, not text or a number")
-    return str(task[column])
-
-
-def _check(task: Task, where: str) -> Task:
-    """The task without null prompt and messages, a list for a prompt taken as messages, and both of the right type."""
-    task = {key: value for key, value in task.items() if value is not None or key not in ("prompt", "messages")}
-    if isinstance(task.get("prompt"), list):
-        task["messages"] = task.pop("prompt")
-    if "prompt" in task and not _text(task["prompt"], "prompt", where).strip():
-        raise UserError(f"{where}: the prompt is empty")
-    if "messages" in task:
-        task["messages"] = _messages(task["messages"], where)
-    return task
-
-
-def _messages(messages: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise UserError(f'{where}: messages must be a list of {{"role": ..., "content": ...}}, with at least one')
-    checked = []
-    for number, message in enumerate(messages, 1):
-        place = f"{where}: message {number}"
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise UserError(f'{place} must be an object with "role" and "content"')
-        if message["role"] not in ROLES:
-            raise UserError(f"{place}: role {message['role']!r} is not one of {', '.join(ROLES)}")
-        _text(message["content"], "content", place)
-        # Table formats give every message the keys of all; templates ask whether a key is there, so nulls must go.
-        checked.append({key: value for key, value in message.items() if value is not None})
-    return checked
-
-
-def _text(value: Any, name: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"{where}: {name} must be text, and is a {type(value).__name__}")
-    if not value.isascii() and re.search("[\ud800-\udfff]", value):
-        raise UserError(f"{where}: {name} holds half a surrogate pair, which is not a character; remove it")
-    return value
-
-
-def _meet(task: Task, need: Sequence[str], where: str) -> Task:
-    """The task with one prompt: "prompt" or "messages", whichever meets the need."""
-    missing = [key for key in need if _blank(task.get(key))]
-    plain = "prompt" in task and "messages" not in need and not missing
-    if "messages" in task and not plain and set(missing) <= {"prompt", "response"}:
-        last = task["messages"][-1]
-        if "response" in need and (last["role"] != "assistant" or _blank(last["content"])):
-            raise UserError(
-                f"{where}: the messages must end with the assistant turn to imitate, and it must not be empty"
-            )
-        if "prompt" in need and "response" not in need and last["role"] == "assistant":
-            raise UserError(f"{where}: the messages end with an assistant turn; drop it, the model is to write it")
-        return {key: value for key, value in task.items() if key != "prompt"}
-    if missing:
-        has = ", ".join(key for key, value in task.items() if not _blank(value)) or "nothing"
-        named = " ".join(f"--fields.{name} COLUMN" for name in missing)
-        raise UserError(f"{where}: no {' and no '.join(missing)}; the row has: {has}; say which column it is: {named}")
-    if "response" in need:
-        _text(task["response"], "response", where)
-    return {key: value for key, value in task.items() if key != "messages" or "prompt" not in task}
-
-
-def _identify(task: Task, where: str) -> tuple[Task, bool]:
-    """The task with its id, and whether the id is the row's own."""
-    id = task.get("id")
-    rest = {key: value for key, value in task.items() if key != "id"}
-    if id is None or id == "":
+def _each(rows: Rows, conversion: Conversion, block: Sequence[Row], first: int, split_seed: int | None) -> _Found:
+    at, keys, own, asked = [], [], [], []
+    for number, row in enumerate(block, first):
         try:
-            return {"id": _hash(rest), **rest}, False
-        except TypeError as error:
-            raise UserError(f"{where}: {error}; give the rows an id") from error
-    if isinstance(id, bool) or not isinstance(id, str | int):
-        raise UserError(f"{where}: the id must be text or a whole number, and is a {type(id).__name__}")
-    return {"id": str(id), **rest}, True
+            task = conversion(row)
+            if task is None:
+                continue
+            keys.append(key_of(task))
+            own.append(own_id(task) is not None)
+            if split_seed is not None:
+                asked.append(question(task) or quoted(identified(task)["id"]))
+        except UserError as error:
+            raise UserError(f"{rows.where(number)}: {error}") from error
+        at.append(number)
+    draws = np.empty(0) if split_seed is None else _draws(split_seed, asked)
+    return _Found(np.array(at, np.int64), np.array(keys, np.int64), np.array(own, bool), draws)
 
 
-def _question(task: Task) -> Any:
-    """What the policy is asked, by which tasks are told apart when they are split."""
-    if "prompt" in task:
-        return task["prompt"]
-    if "messages" not in task:
-        return task["id"]
-    messages = task["messages"]
-    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+def _without_repetitions(tasks: Tasks, keys: Integers, own: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Which tasks stay, [n]. Raises UserError where an id is its row's own and another task has it too."""
+    if own.any() and not own.all():  # an own id may read like a hash
+        keys[~own] = [hash(tasks[place]["id"]) for place in np.flatnonzero(~own).tolist()]
+    ordered = np.argsort(keys, kind="stable")
+    same = keys[ordered][1:] == keys[ordered][:-1]
+    kept = np.ones(len(keys), dtype=bool)
+    first: dict[str, int] = {}
+    for place in np.union1d(ordered[1:][same], ordered[:-1][same]).tolist():
+        id = tasks[place]["id"]
+        if id not in first:
+            first[id] = place
+        elif own[place] or own[first[id]]:
+            other = tasks.where(first[id])
+            raise UserError(
+                f"{tasks.where(place)}: id {id!r} is already that of {other}; give every row an id of its own"
+            )
+        else:
+            kept[place] = False
+    return kept
 
 
-def _hash(value: Any) -> str:
-    """64 bits in hexadecimal, the same in every process and for every order of keys."""
-    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=_plain).encode(), digest_size=8).hexdigest()
+def _asked(task: Task) -> str:
+    return question(task) or quoted(task["id"])
 
 
-def _plain(value: Any) -> Any:
-    """What json cannot write, as it can; only for types whose text is the same in every process."""
-    if hasattr(value, "tolist"):  # arrays
-        return value.tolist()
-    if isinstance(value, bytes | date | time | timedelta | Decimal):
-        return repr(value)
-    raise TypeError(f"a value of type {type(value).__name__} gives no stable id")
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _blank(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip())
+def _draws(seed: int, asked: Iterable[str]) -> Floats:
+    """A number in [0, 1) for each question, uniform over questions."""
+    digests = b"".join(blake2b(f"[{seed}, {question}]".encode(), digest_size=8).digest() for question in asked)
+    return np.frombuffer(digests, ">u8") / 2**64

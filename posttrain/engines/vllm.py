@@ -28,9 +28,11 @@ from torch import Tensor
 from posttrain.children import Child, pair
 from posttrain.engines.request import Request
 from posttrain.engines.vllm_worker import Setup, Stored, shared_memory
+from posttrain.models.config_json import written_config
 from posttrain.models.decoder import Decoder
-from posttrain.models.folder import checkpoint_tensors, written_config
-from posttrain.models.tokenizer import Tokenizer, write_json
+from posttrain.models.folder import checkpoint_tensors
+from posttrain.models.json_files import write_json
+from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Completion, Sampling, UserError
 
 WORKER = "posttrain.engines.vllm_worker:main"

@@ -147,12 +147,15 @@ class _Play:
 
     def _tokens(self, p: Playing, turn: Turn) -> list[int]:
         """What puts the turn before the policy."""
-        if p.turns or turn.messages is not None or turn.text is None:
+        if p.turns:
             return p.read(turn)
-        if turn.text not in self.prompts:
-            self.prompts[turn.text] = p.read(turn)
-        p.conversation.first = False
-        tokens = self.prompts[turn.text]
+        if turn.text is None:
+            tokens = p.read(turn)
+        else:
+            if turn.text not in self.prompts:
+                self.prompts[turn.text] = p.read(turn)
+            p.conversation.first = False
+            tokens = self.prompts[turn.text]
         if len(tokens) >= self.context and self.too_long == "truncate":
             return cut_prompt(tokens, self.context, self.sampling.max_tokens)
         return tokens

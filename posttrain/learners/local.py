@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,6 +27,9 @@ from posttrain.models.critic import STORED, ActionValueModel, Critic, ValueModel
 from posttrain.models.likelihood import Hidden, exact_kl, soft_values, token_logp, token_logp_entropy
 from posttrain.models.linear import accumulating
 from posttrain.protocols import TRAINING, Alone, Learner, Model, Objective, World
+from posttrain.types import UserError
+
+COUNTERS, MOMENTS, REFERENCE = "learner.json", "optimizer.safetensors", "reference.safetensors"
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,16 @@ class LocalLearner:
         return self.model
 
     def save(self, folder: Path) -> None:
-        """The policy, and beside it optimizer moments and counters, the critic, a reference that has moved."""
+        """The policy, and beside it optimizer moments and counters, the critic, a reference that has moved.
+
+        Raises UserError if a weight is not finite: nothing could ever go on from it.
+        """
+        for part in self.parts:
+            if not all(bool(parameter.isfinite().all()) for parameter in part.parameters.values()):
+                raise UserError(
+                    f"weights of the {part.name} are no longer finite after update {self.version}, and are not saved: "
+                    "try a lower --lr, more --warmup, or --precision float32"
+                )
         self.model.save(folder)
         state = folder / TRAINING
         state.mkdir(exist_ok=True)
@@ -181,30 +194,35 @@ class LocalLearner:
                 for key, value in self.optimizer.state.get(parameter, {}).items():
                     moments[f"{part.name}/{name}/{key}"] = value
         if moments:
-            save_file(moments, state / "optimizer.safetensors")
+            save_file(moments, state / MOMENTS)
         if self.critic is not None:
             save_file(self.critic.state_dict(), state / STORED)
         if self.reference is not None and self.reference_moved:
-            save_file(dict(self.reference.named_parameters()), state / "reference.safetensors")
-        (state / "learner.json").write_text(json.dumps({"version": self.version}))
+            save_file(dict(self.reference.named_parameters()), state / REFERENCE)
+        (state / COUNTERS).write_text(json.dumps({"version": self.version}))
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`, but for the policy's weights."""
+        """The inverse of `save`, but for the policy's weights. Raises UserError if the files are not of this learner."""
         folder = folder / TRAINING
-        self.version = json.loads((folder / "learner.json").read_text())["version"]
+        counted = json.loads((folder / COUNTERS).read_bytes())["version"]
+        if type(counted) is not int or counted < 0:
+            raise UserError(f"{folder / COUNTERS} is damaged: it counts {counted!r} updates")
+        self.version = counted
         if self.critic is not None:
-            self.critic.load_state_dict(load_file(folder / STORED))
-        if self.reference is not None and (folder / "reference.safetensors").exists():
-            self.reference.load_state_dict(load_file(folder / "reference.safetensors"))
+            self.critic.load_state_dict(_read(folder / STORED))
+        if self.reference is not None and (folder / REFERENCE).exists():
+            self.reference.load_state_dict(_read(folder / REFERENCE))
             self.reference_moved = True
-        path = folder / "optimizer.safetensors"
         stored: dict[str, dict[str, Tensor]] = {}
-        for key, value in (load_file(path) if path.exists() else {}).items():
+        for key, value in (_read(folder / MOMENTS) if (folder / MOMENTS).exists() else {}).items():
             owner, _, moment = key.rpartition("/")
             stored.setdefault(owner, {})[moment] = value
         for part in self.parts:
             for name, parameter in part.parameters.items():
                 if state := stored.get(f"{part.name}/{name}"):
+                    shapes = {key: value.shape for key, value in state.items()}
+                    if shapes != {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}:
+                        raise UserError(f"{folder / MOMENTS} is not of this model: see {part.name}/{name}")
                     self.optimizer.state[parameter] = {key: v.to(parameter.device) for key, v in state.items()}
 
     def _outputs(self, model: Model, batch: Packed, want: frozenset[str]) -> Outputs:
@@ -335,6 +353,13 @@ class LocalLearner:
 
 if TYPE_CHECKING:
     _proof: Callable[..., Learner] = LocalLearner
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is damaged: {' '.join(str(error).split())}") from error
 
 
 def _trained(model: Model | nn.Module) -> dict[str, nn.Parameter]:

@@ -12,12 +12,11 @@ import copy
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from posttrain.batch import Packed
 from posttrain.models.decoder import Decoder
-from posttrain.models.folder import load_backbone
+from posttrain.models.folder import check_finite, load_backbone, open_weights
 from posttrain.models.likelihood import Hidden
 from posttrain.protocols import TRAINING, Model
 from posttrain.types import UserError
@@ -105,7 +104,7 @@ def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int
     )
     stored = folder / TRAINING / STORED
     if stored.exists():
-        left, own = load_file(stored), critic.state_dict()
+        left, own = _read_stored(stored), critic.state_dict()
         if left.keys() == own.keys():
             if any(left[name].shape != own[name].shape for name in own):
                 raise UserError(
@@ -117,6 +116,14 @@ def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int
         with torch.no_grad():
             critic.weight.copy_(score)
     return critic.to(device)
+
+
+def _read_stored(file: Path) -> dict[str, Tensor]:
+    with open_weights(file) as stored:
+        left = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is no dict
+    for name, tensor in left.items():
+        check_finite(file, name, tensor)
+    return left
 
 
 def _near_zero(shape: tuple[int, ...], hidden: int, seed: int) -> Tensor:

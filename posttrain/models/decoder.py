@@ -24,6 +24,7 @@ from posttrain.models.attention import SegmentAttention, filled
 from posttrain.models.fused import norm_linear, rms_norm, rope, rope_heads, swiglu_linear
 from posttrain.models.likelihood import output_logits
 from posttrain.models.linear import ROUND, Embedding, Linear, rounds
+from posttrain.models.memory import available_memory, in_gib
 from posttrain.protocols import Model
 from posttrain.types import UserError
 
@@ -32,6 +33,11 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 ROPE_TYPES = ("linear", "llama3")
 """What `rope_scaling["rope_type"]` may be; no scaling is None."""
+
+SIZE_MOST = 2**31 - 1  # token ids, and the sizes that compiled code is told, have 32 bits
+LAYERS_MOST = 10_000  # each takes a millisecond to make, however small
+CONTEXT_MOST = 2**31 - 1
+THETA = (1.0, 1e15)  # smaller and larger bases leave no float32 frequencies
 
 
 @dataclass(frozen=True)
@@ -60,10 +66,49 @@ class DecoderConfig:
     family: str = "llama"  # the Hugging Face model_type; `new_decoder` chooses it itself
 
     def __post_init__(self) -> None:
+        sizes = dict.fromkeys(("vocab", "hidden", "heads", "kv_heads", "head_size", "intermediate"), SIZE_MOST)
+        for name, most in {**sizes, "layers": LAYERS_MOST, "context": CONTEXT_MOST}.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise UserError(f"a decoder's {name} must be a whole number from 1 to {most:,}, not {value!r:.40}")
         if self.heads % self.kv_heads:
             raise UserError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.head_size % 2:
-            raise UserError(f"head_size ({self.head_size}) must be even: rotary embeddings turn pairs of dimensions")
+            raise UserError(
+                f"head_size ({self.head_size}, from scratch hidden / heads) must be even: rotary embeddings turn pairs "
+                "of dimensions"
+            )
+        low, high = THETA
+        if not low <= self.rope_theta <= high or not 0.0 <= self.norm_eps <= 1.0:
+            raise UserError(
+                f"rope_theta must be from {low:g} to {high:g} and norm_eps from 0 to 1, not {self.rope_theta:g} and "
+                f"{self.norm_eps:g}"
+            )
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers a model of this shape has; nothing is allocated to count them."""
+        width, kv_width = self.heads * self.head_size, self.kv_heads * self.head_size
+        attention = self.hidden * (2 * width + 2 * kv_width)
+        mlp = 3 * self.hidden * self.intermediate
+        biases = self.qkv_bias * (width + 2 * kv_width) + self.o_bias * self.hidden
+        biases += self.mlp_bias * (2 * self.intermediate + self.hidden)
+        norms = 2 * self.hidden + 2 * self.qk_norm * self.head_size
+        ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+        return ends + self.layers * (attention + mlp + biases + norms)
+
+    def require_memory(self, dtype: torch.dtype, device: torch.device, what: str) -> None:
+        """Raises UserError if the weights alone are more than `device` has room for; `what` announces this shape.
+
+        A model that passes may still be too large to be trained: gradients and moments take three times as much again.
+        """
+        needed, room = self.parameters * dtype.itemsize, available_memory(device)
+        if needed > room:
+            raise UserError(
+                f"{what} announces {self.parameters:,} parameters (vocabulary {self.vocab:,}, hidden {self.hidden:,}, "
+                f"intermediate {self.intermediate:,}, {self.layers:,} layers), {in_gib(needed)} of weights; "
+                f"{device.type} has {in_gib(room)} of memory free: correct the sizes or use a larger machine"
+            )
 
 
 class RMSNorm(nn.Module):
@@ -213,8 +258,9 @@ def new_decoder(config: DecoderConfig, seed: int) -> Decoder:
     """A freshly initialised float32 model on the CPU; equal seeds give equal weights, the global RNG is not touched.
 
     Weights are normal(0, 0.02), those that write to the residual stream divided by sqrt(2 * layers) (GPT-2); norms are
-    1 and biases 0. Raises UserError if no Hugging Face family could store such a model.
+    1 and biases 0. Raises UserError if no Hugging Face family could store such a model, or if no memory could hold it.
     """
+    config.require_memory(torch.float32, torch.device("cpu"), "a model from scratch")
     with torch.device("meta"):  # no memory, and no draw from the global RNG
         model = Decoder(replace(config, family=storable_family(config)))
     model.to_empty(device="cpu")

@@ -1,12 +1,13 @@
 """Hugging Face checkpoint folders in and out.
 
-It decides which checkpoints this library reads (`LOADERS`), how their config.json becomes a `DecoderConfig`, and which
-of their tensors make up which parameter: q, k, v and gate, up are stored apart and computed together. A checkpoint is
-taken whole or refused: nothing missing, nothing left over, every shape as announced.
+It decides which checkpoints this library reads (`LOADERS`) and which of their tensors make up which parameter: q, k, v
+and gate, up are stored apart and computed together. A checkpoint is taken whole or refused: nothing missing, nothing left
+over, every shape as announced, every number finite, and room for it before anything is allocated.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,18 +20,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from posttrain.models.decoder import ROPE_TYPES, Decoder, DecoderConfig
-from posttrain.models.tokenizer import Tokenizer, checkpoint_folder, read_json, write_json
+from posttrain.models.config_json import ARCHITECTURES, read_config, read_eos_ids, unsupported, written_config
+from posttrain.models.decoder import Decoder, DecoderConfig
+from posttrain.models.json_files import one_line, read_json, shown, write_json
+from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
 from posttrain.types import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SCORE = "score.weight"  # the head of a sequence-classification checkpoint
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+DTYPES = ("F64", "F32", "F16", "BF16")
+"""What weights may be stored as. Integers and 8-bit floats are quantized: their numbers mean nothing without scales."""
 
 Pieces = tuple[tuple[str, tuple[int, ...]], ...]
 """The stored tensors (name, shape) that one after the other, along their first dimension, fill one parameter."""
@@ -45,8 +44,8 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: s
     folder = checkpoint_folder(folder)
     source = read_json(folder / "config.json")
     kind = source.get("model_type")
-    if kind not in LOADERS:
-        raise UserError(f"{folder}: model_type {kind!r} is not supported; supported are {', '.join(LOADERS)}")
+    if not isinstance(kind, str) or kind not in LOADERS:
+        raise unsupported(folder, kind, LOADERS)
     return LOADERS[kind](folder, source, dtype, torch.device(device))
 
 
@@ -57,13 +56,8 @@ def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tup
     the same architectures. Raises UserError as `load_model` does.
     """
     folder = checkpoint_folder(folder)
-    source = read_json(folder / "config.json")
-    kind = source.get("model_type")
-    if kind not in LOADERS:
-        raise UserError(f"{folder}: model_type {kind!r} is not supported; supported are {', '.join(LOADERS)}")
-    with torch.device("meta"):
-        model = Decoder(replace(read_config(folder, source), tied=True))
-    model.to_empty(device=device)
+    config = read_config(folder, read_json(folder / "config.json"))
+    model = _allocate(folder, replace(config, tied=True), torch.float32, torch.device(device))
     read = _read_weights(model, folder, also=("lm_head.weight", SCORE, "score.bias"))
     score = read.get(SCORE)
     if score is not None and score.shape != (1, model.config.hidden):
@@ -121,70 +115,6 @@ def checkpoint_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
             yield stored, piece
 
 
-def read_config(folder: Path, source: Mapping[str, Any]) -> DecoderConfig:
-    """What a config.json says of a decoder. `folder` is for messages. Raises UserError for what is not supported."""
-    absent = [
-        key
-        for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        if not isinstance(source.get(key), int)
-    ]
-    if absent:
-        raise UserError(f"{folder}/config.json lacks {', '.join(absent)}: give a complete Hugging Face checkpoint")
-    if source.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{folder}: hidden_act {source['hidden_act']!r} is not supported; supported is silu")
-    if source.get("quantization_config"):
-        raise UserError(f"{folder}: quantized weights cannot be trained; give the unquantized checkpoint")
-    family, heads = source["model_type"], source["num_attention_heads"]
-    attention_bias = family in ("llama", "qwen3") and bool(source.get("attention_bias"))
-    default_head_size = 128 if family == "qwen3" else source["hidden_size"] // heads
-    theta, scaling = _read_rope(folder, source)
-    return DecoderConfig(
-        vocab=source["vocab_size"],
-        hidden=source["hidden_size"],
-        layers=source["num_hidden_layers"],
-        heads=heads,
-        kv_heads=source.get("num_key_value_heads") or heads,
-        head_size=source.get("head_dim") or default_head_size,
-        intermediate=source["intermediate_size"],
-        context=_read_context(source),
-        norm_eps=source.get("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        qkv_bias=attention_bias or family == "qwen2",
-        o_bias=attention_bias,
-        mlp_bias=family == "llama" and bool(source.get("mlp_bias")),
-        qk_norm=family == "qwen3",
-        tied=bool(source.get("tie_word_embeddings")),
-        family=family,
-    )
-
-
-def written_config(config: DecoderConfig) -> dict[str, Any]:
-    """The config.json of a model that was not loaded from one."""
-    return {
-        "architectures": [ARCHITECTURES[config.family]],
-        "model_type": config.family,
-        "vocab_size": config.vocab,
-        "hidden_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size,
-        "intermediate_size": config.intermediate,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.context,
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta},
-        "attention_bias": config.o_bias,
-        "mlp_bias": config.mlp_bias,
-        "sliding_window": None,
-        "tie_word_embeddings": config.tied,
-        "bos_token_id": None,  # absent, transformers would fill in ids of its own
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-
-
 def stored_pieces(config: DecoderConfig) -> dict[str, Pieces]:
     """For each parameter of `Decoder`, by name, the tensors of a checkpoint that it is made of."""
     hidden, size = config.hidden, config.head_size
@@ -220,58 +150,26 @@ def stored_pieces(config: DecoderConfig) -> dict[str, Pieces]:
 
 def _load_decoder(folder: Path, source: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Decoder:
     config = read_config(folder, source)
+    generation = read_json(folder / "generation_config.json", optional=True)
+    eos_ids = read_eos_ids(folder, source, generation, config.vocab)
+    model = _allocate(folder, config, dtype, device)
+    _read_weights(model, folder)
+    model.source, model.generation, model.eos_ids = source, generation, eos_ids
+    return model
+
+
+def _allocate(folder: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The model with weights yet to be read. Raises UserError if there is no room for them."""
+    config.require_memory(dtype, device, str(folder / "config.json"))
     with torch.device("meta"):  # no memory is taken for weights that are about to be replaced
         model = Decoder(config).to(dtype)
-    model.to_empty(device=device)
-    _read_weights(model, folder)
-    model.source = source
-    model.generation = read_json(folder / "generation_config.json", optional=True)
-    eos = model.generation.get("eos_token_id")
-    eos = source.get("eos_token_id") if eos is None else eos
-    model.eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    return model
+    return model.to_empty(device=device)
 
 
 LOADERS: dict[str, Callable[[Path, dict[str, Any], torch.dtype, torch.device], Decoder]] = dict.fromkeys(
     ARCHITECTURES, _load_decoder
 )
 """How each model_type is loaded: (folder, its config.json, dtype, device) -> model."""
-
-
-def _read_rope(folder: Path, source: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling). transformers 5 writes one `rope_parameters`; before, `rope_theta` and `rope_scaling`."""
-    stored = source.get("rope_scaling") or source.get("rope_parameters") or {}
-    theta = float(stored.get("rope_theta") or source.get("rope_theta") or 10_000.0)
-    kind = stored.get("rope_type") or stored.get("type") or "default"
-    partial = stored.get("partial_rotary_factor") or source.get("partial_rotary_factor") or 1.0
-    if any(isinstance(value, dict) for value in stored.values()) or partial != 1.0:
-        raise UserError(f"{folder}: rotary embeddings by layer type or of a part of each head are not supported")
-    if kind == "default":
-        return theta, None
-    if kind not in ROPE_TYPES:
-        raise UserError(
-            f"{folder}: rope_type {kind!r} is not supported; supported are default, {', '.join(ROPE_TYPES)}"
-        )
-    scaling = {"rope_type": kind, "factor": stored.get("factor")}
-    if kind == "llama3":
-        scaling |= {key: stored.get(key) for key in ("low_freq_factor", "high_freq_factor")}
-        original = stored.get("original_max_position_embeddings") or source.get("max_position_embeddings")
-        scaling["original_max_position_embeddings"] = original
-    absent = [key for key, value in scaling.items() if value is None]
-    if absent:
-        raise UserError(f"{folder}/config.json: rope_type {kind!r} needs {', '.join(absent)}")
-    return theta, scaling
-
-
-def _read_context(source: Mapping[str, Any]) -> int:
-    """Within the sliding window, windowed attention is full attention: the context ends there."""
-    context: int = source.get("max_position_embeddings", 2048)
-    layers = source["num_hidden_layers"]
-    windowed = source["model_type"] == "mistral" or (
-        bool(source.get("use_sliding_window")) and source.get("max_window_layers", 28) < layers
-    )
-    window: int | None = source.get("sliding_window") if windowed else None
-    return min(context, window) if window else context
 
 
 def _split(parameter: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
@@ -286,7 +184,16 @@ def _weight_files(folder: Path) -> list[Path]:
     if not (folder / INDEX).exists():
         convert = ": convert its pytorch_model.bin to safetensors" if (folder / "pytorch_model.bin").exists() else ""
         raise UserError(f"{folder} holds no {WEIGHTS} and no {INDEX}{convert or ': copy the weights into it'}")
-    files = [folder / name for name in sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))]
+    names = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise UserError(f"{folder / INDEX}: weight_map must be an object that names the file of each tensor")
+    for tensor, name in names.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise UserError(
+                f"{folder / INDEX}: weight_map names {shown(name)} as the file of {shown(tensor)}; it must be a "
+                ".safetensors file of the same folder"
+            )
+    files = [folder / name for name in sorted(set(names.values()))]
     if absent := [file.name for file in files if not file.exists()]:
         raise UserError(f"{folder} lacks {', '.join(absent)}, named in {INDEX}: copy the missing files into it")
     return files
@@ -296,19 +203,50 @@ def _read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dic
     """Fill the parameters, one stored tensor in memory at a time. Returns those of `also`, known besides, that are there."""
     expected = stored_pieces(model.config)
     with ExitStack() as opened:
-        where = {}
+        where: dict[str, tuple[Path, Any]] = {}  # by tensor, its file, closed and open
         for file in _weight_files(folder):
-            try:
-                shard = opened.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{file} is damaged, copy it again: {' '.join(str(error).split())}") from None
-            where.update(dict.fromkeys(shard.keys(), shard))
-        shapes = {name: tuple(s.get_slice(name).get_shape()) for name, s in where.items() if name not in also}
-        _check_shapes(folder, shapes, model)
+            shard = opened.enter_context(open_weights(file))
+            where.update(dict.fromkeys(shard.keys(), (file, shard)))
+        slices = {name: shard.get_slice(name) for name, (_, shard) in where.items()}
+        _check_shapes(folder, {n: tuple(s.get_shape()) for n, s in slices.items() if n not in also}, model)
+        for name in [stored for pieces in expected.values() for stored, _ in pieces]:
+            _check_dtype(where[name][0], name, slices[name].get_dtype())
         for name, parameter in model.named_parameters():
             for (stored, _), piece in zip(expected[name], _split(parameter.detach(), expected[name]), strict=True):
-                piece.copy_(where[stored].get_tensor(stored))
-        return {name: where[name].get_tensor(name) for name in also if name in where}
+                file, shard = where[stored]
+                piece.copy_(shard.get_tensor(stored))
+                check_finite(file, stored, piece)
+        found = {name: where[name][1].get_tensor(name) for name in also if name in where}
+        for name, tensor in found.items():
+            _check_dtype(where[name][0], name, slices[name].get_dtype())
+            check_finite(where[name][0], name, tensor)
+        return found
+
+
+def open_weights(file: Path) -> Any:
+    """A .safetensors file, opened for reading. Raises UserError if it is absent or damaged."""
+    if not file.is_file():
+        raise UserError(f"{file} is no file: copy it again")
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is damaged, copy it again: {one_line(error)}") from None
+
+
+def check_finite(file: Path, name: str, tensor: Tensor) -> None:
+    """Raises UserError if a weight is NaN or infinite: one pass over memory, by the sum, which such a number spoils."""
+    if not math.isfinite(tensor.sum(dtype=torch.float32).item()) and not tensor.isfinite().all():
+        raise UserError(
+            f"{file}: {name} holds numbers that are not finite (NaN or infinity, as {tensor.dtype}): training would "
+            "spread them; use a checkpoint from before they arose"
+        )
+
+
+def _check_dtype(file: Path, name: str, dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise UserError(
+            f"{file}: {name} is stored as {dtype}; supported are {', '.join(DTYPES)}: give the unquantized checkpoint"
+        )
 
 
 def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Decoder) -> None:
@@ -320,7 +258,8 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Dec
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UserError(
-                f"{folder} {problem} tensors {', '.join(names[:3])}{more}: config.json does not describe it"
+                f"{folder} {problem} tensors {', '.join(f'{n:.80}' for n in names[:3])}{more}: config.json does not "
+                "describe it"
             )
     for name, shape in expected.items():
         if found[name] != shape:

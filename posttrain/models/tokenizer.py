@@ -9,23 +9,22 @@ nor lost, so that decode(a) + decode(b) is what the model saw as a + b.
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import tokenizers
 from tokenizers import Regex, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 
+from posttrain.models.json_files import Fields, one_line, read_json, read_text, write_json
 from posttrain.types import UserError
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unk|>"
 # How a text is cut before byte pairs are merged: words with what precedes them, single digits, punctuation, line ends,
@@ -33,6 +32,7 @@ PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unk|>"
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+VOCAB_MOST = 2**24  # entries of a tokenizer to be trained: its trainer reserves memory for all of them
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -40,14 +40,22 @@ class Tokenizer:
     """A trained tokenizer with its special tokens and chat template."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], chat_template: str | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        config: Mapping[str, Any],
+        chat_template: str | None = None,
+        template_name: str = "the chat template",
     ) -> None:
-        """Of a `tokenizers` tokenizer, the raw tokenizer_config.json and the text of the chat template."""
+        """Of a `tokenizers` tokenizer, the checked tokenizer_config.json and the text of the chat template.
+
+        `template_name`: where that stands, for messages.
+        """
         backend.no_truncation()  # a limit stored in tokenizer.json would cut texts in silence
         backend.no_padding()
         self.config = dict(config)
         self.chat_template = chat_template
-        self.special = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+        self.template_name = template_name
+        self.special = {name: _token_text(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.backend = backend
         self._continuation = _continuation(backend)
@@ -67,14 +75,15 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         if not file.exists():
             return _load_with_transformers(folder)
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # `tokenizers` raises bare Exception
-            raise UserError(f"{file} is damaged, copy it again: {_one_line(error)}") from None
-        config = read_json(folder / "tokenizer_config.json", optional=True)
-        named = read_json(folder / "special_tokens_map.json", optional=True)  # older checkpoints name them here
+        text = read_text(file)
+        config = _read_special(folder / "tokenizer_config.json")
+        named = _read_special(folder / "special_tokens_map.json")  # older checkpoints name them here
         config = {**{name: named[name] for name in NAMED_TOKENS if name in named}, **config}
-        return cls(backend, config, _stored_template(folder, config))
+        template, name = _stored_template(folder, config)
+        with _refusing(f"{file} is damaged, copy it again"):
+            backend = tokenizers.Tokenizer.from_str(text)
+            _check_ids(backend)
+            return _tried(cls(backend, config, template, name))
 
     @classmethod
     def train(
@@ -89,8 +98,10 @@ class Tokenizer:
         "bpe" is byte-level with digits split one by one: it round-trips every text. "characters" knows the most
         frequent characters of the texts and maps all others to "<|unk|>"; beside a qwen2 model transformers reads it by
         PreTrainedTokenizerFast only, as its AutoTokenizer takes every tokenizer there for Qwen's. Ids 0 and 1 are
-        "<|pad|>" and "<|eos|>"; the given special tokens follow. Raises UserError if `vocab` is too small.
+        "<|pad|>" and "<|eos|>"; the given special tokens follow. Raises UserError if `vocab` is too small or absurd.
         """
+        if vocab > VOCAB_MOST:
+            raise UserError(f"vocab is {vocab}: a tokenizer has at most {VOCAB_MOST:,} entries")
         if kind == "bpe":
             backend = _train_bpe(texts, vocab, [PAD, EOS, *special])
         elif kind == "characters":
@@ -113,15 +124,24 @@ class Tokenizer:
         start=True: the text opens a context, and gets what the tokenizer puts there, such as a beginning-of-sequence
         token (unless the text, as rendered by a chat template, opens with it already) and its leading space.
         start=False: the text continues a context, and is encoded as it stands.
+
+        Raises UserError if the text has no tokens: half a surrogate pair, or a character that the tokenizer lacks.
         """
+        try:
+            backend = self.backend if start else self._continuation
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            raise _failed(error, f"the tokenizer cannot encode the text {_excerpt(text)}") from None
         if not start:
-            return self._continuation.encode(text, add_special_tokens=False).ids
-        ids = self.backend.encode(text, add_special_tokens=False).ids
+            return ids
         return ids if ids[: len(self._opening)] == self._opening else self._opening + ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these tokens as they stand in a context: special tokens visible, a leading space kept."""
-        return self._continuation.decode(tokens, skip_special_tokens=False)
+        try:
+            return self._continuation.decode(tokens, skip_special_tokens=False)
+        except BaseException as error:
+            raise _failed(error, "the tokenizer cannot decode its own tokens") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], generation: bool = True) -> str:
         """The text of chat messages by the checkpoint's template; generation=True ends where the model is to reply.
@@ -132,18 +152,11 @@ class Tokenizer:
             raise UserError(
                 "this tokenizer has no chat template: put chat_template.jinja into its folder, or prompt with text"
             )
-        from jinja2 import TemplateError
+        from posttrain.models.templates import render
 
-        try:
-            return _compiled(self.chat_template).render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=generation,
-                **self.special,
-            )
-        except (TemplateError, TypeError) as error:  # TypeError: such as a content of None
-            raise UserError(f"the chat template cannot render these messages: {_one_line(error)}") from None
+        variables: dict[str, Any] = {"messages": [dict(message) for message in messages], **self.special}
+        variables |= {"tools": None, "documents": None, "add_generation_prompt": generation}
+        return render(self.chat_template, variables, self.template_name)
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, for transformers.AutoTokenizer too."""
@@ -162,10 +175,14 @@ def checkpoint_folder(name: str | Path) -> Path:
 
     Raises UserError if it is neither.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
+    try:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+        there = folder.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a NUL, a user that there is not
+        raise UserError(f"{str(name)!r:.80} can be no folder: {one_line(error)}") from None
+    if there:
         raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
         raise UserError(f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json")
@@ -180,61 +197,106 @@ def checkpoint_folder(name: str | Path) -> Path:
         ) from None
 
 
-def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; {} for an absent one if it is optional. Raises UserError if absent or damaged."""
-    if optional and not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: give a Hugging Face checkpoint folder") from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged, copy it again: {_one_line(error)}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is damaged, copy it again: it should hold a JSON object")
-    return value
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-def _token_text(token: str | Mapping[str, Any] | None) -> str | None:
+def _token_text(token: str | Mapping[str, Any]) -> str:
     """A special token stands in tokenizer_config.json as its text, or as an object with its text and flags."""
     return token["content"] if isinstance(token, Mapping) else token
 
 
-def _stored_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
+def _read_special(file: Path) -> dict[str, Any]:
+    """A file that names special tokens, {} if there is none. Raises UserError for a name that is no text."""
+    config = read_json(file, optional=True)
+    fields = Fields(file, config)
+    for name in NAMED_TOKENS:
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if token is not None and not isinstance(text, str):
+            raise fields.refuse(name, 'a string, or an object with its text as "content"')
+    return config
+
+
+def _stored_template(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str]:
+    """A folder's chat template, if it has one, and where it stands."""
+    file, place = folder / "chat_template.jinja", f"{folder / 'tokenizer_config.json'}: chat_template"
+    if file.exists() or file.is_symlink():
+        return read_text(file), str(file)
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+        fields = [Fields(folder / "tokenizer_config.json", entry) for entry in template if isinstance(entry, dict)]
+        named = {entry.text("name", None): entry.text("template", None) for entry in fields}
+        if len(fields) == len(template):
+            return named.get("default"), place
+    if template is not None and not isinstance(template, str):
+        raise Fields(folder / "tokenizer_config.json", config).refuse(
+            "chat_template", 'a string, or a list of objects with "name" and "template"'
+        )
+    return template, place
+
+
+@contextmanager
+def _refusing(problem: str) -> Iterator[None]:
+    """Within it, what `tokenizers` and transformers raise is a UserError that begins with `problem`, and all they say.
+
+    Both write pages to standard error before they raise: a panic its stack, transformers its advice.
+    """
+    kept = os.dup(2)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    sys.stderr.flush()
+    os.dup2(silence, 2)
+    try:
+        yield
+    except BaseException as error:
+        raise _failed(error, problem) from None
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(silence)
+
+
+def _failed(error: BaseException, problem: str) -> BaseException:
+    """The UserError for what `tokenizers` raised: bare Exceptions, and panics, which are no Exceptions at all."""
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        return UserError(f"{problem}: {one_line(error)}")
+    return error
+
+
+def _excerpt(text: object) -> str:
+    return ascii(text) if len(str(text)) <= 60 else f"{str(text)[:60]!a}..."
+
+
+def _check_ids(backend: tokenizers.Tokenizer) -> None:
+    """Raises UserError if two tokens have one id, or if an id is absurd: `tokenizers` counts up to it again and again."""
+    tokens: dict[int, str] = {}
+    for token, id in backend.get_vocab(with_added_tokens=True).items():
+        if id >= VOCAB_MOST:
+            raise UserError(f"token {token!r:.60} has the id {id}, where {VOCAB_MOST:,} is beyond every vocabulary")
+        if id in tokens:
+            raise UserError(f"tokens {token!r:.60} and {tokens[id]!r:.60} have the same id, {id}")
+        tokens[id] = token
+
+
+def _tried(tokenizer: Tokenizer) -> Tokenizer:
+    """Itself, if it does not panic at a text of many kinds of characters: better here than in the middle of a run."""
+    with suppress(Exception):  # some of the characters may be unknown to it
+        ids = tokenizer.backend.encode("Ab 12,\n\t\N{LATIN SMALL LETTER E WITH ACUTE}\u5317\U0001f642").ids
+        tokenizer.backend.decode(ids, skip_special_tokens=False)
+    return tokenizer
 
 
 def _load_with_transformers(folder: Path) -> Tokenizer:
     """Older checkpoints hold vocab.json + merges.txt, or a SentencePiece model, which only transformers can convert."""
     if not any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "tokenizer_config.json")):
         raise UserError(f"{folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json into it")
-    try:
+    config = _read_special(folder / "tokenizer_config.json")
+    with _refusing(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted"):
         from transformers import AutoTokenizer
 
-        backend = AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
-    except Exception as error:  # whatever keeps it from converting, the way out is the same
-        raise UserError(
-            f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {_one_line(error)}"
-        ) from None
-    config = read_json(folder / "tokenizer_config.json", optional=True)
+        # code that comes with a checkpoint is not run, and not asked for: the question would wait for an answer
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        backend = found.backend_tokenizer
+        _check_ids(backend)
     # what is saved is the converted tokenizer.json: a class that builds itself from the old files must not be asked for
-    return Tokenizer(
-        backend, {**config, "tokenizer_class": "PreTrainedTokenizerFast"}, _stored_template(folder, config)
-    )
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return Tokenizer(backend, config, *_stored_template(folder, config))
 
 
 def _opening(backend: tokenizers.Tokenizer) -> list[int]:
@@ -297,38 +359,3 @@ def _train_characters(texts: Iterable[str], vocab: int, special: list[str]) -> t
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     return backend
-
-
-@lru_cache(maxsize=8)
-def _compiled(chat_template: str) -> Template:
-    """The template under the conventions of transformers, in a sandbox: it comes from wherever the checkpoint did."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class GenerationTag(Extension):
-        """{% generation %} ... {% endgeneration %} marks the model's words for other libraries: here, a mere scope."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def strftime_now(format: str) -> str:
-        return datetime.now().strftime(format)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:  # jinja's own escapes HTML
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment.from_string(chat_template)

@@ -12,6 +12,7 @@ from torch import Tensor
 from posttrain.algorithms.table import find
 from posttrain.batch import Packed
 from posttrain.config import RL, filled
+from posttrain.data.tasks import to_tasks
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
@@ -44,7 +45,7 @@ def bench(
     value: Critic | None = new_critic(ValueModel, critic, model, seed) if critic else None
     with EnvPool(arena.env, 0) as pool:
         yield Experience(
-            tasks=arena.tasks,
+            tasks=to_tasks(arena.tasks),
             pool=pool,
             engine=LocalEngine(model, tokenizer),
             learner=LocalLearner(model, Optimization(lr=settings.get("lr", 1e-5), betas=(0.9, 0.95)), critic=value),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from posttrain.runs.record import COLOURS
+from posttrain.runs.curves import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,7 +21,7 @@ from posttrain.config import RL, SFT, filled
 from posttrain.envs import arithmetic
 from posttrain.reproduce.experiment import Estimate, Numbers, Say, over_seeds, student_interval
 from posttrain.reproduce.figure import Series
-from posttrain.runs.record import read_rollouts, rollout_steps
+from posttrain.runs.reading import read_rollouts, rollout_steps
 from posttrain.training import assembly as runs
 from posttrain.training.trainer import Run
 from posttrain.types import Reply, Task

@@ -5,7 +5,8 @@
     checkpoints/step-000120/manifest.json   size and SHA-256 of every other file; written last
 
 A folder takes its final name only when everything in it is on the disk, so a run killed at any moment leaves either a
-whole checkpoint or none; one that was damaged later is told by its checksums and the one before it is used.
+whole checkpoint or none; one that was damaged later is told by its checksums and the one before it is used. What else
+lies among the checkpoints is not looked at.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
-
+from posttrain.runs.files import CHECKPOINTS, RUN, step_name, sync
+from posttrain.runs.files import step_of as step_of_name
 from posttrain.types import UserError
 
 MANIFEST = "manifest.json"
+STATE = "state.json"
 
 
 def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
@@ -31,7 +33,7 @@ def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path
     Those of later steps go too: a run that saves this step has passed them over as damaged. Raises UserError if the
     disk is full or not writable: the checkpoints before it are untouched.
     """
-    final = run / "checkpoints" / _name(step)
+    final = run / CHECKPOINTS / step_name(step)
     draft = final.with_name(f".{final.name}.draft")
     try:
         shutil.rmtree(draft, ignore_errors=True)
@@ -41,11 +43,11 @@ def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path
         manifest = {str(p.relative_to(draft)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files}
         (draft / MANIFEST).write_text(json.dumps({"step": step, "files": manifest}, indent=1))
         for path in [*files, draft / MANIFEST, *(p for p in draft.rglob("*") if p.is_dir()), draft]:
-            _sync(path)
+            sync(path)
         if final.exists():  # a damaged one of the same step, left behind when an earlier one was resumed
             shutil.rmtree(final)
         draft.rename(final)
-        _sync(final.parent)
+        sync(final.parent)
     except Exception as error:
         shutil.rmtree(draft, ignore_errors=True)
         if not _disk(error):
@@ -60,71 +62,95 @@ def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path
 
 def listed(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first, whole or not."""
-    folder = run / "checkpoints"
-    return sorted(p for p in folder.glob("step-*") if p.is_dir()) if folder.is_dir() else []
+    folder = run / CHECKPOINTS
+    try:
+        there = list(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror}") from error
+    steps = [(step, path) for path in there if (step := step_of_name(path.name)) is not None and path.is_dir()]
+    return [path for _, path in sorted(steps)]
+
+
+def examined(run: Path) -> Iterator[tuple[Path, str | None]]:
+    """The checkpoints of a run, the newest first, each with what is wrong with it (None: nothing)."""
+    return ((folder, damaged(folder)) for folder in reversed(listed(run)))
 
 
 def newest(run: Path, say: Callable[[str], None] = lambda text: None) -> Path | None:
     """The newest undamaged checkpoint; says which ones were passed over and why."""
-    for folder in reversed(listed(run)):
-        damage = damaged(folder)
+    for folder, damage in examined(run):
         if damage is None:
             return folder
-        say(f"checkpoint {folder} is damaged ({damage}): using the one before it")
+        say(f"checkpoint {folder} is damaged ({damage}): using the one before it, if there is one")
     return None
 
 
 def damaged(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        seen = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
-        if folder.name != _name(manifest["step"]):
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        seen = {PurePosixPath(name): (int(file["bytes"]), file["sha256"]) for name, file in manifest["files"].items()}
+        if folder.name != step_name(manifest["step"]):
             return f"{MANIFEST} is that of another step"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return f"{MANIFEST} cannot be read"
     for name, (size, checksum) in seen.items():
+        if name.is_absolute() or ".." in name.parts or "\0" in str(name):
+            return f"{MANIFEST} names files outside of the checkpoint"
         path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size or _sha256(path) != checksum:
-            return f"{name} differs from its checksum"
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size or _sha256(path) != checksum:
+                return f"{name} differs from its checksum"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
     return None
 
 
 def resolve(model: str) -> Path:
     """The checkpoint folder that a name means: a run directory stands for its newest undamaged checkpoint."""
     path = Path(model)
-    if (path / "run.json").exists():
-        found = newest(path, print)
-        if found is None:
-            raise UserError(f"{path} is a run without a checkpoint: let it train for --save-every steps first")
+    if not os.path.lexists(path / RUN):
+        return path
+    found = newest(path, print)
+    if found is not None:
         return found
-    return path
+    if listed(path):
+        raise UserError(f"{path} is a run whose checkpoints are all damaged: put a copy of one back, or train it anew")
+    raise UserError(f"{path} is a run without a checkpoint: let it train for --save-every steps first")
 
 
 def step_of(folder: Path) -> int:
-    return int(json.loads((folder / MANIFEST).read_text())["step"])
+    """The step after which a checkpoint was made."""
+    step = step_of_name(folder.name)
+    assert step is not None, f"{folder} is not named as a checkpoint"
+    return step
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
     """State that is not weights: the source's, the controllers', and torch's own random generator."""
+    import torch
+
     rng = torch.get_rng_state().numpy().tobytes().hex()
-    (folder / "state.json").write_text(json.dumps({**state, "torch_rng": rng}))
+    (folder / STATE).write_text(json.dumps({**state, "torch_rng": rng}))
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The inverse of `save_state`; sets torch's random generator."""
-    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
-    rng = bytes.fromhex(state.pop("torch_rng"))
-    torch.set_rng_state(torch.frombuffer(bytearray(rng), dtype=torch.uint8))
+    """The inverse of `save_state`; sets torch's random generator. Raises UserError if the file holds something else."""
+    import torch
+
+    path = folder / STATE
+    try:
+        state: dict[str, Any] = json.loads(path.read_bytes())
+        rng = bytes.fromhex(state.pop("torch_rng"))
+        torch.set_rng_state(torch.frombuffer(bytearray(rng), dtype=torch.uint8))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        why = " ".join(str(error).split())[:100]
+        raise UserError(f"{path} is damaged ({why}): delete its checkpoint to use the one before it") from error
     return state
-
-
-def _name(step: int) -> str:
-    return f"step-{step:06d}"
 
 
 def _disk(error: BaseException) -> bool:
@@ -135,11 +161,3 @@ def _disk(error: BaseException) -> bool:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

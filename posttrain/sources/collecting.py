@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from posttrain.algorithms.credit import equal_rewards
 from posttrain.algorithms.filters import DynamicSampling
 from posttrain.batch import Stats
-from posttrain.data.tasks import order
+from posttrain.data.tasks import draw
 from posttrain.envs.chat import Texts
 from posttrain.envs.play import MAX_TURNS, Episode, play
 from posttrain.envs.pool import EnvPool
 from posttrain.protocols import Engine
 from posttrain.seeds import seed_of
+from posttrain.sources.lengths import Placed, Prompts, TooLong
 from posttrain.sources.scores import describe, refuse_broken, scoreboard, usable
-from posttrain.types import Rollout, Sampling, Task, UserError
+from posttrain.types import Rollout, Sampling, UserError
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Collected:
 class Collector:
     """Plays the steps' episodes. All it remembers is how many tasks it has played."""
 
-    tasks: Sequence[Task]
+    tasks: Placed
     pool: EnvPool
     engine: Engine
     tokenizer: Texts
@@ -50,7 +50,8 @@ class Collector:
     success: float | None  # rewards from it on are successes
     episode_tokens: int | None = None  # most that may be sampled in an episode
     max_turns: int = MAX_TURNS  # most replies of an episode
-    cursor: int = field(default=0, init=False)  # tasks played so far
+    too_long: TooLong | None = None  # what becomes of prompts that do not fit; left out: they end the run
+    cursor: int = field(default=0, init=False)  # tasks drawn so far
 
     def __post_init__(self) -> None:
         if self.size.prompts > len(self.tasks):
@@ -61,11 +62,13 @@ class Collector:
     def collect(self, number: int, groups: DynamicSampling | None, stats: Stats) -> Collected:
         """The rollouts of step `number`. With `groups`, those without signal are replaced, within its budget."""
         budget = self.size.prompts * (groups.rounds if groups else 1)
+        if self.too_long is not None:
+            self.too_long.take()  # what was met elsewhere
         played: list[Rollout] = []
         kept: list[Rollout] = []
         while (missing := min(self.size.prompts - len({r.group for r in kept}), budget)) > 0:
-            episodes = self.episodes(number, self.cursor, missing)
-            self.cursor, budget = self.cursor + missing, budget - missing
+            episodes, self.cursor = self.episodes(number, self.cursor, missing)
+            budget -= missing
             rollouts = play(
                 episodes,
                 self.pool,
@@ -73,6 +76,7 @@ class Collector:
                 self.tokenizer,
                 self.sampling,
                 self.context,
+                self.too_long.policy if self.too_long else "refuse",
                 episode_tokens=self.episode_tokens,
                 turns=self.max_turns,
             )
@@ -86,6 +90,8 @@ class Collector:
             kept += fit
             if groups is None:
                 break
+        if self.too_long is not None:
+            stats.add("too_long", self.too_long.take())
         refuse_broken(played)
         stats.merge(describe(played, self.success))
         if groups is not None:
@@ -93,14 +99,22 @@ class Collector:
             stats.add("groups/kept", len({r.group for r in kept}))
         return Collected(played, kept)
 
-    def episodes(self, number: int, first: int, count: int) -> list[Episode]:
-        """What step `number` plays: tasks `first` and on of the epochs' permutations, each once per member of its group."""
-        episodes, tasks = [], len(self.tasks)
-        places = [divmod(p, tasks) for p in range(first, first + count)]
-        permutation = {epoch: order(tasks, epoch, self.seed) for epoch in {e for e, _ in places}}
-        for epoch, index in places:
-            task = self.tasks[permutation[epoch][index]]
-            group = f"{task['id']}#{epoch}"  # a task may come twice in a step where two epochs meet
+    def _fits(self, place: int) -> bool:
+        """Whether a prompt does, where that can be told before it is played."""
+        if self.too_long is None or not self.pool.single_turn:
+            return True
+        return Prompts(self.tasks, self.tokenizer, self.too_long).fits(place)
+
+    def episodes(self, number: int, first: int, count: int) -> tuple[list[Episode], int]:
+        """What step `number` plays: `count` tasks, each once per member of its group; and the cursor after them.
+
+        They are those from `first` on in the epochs' permutations. For one whose prompt does not fit the next is taken.
+        """
+        episodes = []
+        drawn, cursor = draw(len(self.tasks), first, count, self.seed, self._fits)
+        for visit, place in drawn:
+            task = self.tasks[place]
+            group = f"{task['id']}#{visit}"  # a task may come twice in a step where two epochs meet
             for member in range(self.size.group):
                 episodes.append(Episode(task, group, seed_of(self.seed, "rollout", number, group, member)))
-        return episodes
+        return episodes, cursor

@@ -36,7 +36,7 @@ class Minibatches:
     size: Size
     seed: int
     success: float | None
-    texts: Sequence[Transcript]  # what a row with a pretraining term imitates beside its rollouts
+    texts: Sequence[Transcript | None]  # what a row with a pretraining term imitates beside its rollouts
     buffer: ReplayBuffer | None
 
     def updates(
@@ -122,7 +122,10 @@ class Minibatches:
         first = ((number - 1) * updates + place) * pretraining.rows
         places = [divmod(p, len(self.texts)) for p in range(first, first + pretraining.rows)]
         permutation = {epoch: order(len(self.texts), epoch, self.seed) for epoch in {e for e, _ in places}}
-        chosen = [[self.texts[permutation[epoch][i]]] for epoch, i in places]
+        drawn = (self.texts[int(permutation[epoch][i])] for epoch, i in places)
+        chosen = [[text] for text in drawn if text is not None]
+        if not chosen:
+            return []
         share = pretraining.coefficient / sum(t.n_scored for (t,) in chosen)
         none, imitate = torch.zeros(len(chosen)), torch.full((len(chosen),), share)
         return [

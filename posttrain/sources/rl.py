@@ -6,6 +6,7 @@ What a step plays stands in `collecting`, what its tokens earn in `crediting`, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,10 +22,11 @@ from posttrain.part import Need
 from posttrain.protocols import Engine, Learner
 from posttrain.sources.collecting import Collector, Size
 from posttrain.sources.crediting import Credited, credit
+from posttrain.sources.lengths import Placed, TooLong
 from posttrain.sources.minibatches import Minibatches
 from posttrain.sources.replay import ReplayBuffer
 from posttrain.sources.views import view
-from posttrain.types import Sampling, Task, Transcript
+from posttrain.types import Sampling, Transcript
 
 
 class Experience:
@@ -37,7 +39,7 @@ class Experience:
     def __init__(
         self,
         *,
-        tasks: Sequence[Task],
+        tasks: Placed,
         pool: EnvPool,
         engine: Engine,
         learner: Learner,
@@ -49,7 +51,8 @@ class Experience:
         success: float | None = None,
         episode_tokens: int | None = None,
         max_turns: int = MAX_TURNS,
-        texts: Sequence[Transcript] = (),
+        texts: Sequence[Transcript | None] = (),
+        too_long: TooLong | None = None,
     ) -> None:
         """`success`: rewards from it on are successes; `texts`: what a row with a pretraining term imitates.
 
@@ -59,7 +62,7 @@ class Experience:
         self.engine, self.learner, self.algorithm, self.size, self.success = engine, learner, algorithm, size, success
         context = learner.weights().config.context
         self.collector = Collector(
-            tasks, pool, engine, tokenizer, sampling, context, size, seed, success, episode_tokens, max_turns
+            tasks, pool, engine, tokenizer, sampling, context, size, seed, success, episode_tokens, max_turns, too_long
         )
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.minibatches = Minibatches(algorithm, learner, size, seed, success, texts, self.buffer)
@@ -124,6 +127,14 @@ class Experience:
         return {"cursor": self.collector.cursor, "coefficients": dict(self.coefficients), **replay}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.collector.cursor, self.coefficients = state["cursor"], dict(state["coefficients"])
+        """The inverse of `state`. Raises ValueError, KeyError or TypeError if it is of no such source."""
+        cursor, coefficients = state["cursor"], dict(state["coefficients"])
+        if type(cursor) is not int or cursor < 0:
+            raise ValueError(f"{cursor!r} tasks played")
+        if coefficients.keys() - {"policy"} != self.coefficients.keys() - {"policy"}:
+            raise ValueError(f"coefficients of {', '.join(coefficients) or 'nothing'}")
+        if not all(math.isfinite(value) for value in coefficients.values()):
+            raise ValueError("coefficients that are not finite")
+        self.collector.cursor, self.coefficients = cursor, coefficients
         if self.buffer is not None:
             self.buffer.restore(state["replay"])

@@ -5,7 +5,8 @@ N    scored tokens of a micro-batch: the tokens to imitate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Batch, Outputs, Stats, Step
-from posttrain.data.tasks import order
+from posttrain.data.tasks import ENDLESS, draw, order
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.sources.lengths import Placed, TooLong
 from posttrain.sources.packing import collate, split_microbatches
 from posttrain.types import Task, Transcript, UserError
+
+REMEMBERED = 1 << 21  # tokens: some 60 MB
 
 
 class Likelihood:
@@ -31,55 +35,118 @@ class Likelihood:
 
 
 def demonstrate(
-    task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int], context: int, mask_prompt: bool = True
+    task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int], mask_prompt: bool = True, length: int | None = None
 ) -> Transcript:
     """The transcript of a demonstration: `prompt` and `response`, or chat `messages` whose assistant turns are imitated.
 
     Prompt and response are tokenised apart, as they are when the response is sampled. A response ends with the
-    end-of-sequence token, which is part of what is imitated. Raises UserError if nothing is left to imitate or if the
-    row is longer than the context: rows are never cut silently.
+    end-of-sequence token, which is part of what is imitated. `length`: the first so many tokens only. Raises UserError if
+    nothing is left to imitate.
     """
-    transcript = Transcript()
-    if "messages" in task:
-        before = ""
-        for i, message in enumerate(task["messages"]):
-            if message["role"] != "assistant":
-                continue
-            shown = tokenizer.render(task["messages"][:i], generation=True)
-            whole = tokenizer.render(task["messages"][: i + 1], generation=False)
-            if not (shown.startswith(before) and whole.startswith(shown)):
-                raise UserError(
-                    f"row {task['id']!r}: this chat template rewrites earlier messages, so the reply's tokens are not known"
-                )
-            transcript.observe(tokenizer.encode(shown[len(before) :], start=not before))
-            reply = tokenizer.encode(whole[len(shown) :])
-            ends = [i for i, token in enumerate(reply) if token in eos_ids]
-            end = ends[-1] + 1 if ends else len(reply)  # what the template puts after the end of a turn is not sampled
-            transcript.imitate(reply[:end] if ends else [*reply, eos_ids[0]])
-            transcript.observe(reply[end:])
-            before = whole
-    else:
-        transcript.observe(tokenizer.encode(task["prompt"], start=True))
-        transcript.imitate([*tokenizer.encode(task["response"]), eos_ids[0]])
+    pieces = list(_pieces(task, tokenizer, eos_ids))
     if not mask_prompt:
-        whole_text, transcript = transcript, Transcript()
-        transcript.observe(whole_text.tokens[:1])
-        transcript.imitate(whole_text.tokens[1:])
+        tokens = [token for piece, _ in pieces for token in piece]
+        pieces = [(tokens[:1], False), (tokens[1:], True)]
+    transcript = Transcript()
+    for tokens, imitated in pieces:
+        kept = tokens if length is None else tokens[: length - len(transcript)]
+        (transcript.imitate if imitated else transcript.observe)(kept)
     if not transcript.n_scored or transcript.spans[0].learned:
-        raise UserError(f"row {task['id']!r} has nothing to learn: no reply after a prompt of at least one token")
-    if len(transcript) > context:
-        raise UserError(
-            f"row {task['id']!r} has {len(transcript)} tokens, the model's context holds {context}: "
-            "shorten it, leave it out, or give the model a longer context"
-        )
+        raise UserError("nothing to learn: no reply after a prompt of at least one token")
     return transcript
+
+
+def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterator[tuple[list[int], bool]]:
+    """Runs of tokens in order, and whether they are imitated."""
+    if "messages" not in task:
+        yield tokenizer.encode(task.get("prompt", ""), start=True), False
+        yield [*tokenizer.encode(task["response"]), eos_ids[0]], True
+        return
+    before = ""
+    for i, message in enumerate(task["messages"]):
+        if message["role"] != "assistant":
+            continue
+        shown = tokenizer.render(task["messages"][:i], generation=True)
+        whole = tokenizer.render(task["messages"][: i + 1], generation=False)
+        if not (shown.startswith(before) and whole.startswith(shown)):
+            raise UserError("this chat template rewrites earlier messages, so the reply's tokens are not known")
+        yield tokenizer.encode(shown[len(before) :], start=not before), False
+        reply = tokenizer.encode(whole[len(shown) :])
+        ends = [i for i, token in enumerate(reply) if token in eos_ids]
+        end = ends[-1] + 1 if ends else len(reply)  # what the template puts after the end of a turn is not sampled
+        yield reply[:end] if ends else [*reply, eos_ids[0]], True
+        yield reply[end:], False
+        before = whole
+
+
+class Transcripts(Sequence["Transcript | None"]):
+    """Demonstrations as transcripts, each made when it is asked for; None for one that is too long and skipped.
+
+    Those that came first are remembered, `REMEMBERED` tokens of them: what is small is tokenised once.
+    """
+
+    def __init__(
+        self,
+        tasks: Placed,
+        tokenizer: Tokenizer,
+        eos_ids: Sequence[int],
+        vocab: int,
+        too_long: TooLong,
+        mask_prompt: bool = True,
+    ) -> None:
+        """`vocab`: entries of the model's vocabulary."""
+        self.tasks, self.tokenizer, self.eos_ids, self.vocab = tasks, tokenizer, eos_ids, vocab
+        self.too_long, self.mask_prompt = too_long, mask_prompt
+        self._remembered: dict[int, Transcript] = {}
+        self._room = REMEMBERED
+        if too_long.policy == "refuse" and len(tasks) < ENDLESS:  # better now than in the middle of a run
+            for place in range(len(tasks)):
+                self[place]
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __getitem__(self, place: int) -> Transcript | None:  # type: ignore[override]  # no slices
+        if place in self._remembered:
+            return self._remembered[place]
+        task, context = self.tasks[place], self.too_long.context
+        try:
+            transcript = demonstrate(task, self.tokenizer, self.eos_ids, self.mask_prompt)
+        except UserError as error:
+            raise UserError(f"{self.tasks.where(place)}: {error}") from error
+        if max(transcript.tokens) >= self.vocab:
+            raise UserError(
+                f"the tokenizer gives token {max(transcript.tokens)}, the model's vocabulary has {self.vocab}: no match"
+            )
+        if len(transcript) > context:
+            return self._cut(place, task, len(transcript))
+        if len(transcript) <= self._room:
+            self._remembered[place] = transcript
+            self._room -= len(transcript)
+        return transcript
+
+    def check(self) -> None:
+        """Raise UserError where nothing fits, before a run's folder is made."""
+        draw(len(self), 0, 1, 0, lambda place: self[place] is not None)
+
+    def _cut(self, place: int, task: Task, length: int) -> Transcript | None:
+        transcript = None
+        if self.too_long.policy == "truncate":
+            with suppress(UserError):  # the prompt alone is too long
+                transcript = demonstrate(task, self.tokenizer, self.eos_ids, self.mask_prompt, self.too_long.context)
+        self.too_long.meet(self.tasks.where(place), f"the demonstration has {length} tokens", transcript is not None)
+        return transcript
 
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """See `posttrain.types.Source`: `rows` demonstrations a step, in a new order each epoch, the last step of it short."""
+    """See `posttrain.protocols.Source`: `rows` demonstrations a step, in a new order each epoch, the last step of it short.
 
-    transcripts: Sequence[Transcript]
+    Which rows a step has follows from its number alone. Those that do not fit are missing from it; a step of which none
+    fits has the next one that does.
+    """
+
+    transcripts: Transcripts
     rows: int
     tokens_per_microbatch: int
     seed: int
@@ -91,11 +158,17 @@ class Demonstrations:
 
     def produce(self, number: int) -> Step:
         epoch, part = divmod(number - 1, self.steps_per_epoch)
-        permutation = order(len(self.transcripts), epoch, self.seed)
-        chosen = permutation[part * self.rows : (part + 1) * self.rows]
+        visits = order(len(self.transcripts), epoch, self.seed)
+        first, count = part * self.rows, len(self.transcripts)
+        self.transcripts.too_long.take()
+        rows = [t for place in visits[first : first + self.rows] if (t := self.transcripts[int(place)]) is not None]
+        if not rows:
+            after = epoch * count + min(first + self.rows, count)
+            [(_, place)], _ = draw(count, after, 1, self.seed, lambda place: self.transcripts[place] is not None)
+            rows = [t for t in [self.transcripts[place]] if t is not None]
         stats = Stats()
         stats.add("epoch", epoch + (part + 1) / self.steps_per_epoch)
-        rows = [self.transcripts[i] for i in chosen]
+        stats.add("too_long", self.transcripts.too_long.take())
         return Step(number, [lambda: self.batches(rows)], stats, sum(t.n_scored for t in rows))
 
     def batches(self, transcripts: Sequence[Transcript]) -> list[Batch]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from posttrain.algorithms.credit import GAE, Baselined, Earned, Process
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.policy import Algorithm, Pretraining
-from posttrain.algorithms.settings import change, choose, flags
+from posttrain.algorithms.settings import change, check_ranges, choose, flags
 from posttrain.algorithms.surrogate import ExpectedQ
 from posttrain.config import RL
 from posttrain.part import Limits, Need
@@ -35,6 +35,7 @@ def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
             f"{row.name}: its {parts} count the tokens of an episode, which in this environment may have several replies: "
             "say with --episode-tokens how many there are at most"
         )
+    check_ranges(row)
     for broken, reason in [*_contradictions(row, run), *_without_effect(row, run)]:
         if broken:
             raise UserError(f"{row.name}: {reason}")

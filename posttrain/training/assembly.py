@@ -6,7 +6,7 @@ over them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from posttrain.algorithms.table import find
 from posttrain.batch import Stats
 from posttrain.config import RL, SFT, validate
 from posttrain.data.rows import load_rows
-from posttrain.data.tasks import hold_out, to_tasks
+from posttrain.data.tasks import Stream, Tasks, to_tasks
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.vllm import VLLMEngine
 from posttrain.envs.load import is_generator_env, load_env, success_of
@@ -35,15 +35,19 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.part import Need
 from posttrain.protocols import Engine
 from posttrain.runs.checkpoint import resolve
+from posttrain.runs.opening import RunFolder, begin
 from posttrain.seeds import seed_of
 from posttrain.sources.collecting import Size
+from posttrain.sources.lengths import Prompts, TooLong
 from posttrain.sources.rl import Experience
-from posttrain.sources.sft import Demonstrations, Likelihood, demonstrate
+from posttrain.sources.sft import Demonstrations, Likelihood, Transcripts
 from posttrain.training.adjust import adjust
 from posttrain.training.evaluation import measured, repeated
 from posttrain.training.setup import (
-    check_prompts,
+    amount,
+    beyond,
     end_tokens,
+    fitting,
     load_tasks,
     microbatch_tokens,
     open_pool,
@@ -51,56 +55,71 @@ from posttrain.training.setup import (
     parameters,
     prepare,
     rehearse,
+    split_tasks,
 )
-from posttrain.training.trainer import Run, Trainer, begin, start_of
-from posttrain.types import Sampling, Task, Transcript, UserError
+from posttrain.training.trainer import Run, Trainer
+from posttrain.types import Sampling, Task, UserError
+
+EVALUATED = 1000  # held-out rows whose transcripts are made at once
+READ_OF_A_STREAM = 10_000  # tasks for a tokenizer to be trained on, where they have no end
 
 
-def sft(config: SFT, tasks: Sequence[Task] | None = None) -> Run:
-    """Imitate demonstrations. `tasks`: rows in memory, instead of `config.tasks`."""
-    config, resumed = begin(config)
+def sft(config: SFT, rows: Any = None) -> Run:
+    """Imitate demonstrations. `rows`: as in `posttrain.sft`, instead of `config.tasks`."""
+    with begin(config, rows) as run:
+        return _sft(run, rows)
+
+
+def _sft(run: RunFolder[SFT], rows: Any) -> Run:
+    config = run.config
     validate(config)
     device = prepare(config)
-    data = load_tasks(config, tasks, need=("prompt", "response"))
-    train_tasks, held_out = hold_out(data, config.held_out, config.seed) if config.held_out else (data, [])
-    start = start_of(config)
-    model, tokenizer = _start(config, train_tasks, resumed or start, device)
-    context, eos = model.config.context, end_tokens(model, tokenizer)
+    train_tasks, held_out = split_tasks(config, rows, need=("prompt", "response"))
+    if isinstance(train_tasks, Stream) and config.steps is None:
+        raise UserError("these rows have no end, so there are no --epochs of them: say how many --steps to train")
+    model, tokenizer = _start(config, train_tasks, run.checkpoint or run.start, device)
+    too_long = TooLong(config.too_long, model.config.context, _silent if config.quiet else print)
+
+    def transcripts(tasks: Tasks | Stream) -> Transcripts:
+        eos = end_tokens(model, tokenizer)
+        return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, config.mask_prompt)
+
     source = Demonstrations(
-        [demonstrate(t, tokenizer, eos, context, config.mask_prompt) for t in train_tasks],
-        config.rows,
-        microbatch_tokens(config, device),
-        config.seed,
-        device,
+        transcripts(train_tasks), config.rows, microbatch_tokens(config, device), config.seed, device
     )
-    widest = max(max(t.tokens) for t in source.transcripts)
-    if widest >= model.config.vocab:
-        raise UserError(
-            f"the tokenizer gives token {widest}, the model's vocabulary has {model.config.vocab}: no match"
-        )
-    unseen = [demonstrate(t, tokenizer, eos, context, config.mask_prompt) for t in held_out]
-    steps = max(1, round(source.steps_per_epoch * config.epochs))
+    source.transcripts.check()
+    unseen = transcripts(held_out) if held_out else None
+    steps = config.steps or max(1, round(source.steps_per_epoch * config.epochs))
     learner = LocalLearner(model, optimization(config, steps), precision=config.precision)
 
     def measure(stats: Stats) -> None:
-        for o in learner.evaluate(source.batches(unseen)):
-            stats.add("eval/loss", -o.logp.sum().item(), o.logp.numel())
+        assert unseen is not None
+        for first in range(0, len(unseen), EVALUATED):
+            places = range(first, min(first + EVALUATED, len(unseen)))
+            rows = [t for place in places if (t := unseen[place]) is not None]
+            for o in learner.evaluate(source.batches(rows)) if rows else ():
+                stats.add("eval/loss", -o.logp.sum().item(), o.logp.numel())
 
-    tokens = sum(t.n_scored for t in source.transcripts)
     sizes = [
-        f"model {parameters(model):,} parameters, context {context}, vocabulary {model.config.vocab}",
-        f"{len(train_tasks)} rows ({tokens:,} tokens to learn), {len(held_out)} held out",
+        f"model {parameters(model):,} parameters, context {model.config.context}, vocabulary {model.config.vocab}",
+        f"{amount(train_tasks)}, {len(held_out or ())} held out",
         f"{steps} steps of {config.rows} rows, micro-batches of {microbatch_tokens(config, device)} tokens"
         + (f", between products {build.backend(compiles())}" if device.type == "cpu" else ""),
     ]
     lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
-    loop = Trainer(config, start, resumed, learner, source, tokenizer, measure if unseen else None, steps)
-    return loop.run(Likelihood(), sizes, lines)
+    trainer = Trainer(run, learner, source, tokenizer, measure if unseen else None, steps)
+    too_long.say = trainer.display.note
+    return trainer.run(Likelihood(), sizes, lines)
 
 
-def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] | None = None) -> Run:
-    """Learn from rewards. `tasks` and `env` may be given as objects; `config` then holds a name for each, for the record."""
-    config, resumed = begin(config)
+def rl(config: RL, rows: Any = None, env: Callable[..., Any] | None = None) -> Run:
+    """Learn from rewards. `rows` and `env` may be given as objects; `config` then holds a name for each, for the record."""
+    with begin(config, rows, env) as run:
+        return _rl(run, rows, env)
+
+
+def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
+    config = run.config
     validate(config)
     device = prepare(config)
     algorithm = adjust(find(config.algorithm), config, not is_generator_env(load_env(env or config.env)))
@@ -109,16 +128,18 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
         raise UserError(
             f"{config.algorithm} needs to know which replies are right: give the reward of a right one with --success"
         )
-    train_tasks, held_out = _tasks(config, tasks, env)
+    train_tasks, held_out = _tasks(config, rows, env)
     with ExitStack() as opened:
         pool = opened.enter_context(open_pool(config, env))
         rehearse(pool, train_tasks)
-        start = start_of(config)
+        start = run.start
         assert start
-        model, tokenizer = _start(config, train_tasks, resumed or start, device)
+        model, tokenizer = _start(config, train_tasks, run.checkpoint or start, device)
         end_tokens(model, tokenizer)  # there must be one, or no reply would end
+        too_long = TooLong(config.too_long, model.config.context, _silent if config.quiet else print)
         if pool.single_turn:
-            check_prompts([*train_tasks, *held_out], tokenizer, model.config.context)
+            Prompts(train_tasks, tokenizer, too_long).check()
+        played = fitting(held_out, pool, tokenizer, too_long)
         learner = _learner(config, algorithm, model, start)
         engine = opened.enter_context(closing(_engine(config, model, tokenizer)))
         sampling = Sampling(config.temperature, max_tokens=config.max_tokens, stop=config.stop)
@@ -135,39 +156,41 @@ def rl(config: RL, tasks: Sequence[Task] | None = None, env: Callable[..., Any] 
             success=success,
             episode_tokens=config.episode_tokens,
             max_turns=config.max_turns,
-            texts=_texts_to_imitate(config, tokenizer, model) if algorithm.pretraining else (),
+            texts=_texts_to_imitate(config, tokenizer, model, too_long) if algorithm.pretraining else (),
+            too_long=too_long,
         )
 
         def measure(stats: Stats) -> None:
             engine.load(learner.weights(), learner.version)
-            episodes = repeated(held_out, config.eval_samples, config.seed)
             rollouts = play(
-                episodes,
+                repeated(played, config.eval_samples, config.seed),
                 pool,
                 engine,
                 tokenizer,
                 sampling,
                 model.config.context,
+                config.too_long,
                 episode_tokens=config.episode_tokens,
                 turns=config.max_turns,
             )
             measured(rollouts, success, stats)
 
-        sizes = _sizes(config, model, len(train_tasks), len(held_out), engine)
-        loop = Trainer(config, start, resumed, learner, source, tokenizer, measure if held_out else None, config.steps)
-        return loop.run(policy_objective(algorithm), sizes, describe(algorithm))
+        sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)
+        trainer = Trainer(run, learner, source, tokenizer, measure if played else None, config.steps)
+        too_long.say = trainer.display.note
+        return trainer.run(policy_objective(algorithm), sizes, describe(algorithm))
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
-def _tasks(config: RL, tasks: Sequence[Task] | None, env: Callable[..., Any] | None) -> tuple[list[Task], list[Task]]:
+def _tasks(config: RL, rows: Any, env: Callable[..., Any] | None) -> tuple[Tasks | Stream, Tasks | None]:
     """Tasks to train on, and those to evaluate on."""
-    data = load_tasks(config, tasks, env=env)
-    train_tasks, held_out = hold_out(data, config.held_out, config.seed) if config.held_out else (data, [])
+    train_tasks, held_out = split_tasks(config, rows, env)
     if config.eval_tasks:
-        held_out = load_tasks(replace(config, tasks=config.eval_tasks, limit=None, split=None), None, env=env)
-    return train_tasks, held_out[: config.eval_limit]
+        other = replace(config, tasks=config.eval_tasks, limit=None, split=None)
+        held_out = load_tasks(other, None, env).first(config.eval_limit)
+    return train_tasks, held_out.first(config.eval_limit) if held_out else None
 
 
 def _learner(config: RL, algorithm: Algorithm, model: Decoder, start: Path) -> LocalLearner:
@@ -188,27 +211,29 @@ def _learner(config: RL, algorithm: Algorithm, model: Decoder, start: Path) -> L
     )
 
 
-def _sizes(config: RL, model: Decoder, tasks: int, held_out: int, engine: Engine) -> list[str]:
+def _sizes(config: RL, model: Decoder, tasks: str, engine: Engine) -> list[str]:
     """What runs, in words."""
     rollouts = config.prompts * config.group
     return [
         f"model {parameters(model):,} parameters, context {model.config.context}, vocabulary {model.config.vocab}",
-        f"{tasks} tasks, {held_out} held out",
+        tasks,
         f"{config.steps} steps of {config.prompts} prompts x {config.group} rollouts = {rollouts} rollouts "
         f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, model.head.device)} tokens; "
         f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
+        *beyond(config.max_tokens, model.config.context),
     ]
 
 
 def _start(
-    config: SFT | RL, tasks: Sequence[Task], folder: Path | None, device: torch.device
+    config: SFT | RL, tasks: Tasks | Stream, folder: Path | None, device: torch.device
 ) -> tuple[Decoder, Tokenizer]:
     """Model and tokenizer of a checkpoint folder, or new ones."""
     if folder:
         return load_model(folder, device=device), Tokenizer.load(folder)
     assert isinstance(config, SFT)
-    texts = [text for t in tasks for text in _texts(t)]
     if config.tokenizer in ("bpe", "characters"):
+        some = tasks.first(READ_OF_A_STREAM) if isinstance(tasks, Stream) else tasks
+        texts = (text for t in some for text in _texts(t))
         tokenizer = Tokenizer.train(texts, config.vocab, config.tokenizer)  # type: ignore[arg-type]
     else:
         tokenizer = Tokenizer.load(config.tokenizer)
@@ -262,12 +287,20 @@ def _critic(config: RL, algorithm: Algorithm, start: Path, model: Decoder) -> Cr
     return new_critic(kind, folder, model, seed_of(config.seed, "critic"))
 
 
-def _texts_to_imitate(config: RL, tokenizer: Tokenizer, model: Decoder) -> list[Transcript]:
+def _texts_to_imitate(config: RL, tokenizer: Tokenizer, model: Decoder, too_long: TooLong) -> Transcripts:
     """Pretraining text: rows with `text`, all of which is learned, or with prompt and response."""
     assert config.ptx is not None
-    rows = [{"prompt": "", "response": r["text"]} if "text" in r else r for r in load_rows(config.ptx)]
-    eos, context = end_tokens(model, tokenizer), model.config.context
-    return [demonstrate(t, tokenizer, eos, context, mask_prompt=False) for t in to_tasks(rows, need=("response",))]
+    tasks = to_tasks(load_rows(config.ptx), convert=text_or_row, need=("response",))
+    eos = end_tokens(model, tokenizer)
+    return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, mask_prompt=False)
+
+
+def text_or_row(row: dict[str, Any]) -> Task:
+    return {"response": row["text"]} if "text" in row else row
+
+
+def _silent(text: str) -> None:
+    pass
 
 
 def _texts(task: Task) -> list[str]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from posttrain.batch import Stats
 from posttrain.config import Evaluation, validate
-from posttrain.data.tasks import hold_out
+from posttrain.data.tasks import Stream, hold_out
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.load import success_of
 from posttrain.envs.play import Episode, play
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
+from posttrain.runs.record import as_row, write_rollouts
 from posttrain.seeds import seed_of
+from posttrain.sources.lengths import TooLong
 from posttrain.training.intervals import paired_interval, summary
-from posttrain.training.setup import end_tokens, load_tasks, open_pool, prepare, rehearse
+from posttrain.training.setup import beyond, end_tokens, fitting, load_tasks, open_pool, prepare, rehearse
 from posttrain.types import Invalid, Rollout, Sampling, Task, UserError, succeeds
 
 
@@ -34,20 +38,22 @@ class Evaluated:
     notes: tuple[str, ...] = ()  # what was asked for and left out, and why
     against: dict[str, Any] | None = None  # figures of the second checkpoint
     differences: dict[str, dict[str, float]] | None = None  # of reward and accuracy: the first minus the second
+    against_rollouts: list[Rollout] = field(default_factory=list, repr=False)
 
 
-def evaluate(
-    config: Evaluation, tasks: Sequence[Task] | None = None, env: Callable[..., Any] | None = None
-) -> Evaluated:
+def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | None = None) -> Evaluated:
     """Play every task `samples` times. With `against`, two checkpoints play the same tasks with the same seeds."""
     validate(config)
     device = prepare(config)
     success = success_of(env or config.env, config.success)
     if success is None and "k" in config.given:
         raise UserError("--k needs to know which replies are right: give the reward of a right one with --success")
-    data = load_tasks(config, tasks, env=env)
+    data = load_tasks(config, rows, env)
     if config.held_out:
         data = hold_out(data, config.held_out, config.split_seed)[1]
+    if isinstance(data, Stream):
+        raise UserError("these rows have no end: say with --limit how many to evaluate on")
+    said: list[str] = []
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
     with open_pool(config, env) as pool:
         rehearse(pool, data)
@@ -57,13 +63,19 @@ def evaluate(
             model, tokenizer = load_model(path, device=device), Tokenizer.load(path)
             end_tokens(model, tokenizer)
             engine = LocalEngine(model, tokenizer, config.slots, config.precision)
+            context = model.config.context
+            said.extend(beyond(config.max_tokens, context))
+            some = fitting(data, pool, tokenizer, TooLong(config.too_long, context, said.append))
+            if not some:
+                raise UserError(f"no prompt fits into the context of {folder}: {said[0]}")
             rollouts = play(
-                repeated(data, config.samples, config.seed),
+                repeated(some, config.samples, config.seed),
                 pool,
                 engine,
                 tokenizer,
                 sampling,
-                model.config.context,
+                context,
+                config.too_long,
                 episode_tokens=config.episode_tokens,
                 turns=config.max_turns,
             )
@@ -75,6 +87,7 @@ def evaluate(
         rollouts = played(config.model)
         others = played(config.against) if config.against is not None else []
     ks, notes = _of_samples(config)
+    notes = (*notes, *dict.fromkeys(said))
     rewards = _rewards(data, rollouts)
     own = summary(list(rewards.values()), ks, success)
     invalid = sum(isinstance(r.reward, Invalid) for r in rollouts)
@@ -82,7 +95,32 @@ def evaluate(
         return Evaluated(own, rewards, rollouts, invalid, notes)
     other_rewards = _rewards(data, others)
     other = summary(list(other_rewards.values()), ks, success)
-    return Evaluated(own, rewards, rollouts, invalid, notes, other, _differences(rewards, other_rewards, success))
+    return Evaluated(
+        own, rewards, rollouts, invalid, notes, other, _differences(rewards, other_rewards, success), others
+    )
+
+
+def save(found: Evaluated, path: Path) -> None:
+    """Write the figures as JSON to `path`, and beside it the rollouts of each checkpoint, a line of JSON each.
+
+    Raises UserError if one of the files cannot be written.
+    """
+    content = {
+        "figures": found.figures,
+        "against": found.against,
+        "differences": found.differences,
+        "rewards": found.rewards,
+    }
+    sides = {"": found.rollouts, ".against": found.against_rollouts}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        for side, rollouts in sides.items():
+            if rollouts:
+                rows = ({"task": r.task.get("id"), **as_row(r)} for r in rollouts)
+                write_rollouts(path.with_name(f"{path.stem}{side}.rollouts.jsonl"), rows)
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
 
 
 def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:

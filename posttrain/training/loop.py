@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from posttrain.batch import Stats, Step
 from posttrain.protocols import Learner, Objective, Source
@@ -47,6 +48,7 @@ def train(
         step = source.produce(number)
         produced = time.perf_counter()
         stats = Stats(step.stats)
+        stats.add("updates", len(step.updates))
         for build in step.updates:
             stats.merge(learner.update(build(), objective))
         source.learned(step, stats)
@@ -61,22 +63,42 @@ def train(
 
 @contextmanager
 def interruptible(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Within it, the first Ctrl-C (or SIGTERM) asks for an end after the running step, the second one ends at once."""
+    """Within it, Ctrl-C, SIGTERM or the end of the terminal (SIGHUP) asks for an end after the running step.
+
+    A second Ctrl-C or SIGTERM ends at once. SIGHUP comes twice by itself, from the terminal and from its shell, and is
+    left alone where it was ignored (nohup). Handlers only take notes, since they interrupt anything, printing included:
+    `say` is called from a thread.
+    """
     asked = False
+    told: SimpleQueue[str | None] = SimpleQueue()
 
     def ask(signum: int, frame: object) -> None:
         nonlocal asked
-        if asked:
+        if asked and signum != signal.SIGHUP:
             raise KeyboardInterrupt
-        asked = True
-        say("interrupted: finishing this step, then saving (once more: stop at once, the last checkpoint stays)")
+        if not asked:
+            asked = True
+            told.put(
+                "interrupted: finishing this step, then saving (once more: stop at once, the last checkpoint stays)"
+            )
+
+    def tell() -> None:
+        while (text := told.get()) is not None:
+            say(text)
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    teller = threading.Thread(target=tell, name="signals", daemon=True)
+    teller.start()
+    before = {number: signal.signal(number, ask) for number in numbers}
     try:
         yield lambda: asked
     finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        told.put(None)
+        teller.join()

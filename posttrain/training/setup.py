@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 
 from posttrain.config import RL, Data, Evaluation, Training
+from posttrain.data.convert import Conversion
 from posttrain.data.rows import load_rows
-from posttrain.data.tasks import to_tasks
-from posttrain.envs.chat import Conversation
-from posttrain.envs.load import load_converter, load_env, opening
+from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
+from posttrain.envs.load import is_generator_env, load_converter, load_env
 from posttrain.envs.pool import Done, EnvPool
 from posttrain.kernels import build
 from posttrain.learners.local import Optimization
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Model
+from posttrain.sources.lengths import Prompts, TooLong
 from posttrain.types import Invalid, InvalidKind, Reply, Task, UserError
+from posttrain.user_code import load_named
 
 TRIAL_TURNS = 8  # of a sample reply to an environment that may wait for a word which it does not contain
 SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}")
@@ -53,35 +57,46 @@ def microbatch_tokens(config: Training, device: torch.device) -> int:
 
 
 def load_tasks(
-    config: Data, tasks: Sequence[Task] | None, env: Callable[..., Any] | None = None, need: Sequence[str] = ("prompt",)
-) -> list[Task]:
-    """The tasks of a verb, converted by what stands beside the environment if the rows are not tasks yet."""
+    config: Data,
+    rows: Any = None,
+    env: Callable[..., Any] | None = None,
+    need: Sequence[str] = ("prompt",),
+    split_seed: int | None = None,
+) -> Tasks | Stream:
+    """The tasks of a verb, of `rows` that are given or of `config.tasks`.
+
+    Rows from elsewhere are converted by the `row_to_task` that stands beside the environment; rows that are given are
+    taken as they are. An environment that makes its own prompts needs none in the rows.
+    """
     spec = env or config.env or None
+    convert = None
     if spec is not None:
-        load_env(spec)  # its mistakes are told before anything heavy starts
-    if tasks is not None:
-        return list(to_tasks(tasks, need=need))
-    convert = load_converter(spec) if spec is not None else None
-    return list(
-        to_tasks(
-            load_rows(config.tasks, config.split, config.limit),
-            fields=config.fields,
-            prompt_template=config.prompt_template,
-            response_template=config.response_template,
-            convert=_demonstrations_only(convert) if convert and "response" in need else convert,
-            need=need,
-        )
-    )
+        function = load_env(spec)  # its mistakes are told before anything heavy starts
+        need = () if need == ("prompt",) and is_generator_env(function) else need
+        convert = load_converter(spec) if rows is None else None
+    if rows is None:
+        rows = load_named(config.tasks) if re.fullmatch(r".+\.py:\w+", config.tasks) else config.tasks
+    options: dict[str, Any] = {
+        "fields": config.fields,
+        "prompt_template": config.prompt_template,
+        "response_template": config.response_template,
+        "convert": convert,
+        "need": need,
+    }
+    if callable(rows):
+        if config.limit is None:
+            return Stream(rows, Conversion(**options))
+        rows = islice(rows(), config.limit)
+    return to_tasks(load_rows(rows, config.split, config.limit), **options, split_seed=split_seed)
 
 
-def _demonstrations_only(convert: Callable[[Task], Task | None]) -> Callable[[Task], Task | None]:
-    """Leave out rows that make a task but no demonstration of it, such as problems without a worked solution."""
-
-    def converted(row: Task) -> Task | None:
-        task = convert(row)
-        return task if task and ("response" in task or "messages" in task) else None
-
-    return converted
+def split_tasks(
+    config: Training, rows: Any, env: Callable[..., Any] | None = None, need: Sequence[str] = ("prompt",)
+) -> tuple[Tasks | Stream, Tasks | None]:
+    """The tasks to train on, and those that are held out."""
+    if not config.held_out:
+        return load_tasks(config, rows, env, need), None
+    return hold_out(load_tasks(config, rows, env, need, config.seed), config.held_out, config.seed)
 
 
 def open_pool(config: RL | Evaluation, env: Callable[..., Any] | None) -> EnvPool:
@@ -89,7 +104,16 @@ def open_pool(config: RL | Evaluation, env: Callable[..., Any] | None) -> EnvPoo
     return EnvPool(env or config.env, config.env_workers, config.env_seconds, config.env_memory)
 
 
-def rehearse(pool: EnvPool, tasks: Sequence[Task], warn: Callable[[str], None] = _warn) -> None:
+def amount(tasks: Tasks | Stream) -> str:
+    """How many there are, and what was taken for what, in words."""
+    if isinstance(tasks, Stream):
+        return f"tasks without end ({tasks.taken()})"
+    said = [tasks.taken(), f"{tasks.left_out} rows left out" if tasks.left_out else ""]
+    said.append(f"{tasks.merged} repetitions merged" if tasks.merged else "")
+    return f"{len(tasks)} tasks ({', '.join(filter(None, said))})"
+
+
+def rehearse(pool: EnvPool, tasks: Tasks | Stream, warn: Callable[[str], None] = _warn) -> None:
     """Play up to three tasks with sample replies, so that a broken environment is told before anything heavy starts.
 
     One that can score none of them is warned of: it may be right in that, of what a model says it may score more. Raises
@@ -97,7 +121,7 @@ def rehearse(pool: EnvPool, tasks: Sequence[Task], warn: Callable[[str], None] =
     """
     pool.ready()
     reasons, begun = [], False
-    for task in (tasks[0], tasks[len(tasks) // 2], tasks[-1]):
+    for task in tasks.examples():
         for reply in _sample_replies(task):
             shown, event = _rehearsed(pool, task, reply)
             begun = begun or shown
@@ -130,16 +154,11 @@ def _rehearsed(pool: EnvPool, task: Task, reply: str) -> tuple[bool, Done | None
     return True, None
 
 
-def check_prompts(tasks: Sequence[Task], tokenizer: Tokenizer, context: int) -> None:
-    """Raises UserError if a task's prompt leaves no room for a reply: better now than in the middle of the run."""
-    for task in tasks:
-        length = len(Conversation(tokenizer).show(opening(task), None))
-        if not 0 < length < context:
-            what = f"has {length} tokens" if length else "is empty"
-            raise UserError(
-                f"the prompt of task {task['id']!r} {what}; the model's context holds {context} tokens with the reply: "
-                "shorten it or leave the row out"
-            )
+def fitting(tasks: Tasks | None, pool: EnvPool, tokenizer: Tokenizer, too_long: TooLong) -> list[Task]:
+    """The tasks whose prompts fit, as far as that can be told before they are played."""
+    if tasks is None or not pool.single_turn:
+        return list(tasks or ())
+    return Prompts(tasks, tokenizer, too_long).fitting()
 
 
 def end_tokens(model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -168,3 +187,13 @@ def optimization(config: Training, updates: int) -> Optimization:
 
 def parameters(model: Model) -> int:
     return sum(p.numel() for p in model.parameters())
+
+
+def beyond(max_tokens: int, context: int) -> list[str]:
+    """A line for the user where no reply can be as long as --max-tokens allows; else []."""
+    if max_tokens < context:
+        return []
+    return [
+        f"--max-tokens {max_tokens} is more than any reply can have: the model's context is {context} tokens, "
+        "and the prompt takes its share of them"
+    ]

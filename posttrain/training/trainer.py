@@ -7,35 +7,30 @@ there and repeats, byte for byte, what had come after.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from posttrain.batch import Stats
-from posttrain.config import AnyTraining, Training, as_dict, continued
+from posttrain.config import Training, as_dict
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import TRAINING, Learner, Objective, Source
 from posttrain.runs import checkpoint as checkpoints
+from posttrain.runs.curves import curves
 from posttrain.runs.display import Display
+from posttrain.runs.files import writing
 from posttrain.runs.health import Health
-from posttrain.runs.record import Record, curves, read_metrics, read_run
+from posttrain.runs.opening import RunFolder
+from posttrain.runs.reading import read_metrics, read_run
 from posttrain.training.loop import Trained, interruptible, train
-from posttrain.types import UserError
+from posttrain.types import SpanKind, UserError
 
-RUN_FILES = (
-    "run.json",
-    "metrics.jsonl",
-    "timing.jsonl",
-    "health.jsonl",
-    "rollouts",
-    "tensorboard",
-    "checkpoints",
-    "curves.png",
-)
-"""What --overwrite deletes: what a run makes, and nothing else that may stand in the folder."""
+WAITING = 0.3  # share of the time of steps from which on waiting for environments is worth a word
+LATELY = 5  # steps that it is measured over
+NOTICED = 1.0  # seconds that they take at least: whoever tries things out on a toy is not bothered
 
 
 @dataclass
@@ -59,94 +54,39 @@ class Run:
         return final
 
 
-def begin(config: AnyTraining) -> tuple[AnyTraining, Path | None]:
-    """The options as the run has them, and the checkpoint to go on from. Nothing is written or deleted yet.
-
-    Raises UserError if --out holds a run and none is expected there, or the other way round.
-    """
-    folder = Path(config.out)
-    if config.resume and config.overwrite:
-        raise UserError("--resume continues the run in --out and --overwrite deletes it: give one of them")
-    if not config.resume:
-        if any((folder / name).exists() for name in RUN_FILES) and not config.overwrite:
-            raise UserError(
-                f"{folder} already holds a run: --resume continues it, --overwrite deletes it, or choose another --out"
-            )
-        return config, None
-    if not (folder / "run.json").exists():
-        raise UserError(f"{folder} holds no run to resume: leave out --resume, or give the --out of one")
-    run, verb = read_run(folder), config.verb
-    if run["verb"] != verb:
-        raise UserError(f"{folder} is a run of posttrain {run['verb']}: resume it with that verb")
-    newest = checkpoints.newest(folder, print)
-    if newest is None:
-        print(f"{folder} has no checkpoint yet: starting over")
-    return continued(config, run["config"]), newest
-
-
-def open_run(config: Training, resumed: Path | None, extra: dict[str, Any]) -> Record:
-    """The run directory, ready to be written: new, or with what was recorded since the checkpoint taken out."""
-    folder = Path(config.out)
-    with writing(folder):
-        if config.resume:
-            return Record.resume(folder, checkpoints.step_of(resumed) if resumed else -1, as_dict(config))
-        if config.overwrite:
-            for inside in (config.model, config.tasks):
-                if inside and Path(inside).resolve().is_relative_to(folder.resolve()):
-                    raise UserError(f"--overwrite would delete {inside}, which this run needs: choose another --out")
-            for name in RUN_FILES:
-                shutil.rmtree(folder / name, ignore_errors=True)
-                (folder / name).unlink(missing_ok=True)
-        return Record.create(folder, as_dict(config), config.verb, extra)
-
-
-def start_of(config: Training) -> Path | None:
-    """The checkpoint that the run begins, or began, with (None: from scratch). A name may mean another one by now."""
-    if config.resume:
-        recorded: str | None = read_run(config.out)["initial"]
-        return Path(recorded) if recorded else None
-    return checkpoints.resolve(config.model) if config.model else None
-
-
 class Trainer:
     """A run from its first or resumed step to its end: record, evaluate, save, show."""
 
     def __init__(
         self,
-        config: Training,
-        start: Path | None,
-        resumed: Path | None,
+        run: RunFolder[Any],
         learner: Learner,
         source: Source,
         tokenizer: Tokenizer,
         measure: Callable[[Stats], None] | None,
         steps: int,
     ) -> None:
-        self.config, self.learner, self.source, self.tokenizer = config, learner, source, tokenizer
-        self.measure, self.steps, self.start = measure, steps, start
-        self.verb, self.folder = config.verb, Path(config.out)
-        self.display = Display(quiet=config.quiet)
-        self.saved = resumed  # the newest checkpoint
-        self.health = Health() if config.health != "off" else None
+        """`measure` evaluates on held-out tasks; `steps` is the number of the last step."""
+        self.opened, self.learner, self.source, self.tokenizer = run, learner, source, tokenizer
+        self.config: Training = run.config
+        self.measure, self.steps = measure, steps
+        self.folder = run.path
+        self.display = Display(quiet=self.config.quiet)
+        self.saved = run.checkpoint  # the newest checkpoint
+        self.health = Health() if self.config.health != "off" else None
         self.ill: str | None = None  # what the health check stops the run for
         self.done = 0  # the last whole step: trained and recorded
         self.whole: tuple[int, dict[str, Any]] = (0, {})  # the learner's version and the source's state after that step
+        self.lately: deque[tuple[float, float]] = deque(maxlen=LATELY)  # seconds: of waiting, of the whole step
+        self.told = False  # whether something was said of waiting
 
     def run(self, objective: Objective, sizes: list[str], formula: list[str]) -> Run:
         """Train to the end or to an interruption. `sizes` and `formula` say of what and how; shown and recorded."""
-        told = {"initial": str(self.start) if self.start else None, "sizes": sizes, "objective": formula}
-        self.record = open_run(self.config, self.saved, told)
         if self.saved:
-            self.learner.load(self.saved)
-            self.source.restore(checkpoints.load_state(self.saved / TRAINING)["source"])
-            self.done = checkpoints.step_of(self.saved)
-            self.display.note(f"resuming {self.folder} after step {self.done}")
-        if self.health and self.saved:
-            kept = [row for row in read_metrics(self.folder) if row["step"] <= self.done]
-            self.health = Health.replay(kept)
-        self.whole = (self.learner.version, self.source.state())
-        self.display.start(f"{self.verb} {self.folder}", self.steps, [*sizes, *formula, *_options(self.config)])
+            self._restore(self.saved)
+        self.record = self.opened.open({"sizes": sizes, "objective": formula})
         try:
+            self._begin([*sizes, *formula, *_options(self.config)])
             with interruptible(self.display.note) as interrupted:
                 self._train(objective, interrupted)
                 stopped = interrupted() and self.done < self.steps and self.ill is None
@@ -158,6 +98,8 @@ class Trainer:
             if isinstance(error, UserError):
                 raise UserError(f"{error}; {outlook}") from error
             raise
+        if self.ill is None and self.health and self.health.motionless:
+            self.ill = "not one update could be made: the gradient of every step was not finite"
         self.display.close()
         with writing(self.folder):
             self.record.close((read_metrics(self.folder) or [{}])[-1])
@@ -166,6 +108,31 @@ class Trainer:
         except (UserError, OSError) as error:  # nothing to draw yet, or no room: the run itself is whole
             self.display.note(f"no curves were drawn: {error}")
         return Run(self.folder, self.saved, stopped, self.ill)
+
+    def _restore(self, checkpoint: Path) -> None:
+        """Take up what the run had come to."""
+        try:
+            self.learner.load(checkpoint)
+            self.source.restore(checkpoints.load_state(checkpoint / TRAINING)["source"])
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+            if isinstance(error, UserError):
+                raise
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise UserError(
+                f"{checkpoint / TRAINING} does not fit this run ({why}): delete {checkpoint} to use the one before it"
+            ) from error
+        self.done = checkpoints.step_of(checkpoint)
+
+    def _begin(self, lines: list[str]) -> None:
+        """Show what runs; of a resumed run, find again what was found until here."""
+        self.whole = (self.learner.version, self.source.state())
+        if self.saved and self.health:
+            self.health = Health.replay(row for row in read_metrics(self.folder) if row["step"] <= self.done)
+            with writing(self.folder):
+                self.record.health(((f.step, f.name, f.message) for f in self.health.findings), anew=True)
+        if self.saved:
+            self.display.note(f"resuming {self.folder} after step {self.done}")
+        self.display.start(f"{self.config.verb} {self.folder}", self.steps, lines, self.done)
 
     def _train(self, objective: Objective, interrupted: Callable[[], bool]) -> None:
         if self.done == 0 and self.measure:
@@ -193,9 +160,9 @@ class Trainer:
         due = config.eval_every and number % config.eval_every == 0
         if self.measure and (due or number == self.steps):
             self.measure(stats)
-        metrics = stats.means()
-        timing = {f"seconds/{name}": value for name, value in trained.seconds.items()}
-        timing["tokens_per_second"] = trained.step.tokens / max(1e-9, sum(trained.seconds.values()))
+        if trained.step.rollouts:
+            stats.add("rollouts", len(trained.step.rollouts))
+        metrics, timing = stats.means(), _timing(trained)
         with writing(self.folder):
             if trained.step.rollouts:
                 self.record.rollouts(number, trained.step.rollouts)
@@ -204,6 +171,7 @@ class Trainer:
             self._look(number, metrics)
         self.done, self.whole = number, (self.learner.version, self.source.state())
         self.display.step(number, metrics, timing)
+        self._mind_waiting(timing.get("seconds/waiting", 0.0), sum(trained.seconds.values()))
         if trained.last or self.ill or number % config.save_every == 0:
             self._save()
         return self.ill is not None
@@ -212,12 +180,24 @@ class Trainer:
         """Say, write down or stop for what the health check finds."""
         if self.health is None:
             return
-        for finding in self.health.look(number, metrics):
-            self.record.health(number, finding.name, finding.message)
-            if self.config.health != "log":
+        found = self.health.look(number, metrics)
+        self.record.health((f.step, f.name, f.message) for f in found)
+        for finding in found:
+            if self.config.health != "log" or finding.fatal:
                 self.display.note(f"health, step {number}: {finding.message}")
-            if self.config.health == "stop" and finding.name != "solved":  # good news is no reason to stop
+            if finding.fatal or (self.config.health == "stop" and not finding.good):
                 self.ill = finding.message
+
+    def _mind_waiting(self, waiting: float, whole: float) -> None:
+        """Say once that steps spend their time on environments, with the option that helps."""
+        self.lately.append((waiting, whole))
+        waited, took = (sum(column) for column in zip(*self.lately, strict=True))
+        if not self.told and len(self.lately) == LATELY and took > NOTICED and waited > WAITING * took:
+            self.told = True
+            self.display.note(
+                f"{waited / took:.0%} of the last {LATELY} steps' time went into waiting for rewards and tools; "
+                "more processes do them side by side: --env-workers"
+            )
 
     def _save(self) -> None:
         with writing(self.folder):
@@ -236,18 +216,23 @@ class Trainer:
             with suppress(UserError):  # the disk is full, which is perhaps why we are here
                 self._save()
         if self.saved is None:
-            return "no step was saved: mend it and begin again with --overwrite"
+            return "no step was saved: fix it and begin again with --overwrite"
         step = checkpoints.step_of(self.saved)
-        return f"mend it and continue after step {step} with posttrain {self.verb} --out {self.folder} --resume"
+        return f"fix it and continue after step {step} with posttrain {self.config.verb} --out {self.folder} --resume"
 
 
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Within it, a disk that is full or not writable is a UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error
+def _timing(trained: Trained) -> dict[str, float]:
+    """A line of timing.jsonl: all of a step that depends on the clock."""
+    seconds = {**trained.step.seconds, **trained.seconds}
+    timing = {f"seconds/{name}": value for name, value in seconds.items()}
+    timing["tokens_per_second"] = trained.step.tokens / max(1e-9, sum(trained.seconds.values()))
+    turns = Stats()
+    for rollout, _ in trained.step.rollouts:
+        for turn in rollout.turns:
+            who = "reply" if turn.kind is SpanKind.SAMPLED else "environment"
+            turns.add(f"seconds/turn/{who}", turn.seconds)
+            turns.add(f"seconds/turn/{who}/max", turn.seconds)
+    return {**timing, **turns.means()}
 
 
 def _options(config: Training) -> list[str]:

@@ -1,0 +1,133 @@
+"""The JSON files of a checkpoint, read with suspicion: whatever is wrong is one line that names the file and the key.
+
+Checkpoints come from anywhere and are often edited by hand. Every value is asked for with the type and the range that it
+must have, so that a mistake is told where it stands and not where it is first computed with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.types import UserError
+
+MISSING: Any = object()  # no default: the key must be there
+
+
+class Fields(Mapping[str, Any]):
+    """The object in a JSON file, or one inside it, whose values are checked as they are asked for.
+
+    Every method raises UserError for a value of another type or out of its range. A key that is absent or null gives
+    the default; without a default it is an error too.
+    """
+
+    def __init__(self, file: Path, values: Mapping[str, Any], inside: str = "") -> None:
+        """`inside`: the keys that lead to this object in its file, such as "rope_scaling."."""
+        self.file, self._values, self._inside = file, values, inside
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def refuse(self, key: str, expected: str) -> UserError:
+        """The error that says what stands at a key, and what should."""
+        if self._values.get(key) is None:
+            return UserError(f"{self.file} lacks {self._inside}{key}: it must be {expected}")
+        return UserError(f"{self.file}: {self._inside}{key} is {shown(self._values[key])}; it must be {expected}")
+
+    def whole(self, key: str, low: int, high: int, default: Any = MISSING) -> Any:
+        """A whole number within [low, high]."""
+        return self._checked(key, default, lambda value: is_whole(value, low, high), whole_range(low, high))
+
+    def number(self, key: str, low: float, high: float, default: Any = MISSING) -> Any:
+        """A finite number within [low, high], as a float."""
+
+        def right(value: Any) -> bool:
+            return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+        found = self._checked(key, default, right, f"a number from {low:g} to {high:g}")
+        return found if found is default else float(found)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        found: bool = self._checked(key, default, lambda value: isinstance(value, bool), "true or false")
+        return found
+
+    def text(self, key: str, default: Any = MISSING) -> Any:
+        return self._checked(key, default, lambda value: isinstance(value, str), "a string")
+
+    def table(self, key: str) -> Fields:
+        """The object at a key; an empty one if there is none."""
+        found = self._checked(key, {}, lambda value: isinstance(value, Mapping), "an object")
+        return Fields(self.file, found, f"{self._inside}{key}.")
+
+    def _checked(self, key: str, default: Any, right: Any, expected: str) -> Any:
+        value = self._values.get(key)
+        if value is None and default is not MISSING:
+            return default
+        if not right(value):
+            raise self.refuse(key, expected)
+        return value
+
+
+def is_whole(value: Any, low: int, high: int) -> bool:
+    """Whether a JSON value is a whole number within [low, high]; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def whole_range(low: int, high: int) -> str:
+    return f"a whole number from {low} to {high:,}"
+
+
+def shown(value: Any) -> str:
+    """A JSON value as it may stand in a message: short, and in JSON's own words."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = type(value).__name__
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:61])
+    return text if len(text) <= 60 else text[:60] + "..."
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises UserError if it is absent, cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: give a Hugging Face checkpoint folder") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is damaged, copy it again: byte {error.start} is not UTF-8") from None
+
+
+def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    """The object in a JSON file; {} for an absent one if it is optional. Raises UserError if absent or damaged."""
+    if optional and not path.exists() and not path.is_symlink():
+        return {}
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged, copy it again: {one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is damaged, copy it again: it should hold a JSON object")
+    return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    path.write_bytes(text.encode("utf-8", "backslashreplace"))  # half a surrogate pair: its escape is JSON's own
+
+
+def one_line(error: BaseException, longest: int = 300) -> str:
+    """An exception's message as part of one: no line ends, and not a page."""
+    text = re.sub(r" \(os error \d+\)", "", " ".join(str(error).split())) or type(error).__name__
+    return text if len(text) <= longest else text[:longest] + "..."

@@ -1,0 +1,34 @@
+"""How much memory is free, so that what cannot fit is refused before it is asked for."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import torch
+
+MEMINFO = Path("/proc/meminfo")
+LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # of a container
+
+
+def available_memory(device: torch.device) -> float:
+    """Bytes that could be allocated on a device, at most; infinity where nobody tells.
+
+    It errs upwards: a processor's counts swap and what caches would give back, a CUDA device's counts all it has.
+    """
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[1])
+    if device.type != "cpu" or not MEMINFO.exists():
+        return math.inf
+    found = dict(re.findall(r"^(\w+):\s+(\d+) kB", MEMINFO.read_text(), re.MULTILINE))
+    room = 1024.0 * (int(found.get("MemAvailable", 0)) + int(found.get("SwapFree", 0))) or math.inf
+    for limit in LIMITS:
+        if limit.exists() and (text := limit.read_text().strip()).isdigit():
+            room = min(room, float(text))
+    return room
+
+
+def in_gib(size: float) -> str:
+    """Bytes for a reader: "17.3 GiB"."""
+    return f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,211 @@
+"""One process at a time writes a run: the lock on its folder, and how an owner that is gone is told from one that works.
+
+The file `lock` in the folder is locked by the operating system (flock), which lets go of it however its process ends; the
+processes that this one starts do not keep it. What stands in the file, and when it was last touched, is for the cases in
+which that is not enough:
+
+* another machine shares the folder and its kernel does not see our locks: the owner touches the file every
+  `BEAT_SECONDS`, and counts as gone once it was silent for `SILENT_SECONDS` or its machine has started anew;
+* the file system knows no locks: on the same machine the process itself is looked for.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from posttrain.runs.provenance import now
+from posttrain.types import UserError
+
+NAME = "lock"
+BEAT_SECONDS = 10.0
+SILENT_SECONDS = 60.0
+DYING_SECONDS = 2.0  # for a process that was just killed to be gone
+
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # and not inheritable, as Python opens all files
+
+_held: set[int] = set()  # descriptors, for `_forget`
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who writes a run."""
+
+    pid: int
+    host: str
+    boot: str  # of the kernel that it runs under; "" where the system does not tell
+    born: str  # when the process was started, as the kernel counts; "" where it does not tell
+    since: str  # when it took the lock
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+
+class Lock:
+    """The right to write into a folder, from `Lock(folder)` to `release()`.
+
+    Raises UserError if another process, or another run in this one, has it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NAME
+        self._descriptor: int | None = None
+        end = time.monotonic() + DYING_SECONDS
+        while (found := self._take()) is not None:
+            if time.monotonic() > end:
+                raise UserError(f"{folder} is in use by {found}: let it finish, end it, or choose another --out")
+            time.sleep(0.05)
+        self._write(_ourselves())
+        self._released = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="lock", daemon=True)
+        self._beating.start()
+
+    def release(self) -> None:
+        """Let go of the folder. May be called twice."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None or descriptor not in _held:  # let go of, or a forked child's copy
+            return
+        self._released.set()
+        self._beating.join()
+        with suppress(OSError):  # the folder is gone, perhaps
+            if _same_file(descriptor, self._path):
+                self._path.unlink()
+        _held.discard(descriptor)
+        os.close(descriptor)
+
+    def _take(self) -> str | None:
+        """Try to become the owner. Returns who is, in words, if that is another one."""
+        try:
+            descriptor = os.open(self._path, FLAGS, 0o644)
+        except OSError as error:
+            raise UserError(f"cannot lock {self._path.parent}: {self._path}: {error.strerror}") from error
+        found: str | None = "another process"
+        try:
+            exclusive = _lock(descriptor)
+            owner = _read(descriptor)
+            if exclusive is False:
+                found = str(owner) if owner else found
+            elif not _same_file(descriptor, self._path):
+                pass  # the one before has just removed it: once more
+            elif owner is None or not (seen := _alive(owner, descriptor, self._path.parent, bool(exclusive))):
+                found, self._descriptor = None, descriptor
+                _held.add(descriptor)
+            else:
+                found = f"{owner}{seen}"
+        finally:
+            if self._descriptor is None:
+                os.close(descriptor)
+        return found
+
+    def _write(self, owner: Owner) -> None:
+        assert self._descriptor is not None
+        content = json.dumps(asdict(owner)).encode() + b"\n"
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, content, 0)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            _held.discard(self._descriptor)
+            os.close(self._descriptor)
+            raise UserError(f"cannot write to {self._path}: {error.strerror}") from error
+
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT_SECONDS):
+            if (descriptor := self._descriptor) is not None:
+                with suppress(OSError):
+                    os.utime(descriptor)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Whether the file is ours alone now; None if the file system knows no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _read(descriptor: int) -> Owner | None:
+    """Who the file says has the folder. What cannot be read was written by nobody."""
+    try:
+        content = json.loads(os.pread(descriptor, 4096, 0))
+        return Owner(int(content.pop("pid")), **{name: str(value) for name, value in content.items()})
+    except (OSError, ValueError, TypeError, AttributeError, LookupError):
+        return None
+
+
+def _alive(owner: Owner, descriptor: int, folder: Path, exclusive: bool) -> str:
+    """How the owner that the file names, and that does not hold its lock here, is known to be there; "" if it is gone."""
+    ourselves = _ourselves()
+    if (owner.host, owner.boot) == (ourselves.host, ourselves.boot) or (owner.boot and owner.boot == ourselves.boot):
+        return " (this file system knows no locks)" if not exclusive and _runs(owner) else ""
+    if owner.host == ourselves.host:
+        return ""  # the machine has been started anew
+    silent = max(0.0, _clock(folder) - os.fstat(descriptor).st_mtime)
+    if silent >= SILENT_SECONDS:
+        return ""
+    return f", seen {silent:.0f} s ago (it counts as gone once it has not been seen for {SILENT_SECONDS:.0f} s)"
+
+
+def _clock(folder: Path) -> float:
+    """The time as the folder's file server has it."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
+        return os.fstat(file.fileno()).st_mtime
+
+
+def _runs(owner: Owner) -> bool:
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it is another user's
+    return owner.born in ("", _born(owner.pid))
+
+
+def _ourselves() -> Owner:
+    return Owner(os.getpid(), platform.node(), _boot(), _born(os.getpid()), now())
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _born(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, LookupError):
+        return ""
+
+
+def _same_file(descriptor: int, path: Path) -> bool:
+    """Whether the name still leads to the open file: whoever lets go of a folder removes the file."""
+    try:
+        there, ours = path.stat(), os.fstat(descriptor)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+
+def _forget() -> None:
+    """In a forked child: the lock is its parent's, and is not to outlive it."""
+    for descriptor in _held:
+        with suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,193 @@
+"""The folder of a run, from the first look at it to its record.
+
+Decides whether a run may begin or go on in a folder, what it goes on from, and what an overwritten one loses. Nothing is
+written or deleted before `RunFolder.open`, so that whatever is wrong with options, data or model costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Self
+
+from posttrain.config import AnyTraining, Training, as_dict, continued
+from posttrain.runs import checkpoint as checkpoints
+from posttrain.runs import fingerprint
+from posttrain.runs.files import RUN, delete_run, holds_run, made_by_run, writing
+from posttrain.runs.fingerprint import Print
+from posttrain.runs.lock import Lock
+from posttrain.runs.reading import missing_steps, read_run
+from posttrain.runs.record import Record
+from posttrain.types import UserError
+
+READ = ("tasks", "eval_tasks", "ptx", "model", "critic_model", "tokenizer", "algorithm")
+"""Options that may name files. Another content of one of them would be another run; `env` may be corrected in its course."""
+
+
+class RunFolder(Generic[AnyTraining]):
+    """A run's folder, which no other process writes into within the `with` statement: `with begin(config) as run`."""
+
+    def __init__(self, config: AnyTraining, rows: Any, env: Callable[..., Any] | None) -> None:
+        """See `begin`."""
+        self.path = Path(config.out)
+        self.checkpoint: Path | None = None  # what the run goes on from
+        self._rows, self._env = rows, env
+        self._noted: dict[str, Any] = {}  # what run.json is to say of this resumption
+        self._lock: Lock | None = None
+        if config.resume and config.overwrite:
+            raise UserError("--resume continues the run in --out and --overwrite deletes it: give one of them")
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{self.path} is a file: pass a folder as --out")
+        try:
+            if self.path.is_dir():
+                self._lock = Lock(self.path)
+            self.config = self._continued(config) if config.resume else self._begun(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another process write the folder. May be called twice."""
+        if self._lock is not None:
+            self._lock.release()
+
+    @cached_property
+    def start(self) -> Path | None:
+        """The checkpoint that the run begins, or began, with (None: from scratch). A name may mean another one by now."""
+        if self.config.resume:
+            recorded = read_run(self.path).get("initial")
+            if not isinstance(recorded, str | None):
+                raise UserError(f"{self.path / RUN} is damaged (no valid 'initial'): put a copy of it back")
+            return Path(recorded) if recorded else None
+        return checkpoints.resolve(self.config.model) if self.config.model else None
+
+    def open(self, told: Mapping[str, Any]) -> Record:
+        """The record, ready to be written: new, or with what was recorded since the checkpoint taken out.
+
+        `told`: what else run.json should say.
+        """
+        told = {"initial": str(self.start) if self.start else None, **told, "inputs": self._inputs}
+        options = as_dict(self.config)
+        with writing(self.path):
+            if self.checkpoint is not None:
+                step = checkpoints.step_of(self.checkpoint)
+                return Record.resume(self.path, step, options, told, self._noted)
+            if self._lock is None:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock = Lock(self.path)
+            if self.config.overwrite:
+                delete_run(self.path)
+            return Record.create(self.path, options, self.config.verb, told)
+
+    def _begun(self, config: AnyTraining) -> AnyTraining:
+        if holds_run(self.path) and not config.overwrite:
+            way = "--resume continues it, --overwrite deletes it, or choose another --out"
+            raise UserError(f"{self.path} already holds a run: {way}")
+        if config.overwrite:
+            _keep_inputs(config, self.path)
+        return config
+
+    def _continued(self, config: AnyTraining) -> AnyTraining:
+        """The options of the run, once it is known that it can go on as it was."""
+        if not (self.path / RUN).exists():
+            raise UserError(f"{self.path} holds no run to resume: leave out --resume, or give the --out of one")
+        run = read_run(self.path)
+        if run["verb"] != config.verb:
+            raise UserError(f"{self.path} is a run of posttrain {run['verb']}: resume it with that verb")
+        chosen = continued(config, run["config"])
+        self.checkpoint = self._newest(chosen)
+        lost = missing_steps(self.path, checkpoints.step_of(self.checkpoint))
+        if lost and not config.accept_changes:
+            raise UserError(
+                f"cannot resume {self.path}, whose record is not whole: {', '.join(lost)}; put a copy of it back, or "
+                "continue without with --accept-changes"
+            )
+        self.config = chosen
+        before = run.get("inputs", {})
+        other = fingerprint.changed(before, self._inputs)
+        refused = [self._named(name) for name in other if name != "env"]
+        if refused and not config.accept_changes:
+            raise UserError(
+                f"cannot resume {self.path}: {', '.join(refused)} changed since the run began; put back what was there, "
+                "begin a new run in another --out, or continue with what is there now with --accept-changes"
+            )
+        for name in other:
+            print(f"{self._named(name)} changed since the run began: the run goes on with it, and {RUN} says so")
+        for name in fingerprint.rewritten(before, self._inputs):
+            print(f"{self._named(name)} was written since the run began; its size and samples of it are the same")
+        self._noted = {
+            **({"changed": {name: before[name] for name in other}} if other else {}),
+            **({"lost": lost} if lost else {}),
+        }
+        return chosen
+
+    def _newest(self, config: Training) -> Path:
+        """The newest undamaged checkpoint; says which ones were passed over."""
+        passed: list[tuple[Path, str]] = []
+        for folder, damage in checkpoints.examined(self.path):
+            if damage is None:
+                for other, why in passed:
+                    print(f"checkpoint {other} is damaged ({why}): using the one before it")
+                return folder
+            passed.append((folder, damage))
+        over = "to start over, give --overwrite instead of --resume"
+        if passed:
+            damages = ", ".join(f"{folder.name}: {why}" for folder, why in passed[:3])
+            raise UserError(
+                f"cannot resume {self.path}: no undamaged checkpoint is left ({damages}); put a copy of one back, or, {over}"
+            )
+        raise UserError(
+            f"cannot resume {self.path}: it ended before its first checkpoint (--save-every {config.save_every}), so there "
+            f"is nothing to go on from; {over}"
+        )
+
+    @cached_property
+    def _inputs(self) -> dict[str, Print | None]:
+        """Fingerprints of what the run reads, by option. What is no file here, such as the name of a dataset, has none."""
+        found: dict[str, Print | None] = {}
+        for name in READ:
+            value = str(self.start) if name == "model" and self.start else getattr(self.config, name, None)
+            if isinstance(value, str) and value:
+                found[name] = fingerprint.of_path(Path(value)) or fingerprint.of_code(value)
+        if self._rows is not None:
+            rows = self._rows
+            found["tasks"] = fingerprint.of_rows(rows) if isinstance(rows, Sequence) else fingerprint.of_code(rows)
+        if env := self._env or self.config.env:
+            found["env"] = fingerprint.of_code(env)
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _named(self, option: str) -> str:
+        """The option with its value, for messages."""
+        value = self.start if option == "model" else getattr(self.config, option)
+        return f"--{option.replace('_', '-')} {value}"
+
+
+def begin(config: AnyTraining, rows: Any = None, env: Callable[..., Any] | None = None) -> RunFolder[AnyTraining]:
+    """The folder of the run of these options, checked and locked; nothing in it is changed yet.
+
+    `rows` and `env`: tasks and environment that were given as objects. Raises UserError if --out holds a run and none is
+    expected there, or the other way round; if another process writes it; if a run cannot go on as it was.
+    """
+    return RunFolder(config, rows, env)
+
+
+def _keep_inputs(config: Training, folder: Path) -> None:
+    """Raise UserError if something that the run reads would be overwritten, by whatever name it goes."""
+    if not folder.is_dir():
+        return
+    deleted = [path.resolve() for path in made_by_run(folder)]
+    for name in READ:
+        value = getattr(config, name, None)
+        if not isinstance(value, str) or not value:
+            continue
+        needed = checkpoints.listed(Path(value)) if (Path(value) / RUN).exists() else [Path(value)]
+        if any(path.resolve().is_relative_to(gone) for path in needed for gone in deleted):
+            raise UserError(f"--overwrite would delete {value}, which this run needs: choose another --out")

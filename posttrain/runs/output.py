@@ -1,0 +1,86 @@
+"""Where text for people goes, and what may happen to it: nothing that fails here ends a run.
+
+Decides how text that a model wrote is made safe to print (it may hold anything, terminal control codes included), and what
+becomes of a stream that is closed, full, or whose terminal has gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from contextlib import suppress
+from typing import TextIO
+
+
+class Output(io.TextIOBase):
+    """A text stream that never fails: what cannot be written is dropped, what cannot be encoded is escaped.
+
+    `stream` None is a stream that was closed before the process began.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self.stream = stream
+        self.lost: Exception | None = None  # why nothing is written any more
+
+    def write(self, text: str) -> int:
+        if self.stream is not None and self.lost is None:
+            try:
+                self.stream.write(encodable(text, self.stream))
+            except (OSError, ValueError) as error:  # ValueError: it was closed
+                self._lose(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if self.stream is not None and self.lost is None:
+            try:
+                self.stream.flush()
+            except (OSError, ValueError) as error:
+                self._lose(error)
+
+    def isatty(self) -> bool:
+        try:
+            return self.stream is not None and self.lost is None and self.stream.isatty()
+        except ValueError:
+            return False
+
+    def fileno(self) -> int:
+        if self.stream is None:
+            raise io.UnsupportedOperation("fileno")
+        return self.stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self.stream, "encoding", None) or "utf-8"
+
+    @property
+    def errors(self) -> str:  # type: ignore[override]
+        return getattr(self.stream, "errors", None) or "strict"
+
+    def writable(self) -> bool:
+        return True
+
+    def _lose(self, error: Exception) -> None:
+        """Write nothing from now on. What the stream still holds, Python would try to write once more at its end."""
+        self.lost = error
+        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
+            with suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self.fileno())
+                os.close(nowhere)
+
+
+def fancy(stream: TextIO | Output) -> bool:
+    """Whether the stream is a terminal that can draw over itself."""
+    utf = (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
+    return stream.isatty() and os.environ.get("TERM") != "dumb" and utf
+
+
+def safe(text: str) -> str:
+    """The text with control codes made visible: printed as they stand they could rewrite the screen."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def encodable(text: str, stream: TextIO | Output) -> str:
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

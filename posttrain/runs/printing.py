@@ -1,0 +1,97 @@
+"""Tables and rollouts, printed for people."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TextIO, cast
+
+from posttrain.runs.output import Output, fancy, safe
+from posttrain.runs.record import as_row
+from posttrain.types import Rollout, SpanKind
+
+SPEAKERS = {
+    SpanKind.PROMPT: "prompt",
+    SpanKind.SAMPLED: "reply",
+    SpanKind.IMITATED: "author",
+    SpanKind.OBSERVATION: "env",
+    SpanKind.TOOL: "tool",
+}
+"""Kind of a turn -> what stands beside it."""
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], stream: TextIO | None = None) -> None:
+    """Print a table: numbers to the right with four digits, None as a dash."""
+    out = Output(stream or sys.stdout)
+    cells = [[_cell(value) for value in row] for row in rows]
+    right = [any(_numeric(row[i]) for row in rows) for i in range(len(columns))]
+    if fancy(out):
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        drawn = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
+        for name, at_right in zip(columns, right, strict=True):
+            drawn.add_column(Text(name), justify="right" if at_right else "left")
+        for row in cells:
+            drawn.add_row(*map(Text, row))
+        Console(file=cast(TextIO, out)).print(drawn)
+        return
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    lines = [title]
+    for row in [list(columns), *cells]:
+        places = zip(row, widths, right, strict=True)
+        lines.append(
+            "  ".join(f"{cell:{'>' if at_right else '<'}{width}}" for cell, width, at_right in places).rstrip()
+        )
+    out.write("\n".join(lines) + "\n")
+    out.flush()
+
+
+def sample(rollouts: Sequence[Rollout | Mapping[str, Any]], count: int, stream: TextIO | None = None) -> None:
+    """Print the first `count` rollouts: what was said, turn by turn, and the reward.
+
+    Takes them played or as `read_rollouts` has them.
+    """
+    out = Output(stream or sys.stdout)
+    for rollout in rollouts[:count]:
+        row = rollout if isinstance(rollout, Mapping) else as_row(rollout)
+        reward = f"invalid: {row['invalid']}" if "invalid" in row else f"reward {_cell(row['reward'])}"
+        head = f"── {row['group']} ── {reward} ── {row['stop']} "
+        lines = [safe(head).replace("\n", " ").ljust(80, "─"), *(_beside(name, text) for name, text in _said(row)), ""]
+        out.write("\n".join(lines) + "\n")
+    out.flush()
+
+
+def _said(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(who, what) of a rollout, in the order in which it was said."""
+    transcript = 0
+    for turn in row["turns"]:
+        if turn["transcript"] != transcript:
+            transcript = turn["transcript"]
+            yield "", "(a new context)"
+        reward = f"  (reward {_cell(turn['reward'])})" if turn["reward"] else ""
+        yield SPEAKERS.get(turn["kind"], turn["kind"]), turn["text"] + reward
+    if not row["turns"]:
+        yield from (("prompt", row["prompt"]), ("reply", row["text"]))
+    if row.get("answer") is not None:
+        yield "answer", str(row["answer"])
+
+
+def _beside(name: str, text: str) -> str:
+    """The text with its name to the left of the first line and a bar to the left of all."""
+    lines = safe(text).split("\n")
+    return "\n".join(f"{name if i == 0 else '':<7}│ {line}".rstrip() for i, line in enumerate(lines))
+
+
+def _numeric(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if _numeric(value) else safe(str(value))

@@ -1,0 +1,50 @@
+"""Where a run comes from, beside its options: versions, code revision, machine. What else a result may depend on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+PACKAGES = ("posttrain", "torch", "transformers", "tokenizers", "numpy")
+
+
+def circumstances() -> dict[str, Any]:
+    """What run.json says of the process that writes it."""
+    versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    torch = sys.modules.get("torch")  # asked only if the run has loaded it
+    machine = {
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads() if torch else None,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+    }
+    return {"versions": versions, "git": _git(), "machine": machine}
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git() -> dict[str, Any] | None:
+    """Revision of the current directory, and whether tracked files differ from it. None outside of git."""
+    ask = partial(subprocess.check_output, text=True, timeout=10, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+    try:
+        revision, changes = ask(["git", "rev-parse", "HEAD"]), ask(["git", "status", "--porcelain", "-uno"])
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return {"revision": revision.strip(), "dirty": bool(changes.strip())}

@@ -1,0 +1,43 @@
+"""Short commands that work, one a verb, and every option that a verb has: cases change them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from functools import cache
+
+SFT = "--tasks rows.jsonl --rows 4 --quiet --threads 1"
+SCRATCH = f"{SFT} --tokenizer characters --hidden 8 --heads 1 --layers 1"
+RL = (
+    "--tasks rows.jsonl --env env.py:reward --steps 1 --prompts 2 --group 2 --max-tokens 2 --quiet --threads 1 "
+    "--env-workers 0"
+)
+EVAL = "--tasks rows.jsonl --env env.py:reward --samples 1 --k 1 --max-tokens 2 --limit 2 --threads 1 --env-workers 0"
+CHECK = "--tasks rows.jsonl --env env.py:reward --limit 1"
+CHAT = "--max-tokens 2"
+
+
+def without(words: list[str], option: str) -> list[str]:
+    """A command line without one option and its value: no option may be given twice."""
+    if f"--{option}" not in words:
+        return words
+    at = words.index(f"--{option}")
+    valued = at + 1 < len(words) and not words[at + 1].startswith("--")
+    return words[:at] + words[at + 1 + valued :]
+
+
+@cache
+def options(verb: str) -> dict[str, str]:
+    """Every option of a verb, by its help: name -> INT, FLOAT, STR, CHOICE, or "" for a switch or a table."""
+    from posttrain.cli.main import main
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main([verb, "--help"]) == 0
+    found = {}
+    for line in said.getvalue().splitlines():
+        if match := re.match(r"│ \*?\s*(?:[A-Z_]+ )?--([a-z][\w.-]*)(?: --no-[\w-]+)?(?: ([A-Z]+))?", line):
+            found[match[1]] = match[2] or ""
+    assert found, f"{verb} --help names no option"
+    return found

@@ -256,7 +256,10 @@ def test_reward_that_breaks_in_the_middle_loses_no_step(
     file = place / "breaking.py"
     file.write_text(breaking)
     said = refused(
-        capfd, words("rl", env="breaking.py:reward", out="broken", save_every=50), "worn out", "breaking.py:"
+        capfd,
+        words("rl", env="breaking.py:reward", out="broken", env_workers=1, save_every=50),
+        "worn out",
+        "breaking.py:",
     )
     assert "continue after step 2 with posttrain rl --out broken --resume" in said
     assert [p.name for p in (place / "broken" / "checkpoints").iterdir()] == ["step-000002"]

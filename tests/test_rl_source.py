@@ -158,7 +158,7 @@ def test_dropping_rollouts_without_advantage_changes_nothing(tokenizer: Tokenize
 
 
 def test_step_without_any_signal_is_still_an_update_with_gradient_zero(tokenizer: Tokenizer) -> None:
-    experience = source(tokenizer, row("dr-grpo", minibatches=1), lambda task, reply: 0.7)
+    experience = source(tokenizer, row("dr-grpo"), lambda task, reply: 0.7)
     before = weights(experience.learner)
     after, seen = run(experience, steps=1)
     assert torch.equal(before, after) and seen[0]["groups/no_signal"] == 1.0 and experience.learner.version == 3
@@ -247,7 +247,16 @@ def test_step_has_the_next_task_for_one_whose_prompt_does_not_fit(tokenizer: Tok
         too_long = TooLong(policy, 64, said.append)
         engine, size = LocalEngine(tiny(tokenizer), tokenizer), Size(3, 2, 64)
         return Collector(
-            to_tasks(rows), EnvPool(digits, 0), engine, tokenizer, Sampling(max_tokens=4), 64, size, 0, None, too_long
+            to_tasks(rows),
+            EnvPool(digits, 0),
+            engine,
+            tokenizer,
+            Sampling(max_tokens=4),
+            64,
+            size,
+            0,
+            None,
+            too_long=too_long,
         )
 
     def play(collector: Collector, number: int) -> tuple[list[str], float, int]:

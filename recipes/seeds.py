@@ -81,8 +81,9 @@ def report(results: dict[str, Any]) -> str:
             f = found[name]
             gain = f["difference"]
             gains.append(gain["mean"])
+            tasks = f"{'held-out' if name == 'eval' else 'also'} ({f['tasks']})"
             lines.append(
-                f"| {seed} | {'held-out' if name == 'eval' else 'also'} ({f['tasks']}) | {f['before']:.3f} | {f['after']:.3f} "
+                f"| {seed} | {tasks} | {f['before']:.3f} | {f['after']:.3f} "
                 f"| {gain['mean']:+.3f} | [{gain['low']:+.3f}, {gain['high']:+.3f}] | {sum(found['seconds'].values()):.0f} |"
             )
         if len(gains) > 1:

@@ -181,6 +181,10 @@ class RL(Training):
     """Rollouts per task."""
     max_tokens: int = option(256, above=0)
     """Most tokens of a reply."""
+    episode_tokens: int | None = option(None, above=0)
+    """Environments of several turns: most tokens of all replies of an episode together; left out: no bound."""
+    max_turns: int = option(64, above=0)
+    """Environments of several turns: most replies of an episode."""
     temperature: float = option(1.0, least=0)
     """Of sampling; log-probabilities are taken under the same temperature."""
     stop: tuple[str, ...] = ()
@@ -200,10 +204,13 @@ class RL(Training):
     success: float | None = None
     """The reward from which on a reply is right, for accuracy, pass@k and all that learns from right replies; left out:
     what a built-in environment, or SUCCESS = ... beside your own, says."""
-    env_workers: int = option(1, least=0)
-    """Processes that play and score (0: none; everything runs here, without a time limit, for debuggers)."""
+    env_workers: int | None = option(None, least=0)
+    """Processes that play and score; left out: one for each processor core (0: none; everything runs here, without
+    limits, for debuggers)."""
     env_seconds: float = option(10.0, above=0)
     """Time limit of one call of the environment; beyond it the reward is invalid."""
+    env_memory: float = option(4.0, least=0)
+    """Most GiB that each of these processes may take; beyond it the reward is invalid (0: no limit)."""
     slots: int = option(256, above=0)
     """Most replies sampled at once: the memory of the key-value cache."""
     engine: Literal["local", "vllm"] = "local"
@@ -235,6 +242,10 @@ class Evaluation(Data):
     """Sample from so many likeliest tokens (0: all)."""
     max_tokens: int = option(256, above=0)
     """Most tokens of a reply."""
+    episode_tokens: int | None = option(None, above=0)
+    """Most tokens of all replies of an episode together; left out: no bound."""
+    max_turns: int = option(64, above=0)
+    """Most replies of an episode."""
     stop: tuple[str, ...] = ()
     """Strings that end a reply."""
     success: float | None = None
@@ -247,10 +258,12 @@ class Evaluation(Data):
     """The --seed of the training run whose held-out share is meant."""
     out: str | None = None
     """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.jsonl."""
-    env_workers: int = option(1, least=0)
-    """Processes that play and score."""
+    env_workers: int | None = option(None, least=0)
+    """Processes that play and score; left out: one for each processor core."""
     env_seconds: float = option(10.0, above=0)
     """Time limit of one call of the environment."""
+    env_memory: float = option(4.0, least=0)
+    """Most GiB that each of these processes may take (0: no limit)."""
     slots: int = option(256, above=0)
     """Most replies sampled at once."""
     compiled: bool = True
@@ -263,19 +276,34 @@ class Evaluation(Data):
     """Processor threads; left out: PyTorch's choice."""
 
 
-VERBS: dict[str, type[Data]] = {kind.verb: kind for kind in (SFT, RL, Evaluation)}
+@dataclass(frozen=True)
+class Check(Data):
+    """Run a reward or an environment against sample replies, before any training."""
+
+    verb = "check"
+    limit: int | None = option(4, above=0)
+    """Read only the first so many rows; the first few tasks are tried."""
+    replies: str | None = None
+    """A text file of sample replies, one a line; left out: the task's own answer and some hostile ones."""
+    env_seconds: float = option(10.0, above=0)
+    """Time limit of one call of the environment, as in training."""
+    env_memory: float = option(4.0, least=0)
+    """Most GiB that the environment's process may take, as in training."""
+
+
+VERBS: dict[str, type[Data]] = {kind.verb: kind for kind in (SFT, RL, Evaluation, Check)}
 """The verbs that take a configuration; a recipe has a table for each."""
 
 OF_ONE_CALL = frozenset({"out", "resume", "accept_changes", "overwrite", "quiet"})
 """Options that a continued run does not take over."""
 
 FREE_TO_CHANGE = frozenset(
-    {"steps", "save_every", "keep", "threads", "env_workers", "env_seconds", "engine_seconds", "health"}
+    {"steps", "save_every", "keep", "threads", "env_workers", "env_seconds", "env_memory", "engine_seconds", "health"}
 )
 """Options that a continued run takes over unless they are given anew."""
 
 
-def validate(config: Training | Evaluation) -> None:
+def validate(config: Training | Evaluation | Check) -> None:
     """Refuse numbers that make no sense, in one line each. What depends on data or model is checked elsewhere."""
     for f in fields(config):
         knob_of(f).bounds.check(f"--{f.name.replace('_', '-')}", getattr(config, f.name))
@@ -283,7 +311,7 @@ def validate(config: Training | Evaluation) -> None:
         raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
     if not isinstance(config, SFT) and not config.env:
         raise UserError("--env is missing: what scores the replies, such as my.py:reward or a built-in name (gsm8k)")
-    if not isinstance(config, SFT) and not config.model:
+    if isinstance(config, RL | Evaluation) and not config.model:
         raise UserError("--model is missing: the folder of a checkpoint, or of a run of posttrain sft")
     if isinstance(config, RL):
         _validate_rl(config)

@@ -123,6 +123,8 @@ class Learner(Protocol):
 class Engine(Protocol):
     """Samples. Requests are answered in no particular order; a completion's content does not depend on the order."""
 
+    batch_invariant: bool  # whether no bit of a completion depends on what is sampled beside it, or when
+
     @property
     def backend(self) -> str: ...  # what computes, in words
 

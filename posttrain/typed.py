@@ -193,6 +193,10 @@ class RLOptions(TypedDict, total=False):
     """Rollouts per task."""
     max_tokens: int
     """Most tokens of a reply."""
+    episode_tokens: int | None
+    """Environments of several turns: most tokens of all replies of an episode together; left out: no bound."""
+    max_turns: int
+    """Environments of several turns: most replies of an episode."""
     temperature: float
     """Of sampling; log-probabilities are taken under the same temperature."""
     stop: tuple[str, ...]
@@ -210,10 +214,13 @@ class RLOptions(TypedDict, total=False):
     success: float | None
     """The reward from which on a reply is right, for accuracy, pass@k and all that learns from right replies; left out:
     what a built-in environment, or SUCCESS = ... beside your own, says."""
-    env_workers: int
-    """Processes that play and score (0: none; everything runs here, without a time limit, for debuggers)."""
+    env_workers: int | None
+    """Processes that play and score; left out: one for each processor core (0: none; everything runs here, without
+    limits, for debuggers)."""
     env_seconds: float
     """Time limit of one call of the environment; beyond it the reward is invalid."""
+    env_memory: float
+    """Most GiB that each of these processes may take; beyond it the reward is invalid (0: no limit)."""
     slots: int
     """Most replies sampled at once: the memory of the key-value cache."""
     engine: Literal["local", "vllm"]
@@ -336,6 +343,10 @@ class EvaluationOptions(TypedDict, total=False):
     """Sample from so many likeliest tokens (0: all)."""
     max_tokens: int
     """Most tokens of a reply."""
+    episode_tokens: int | None
+    """Most tokens of all replies of an episode together; left out: no bound."""
+    max_turns: int
+    """Most replies of an episode."""
     stop: tuple[str, ...]
     """Strings that end a reply."""
     success: float | None
@@ -348,10 +359,12 @@ class EvaluationOptions(TypedDict, total=False):
     """The --seed of the training run whose held-out share is meant."""
     out: str | None
     """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.jsonl."""
-    env_workers: int
-    """Processes that play and score."""
+    env_workers: int | None
+    """Processes that play and score; left out: one for each processor core."""
     env_seconds: float
     """Time limit of one call of the environment."""
+    env_memory: float
+    """Most GiB that each of these processes may take (0: no limit)."""
     slots: int
     """Most replies sampled at once."""
     compiled: bool

@@ -11,7 +11,8 @@ from posttrain.algorithms.settings import flags, settings_of
 
 SYMBOLS = (
     "lp, old, ref, mu: log-probability of a sampled token under the policy, the policy before the step's updates, the "
-    "reference, the engine. B rollouts of n_i sampled tokens, R_i the reward of one, sg() without a gradient."
+    "reference, the engine. B rollouts of n_i sampled tokens that are learned from, R_i the reward of one, sg() without a "
+    "gradient. m_i: all tokens sampled in an episode, over its replies; budget: the most that may be."
 )
 
 

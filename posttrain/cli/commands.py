@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 from cyclopts import Parameter
 
 from posttrain.algorithms.settings import flags
-from posttrain.config import RL, SFT, Evaluation
+from posttrain.config import RL, SFT, Check, Evaluation, validate
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
@@ -174,35 +174,19 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
     return 0
 
 
-def check(*, env: str, tasks: str, replies: str | None = None, limit: int = 4, seconds: float = 10.0) -> int:
-    """Run a reward or an environment against sample replies, before any training.
-
-    Parameters
-    ----------
-    env
-        my.py:reward, package.module:name, or a built-in name.
-    tasks
-        Rows, as for rl.
-    replies
-        A text file of sample replies, one a line; left out: the task's own answer and some hostile ones.
-    limit
-        How many rows to read; the first few tasks are tried.
-    seconds
-        Time limit of one call.
-    """
-    from posttrain.data.rows import load_rows
-    from posttrain.data.tasks import to_tasks
+def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
+    """Run a reward or an environment against sample replies, before any training."""
     from posttrain.envs.check import check as run_check
-    from posttrain.envs.load import load_converter
+    from posttrain.training.setup import load_tasks
 
-    chosen = to_tasks(load_rows(tasks, limit=limit), convert=load_converter(env))
+    validate(config)
     lines = None
-    if replies is not None:
+    if config.replies is not None:
         try:
-            lines = Path(replies).read_text(encoding="utf-8").splitlines()
+            lines = Path(config.replies).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--replies {replies} cannot be read as text: {error}") from error
-    report = run_check(env, chosen, lines, seconds)
+            raise UserError(f"--replies {config.replies} cannot be read as text: {error}") from error
+    report = run_check(config.env, load_tasks(config, None), lines, config.env_seconds, config.env_memory)
     print("\n".join(report.lines()))
     return 0 if report.ok else 2
 

@@ -39,6 +39,8 @@ class _Running:
 class UncachedEngine:
     """See `posttrain.protocols.Engine`. Shares the learner's weights; `slots`: how many requests run at once."""
 
+    batch_invariant = False  # sequences are computed together
+
     def __init__(self, model: Model, tokenizer: Tokenizer, slots: int = 256, precision: str = "float32") -> None:
         self.model, self.tokenizer, self.slots, self.precision = model, tokenizer, slots, precision
         self.eos_ids = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())

@@ -15,8 +15,11 @@ from posttrain.part import Limits, Need
 from posttrain.types import UserError
 
 
-def adjust(row: Algorithm, run: RL) -> Algorithm:
-    """The row of a run. Raises UserError, in one line, where settings do not exist, do not fit or contradict each other."""
+def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
+    """The row of a run. Raises UserError, in one line, where settings do not exist, do not fit or contradict each other.
+
+    `single_turn`: whether an episode is one reply.
+    """
     if run.ptx and row.pretraining is None:
         row = replace(row, pretraining=Pretraining())
     row = change(_completed(choose(row, run.settings), run), run.settings)
@@ -25,12 +28,25 @@ def adjust(row: Algorithm, run: RL) -> Algorithm:
     if not _given(run, "minibatches") and row.replay is None:
         # An update needs a group, and a paper's number of updates is one of larger steps.
         row = replace(row, minibatches=min(row.minibatches, run.prompts))
-    row = row.configured(Limits(run.max_tokens))
+    row = row.configured(Limits(_episode_tokens(run, single_turn)))
+    if Need.EPISODE_TOKENS in row.needs:
+        parts = " and ".join(row.needing(Need.EPISODE_TOKENS))
+        raise UserError(
+            f"{row.name}: its {parts} count the tokens of an episode, which in this environment may have several replies: "
+            "say with --episode-tokens how many there are at most"
+        )
     check_ranges(row)
     for broken, reason in [*_contradictions(row, run), *_without_effect(row, run)]:
         if broken:
             raise UserError(f"{row.name}: {reason}")
     return row
+
+
+def _episode_tokens(run: RL, single_turn: bool) -> int | None:
+    """Most tokens that the policy may sample in an episode; None: there is no bound."""
+    if single_turn or run.max_turns == 1:
+        return min(run.max_tokens, run.episode_tokens or run.max_tokens)
+    return run.episode_tokens
 
 
 def _given(run: RL, flag: str) -> bool:

@@ -23,9 +23,8 @@ from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, to_tasks
 from posttrain.engines.embedded import embedded
 from posttrain.engines.vllm import VLLMEngine
-from posttrain.envs.load import success_of
+from posttrain.envs.load import is_generator_env, load_env, success_of
 from posttrain.envs.play import play
-from posttrain.envs.pool import EnvPool
 from posttrain.kernels import build
 from posttrain.learners.local import LocalLearner
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
@@ -51,6 +50,7 @@ from posttrain.training.setup import (
     fitting,
     load_tasks,
     microbatch_tokens,
+    open_pool,
     optimization,
     parameters,
     prepare,
@@ -122,14 +122,15 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
     config = run.config
     validate(config)
     device = prepare(config)
-    algorithm = adjust(find(config.algorithm), config)
+    algorithm = adjust(find(config.algorithm), config, not is_generator_env(load_env(env or config.env)))
     success = success_of(env or config.env, config.success)
     if success is None and Need.SUCCESS in algorithm.needs:
         raise UserError(
             f"{config.algorithm} needs to know which replies are right: give the reward of a right one with --success"
         )
     train_tasks, held_out = _tasks(config, rows, env)
-    with EnvPool(env or config.env, config.env_workers, config.env_seconds) as pool, ExitStack() as opened:
+    with ExitStack() as opened:
+        pool = opened.enter_context(open_pool(config, env))
         rehearse(pool, train_tasks)
         start = run.start
         assert start
@@ -153,15 +154,25 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
             size=Size(config.prompts, config.group, microbatch_tokens(config, device)),
             seed=config.seed,
             success=success,
+            episode_tokens=config.episode_tokens,
+            max_turns=config.max_turns,
             texts=_texts_to_imitate(config, tokenizer, model, too_long) if algorithm.pretraining else (),
             too_long=too_long,
         )
 
         def measure(stats: Stats) -> None:
             engine.load(learner.weights(), learner.version)
-            episodes = repeated(played, config.eval_samples, config.seed)
-            context = model.config.context
-            rollouts = play(episodes, pool, engine, tokenizer, sampling, context, config.too_long)
+            rollouts = play(
+                repeated(played, config.eval_samples, config.seed),
+                pool,
+                engine,
+                tokenizer,
+                sampling,
+                model.config.context,
+                config.too_long,
+                episode_tokens=config.episode_tokens,
+                turns=config.max_turns,
+            )
             measured(rollouts, success, stats)
 
         sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)

@@ -14,7 +14,6 @@ from posttrain.data.tasks import Stream, hold_out
 from posttrain.engines.embedded import embedded
 from posttrain.envs.load import success_of
 from posttrain.envs.play import Episode, play
-from posttrain.envs.pool import EnvPool
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
@@ -22,7 +21,7 @@ from posttrain.runs.record import as_row, write_rollouts
 from posttrain.seeds import seed_of
 from posttrain.sources.lengths import TooLong
 from posttrain.training.intervals import paired_interval, summary
-from posttrain.training.setup import beyond, end_tokens, fitting, load_tasks, prepare, rehearse
+from posttrain.training.setup import beyond, end_tokens, fitting, load_tasks, open_pool, prepare, rehearse
 from posttrain.types import Invalid, Rollout, Sampling, Task, UserError, succeeds
 
 
@@ -56,7 +55,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
         raise UserError("these rows have no end: say with --limit how many to evaluate on")
     said: list[str] = []
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
-    with EnvPool(env or config.env, config.env_workers, config.env_seconds) as pool:
+    with open_pool(config, env) as pool:
         rehearse(pool, data)
 
         def played(folder: str) -> list[Rollout]:
@@ -69,8 +68,17 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
             some = fitting(data, pool, tokenizer, TooLong(config.too_long, context, said.append))
             if not some:
                 raise UserError(f"no prompt fits into the context of {folder}: {said[0]}")
-            episodes = repeated(some, config.samples, config.seed)
-            rollouts = play(episodes, pool, engine, tokenizer, sampling, context, config.too_long)
+            rollouts = play(
+                repeated(some, config.samples, config.seed),
+                pool,
+                engine,
+                tokenizer,
+                sampling,
+                context,
+                config.too_long,
+                episode_tokens=config.episode_tokens,
+                turns=config.max_turns,
+            )
             reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
             if len(reasons) == len(rollouts):
                 raise UserError(f"no reward of {folder} is valid: look at --env {config.env}; the first: {reasons[0]}")

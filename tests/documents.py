@@ -94,4 +94,3 @@ def _run(words: list[str], block: Block) -> bool:
     code = main([*less[1:], *quiet])
     assert code == 0, f"line {block.line}: {' '.join(words)} ended with exit code {code}"
     return True
-

@@ -74,6 +74,6 @@ def test_algorithms_verb_prints_the_table_a_row_and_data(capsys: pytest.CaptureF
     assert main(["algorithms", "dapo", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == as_data(TABLE["dapo"])
     assert main(["algorithms", "dapo"]) == 0
-    assert "other than grpo:" in capsys.readouterr().out
+    assert "differences from grpo:" in capsys.readouterr().out
     assert main(["algorithms"]) == 0
     assert all(name in capsys.readouterr().out for name in ("dapo",))

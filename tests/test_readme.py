@@ -43,9 +43,7 @@ def test_every_block_runs_in_its_order(name: str, tmp_path: Path, monkeypatch: p
     assert sum(ran) == {"README.md": 15, "docs/environments.md": 7}[name]
 
 
-def test_rewards_of_the_page_on_environments_judge_as_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rewards_of_the_page_on_environments_judge_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for block in blocks(PAGES["docs/environments.md"]):
         if block.file and block.language == "python":

@@ -51,14 +51,16 @@ class Baselined(Advantage):
     A group whose rewards are all equal has advantage exactly 0 under a group baseline or scale, whatever the rounding.
     """
 
-    baseline: Literal["none", "batch", "group", "others"] = knob("group", "baseline", "Whose mean reward is taken off.")
+    baseline: Literal["none", "batch", "group", "others"] = knob(
+        "group", "baseline", "Whose mean reward is subtracted."
+    )
     scale: Literal["none", "batch", "group"] = knob(
         "none", "scale", "Whose standard deviation advantages are divided by."
     )
     weight: Literal["equal", "length", "gradient"] = knob(
         "equal",
         "baseline-weight",
-        "What a reward weighs in that mean; gradient: the optimal baseline, one backward pass per rollout.",
+        "Weight of each reward in that mean; gradient: the optimal baseline, one backward pass per rollout.",
     )
     eps: float = knob(1e-6, above=0)
     signal: bool = False
@@ -153,12 +155,13 @@ class Baselined(Advantage):
 class ToGo(Advantage):
     """Credits a token only with what came after it, which it can still have changed: less variance at no bias.
 
-    The sum of step rewards and KL penalties from the token on, and the final reward. `baseline="group"` first subtracts the
-    mean of the group's total rewards from the final one. `whiten`: over all tokens of the batch, (x - mean) / (std + eps). REINFORCE++ and its `-baseline` form (arXiv 2501.03262, eq. 5 to 9).
+    The sum of step rewards and KL penalties from the token on, and the final reward. `baseline="group"` first subtracts
+    the mean of the group's total rewards from the final one. `whiten`: over all tokens of the batch,
+    (x - mean) / (std + eps). REINFORCE++ and its `-baseline` form (arXiv 2501.03262, eq. 5 to 9).
     """
 
-    baseline: Literal["none", "group"] = knob("none", "baseline", "Whose mean reward is taken off.")
-    whiten: bool = knob(False, "whiten", "Advantages to mean 0 and deviation 1 over all tokens.")
+    baseline: Literal["none", "group"] = knob("none", "baseline", "Whose mean reward is subtracted.")
+    whiten: bool = knob(False, "whiten", "Normalise advantages to mean 0 and standard deviation 1 over all tokens.")
     gamma: float = knob(1.0, "gamma", "Discount per sampled token.", least=0, most=1)
     eps: float = knob(1e-8, above=0)
 
@@ -255,7 +258,7 @@ class GAE(Advantage):
     alpha: float | None = knob(
         None, "gae-alpha", "Lambda by length instead: 1 - 1 / (this times the reply's tokens), at least 0.", above=0
     )
-    whiten: bool = knob(False, "whiten", "Advantages to mean 0 and deviation 1 over all tokens.")
+    whiten: bool = knob(False, "whiten", "Normalise advantages to mean 0 and standard deviation 1 over all tokens.")
     eps: float = knob(1e-8, above=0)
     needs = frozenset({Need.VALUE})
 

@@ -47,7 +47,7 @@ class Value(CriticLoss):
     lambda; None: the advantage's own.
     """
 
-    clip: float | None = knob(0.2, "value-clip", "Values may move by so much per step (0: freely).", above=0, off=0)
+    clip: float | None = knob(0.2, "value-clip", "How far values may move per step (0: no limit).", above=0, off=0)
     coefficient: float = knob(0.1, "value-coefficient", "What the value loss weighs.", least=0)
     lam: float | None = knob(None, least=0, most=1)
     warmup: int = knob(0, "critic-warmup", "Steps at the start in which only the critic learns.", least=0)

@@ -85,7 +85,7 @@ def describe(row: Algorithm) -> list[str]:
 
 
 def differences(row: Algorithm, other: Algorithm) -> list[str]:
-    """What the row does otherwise, a line each; [] if nothing."""
+    """How the row differs from the other, a line each; [] if it does not."""
     own, theirs = ({what: formula for what, formula, _ in parts(r)} for r in (row, other))
     found = []
     for what in [*own, *(w for w in theirs if w not in own)]:
@@ -146,7 +146,7 @@ def page(row: Algorithm, beside: Algorithm) -> str:
         lines += [f"The KL is in the reward: R_i = reward_i - {row.kl.beta:g} sum_t k, token by token.", ""]
     if row.name != beside.name:
         others = differences(row, beside)
-        lines += [f"Other than `{beside.name}`:", "", *(f"- {line}" for line in others), ""]
+        lines += [f"Differences from `{beside.name}`:", "", *(f"- {line}" for line in others), ""]
     lines += [
         f"![held-out accuracy over steps, three seeds](curves/{row.name}.png)",
         "",

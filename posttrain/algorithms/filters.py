@@ -30,7 +30,7 @@ class DynamicSampling(Part):
     rounds: int = knob(
         4,
         "dynamic-sampling",
-        "Replace groups without signal, playing at most so many times --prompts (0: do not).",
+        "Replace groups without signal, playing at most this many times --prompts (0: off).",
         above=0,
         absent=0,
     )
@@ -117,7 +117,7 @@ class Replay(Part):
     """
 
     capacity: int = knob(
-        4096, "replay", "Rollouts to remember and draw from (0: the step's own only).", above=0, absent=0
+        4096, "replay", "Rollouts to remember and draw from (0: only the step's own).", above=0, absent=0
     )
     source = "Lin 1992; soft actor-critic, arXiv 1812.05905, algorithm 1"
 

@@ -35,7 +35,7 @@ class DirectPreference:
     """Learns from comparisons without a reward model and without sampling.
 
     -log sigma(beta (x_w - x_l)), x the sequence's log ratio to the reference (DPO, arXiv 2305.18290, eq. 7). `smoothing`: the
-    share of pairs that are assumed to be labelled the wrong way round (conservative DPO, Mitchell 2023).
+    share of pairs assumed to be labelled wrongly (conservative DPO, Mitchell 2023).
     """
 
     beta: float = 0.1

@@ -98,11 +98,11 @@ class KL(Part):
         absent=0,
     )
     where: Literal["loss", "reward"] = knob(
-        "loss", "kl-where", "Whether the KL is part of the loss or taken off the reward."
+        "loss", "kl-where", "Whether the KL is part of the loss or subtracted from the reward."
     )
     against: Literal["reference", "old"] = "reference"
     control: Control | None = knob(
-        None, "kl-control", "What changes the coefficient from step to step.", choices=CONTROLS
+        None, "kl-control", "How the coefficient changes from step to step.", choices=CONTROLS
     )
 
     @property
@@ -153,7 +153,8 @@ class Entropy(Part):
     """Keeps the policy exploring: coefficient x H is added to what is maximised.
 
     H is the entropy of the whole distribution at each sampled token. With a `target`, in nats per token, the coefficient is
-    tuned: after each step it grows by rate (target - H), and is never below 0 (Haarnoja et al. 2018, arXiv 1812.05905, eq. 18; for language models Skywork-OR1, arXiv 2505.22312).
+    tuned: after each step it grows by rate (target - H), and is never below 0 (Haarnoja et al.
+    2018, arXiv 1812.05905, eq. 18; for language models Skywork-OR1, arXiv 2505.22312).
     """
 
     coefficient: float = knob(

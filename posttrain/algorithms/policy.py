@@ -38,7 +38,7 @@ class Imitation(Part):
     """
 
     coefficient: float = knob(
-        0.1, "imitation", "What the likelihood of successes weighs in the loss (0: nothing).", least=0, absent=0
+        0.1, "imitation", "Weight of the likelihood of successes in the loss (0: none).", least=0, absent=0
     )
     needs = frozenset({Need.SUCCESS})
     source = "VAPO, arXiv 2504.05118, eq. 11 and 12"
@@ -56,7 +56,7 @@ class Pretraining(Part):
     eq. 2).
     """
 
-    coefficient: float = knob(1.0, "ptx-coefficient", "What the likelihood of the texts of --ptx weighs.", least=0)
+    coefficient: float = knob(1.0, "ptx-coefficient", "Weight of the likelihood of the texts of --ptx.", least=0)
     rows: int = knob(16, above=0)  # texts in each update
     source = "InstructGPT, arXiv 2203.02155, eq. 2"
 
@@ -79,9 +79,9 @@ class Algorithm:
         help="What is maximised: min(r A, clip(r) A), r A, lp A, or sg(r) lp A.",
         choices=SURROGATES,
     )
-    aggregate: Aggregate = knob(flag="aggregate", help="What each token weighs in the loss.", choices=AGGREGATES)
+    aggregate: Aggregate = knob(flag="aggregate", help="Weight of each token in the loss.", choices=AGGREGATES)
     ratio: tuple[RatioStep, ...] = knob(  # applied left to right to the log ratio; they do not commute
-        (), "ratio", "Of which tokens r is made; geometric is GMPO's clipped geometric mean.", choices=RATIOS
+        (), "ratio", "Which tokens make up the ratio r; geometric: GMPO's clipped geometric mean.", choices=RATIOS
     )
     correction: Correction | None = None  # for an engine whose numbers differ from the learner's
     kl: KL | None = None
@@ -92,7 +92,7 @@ class Algorithm:
     filters: tuple[OverlongFilter, ...] = knob(  # rollouts that are in the loss
         (),
         "overlong-filter",
-        "Leave episodes that were cut off out of the loss.",
+        "Leave truncated episodes out of the loss.",
         choices={"true": (OverlongFilter(),), "false": ()},
     )
     shaping: tuple[Shaping, ...] = ()  # added to the reward
@@ -197,7 +197,7 @@ class PolicyObjective:
         log_ratio = logp - old
         for step in row.ratio:
             log_ratio = step(log_ratio, batch)
-        # Far beyond any clip; above, a product over a sequence is infinite, and its gradient not a number.
+        # Far beyond any clip; above it, a product over a sequence overflows, and its gradient is NaN.
         ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
         gain = row.surrogate(ratio, outputs, batch)
         if batch.sampler_logp is not None and row.correction is not None:

@@ -1,7 +1,8 @@
 """Ratio steps: what is done to the log ratio of each token before it is exponentiated, applied left to right.
 
-A row has a sequence of steps because they do not commute: GSPO averages and then clips, GMPO clips and then averages. Each step takes the log ratio [N] and the micro-batch and returns a log ratio [N]. Rollouts are whole
-within a micro-batch and their tokens are neighbours, which `over_rollouts` relies on.
+A row has a sequence of steps because they do not commute: GSPO averages and then clips, GMPO clips and then averages.
+Each step takes the log ratio [N] and the micro-batch and returns a log ratio [N]. Rollouts are whole within a
+micro-batch and their tokens are neighbours, which `over_rollouts` relies on.
 
     N    scored tokens of a micro-batch    r    exp(log ratio)    n_i    sampled tokens of rollout i
 """

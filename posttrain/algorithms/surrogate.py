@@ -79,7 +79,7 @@ class Clip(Surrogate):
     low: float = knob(0.2, "clip-low", "The ratio is clipped at 1 - this.", least=0, most=1)
     high: float = knob(0.2, "clip-high", "The ratio is clipped at 1 + this.", least=0)
     dual: float | None = knob(
-        None, "clip-dual", "Where A < 0, at least this times A: above 1 (0: no such bound).", above=1, off=0
+        None, "clip-dual", "Where A < 0, the objective is at least this times A: above 1 (0: no bound).", above=1, off=0
     )
 
     @property

@@ -159,7 +159,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
     elif name is not None:
         print("\n".join(describe(rows[0])))
         if others := differences(rows[0], beside):
-            print("  other than grpo:")
+            print("  differences from grpo:")
             print("\n".join(f"    {line}" for line in others))
         print("  settings (--set PLACE=VALUE; none: the run's own options decide):")
         print("\n".join(f"    {line}" for line in settings(rows[0])))

@@ -49,7 +49,7 @@ ENVIRONMENT = {
 
 
 class VLLMEngine:
-    """See `posttrain.types.Engine`. Close it: it holds a process.
+    """See `posttrain.protocols.Engine`. Close it: it holds a process.
 
     `slots`: how many requests run at once. `precision`: of weights, arithmetic and cache. `cache_gib`: most memory of the
     key-value cache. `start_seconds`, `load_seconds`, `step_seconds`: time limits of vLLM's start, of a hand-over of

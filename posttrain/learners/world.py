@@ -12,7 +12,7 @@ from posttrain.protocols import World
 
 
 class Processes:
-    """See `posttrain.types.World`. The process group is up already: torchrun's environment, or `init_process_group`."""
+    """See `posttrain.protocols.World`. The process group is up already: torchrun's environment, or `init_process_group`."""
 
     def __init__(self) -> None:
         assert dist.is_initialized(), "start the process group first"

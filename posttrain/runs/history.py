@@ -24,7 +24,7 @@ HUGE = 1e100  # the squares of larger values would overflow
 
 @dataclass(frozen=True)
 class Limits:
-    """From where on something is a fault. Shares are from 0 to 1."""
+    """The thresholds from which on something is a fault. Shares are from 0 to 1."""
 
     first: int = 5
     """Steps that count as the start of the run."""

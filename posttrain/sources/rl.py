@@ -32,8 +32,8 @@ from posttrain.types import Sampling, Transcript
 class Experience:
     """See `posttrain.protocols.Source`.
 
-    Seeds follow from the step's number; remembered are the place in the endless row of tasks, coefficients that change,
-    and, where a row replays, rollouts.
+    Seeds follow from the step's number. What is remembered: the place in the endless order of tasks, coefficients that
+    change, and, where a row replays, rollouts.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ def refuse_broken(rollouts: Sequence[Rollout]) -> None:
 
 
 def usable(rollouts: Sequence[Rollout], stats: Stats) -> list[Rollout]:
-    """The rollouts that can teach something: valid, with a scored token, and with such company in their group.
+    """The rollouts that can teach something: valid, with a scored token, and in a group with enough of the kind.
 
     A group keeps its valid members while at least half of it, and two, are valid; a group of one needs its one.
     """

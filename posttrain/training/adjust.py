@@ -1,4 +1,4 @@
-"""A row as a run has it: with the run's settings, what they imply, and without contradictions, which are refused here."""
+"""A row as a run has it: with the run's settings and what they imply. Contradictions are refused here."""
 
 from __future__ import annotations
 

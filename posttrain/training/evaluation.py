@@ -31,7 +31,7 @@ class Evaluated:
 
     figures: dict[
         str, Any
-    ]  # of `intervals.summary`: mean, low, high of reward and, where there is a right, accuracy, pass@k
+    ]  # of `intervals.summary`: mean, low, high of reward and, where there is a success threshold, accuracy, pass@k
     rewards: dict[str, list[float]]  # task id -> valid rewards of its samples
     rollouts: list[Rollout] = field(repr=False)
     invalid: int = 0
@@ -124,7 +124,7 @@ def save(found: Evaluated, path: Path) -> None:
 
 
 def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:
-    """The k of pass@k that there are samples for, and a word on the others."""
+    """The k of pass@k that there are samples for, and a note on the others."""
     most = config.samples
     left_out = [f"pass@{k}" for k in config.k if k > most]
     told = f"{', '.join(left_out)} left out: more than the {most} samples of each task (--samples)"

@@ -52,7 +52,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def microbatch_tokens(config: Training, device: torch.device) -> int:
-    """On a processor larger micro-batches leave its caches: more memory, and slower rather than faster."""
+    """Tokens of a micro-batch. On a CPU larger ones would leave its caches: more memory, and slower rather than faster."""
     return config.tokens_per_microbatch or (1024 if device.type == "cpu" else 8192)
 
 

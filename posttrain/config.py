@@ -27,7 +27,7 @@ class Data:
     verb: ClassVar[str]  # of the command line, and the table of a recipe
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Notes which options were given: when a run is resumed, one left at its default is no wish to change it."""
+        """Notes which options were given: when a run is resumed, one left at its default is not changed."""
         config = super().__new__(cls)
         object.__setattr__(config, "_given", frozenset(options))  # no field: equal options are equal configurations
         return config
@@ -334,7 +334,7 @@ AnyConfig = TypeVar("AnyConfig", bound=Data)
 def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
     """The options of a run that is resumed: as recorded in run.json, but for what may change and is given in `config`.
 
-    Raises UserError if another option is given with another value, or if run.json holds what is no option's value.
+    Raises UserError if another option is given with another value, or if run.json holds something that is not a value of its option.
     """
     now = as_dict(config)
     if unknown := sorted(recorded.keys() - now.keys()):

@@ -78,7 +78,7 @@ def describe(row: Algorithm) -> list[str]:
     """The row in plain mathematics, a line each."""
     lines = [f"{row.name}: {row.paper}", f"  maximise  {objective(row)}"]
     if row.kl is not None and row.kl.where == "reward":
-        lines.append(f"  R_i = reward_i - {row.kl.beta:g} sum_t k, each token's part taken off what it earns")
+        lines.append(f"  R_i = reward_i - {row.kl.beta:g} sum_t k, each token's part subtracted from what it earns")
     for what, formula, source in parts(row):
         lines.append(f"  {what}: {formula}" + (f"   [{source}]" if source else ""))
     return lines

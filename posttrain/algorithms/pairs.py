@@ -34,8 +34,8 @@ class BradleyTerry:
 class DirectPreference:
     """Learns from comparisons without a reward model and without sampling.
 
-    -log sigma(beta (x_w - x_l)), x the sequence's log ratio to the reference (DPO, arXiv 2305.18290, eq. 7). `smoothing`: the
-    share of pairs assumed to be labelled wrongly (conservative DPO, Mitchell 2023).
+    -log sigma(beta (x_w - x_l)), x the sequence's log ratio to the reference (DPO, arXiv 2305.18290, eq. 7).
+    `smoothing`: the share of pairs assumed to be labelled wrongly (conservative DPO, Mitchell 2023).
     """
 
     beta: float = 0.1

@@ -83,9 +83,7 @@ class GroupLength(Shaping):
 
     @property
     def formula(self) -> str:
-        return (
-            f"{self.weight:g} (1/2 - (n_i - min n) / (max n - min n)) over the group, at most 0 where it is no success"
-        )
+        return f"{self.weight:g} (1/2 - (n_i - min n) / (max n - min n)) over the group, at most 0 where it is not a success"
 
     def __call__(self, scores: Scores) -> Tensor:
         """float64 [S]."""

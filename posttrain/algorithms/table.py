@@ -117,7 +117,7 @@ _ROWS = (
         kl=KL("k3", 0.04),
         refresh=50,
         stated="one, DeepSeekMath, arXiv 2402.03300, section 4.2",
-        idea="GRPO whose reference is renewed",
+        idea="GRPO that renews its reference",
     ),
     Algorithm(
         "dr-grpo",
@@ -234,7 +234,7 @@ _ROWS = (
         kl=KL("k3", 1.0, against="old", control=HalvingDoubling()),
         critic=Value(),
         minibatches=2,
-        stated="two, so that the policy leaves the one before",
+        stated="two, so that the policy differs from the one before",
         idea="PPO with an adaptive KL penalty, no clip",
     ),
     Algorithm(

@@ -160,7 +160,7 @@ def _read_recipe(file: Path) -> dict[str, Any]:
     for table, options in content.items():
         if table not in VERBS or not isinstance(options, dict):
             raise UserError(
-                f"{file}: [{table:.60}] is no table of a recipe; there are {', '.join(f'[{v}]' for v in VERBS)}"
+                f"{file}: [{table:.60}] is not a table of a recipe; there are {', '.join(f'[{v}]' for v in VERBS)}"
             )
         for name in options:
             if name.replace("-", "_") not in _known(table):

@@ -273,7 +273,7 @@ class LocalEngine:
     def _completion(self, slot: int, stopped: bool) -> Completion:
         state, count = self._rows, int(self._rows.count[slot])
         logp = state.logp[slot, :count].tolist()
-        assert math.isfinite(sum(logp)), "log-probabilities are no numbers: the weights hold NaN or infinities"
+        assert math.isfinite(sum(logp)), "log-probabilities are not finite: the weights hold NaN or infinities"
         return complete(
             self.running[slot],
             state.tokens[slot, :count].tolist(),

@@ -227,7 +227,7 @@ def _read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dic
 def open_weights(file: Path) -> Any:
     """A .safetensors file, opened for reading. Raises UserError if it is absent or damaged."""
     if not file.is_file():
-        raise UserError(f"{file} is no file: copy it again")
+        raise UserError(f"{file} is not a file: copy it again")
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -82,7 +82,7 @@ def length(history: History) -> str | None:
 
 
 def _no_better(history: History) -> str | None:
-    """How the replies are no better than at the start, in words; None: they are, or nothing tells."""
+    """In words, that the replies are no better than at the start; None: they are better, or it is unknown."""
     accuracy, reward, limits = history.of("accuracy"), history.of("reward"), history.limits
     if accuracy is not None:
         told = max(accuracy.start, accuracy.now) >= limits.accurate

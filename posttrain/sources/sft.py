@@ -117,7 +117,7 @@ class Transcripts(Sequence["Transcript | None"]):
             raise UserError(f"{self.tasks.where(place)}: {error}") from error
         if max(transcript.tokens) >= self.vocab:
             raise UserError(
-                f"the tokenizer gives token {max(transcript.tokens)}, the model's vocabulary has {self.vocab}: no match"
+                f"the tokenizer gives token {max(transcript.tokens)}, but the model's vocabulary has {self.vocab}: no match"
             )
         if len(transcript) > context:
             return self._cut(place, task, len(transcript))

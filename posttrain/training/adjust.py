@@ -60,7 +60,7 @@ def _completed(row: Algorithm, run: RL) -> Algorithm:
     """With what the chosen parts bring, and without what nothing uses any more."""
     if not row.surrogate.uses_ratio and not _given(run, "ratio"):
         row = replace(row, ratio=())
-    if not row.surrogate.uses_ratio and row.replay is None:  # each update takes the rollouts for fresh
+    if not row.surrogate.uses_ratio and row.replay is None:  # each update assumes fresh rollouts
         row = replace(row, epochs=1, minibatches=1)
     if isinstance(row.advantage, GAE) and _given(run, "gae_lambda"):  # the same for every length
         row = replace(row, advantage=replace(row.advantage, alpha=None))
@@ -86,7 +86,7 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     )
     yield (
         not row.surrogate.uses_ratio and not row.on_policy and row.replay is None,
-        f"maximises {row.surrogate.formula}, which takes the rollouts for fresh: {updates} updates per step need a ratio "
+        f"maximises {row.surrogate.formula}, which assumes fresh rollouts: {updates} updates per step need a ratio "
         "(--surrogate ratio or clip), or set --epochs 1 --minibatches 1",
     )
     yield (
@@ -97,7 +97,7 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         soft != isinstance(row.surrogate, ExpectedQ) or soft != isinstance(row.advantage, Earned),
         "action values, their expectation and what a token earns belong together: see posttrain algorithms sac",
     )
-    yield soft and row.entropy is None, "its temperature is above 0: tune it with --entropy-target"
+    yield soft and row.entropy is None, "its temperature must be above 0: tune it with --entropy-target"
     yield soft and row.select is not None, "its critic learns from every token: leave out --top-entropy"
     yield (
         _given(run, "gae_lambda") and _given(run, "gae_alpha"),
@@ -121,7 +121,7 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     )
     yield (
         kl is not None and kl.where == "reward" and isinstance(row.advantage, Process),
-        "compares the rewards of steps, which no KL is taken off: leave out --kl-where reward",
+        "compares the rewards of steps, from which no KL is subtracted: leave out --kl-where reward",
     )
     yield (
         bool(row.refresh) and Need.REFERENCE not in row.needs,

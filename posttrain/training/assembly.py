@@ -76,7 +76,7 @@ def _sft(run: RunFolder[SFT], rows: Any) -> Run:
     device = prepare(config)
     train_tasks, held_out = split_tasks(config, rows, need=("prompt", "response"))
     if isinstance(train_tasks, Stream) and config.steps is None:
-        raise UserError("these rows have no end, so there are no --epochs of them: say how many --steps to train")
+        raise UserError("these rows have no end, so --epochs has no meaning: give --steps")
     model, tokenizer = _start(config, train_tasks, run.checkpoint or run.start, device)
     too_long = TooLong(config.too_long, model.config.context, _silent if config.quiet else print)
 

@@ -105,7 +105,7 @@ def open_pool(config: RL | Evaluation, env: Callable[..., Any] | None) -> EnvPoo
 
 
 def amount(tasks: Tasks | Stream) -> str:
-    """How many there are, and what was taken for what, in words."""
+    """How many there are, and which columns were read as what, in words."""
     if isinstance(tasks, Stream):
         return f"tasks without end ({tasks.taken()})"
     said = [tasks.taken(), f"{tasks.left_out} rows left out" if tasks.left_out else ""]

@@ -334,7 +334,8 @@ AnyConfig = TypeVar("AnyConfig", bound=Data)
 def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
     """The options of a run that is resumed: as recorded in run.json, but for what may change and is given in `config`.
 
-    Raises UserError if another option is given with another value, or if run.json holds something that is not a value of its option.
+    Raises UserError if another option is given with another value, or if run.json holds a
+    value that its option cannot have.
     """
     now = as_dict(config)
     if unknown := sorted(recorded.keys() - now.keys()):

@@ -247,7 +247,8 @@ class GAE(Advantage):
 
     Generalized advantage estimation over the sampled tokens only (arXiv 1506.02438, eq. 16):
     delta_t = r_t + gamma V_{t+1} - V_t with V = 0 after the last token, and A_t = delta_t + gamma lambda A_{t+1}. Tool text
-    between two sampled tokens costs no discount: it is not an action. lambda 0 is the TD residual, lambda 1 the return minus V.
+    between two sampled tokens costs no discount: it is not an action. lambda 0 is the TD residual, lambda 1 the return
+    minus V.
 
     alpha     a lambda of its own for every length, 1 - 1 / (alpha n_i), at least 0 (VAPO, arXiv 2504.05118, eq. 8).
     whiten    (A - mean) / (std + eps) over all tokens of the batch.

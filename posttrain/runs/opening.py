@@ -151,7 +151,7 @@ class RunFolder(Generic[AnyTraining]):
 
     @cached_property
     def _inputs(self) -> dict[str, Print | None]:
-        """Fingerprints of what the run reads, by option. What is not a file here, such as the name of a dataset, has none."""
+        """Fingerprints of what the run reads, by option. A dataset by its name has none."""
         found: dict[str, Print | None] = {}
         for name in READ:
             value = str(self.start) if name == "model" and self.start else getattr(self.config, name, None)

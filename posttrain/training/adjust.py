@@ -73,7 +73,7 @@ def _completed(row: Algorithm, run: RL) -> Algorithm:
 
 def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     """(whether it holds, why it cannot be) of all that no single setting can see."""
-    kl, soft, updates = row.kl, isinstance(row.critic, SoftQ), row.epochs * row.minibatches
+    soft, updates = isinstance(row.critic, SoftQ), row.epochs * row.minibatches
     baselined = row.advantage if isinstance(row.advantage, Baselined) else None
     yield (
         Need.GROUP in row.needs and run.group < 2,
@@ -111,6 +111,11 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         baselined is not None and (baselined.baseline, baselined.scale) == ("none", "batch"),
         "without a baseline equal rewards would be divided by nothing: set --scale none, or choose a --baseline",
     )
+    yield from _of_penalty(row, run)
+
+
+def _of_penalty(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+    kl = row.kl
     yield (
         kl is not None and kl.estimator == "exact" and kl.against == "old",
         "the old policy's whole distributions are not kept: leave out --kl-estimator exact",

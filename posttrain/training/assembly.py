@@ -123,11 +123,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
     validate(config)
     device = prepare(config)
     algorithm = adjust(find(config.algorithm), config, not is_generator_env(load_env(env or config.env)))
-    success = success_of(env or config.env, config.success)
-    if success is None and Need.SUCCESS in algorithm.needs:
-        raise UserError(
-            f"{config.algorithm} needs to know which replies are right: give the reward of a right one with --success"
-        )
+    success = _success(config, algorithm, env)
     train_tasks, held_out = _tasks(config, rows, env)
     with ExitStack() as opened:
         pool = opened.enter_context(open_pool(config, env))
@@ -182,6 +178,16 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def _success(config: RL, algorithm: Algorithm, env: Callable[..., Any] | None) -> float | None:
+    """The reward from which on a reply is right, if anything says so."""
+    success = success_of(env or config.env, config.success)
+    if success is None and Need.SUCCESS in algorithm.needs:
+        raise UserError(
+            f"{config.algorithm} needs to know which replies are right: give the reward of a right one with --success"
+        )
+    return success
 
 
 def _tasks(config: RL, rows: Any, env: Callable[..., Any] | None) -> tuple[Tasks | Stream, Tasks | None]:

@@ -191,7 +191,7 @@ class RL(Training):
     """Strings that end a reply."""
     top_p: float = option(1.0, above=0, most=1)
     """Must stay 1 in training: it would change the distribution that is sampled."""
-    top_k: int = option(0, least=0)
+    top_k: int = option(0, least=0, most=10**9)
     """Must stay 0 in training."""
     lr: float = option(1e-6, above=0)
     """Peak learning rate of AdamW."""
@@ -238,7 +238,7 @@ class Evaluation(Data):
     """Of sampling; 0: greedy."""
     top_p: float = option(1.0, above=0, most=1)
     """Sample from the smallest set of tokens with this probability."""
-    top_k: int = option(0, least=0)
+    top_k: int = option(0, least=0, most=10**9)
     """Sample from this many likeliest tokens (0: all)."""
     max_tokens: int = option(256, above=0)
     """Token budget of a reply."""
@@ -307,6 +307,11 @@ def validate(config: Training | Evaluation | Check) -> None:
     """Refuse numbers that make no sense, in one line each. What depends on data or model is checked elsewhere."""
     for f in fields(config):
         knob_of(f).bounds.check(f"--{f.name.replace('_', '-')}", getattr(config, f.name))
+    for name in ("stop", "prompt_template", "response_template"):
+        value = getattr(config, name, None) or ()
+        for text in (value,) if isinstance(value, str) else value:
+            if text != text.encode("utf-8", "replace").decode():
+                raise UserError(f"--{name.replace('_', '-')} {text!r:.60} is not valid text: write it in UTF-8")
     if not config.tasks:
         raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
     if not isinstance(config, SFT) and not config.env:

@@ -22,9 +22,17 @@ def load_named(spec: str) -> Any:
     """Whatever "my.py:name" or "package.module:name" names. Raises UserError, with the fix, if it cannot be found."""
     target, name = split_name(spec)
     module = import_target(target)
-    if not hasattr(module, name):
-        raise UserError(f"{target} has no {name!r}{hint(name, [n for n in vars(module) if not n.startswith('_')])}")
-    return getattr(module, name)
+    return named_in(module, name, target, [n for n in vars(module) if not n.startswith("_")])
+
+
+def named_in(module: ModuleType, name: str, target: str, known: list[str]) -> Any:
+    """What a module calls so. Raises UserError with what comes near among `known`."""
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise UserError(f"{target} has no {name!r}{hint(name, known)}") from None
+    except (Exception, SystemExit) as error:  # a module may have a __getattr__ of its own
+        raise UserError(f"{target} does not give its {name!r}: {describe_error(error, None)}") from error
 
 
 def describe_error(error: BaseException, file: str | None) -> str:

@@ -83,6 +83,22 @@ def settings_of(row: Algorithm) -> dict[str, Any]:
     return dict(_values(row, ()))
 
 
+def check_parts(row: Algorithm) -> None:
+    """Raise UserError where a row of a user's own holds something else than the parts that it is made of."""
+    for f in dataclasses.fields(row):
+        value, hint = getattr(row, f.name), _hints(Algorithm)[f.name]
+        kind, several = _part_in(hint)
+        if kind is None or (value is None and type(None) in get_args(hint)):
+            continue
+        if (
+            not all(isinstance(part, kind) for part in value)
+            if isinstance(value, tuple)
+            else several or not isinstance(value, kind)
+        ):
+            wanted = f"a tuple of parts of kind {kind.__name__}" if several else f"a part of kind {kind.__name__}"
+            raise UserError(f"{row.name}: {f.name} must be {wanted}, not {value!r:.60}")
+
+
 def check_ranges(row: Algorithm) -> None:
     """Raise UserError for a setting outside its range: a row of a user's own may be made with any value."""
     for place, part, name in _settings_at(row, ()):

@@ -23,6 +23,7 @@ from posttrain.types import UserError
 if TYPE_CHECKING:
     from posttrain.runs.output import Output
 
+LONGEST = 450  # characters of a message
 TEMPLATES = ("--prompt-template", "--response-template")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}
 """What stands after a backslash in a template on the command line; any other backslash stays as it is."""
@@ -62,11 +63,17 @@ def main(arguments: list[str] | None = None) -> int:
             said = f"unknown option {error.token.keyword}{_suggested(str(error.token.keyword), words[0])}"
         if isinstance(error, CoercionError) and get_origin(error.target_type) is dict and error.token is not None:
             said += f" Name one entry at a time: {error.token.keyword}.NAME VALUE"
-        print("posttrain:", said, file=sys.stderr)
+        print("posttrain:", _presentable(said), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("posttrain: stopped", file=sys.stderr)
         return 130
+
+
+def _presentable(said: str) -> str:
+    """What is written in any encoding, and read: whatever a user wrote may be in it."""
+    said = said.encode("utf-8", "backslashreplace").decode()
+    return said if len(said) <= LONGEST else f"{said[: LONGEST * 2 // 3]} ... {said[-LONGEST // 3 :]}"
 
 
 def entry() -> None:

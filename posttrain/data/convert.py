@@ -187,7 +187,9 @@ def _converted(row: Row, convert: Convert) -> Task | None:
         task = convert(row)
     except UserError:
         raise
-    except Exception as error:  # the function may be the user's and fail in any way; what helps is to know the row
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the function may be the user's and fail in any way; what helps is to know the row
         problem = f"{type(error).__name__}: {one_line(error)}"
         if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in row:
             problem = no_column(error.args[0], row)
@@ -303,7 +305,8 @@ def _met(task: Task, need: Sequence[str]) -> Task:
             raise UserError("the messages end with an assistant turn; drop it, the model is to write it")
         return {key: value for key, value in task.items() if key != "prompt"}
     if missing:
-        has = ", ".join(key for key, value in task.items() if not _blank(value)) or "nothing"
+        there = [str(key)[:40] for key, value in task.items() if not _blank(value)]
+        has = ", ".join([*there[:12], *(["..."] if len(there) > 12 else [])]) or "nothing"
         named = " ".join(f"--fields.{name} COLUMN" for name in missing)
         raise UserError(f"no {' and no '.join(missing)}; the row has: {has}; say which column it is: {named}")
     if "response" in need:

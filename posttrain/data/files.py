@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -187,5 +188,7 @@ TEXTS: dict[str, tuple[Callable[[Path], Iterator[Text]], str]] = {
 READ = (*TEXTS, ".parquet")
 
 
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def one_line(error: BaseException) -> str:
+    """An exception's message as part of one: no line ends, no number that only the system understands."""
+    text = re.sub(r"\[Errno \d+\] ", "", " ".join(str(error).split()))
+    return text if text and " object at 0x" not in text else type(error).__name__

@@ -97,6 +97,8 @@ class Report:
             )
         if unfinished := sum(case.result is None for case in self.cases):
             lines.append(f"still asking after {TURNS} turns on {unfinished} of {total}")
+        if not self.cases:
+            return ["nothing was tried: there are no replies", "not in order"]
         slowest = max(self.cases, key=lambda case: case.seconds)
         lines.append(f"slowest call {_duration(slowest.seconds)} (task {slowest.task}, {slowest.kind})")
         if self.rewards:

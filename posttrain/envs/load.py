@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.envs.reading import short
 from posttrain.types import Env, Reply, Reward, Task, Turn, UserError, Verdict
-from posttrain.user_code import PRIVATE, describe_error, hint, import_target, importable, split_name
+from posttrain.user_code import PRIVATE, describe_error, hint, import_target, importable, named_in, split_name
 
 BUILTIN = {
     "arithmetic": "posttrain.envs.arithmetic:reward",
@@ -30,9 +30,7 @@ def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
         return _checked(spec, getattr(spec, "__qualname__", repr(spec)))
     target, name = _split(spec)
     module = import_target(target)
-    if not hasattr(module, name):
-        raise UserError(f"{target} has no {name!r}{hint(name, _functions(module))}")
-    return _checked(getattr(module, name), spec)
+    return _checked(named_in(module, name, target, _functions(module)), spec)
 
 
 def load_converter(spec: str | Callable[..., Any]) -> Callable[[Task], Task] | None:

@@ -76,7 +76,7 @@ class Training(Data):
     """Resume even though tasks or model have changed, or part of the record is lost; run.json notes it."""
     overwrite: bool = False
     """Delete a run that is already in --out."""
-    seed: int = 0
+    seed: int = option(0, least=-(2**62), most=2**62)
     """Decides data order, sampling and initial weights."""
     held_out: float = option(0.0, least=0, below=1)
     """Share of the tasks kept out of training and used for evaluation."""
@@ -250,7 +250,7 @@ class Evaluation(Data):
     """Strings that end a reply."""
     success: float | None = None
     """Replies with at least this reward are right, as in training."""
-    seed: int = 0
+    seed: int = option(0, least=-(2**62), most=2**62)
     """Decides the samples."""
     held_out: float = option(0.0, least=0, below=1)
     """Use only this held-out share of the tasks, as training with the same --held-out and --split-seed does."""
@@ -345,6 +345,8 @@ def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
     now = as_dict(config)
     if unknown := sorted(recorded.keys() - now.keys()):
         raise UserError(f"cannot resume {config.out}: another version wrote it, with options {', '.join(unknown)}")
+    if missing := sorted(now.keys() - recorded.keys()):
+        raise UserError(f"{config.out}/run.json is damaged (it lacks {', '.join(missing)}): put a copy of it back")
     kinds = get_type_hints(type(config))
     for name, value in recorded.items():
         if not _fits(value, kinds[name]):

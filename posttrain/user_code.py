@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -90,7 +91,7 @@ def _import_file(path: Path) -> ModuleType:
         near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
         raise UserError(f"there is no file {path}{hint(path.name, near)}")
     path = path.resolve()
-    stamp = hashlib.sha256(f"{path} {path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
+    stamp = hashlib.sha256(os.fsencode(path) + str(path.stat().st_mtime_ns).encode()).hexdigest()[:12]
     name = f"{PRIVATE}{path.stem}_{stamp}"
     if name in sys.modules:
         return sys.modules[name]
@@ -102,12 +103,12 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script may well call exit()
-        del sys.modules[name]
-        raise UserError(f"{path.name} does not import: {describe_error(error, str(path))}") from error
-    except BaseException:
+    except KeyboardInterrupt:
         del sys.modules[name]
         raise
+    except BaseException as error:  # a script may well call exit(), or raise what is no Exception
+        del sys.modules[name]
+        raise UserError(f"{path.name} does not import: {describe_error(error, str(path))}") from error
     return module
 
 

@@ -54,6 +54,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Ite
     for name, body in REWARDS.items():
         (folder / f"{name}.py").write_text(f"from posttrain import Invalid\ndef reward(task, reply):\n    {body}\n")
     (folder / "unfinished.py").write_text("def reward(task, reply:\n")
+    (folder / "base.py").write_text("class Odd(BaseException): ...\nraise Odd('boo')\n")
+    (folder / "hides.py").write_text("def __getattr__(name):\n    raise RuntimeError(name)\n")
     recipes = {
         "typo.toml": "[rl]\nstesp = 3\n",
         "table.toml": "[train]\nsteps = 3\n",
@@ -150,6 +152,14 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown option": (words("rl", stesp=3), ("--stesp", "did you mean --steps?")),
     "unknown verb": (["trian"], ("trian", "sft, rl, eval")),
     "wrong type": (words("rl", steps="many"), ("--steps", "many")),
+    "fraction of a step": (words("rl", steps=1.6), ("--steps is a whole number, not 1.6",)),
+    "seed beyond all": (words("rl", seed=2**64), ("--seed must be at least",)),
+    "more threads than a system has": ([*words("eval"), "--threads", "100000"], ("--threads 100000 is too many",)),
+    "folder that cannot be": (words("sft", out="x" * 300), ("--out 'xxx", "File name too long")),
+    "stop that is no text": (words("rl", stop="\udc80"), ("--stop '\\udc80' is not valid text",)),
+    "device without numbers": (words("eval", device="meta"), ("--device meta cannot be used",)),
+    "reward file that raises no Exception": (words("rl", env="base.py:reward"), ("base.py does not import", "Odd")),
+    "reward file that hides its reward": (words("rl", env="hides.py:reward"), ("does not give", "RuntimeError")),
     "columns in one word": (words("rl", fields="prompt=question"), ("--fields", "--fields.NAME VALUE")),
     "impossible number": (words("rl", steps=0), ("--steps must be above 0, not 0",)),
     "share above one": (words("sft", held_out=2), ("--held-out must be at least 0 and below 1, not 2",)),

@@ -433,8 +433,10 @@ def test_estimators_have_the_means_they_should_over_all_actions() -> None:
     assert not torch.isclose((p * KL("k2")(logp, ref)).sum(), reverse)
 
 
-def test_exact_kl_equals_the_closed_form_and_the_mean_of_k1_within_its_error() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_exact_kl_equals_the_closed_form_and_the_mean_of_k1_within_its_error(temperature: float) -> None:
     learner = new_learner(chosen_row(find("grpo"), kl_estimator="exact"))
+    learner.temperature = temperature
     transcript = Transcript()
     transcript.observe([5, 6, 7])
     transcript.sample(Completion(0, [9, 4, 3], [-1.0] * 3, "", StopReason.EOS, 0))
@@ -444,9 +446,11 @@ def test_exact_kl_equals_the_closed_form_and_the_mean_of_k1_within_its_error() -
     tokens, place = torch.tensor(transcript.tokens), torch.arange(6)
     with torch.no_grad():
         own, other = (
-            (m(tokens, place, causal) @ m.head.T).log_softmax(-1)[2:5] for m in (learner.model, learner.reference)
+            (m(tokens, place, causal) @ m.head.T / temperature).log_softmax(-1)[2:5]
+            for m in (learner.model, learner.reference)
         )
     assert torch.allclose(found.kl, (own.exp() * (own - other)).sum(-1), atol=1e-12)
+    assert torch.allclose(found.logp, own.gather(1, batch.target[:, None])[:, 0], atol=1e-12)
     action = own.exp().multinomial(20_000, replacement=True, generator=torch.Generator().manual_seed(0))
     k1 = KL("k1")(own.gather(1, action), other.gather(1, action))
     error = k1.std(1) / 20_000**0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -117,6 +118,15 @@ def test_truncated_sampling_reports_the_truncated_distribution() -> None:
     assert logp[0] == 0.0  # the nucleus of 0.6 is one token
     assert torch.isclose(logp[1], torch.tensor([2.0, 1.0]).log_softmax(-1)[1])
     assert torch.isclose(logp[2], (logits[2] / 0.5).log_softmax(-1)[0])
+
+
+def test_mass_of_top_p_is_counted_among_the_top_k() -> None:
+    """Of 0.4, 0.3, 0.2, 0.1 the first three have shares 4/9, 3/9, 2/9: two of them make up 0.75, of all it takes three."""
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    draw = torch.tensor([1e-6])
+    for top_k, kept in ((3, 0.7), (0, 0.9), (1, 0.4)):
+        token, logp = sample(logits, draw, None, torch.tensor([0.75]), torch.tensor([top_k]))
+        assert token.item() == 0 and logp.item() == pytest.approx(math.log(0.4 / kept), abs=1e-6)
 
 
 def test_greedy_takes_the_likeliest_token() -> None:

@@ -24,7 +24,7 @@ from posttrain.models.critic import ActionValueModel, Critic, ValueModel
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.part import Need
 from posttrain.sources.collecting import Collector, Size
-from posttrain.sources.crediting import Credited
+from posttrain.sources.crediting import Credited, credit
 from posttrain.sources.lengths import TooLong
 from posttrain.sources.rl import Experience
 from posttrain.sources.scores import describe, refuse_broken, usable
@@ -134,6 +134,86 @@ def test_groups_stay_whole_within_an_update(tokenizer: Tokenizer) -> None:
     for build in step.updates:
         rollouts = learned_from(build)
         assert len(rollouts) == 4 and len({r.group for r in rollouts}) == 1
+
+
+def test_minibatches_have_an_order_of_their_own_for_every_step_epoch_and_seed(tokenizer: Tokenizer) -> None:
+    def orders(seed: int) -> list[tuple[str, ...]]:
+        experience = source(tokenizer, row("grpo", epochs=2, minibatches=6, prompts=6), seed=seed, size=(6, 4))
+        _, _, _, coefficients = experience.produce(1).updates[0].args
+        credited = experience._watched
+        assert credited is not None
+        found = []
+        for number in (1, 2, 3):
+            groups = [
+                learned_from(b)[0].task["id"] for b in experience.minibatches.updates(number, credited, coefficients)
+            ]
+            assert sorted(groups[:6]) == sorted(groups[6:]) == [t["id"] for t in TASKS]
+            found += [tuple(groups[:6]), tuple(groups[6:])]
+        return found
+
+    every = [*orders(0), *orders(1)]
+    assert len(set(every)) == 12 and orders(0) == every[:6]
+
+
+def test_replay_draws_others_for_every_step_update_and_seed(tokenizer: Tokenizer) -> None:
+    def draws(seed: int) -> list[tuple[int, ...]]:
+        experience = source(tokenizer, row("sac", replay=40, minibatches=3), seed=seed)
+        for number in (1, 2, 3):
+            experience.produce(number)
+        nothing, found = credit(experience.algorithm, [], experience.learner, 64, {}, 1.0, Stats()), []
+        places = {id(r): place for place, r in enumerate(experience.buffer.rollouts)}  # type: ignore[union-attr]
+        for number in (4, 5, 6):
+            for build in experience.minibatches.updates(number, nothing, {}):
+                drawn = [places[id(r)] for r in learned_from(build)]
+                assert len(set(drawn)) == 4 and drawn == sorted(drawn)  # a third of the step's 12, neighbours by group
+                found.append(tuple(drawn))
+        return found
+
+    every = [*draws(0), *draws(1)]
+    assert len(every) == 36 == len(set(every)) and draws(0) == every[:18]
+
+
+def test_what_a_token_is_told_is_its_own_rollout_s_though_others_were_dropped(tokenizer: Tokenizer) -> None:
+    """Invalid rollouts leave their group, and places among the rest are neither places among all nor groups of four."""
+
+    def broken(task: Task, reply: str) -> Any:
+        return Invalid("no letters") if reply[:1] in "abcdefgh" else digits(task, reply)
+
+    experience = source(tokenizer, row("dr-grpo", epochs=2, minibatches=2), broken, budget=40, size=(6, 4))
+    step = experience.produce(1)
+    valid = {}
+    for rollout, _ in step.rollouts:
+        if not isinstance(rollout.reward, Invalid):
+            valid.setdefault(rollout.group, []).append(rollout.reward)
+    sizes = [len(own) for own in valid.values()]
+    assert 2 <= min(sizes[:3]) < 4 and min(sizes) >= 2, "a group before others has to lose a member"
+    for rollout, told in step.rollouts:
+        own = valid[rollout.group]
+        lost = isinstance(rollout.reward, Invalid)
+        expected = 0.0 if lost else rollout.reward - sum(own) / len(own)  # type: ignore[operator]
+        assert told == pytest.approx(expected, abs=1e-6)
+    advantage = {id(rollout): told for rollout, told in step.rollouts}
+    fed = 0
+    for place, build in enumerate(step.updates):
+        rollouts = learned_from(build)
+        for batch in build():
+            assert (
+                batch.advantage is not None
+                and batch.sampler_logp is not None
+                and (batch.old_logp is None) == (place == 0)
+            )
+            for index in batch.rollout.unique().tolist():
+                mine, transcript = batch.rollout == index, rollouts[index].transcripts[0]
+                assert batch.target[mine].tolist() == [transcript.tokens[t] for t in transcript.scored.tolist()]
+                assert batch.advantage[mine].tolist() == pytest.approx(
+                    [advantage[id(rollouts[index])]] * int(mine.sum())
+                )
+                sampled = torch.from_numpy(transcript.sampler_logp)
+                assert torch.equal(batch.sampler_logp[mine], sampled)
+                if batch.old_logp is not None:  # nothing has moved yet
+                    assert torch.allclose(batch.old_logp[mine], sampled, atol=1e-4)
+                fed += 1
+    assert fed > 20
 
 
 def test_weights_sum_to_one_sequence_each_whatever_the_minibatch(tokenizer: Tokenizer) -> None:

@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Idle threads that spin would take the processor from the rest of the run.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-vllm bench check format recipes clean
+.PHONY: demo test test-vllm mutants bench check format recipes clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -14,6 +14,12 @@ test: .venv/ready
 
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest tests/test_vllm.py
+
+# An hour on one core: some 700 small mistakes, one at a time, each against the tests that run its line.
+mutants: .venv/ready
+	mkdir -p runs
+	-$(BIN)/python tests/mutants.py --log runs/mutants.jsonl --resume
+	$(BIN)/python tests/mutants.py --log runs/mutants.jsonl --report docs/results/mutation.md
 
 # 20 to 30 minutes on two idle cores; appends what it finds to docs/results/speed.md.
 bench: .venv/ready .venv-vllm/ready

@@ -38,9 +38,21 @@ MODULES = (
 FILES = (  # those whose tests run in this very process; the quickest of them are tried first
     "pairs", "credit", "objective", "critic", "trust_region", "packing", "sft_source", "rl_source", "play", "engine",
     "kernels", "diversity", "axes", "pages", "trainer_health", "health", "decoder", "compiled", "tree_attention",
-    "two_processes", "checkpoint", "front_door", "reproduce",
+    "two_processes", "checkpoint",
 )  # fmt: skip
-WIDER = ("bad_input", "check", "cli", "data_options", "recipe_algorithms", "record", "resume", "imports", "readme")
+WIDER = (
+    "front_door",
+    "reproduce",
+    "bad_input",
+    "check",
+    "cli",
+    "data_options",
+    "recipe_algorithms",
+    "record",
+    "resume",
+    "imports",
+    "readme",
+)
 LIBRARIES = (
     "torch numpy hypothesis hypothesis.strategies pyarrow safetensors.torch tokenizers jinja2 rapidfuzz cyclopts"
 )

@@ -38,7 +38,7 @@ MODULES = (
 FILES = (  # those whose tests run in this very process; the quickest of them are tried first
     "pairs", "credit", "objective", "critic", "trust_region", "packing", "sft_source", "rl_source", "play", "engine",
     "kernels", "diversity", "axes", "pages", "trainer_health", "health", "decoder", "compiled", "tree_attention",
-    "two_processes", "checkpoint",
+    "checkpoint",
 )  # fmt: skip
 WIDER = (
     "front_door",
@@ -65,9 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", help="the mistakes of these names, as --log has them")
     parser.add_argument("--seconds", type=float, default=120, help="of tests, as they take without a mistake, for each")
-    parser.add_argument(
-        "--wider", action="store_true", help="survivors of --log: also those tests that start processes"
-    )
+    parser.add_argument("--wider", nargs="*", help="survivors of --log: all of these files of tests; none named: WIDER")
     parser.add_argument("--log", type=Path, default=Path("mutants.jsonl"), help="every outcome, a line of JSON each")
     parser.add_argument("--resume", action="store_true", help="what stands in --log is not tried again")
     parser.add_argument("--report", type=Path, help="write what --log says into this document, and try nothing")
@@ -107,22 +105,22 @@ def draw(patterns: Sequence[str], each: int, seed: int) -> dict[str, tuple[int, 
 
 def _try(chosen: argparse.Namespace, drawn: dict[str, tuple[int, list[Mutant]]]) -> None:
     every = [m for _, own in drawn.values() for m in own if not chosen.only or m.id in chosen.only]
-    known = _read(chosen.log, every) if chosen.resume or chosen.wider or chosen.only else {}
-    if chosen.wider:
+    known = _read(chosen.log, every) if chosen.resume or chosen.wider is not None or chosen.only else {}
+    if chosen.wider is not None:
         every = [m for m in every if known.get(m.id, {}).get("status") == "survived"]
     elif not chosen.only:
         every = [m for m in every if m.id not in known]
-    if not (chosen.resume or chosen.wider or chosen.only):
+    if not (chosen.resume or chosen.wider is not None or chosen.only):
         chosen.log.unlink(missing_ok=True)
     log = chosen.log.resolve()
     chosen.scratch.mkdir(parents=True, exist_ok=True)
     copy = Copy.make(chosen.scratch)
     for library in LIBRARIES.split():
         importlib.import_module(library)
-    if chosen.wider:
+    if chosen.wider is not None:
         for mutant in every:
             with copy.changed(mutant.module, mutant.applied((PACKAGE / mutant.module).read_bytes())):
-                files = [f"tests/test_{name}.py" for name in WIDER]
+                files = [f"tests/test_{name}.py" for name in chosen.wider or WIDER]
                 _note(log, mutant, attempt_afresh(copy, files, 1800, chosen.scratch / "afresh.txt"))
         return
     server = Server(copy, [f"tests/test_{name}.py" for name in FILES], chosen.scratch / "collected.txt")
@@ -142,7 +140,7 @@ def _attempt(
     mutant: Mutant, copy: Copy, server: Server, records: dict[str, Record], chosen: argparse.Namespace
 ) -> Outcome:
     tests = proving(mutant, records, chosen.seconds)
-    seconds = 20 + 4 * sum(records[name].seconds for name in tests)
+    seconds = 15 + 2 * sum(records[name].seconds for name in tests)
     with copy.changed(mutant.module, mutant.applied((PACKAGE / mutant.module).read_bytes())) as file:
         if mutant.within is not None:
             if not tests:
@@ -154,22 +152,27 @@ def _attempt(
 
 
 def proving(mutant: Mutant, records: dict[str, Record], seconds: float) -> list[str]:
-    """The tests that run a mutant's line (one at module level: the module), file after file, the quickest first."""
+    """The tests that run a mutant's line (one at module level: the module), so many that they take no longer than that.
+
+    First the quickest variant of each, the quickest of these before others; then the other variants.
+    """
     first, last = mutant.lines
     ran = {}
     for name, record in records.items():
         lines = record.lines.get(mutant.module, ())
         if any(first <= line <= last for line in lines) if mutant.within else lines:
             ran[name] = record.seconds
-    files: dict[str, list[str]] = defaultdict(list)
+    variants: dict[str, int] = defaultdict(int)
+    rank = {}
     for name in sorted(ran, key=lambda name: ran[name]):
-        files[name.partition("::")[0]].append(name)
+        plain = name.partition("[")[0]
+        rank[name] = min(variants[plain], 1), ran[name]
+        variants[plain] += 1
     found, used = [], 0.0
-    for own in sorted(files.values(), key=lambda own: sum(ran[name] for name in own)):
-        for name in own:
-            if used + ran[name] <= seconds:
-                found.append(name)
-                used += ran[name]
+    for name in sorted(rank, key=lambda name: rank[name]):
+        if used + ran[name] <= seconds:
+            found.append(name)
+            used += ran[name]
     return found
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TEST_SECONDS = 40  # a test that takes longer hangs: none takes half of it
+TEST_SECONDS = 30  # a test that takes longer hangs: none takes half of it
 OPTIONS = [
     "-q",
     "-s",

@@ -15,9 +15,9 @@ from conftest import make_rollouts
 from feeding import WORDS, chosen_row, new_case, new_learner
 from torch import Tensor, nn
 
-from posttrain.algorithms.aggregate import PromptMean
+from posttrain.algorithms.aggregate import ConstantLength, PromptMean
 from posttrain.algorithms.credit import GAE, Baselined, ToGo, earnings
-from posttrain.algorithms.critic import Value
+from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import policy_objective
@@ -30,12 +30,13 @@ from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
 from posttrain.models.decoder import causal
 from posttrain.models.likelihood import Hidden, exact_kl
+from posttrain.part import Limits, Need
 from posttrain.sources.collecting import Size
 from posttrain.sources.packing import pack
 from posttrain.sources.rl import Experience
 from posttrain.sources.scores import scoreboard
 from posttrain.training.loop import train
-from posttrain.types import Completion, Rollout, Sampling, StopReason, Task, Transcript
+from posttrain.types import Completion, Rollout, Sampling, StopReason, Task, Transcript, UserError
 
 
 def scores_of(
@@ -138,20 +139,43 @@ def test_penalty_in_the_reward_reaches_every_advantage_that_takes_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "loss", "slope"),
+    ("value", "loss", "slope", "clipped"),
     [
-        (0.5, 0.5 * 0.64, 0.0),  # moved too far towards the return of 1: as bad as the bound of 0.2, and no gradient
-        (0.1, 0.5 * 0.81, -0.9),  # within the clip: the plain square
-        (-0.5, 0.5 * 2.25, -1.5),  # moved away: the plain square is the larger one and pulls back
+        (
+            0.5,
+            0.5 * 0.64,
+            0.0,
+            1.0,
+        ),  # moved too far towards the return of 1: as bad as the bound of 0.2, and no gradient
+        (0.1, 0.5 * 0.81, -0.9, 0.0),  # within the clip: the plain square
+        (-0.5, 0.5 * 2.25, -1.5, 0.0),  # moved away: the plain square is the larger one and pulls back
     ],
 )
-def test_golden_value_loss(value: float, loss: float, slope: float) -> None:
-    v = doubles(value).requires_grad_()
+def test_golden_value_loss(value: float, loss: float, slope: float, clipped: float) -> None:
+    v, stats = doubles(value).requires_grad_(), Stats()
     batch = flat_batch(v, value=doubles(0.0), returns=doubles(1.0))
-    found = Value(clip=0.2)(Outputs(v, value=v), batch, Stats())
+    found = Value(clip=0.2)(Outputs(v, value=v), batch, stats)
     found.sum().backward()
     assert v.grad is not None
     assert found.item() == pytest.approx(loss) and v.grad.item() == pytest.approx(slope)
+    assert stats["value/clipped"] == (clipped, 1.0) and stats["value/loss"] == (pytest.approx(loss), 1.0)
+
+
+def test_golden_soft_action_values() -> None:
+    """y_t = r_t + gamma (Q'_(t+1) + alpha H_(t+1)) within a rollout, r_t alone after its last token."""
+    q = torch.stack([doubles(1.0, 2.0, 3.0), doubles(0.0, 2.5, 7.0)]).requires_grad_()
+    slow, entropy = doubles(9.0, 4.0, 5.0).requires_grad_(), doubles(8.0, 2.0, 6.0).requires_grad_()
+    rollout = torch.tensor([0, 0, 1])
+    batch = flat_batch(slow, rollout=rollout, advantage=doubles(0.1, 0.2, 0.3), coefficients={"entropy": 0.5})
+    stats = Stats()
+    loss = SoftQ(gamma=0.9)(Outputs(slow, q=q, target_q=slow, entropy=entropy), batch, stats)
+    y = [0.1 + 0.9 * (4.0 + 0.5 * 2.0), 0.2, 0.3]
+    expected = [((a - t) ** 2 + (b - t) ** 2) / 2 for a, b, t in zip((1.0, 2.0, 3.0), (0.0, 2.5, 7.0), y, strict=True)]
+    assert loss.tolist() == pytest.approx(expected)
+    gradients = torch.autograd.grad(loss.sum(), (q, slow, entropy), allow_unused=True)
+    assert torch.allclose(gradients[0], q.detach() - doubles(*y)) and gradients[1] is gradients[2] is None
+    assert stats["q/loss"] == (pytest.approx(sum(expected)), 3.0)
+    assert stats["q"] == (pytest.approx(0.5 + 2.25 + 5.0), 3.0)
 
 
 # -- dual clip, corrections --------------------------------------------------------------------------------------------
@@ -204,6 +228,28 @@ def test_golden_prompt_mean_weights() -> None:
     weight = PromptMean()(scores_of([0, 0, 0], [2, 6, 4], [0, 0, 1]))
     assert weight.tolist() == pytest.approx([1 / 16, 1 / 16, 1 / 8])
     assert (weight * doubles(2, 6, 4)).sum().item() == pytest.approx(1.0)
+
+
+def test_length_of_one_s_own_wins_over_the_budget_of_episodes() -> None:
+    limits = Limits(episode_tokens=20)
+    assert ConstantLength(7).configured(limits) == ConstantLength(7) and not ConstantLength(7).needs
+    assert ConstantLength().configured(limits) == ConstantLength(20)
+    assert ConstantLength().needs == SoftOverlong().needs == {Need.EPISODE_TOKENS}
+    assert SoftOverlong(9, 2).configured(limits) == SoftOverlong(9, 2) and not SoftOverlong(9, 2).needs
+    assert SoftOverlong().configured(limits) == SoftOverlong(20, 4)
+    assert SoftOverlong().configured(Limits(4)) == SoftOverlong(4, 1)
+    assert SoftOverlong().configured(Limits(None)) == SoftOverlong()
+    with pytest.raises(UserError, match="--overlong-cache 20 must be below .* 20"):
+        SoftOverlong(cache=20).configured(limits)
+
+
+def test_groups_without_signal_do_not_dilute_the_advantage_where_that_is_asked_for() -> None:
+    scores = scores_of([1.0, 0.0, 0.7, 0.7, 0.25, 0.75], [1] * 6, [0, 0, 1, 1, 2, 2])
+    centred = [0.5, -0.5, 0.0, 0.0, -0.25, 0.25]
+    assert Baselined("group")(scores).tolist() == pytest.approx(centred)
+    assert Baselined("group", signal=True)(scores).tolist() == pytest.approx([6 / 4 * a for a in centred])
+    equal = scores_of([0.7, 0.7, 0.3, 0.3], [1] * 4, [0, 0, 1, 1])
+    assert Baselined("group", signal=True)(equal).tolist() == [0.0] * 4
 
 
 def test_golden_length_baseline() -> None:

@@ -275,11 +275,12 @@ def test_equal_rewards_give_exactly_zero() -> None:
     assert equal_rewards(scores).tolist() == [True] * 7 + [False] * 2
 
 
-def test_equal_step_rewards_give_exactly_zero() -> None:
+@pytest.mark.parametrize("size", [1.0, 1e9, 1e-9])
+def test_equal_step_rewards_give_exactly_zero(size: float) -> None:
     rollouts = make_rollouts(torch.Generator().manual_seed(0), 1, 2, WORDS.vocab_size)
     for rollout in rollouts:
-        rollout.steps = [(1, 0.7)] * 10
-        rollout.reward = 0.7 + sum(reward for _, reward in rollout.steps)
+        rollout.steps = [(1, 0.7 * size)] * 10
+        rollout.reward = 0.7 * size + sum(reward for _, reward in rollout.steps)
     assert all((a == 0).all() for a in Process()(scoreboard(rollouts)))
 
 

@@ -398,6 +398,10 @@ def test_dynamic_sampling_keeps_groups_that_differ_and_may_ask_for_a_share_of_su
     scores = scores_of([1, 1, 1, 0, 0.5, 0.25], [3] * 6, [0, 0, 1, 1, 2, 2], success=success)
     assert DynamicSampling()(scores).tolist() == [False, False, True, True, True, True]
     assert DynamicSampling(low=0.1, high=0.9)(scores).tolist() == [False, False, True, True, False, False]
+    quarters = torch.tensor([True] + [False] * 3 + [True, True, False, False] + [True] * 3 + [False])
+    scores = scores_of([0.1 * i for i in range(12)], [3] * 12, [i // 4 for i in range(12)], success=quarters)
+    for low, high, kept in ((0.25, 1.0, [1, 2]), (0.0, 0.75, [0, 1]), (0.25, 0.75, [1]), (0.2, 0.8, [0, 1, 2])):
+        assert DynamicSampling(low=low, high=high)(scores).tolist() == [i // 4 in kept for i in range(12)]
 
 
 def uneven(task: Task, reply: str) -> float:

@@ -40,7 +40,7 @@ from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.folder import save_model
-from posttrain.part import NEVER, knob_of
+from posttrain.part import NEVER, Need, knob_of
 from posttrain.sources.collecting import Size
 from posttrain.sources.rl import Experience
 from posttrain.sources.sft import demonstrate
@@ -364,6 +364,46 @@ def test_default_and_range_of_a_setting_are_those_written_down(line: str) -> Non
     words += "" if told.off is NEVER else f"; {told.off} is none"
     words += "" if told.absent is NEVER else f"; {told.absent} is absent"
     assert words == rest
+
+
+ASKED = """
+reinforce: | |
+reinforce-baseline: | |
+off-policy-pg: old | |
+reinforce++: old, reference | |
+reinforce++-baseline: group, reference | | every token
+rloo: group, old, reference | |
+grpo: group, reference | | every token
+grpo-process: group, reference | | every token
+grpo-sequence: group, old, reference | | every token
+iterative-grpo: group, reference | | every token
+dr-grpo: episode tokens, group, old | |
+dapo: episode tokens, group, old | |
+gspo: group, old | |
+gspo-token: group, old | |
+gmpo: group, old | |
+gpg: group | |
+lite-ppo: group | |
+cispo: group, old | |
+trpo: group | | every token
+ppo: old, reference, value | value | every token
+ppo-kl: old, value | value | every token
+ppo-ptx: old, reference, value | value | every token
+open-reasoner-zero: value | value | every token
+vapo: old, success, value | value | every token
+sac: action value | entropy, expected_q, q, target_q | every token
+"""
+"""Row: what it needs of a run | what its loss reads besides log-probabilities | whether advantage 0 may have a gradient."""
+
+
+@pytest.mark.parametrize("line", ASKED.strip().splitlines())
+def test_row_asks_the_run_for_what_it_uses_and_for_no_more(line: str) -> None:
+    row = TABLE[line.partition(":")[0]]
+    needs, wants = (", ".join(sorted(map(str, of))) for of in (row.needs, row.wants))
+    said = f"{row.name}: {needs} | {wants} | {'every token' if row.moves_every_token else ''}"
+    assert " ".join(said.split()) == line
+    for need in Need:
+        assert bool(row.needing(need)) is (need in row.needs) or need is Need.OLD
 
 
 # -- contradictions ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.shaping import GroupLength, SoftOverlong
-from posttrain.algorithms.surrogate import Clip
+from posttrain.algorithms.surrogate import Clip, WeightedLogProbability
 from posttrain.algorithms.table import TABLE, find
 from posttrain.batch import Batch, Outputs, Scores, Stats
 from posttrain.engines.local import LocalEngine
@@ -135,6 +135,37 @@ def test_penalty_in_the_reward_reaches_every_advantage_that_takes_one() -> None:
         assert not torch.allclose(before, after), advantage
 
 
+def test_scoreboards_of_processes_are_joined_in_their_order_and_share_no_group() -> None:
+    boards = [
+        scores_of([1.0, 2.0, 3.0], [1, 2, 1], [0, 1, 0], steps=(((1, 0.5),), (), ()), sampled=doubles(4, 5, 6)),
+        scores_of([], [], []),
+        scores_of([4.0, 5.0], [1, 1], [0, 2], steps=((), ((1, 0.25),)), sampled=doubles(7, 8)),
+    ]
+    boards[1] = replace(boards[1], group=torch.zeros(0, dtype=torch.int64), sampled=doubles())
+    joined = Scores.join(boards)
+    assert joined.reward.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0] and joined.length.tolist() == [1, 2, 1, 1, 1]
+    assert joined.group.tolist() == [0, 1, 0, 2, 4] and joined.steps == (((1, 0.5),), (), (), (), ((1, 0.25),))
+    assert joined.sampled is not None and joined.sampled.tolist() == [4, 5, 6, 7, 8] and joined.truncated is None
+    assert Scores.join([boards[0], replace(boards[2], sampled=None)]).sampled is None
+    some = joined.of(torch.tensor([4, 1]))
+    assert some.reward.tolist() == [5.0, 2.0] and some.steps == (((1, 0.25),), ()) and some.penalty == ()
+    assert some.sampled is not None and some.sampled.tolist() == [8, 5] and some.truncated is None
+
+
+def test_metrics_are_sums_over_counts_or_extremes_by_name_in_alphabetical_order() -> None:
+    stats, other = Stats(), Stats()
+    stats.add("loss", 3.0, 2.0)
+    stats.add("gap/max", 1.0, 5.0)
+    stats.add("gap/min", 1.0, 5.0)
+    other.add("loss", 5.0)
+    other.add("gap/max", 4.0)
+    other.add("gap/min", 4.0)
+    other.add("empty", 0.0, 0)
+    stats.merge(other)
+    assert stats == {"loss": (8.0, 3.0), "gap/max": (4.0, 1.0), "gap/min": (1.0, 1.0), "empty": (0.0, 0.0)}
+    assert list(stats.means().items()) == [("gap/max", 4.0), ("gap/min", 1.0), ("loss", 8.0 / 3.0)]
+
+
 # -- the critic's loss -------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +250,13 @@ def test_correction_multiplies_the_gain_outside_of_the_clip_and_has_no_gradient(
     loss.backward()
     assert loss.item() == pytest.approx(-(2.0 * 1.2 + 0.5 * 1.2) / 2)  # exp(0.5) is clipped to 1.2, 3 is cut to 2
     assert logp.grad is not None and not logp.grad.any()
+
+
+def test_share_of_capped_weights_is_logged() -> None:
+    stats = Stats()
+    WeightedLogProbability(0.5).measure(doubles(1.5, 1.6, 0.2, 9.0, 1.0), flat_batch(doubles(*[0.0] * 5)), stats)
+    WeightedLogProbability().measure(doubles(9.0), flat_batch(doubles(0.0)), stats)
+    assert stats == {"ratio/clipped_high": (2.0, 5.0)}
 
 
 # -- aggregation, baselines --------------------------------------------------------------------------------------------

@@ -358,6 +358,17 @@ def test_state_of_learner_and_source_survives_saving_bit_for_bit(
     assert experience.state() == other.state()
 
 
+@pytest.mark.parametrize("counted", ["-1", "true", '"3"', "1.0"])
+def test_count_of_updates_that_is_none_is_refused_in_one_line(
+    tokenizer: Tokenizer, tmp_path: Any, counted: str
+) -> None:
+    learner = source(tokenizer, row("dr-grpo")).learner
+    learner.save(tmp_path)
+    (tmp_path / "training" / "learner.json").write_text(f'{{"version": {counted}}}')
+    with pytest.raises(UserError, match="learner.json is damaged: it counts"):
+        learner.load(tmp_path)
+
+
 def test_only_matrices_are_decayed(tokenizer: Tokenizer) -> None:
     learner = source(tokenizer, row("dr-grpo"), weight_decay=0.1).learner
     names = {p: name for name, p in learner.model.named_parameters()}
@@ -377,6 +388,40 @@ def test_only_matrices_are_decayed(tokenizer: Tokenizer) -> None:
 def test_learning_rate_rises_then_falls_to_its_end(schedule: Any, rates: list[float]) -> None:
     plan = Optimization(lr=1.0, schedule=schedule, warmup=2, updates=6)
     assert [plan.rate(i) for i in range(1, 7)] == pytest.approx(rates, abs=1e-6)
+    other = Optimization(lr=0.2, schedule=schedule, warmup=2, updates=6, final=0.1)
+    least = 1.0 if schedule == "constant" else 0.1  # what falls to 0 falls to a tenth instead
+    expected = [0.1, *(0.2 * (least + (1 - least) * rate) for rate in rates[1:])]
+    assert [other.rate(i) for i in range(1, 7)] == pytest.approx(expected, abs=1e-6)
+    if schedule != "constant":
+        assert other.rate(7) == other.rate(100) == pytest.approx(0.02)
+
+
+def test_gradients_of_policy_and_critic_are_clipped_apart_by_the_norm_that_is_logged(tokenizer: Tokenizer) -> None:
+    experience = source(tokenizer, row("ppo", minibatches=1, kl=0.0), max_grad_norm=1e-3)
+    learner, batches = experience.learner, experience.produce(1).updates[0]()
+    objective, seen = policy_objective(experience.algorithm), []
+    for batch in batches:
+        objective(learner._outputs(learner.model, batch, objective.wants), batch, Stats()).backward()
+    for part in learner.parts:
+        own = [p.grad.double().square().sum() for p in part.parameters.values() if p.grad is not None]
+        seen.append(torch.stack(own).sum().sqrt().item())
+    stepped = learner.optimizer.step
+    clipped = []
+
+    def step() -> None:
+        for part in learner.parts:
+            own = [p.grad.double().square().sum() for p in part.parameters.values() if p.grad is not None]
+            clipped.append(torch.stack(own).sum().sqrt().item())
+        stepped()
+
+    learner.optimizer.step = step  # type: ignore[method-assign]
+    versions = [p._version for part in learner.parts for p in part.parameters.values()]
+    stats = learner.update(batches, objective)
+    assert stats["grad_norm"] == (pytest.approx(seen[0], rel=1e-4), 1.0)
+    assert stats["grad_norm/critic"] == (pytest.approx(seen[1], rel=1e-4), 1.0)
+    assert min(seen) > 2e-3 and clipped == pytest.approx([1e-3, 1e-3], rel=1e-2)
+    now = [p._version for part in learner.parts for p in part.parameters.values()]
+    assert all(a > b for a, b in zip(now, versions, strict=True))  # whoever keeps copies of weights looks at this
 
 
 def test_mismatch_to_the_sampler_is_measured_over_the_whole_step(tokenizer: Tokenizer) -> None:

@@ -191,6 +191,13 @@ def test_step_that_does_not_improve_is_not_taken() -> None:
     assert full.halvings == 0 and torch.nn.functional.cosine_similarity(full.step, matrix.inverse() @ b, 0) > 0.999
 
 
+def test_direction_without_curvature_or_gradient_is_no_step() -> None:
+    settings: dict[str, Any] = {"delta": 0.01, "iterations": 3, "damping": 0.0, "halvings": 3}
+    for gradient, product in ((torch.ones(4), lambda v: -v), (torch.zeros(4), lambda v: v)):
+        found = search(gradient, product, lambda step: (1.0, 0.0), **settings)
+        assert found == replace(found, gain=0.0, kl=0.0, halvings=-1) and not found.step.any()
+
+
 def test_learner_leaves_the_weights_bit_for_bit_when_no_step_is_good() -> None:
     case = trpo_case()
 

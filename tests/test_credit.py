@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import mean
+from statistics import mean, pstdev
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ from posttrain.batch import Batch, Outputs, Scores, Stats
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
 from posttrain.models.decoder import causal
-from posttrain.models.likelihood import Hidden, exact_kl
+from posttrain.models.likelihood import Hidden, exact_kl, soft_values
 from posttrain.part import Limits, Need
 from posttrain.sources.collecting import Size
 from posttrain.sources.packing import pack
@@ -558,6 +558,38 @@ def test_exact_kl_in_the_loss_has_the_gradient_of_its_closed_form() -> None:
     found = exact_kl(Hidden(states, head), Hidden(states.detach(), other), 0.7).sum()
     assert torch.allclose(torch.autograd.grad(found, states)[0], want, atol=1e-12)
     assert torch.isclose(found, (own.exp() * (own - theirs)).sum())
+
+
+@pytest.mark.parametrize("graded", [True, False])
+@pytest.mark.parametrize("rows", [0, 1, 4, 7])
+def test_what_is_worked_out_in_chunks_of_tokens_is_what_it_is_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, rows: int, graded: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    one, two = (Hidden(*(torch.randn(n, 3, generator=generator).double() for n in (rows, 6))) for _ in range(2))
+    own, other = ((h.states @ h.head.T / 0.7).log_softmax(-1) for h in (one, two))
+    expected = (own.exp() * (own - other)).sum(-1)
+    monkeypatch.setattr("posttrain.models.likelihood.CHUNK_LOGITS", 12)
+    monkeypatch.setattr("posttrain.models.likelihood.CHUNK_ROWS", 2)
+    with torch.set_grad_enabled(graded):
+        assert torch.allclose(exact_kl(one, two, 0.7), expected, atol=1e-12)
+        q = torch.minimum(two.states @ two.head.T, one.states @ one.head.T)
+        values = soft_values(one, (one, two), (two, two), 0.7)
+    assert torch.allclose(values[0], (own.exp() * q).sum(-1), atol=1e-12)
+    assert torch.allclose(values[1], (own.exp() * (two.states @ two.head.T)).sum(-1), atol=1e-12)
+
+
+def test_what_credit_comes_to_is_logged_by_token_and_by_rollout() -> None:
+    source = new_source("dapo", overlong_cache=4, dynamic_sampling=0)
+    step, credited = source.produce(1), source._watched
+    assert credited is not None and len(credited.rollouts) == 12
+    added = [min(0.0, max(-1.0, (8 - 4 - r.n_sampled) / 4)) for r in credited.rollouts]
+    assert step.stats["reward/shaping"] == (pytest.approx(sum(added)), 12.0) and len(set(added)) > 1
+    shaped = [float(r.reward) + a for r, a in zip(credited.rollouts, added, strict=True)]  # type: ignore[arg-type]
+    assert credited.scores.reward.tolist() == pytest.approx(shaped)
+    every = torch.cat(credited.per_token["advantage"]).tolist()
+    assert step.stats["advantage/abs"] == (pytest.approx(sum(map(abs, every)), rel=1e-5), float(len(every)))
+    assert step.stats["advantage/std"] == (pytest.approx(pstdev(every), rel=1e-5), 1.0)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.part import Need
 from posttrain.sources.collecting import Collector, Size
 from posttrain.sources.crediting import Credited, credit
-from posttrain.sources.lengths import TooLong
+from posttrain.sources.lengths import Prompts, TooLong
 from posttrain.sources.rl import Experience
 from posttrain.sources.scores import describe, refuse_broken, usable
 from posttrain.sources.sft import demonstrate
@@ -322,6 +322,32 @@ def test_step_has_the_next_task_for_one_whose_prompt_does_not_fit(tokenizer: Tok
     resumed.too_long.count = 3  # type: ignore[union-attr]  # an evaluation met some
     resumed.cursor = steps[1][2]
     assert [play(resumed, number) for number in (3, 4)] == steps[2:]
+
+
+@pytest.mark.parametrize("policy", ["skip", "truncate", "refuse"])
+def test_prompts_that_do_not_fit_are_told_before_they_are_played(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, policy: Any
+) -> None:
+    def prompts(tokens: int) -> tuple[Prompts, list[str]]:
+        said: list[str] = []
+        rows = to_tasks([{"id": str(i), "prompt": "1" * n} for i, n in enumerate((3, tokens, 5))])
+        return Prompts(rows, tokenizer, TooLong(policy, 8, said.append)), said
+
+    fits, said = prompts(7)
+    fits.check()
+    assert [task["id"] for task in fits.fitting()] == ["0", "1", "2"] and not said
+    long, said = prompts(8)
+    if policy == "refuse":
+        for tried in (long.check, long.fitting):
+            with pytest.raises(UserError, match="row 2: the prompt has 8 tokens; the model's context holds 8"):
+                tried()
+        monkeypatch.setattr("posttrain.sources.lengths.ENDLESS", 3)
+        long.check()  # of so many rows that nobody could wait for it
+    else:
+        long.check()
+        assert not said
+        assert [task["id"] for task in long.fitting()] == (["0", "2"] if policy == "skip" else ["0", "1", "2"])
+        assert len(said) == 1 and ("left out" if policy == "skip" else "cut") in said[0]
 
 
 def test_gradient_that_is_not_finite_is_counted_and_moves_nothing(tokenizer: Tokenizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from conftest import make_rollouts, tiny
 
 from posttrain.algorithms.critic import SoftQ
-from posttrain.algorithms.policy import Algorithm, PolicyObjective, policy_objective
+from posttrain.algorithms.policy import Algorithm, Imitation, PolicyObjective, Pretraining, policy_objective
 from posttrain.algorithms.table import TABLE, find
 from posttrain.batch import Batch, Outputs, Stats
 from posttrain.config import RL, filled
@@ -26,12 +27,13 @@ from posttrain.part import Need
 from posttrain.sources.collecting import Collector, Size
 from posttrain.sources.crediting import Credited, credit
 from posttrain.sources.lengths import Prompts, TooLong
+from posttrain.sources.minibatches import Minibatches
 from posttrain.sources.rl import Experience
-from posttrain.sources.scores import describe, refuse_broken, usable
+from posttrain.sources.scores import describe, refuse_broken, scoreboard, usable
 from posttrain.sources.sft import demonstrate
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
-from posttrain.types import Completion, Invalid, Rollout, Sampling, Task, UserError
+from posttrain.types import Completion, Invalid, Rollout, Sampling, StopReason, Task, Transcript, UserError
 
 TASKS = [{"id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
 
@@ -157,9 +159,10 @@ def test_minibatches_have_an_order_of_their_own_for_every_step_epoch_and_seed(to
 
 def test_replay_draws_others_for_every_step_update_and_seed(tokenizer: Tokenizer) -> None:
     def draws(seed: int) -> list[tuple[int, ...]]:
-        experience = source(tokenizer, row("sac", replay=40, minibatches=3), seed=seed)
-        for number in (1, 2, 3):
-            experience.produce(number)
+        experience = source(tokenizer, row("sac", replay=30, minibatches=3), seed=seed)
+        played = [rollout for number in (1, 2, 3) for rollout, _ in experience.produce(number).rollouts]
+        assert experience.buffer is not None and len(experience.buffer.advantages) == 30
+        assert list(map(id, experience.buffer.rollouts)) == list(map(id, played[-30:]))
         nothing, found = credit(experience.algorithm, [], experience.learner, 64, {}, 1.0, Stats()), []
         places = {id(r): place for place, r in enumerate(experience.buffer.rollouts)}  # type: ignore[union-attr]
         for number in (4, 5, 6):
@@ -348,6 +351,67 @@ def test_prompts_that_do_not_fit_are_told_before_they_are_played(
         assert not said
         assert [task["id"] for task in long.fitting()] == (["0", "2"] if policy == "skip" else ["0", "1", "2"])
         assert len(said) == 1 and ("left out" if policy == "skip" else "cut") in said[0]
+
+
+def test_first_rows_that_do_not_fit_are_named_and_the_others_counted() -> None:
+    said: list[str] = []
+    too_long = TooLong("skip", 8, said.append)
+    for place in (1, 2, 2, 3, 4, 5):
+        too_long.meet(f"row {place}", "too much", cut=place == 1)
+    assert [line.partition(":")[0] for line in said] == ["row 1", "row 2", "row 3"]
+    assert [line.endswith("more will not be named") for line in said] == [False, False, True]
+    assert "it is cut" in said[0] and "it is left out" in said[1] and too_long.take() == 6 and too_long.take() == 0
+
+
+def test_every_pretraining_text_is_read_once_before_any_is_read_again(tokenizer: Tokenizer) -> None:
+    plain = row("ppo-ptx", epochs=2, minibatches=1)
+    experience = source(tokenizer, replace(plain, pretraining=Pretraining(0.5, rows=2)))
+    texts = {tuple(t.tokens[1:]): place for place, t in enumerate(experience.minibatches.texts)}  # type: ignore[union-attr]
+    assert len(texts) == 6
+    read: list[int] = []
+    for number in (1, 2, 3):
+        for place in (0, 1):
+            batches = experience.minibatches._texts(number, place)
+            share = [w for b in batches for w in b.imitate.tolist()]  # type: ignore[union-attr]
+            assert sum(share) == pytest.approx(0.5) and not any(b.weight.any() for b in batches)
+            targets = [b.target[b.rollout == i].tolist() for b in batches for i in b.rollout.unique()]
+            read += [next(p for tokens, p in texts.items() if list(tokens[-len(own) :]) == own) for own in targets]
+    assert sorted(read[:6]) == sorted(read[6:]) == list(range(6)) and read[:6] != read[6:]
+
+
+def test_rollouts_without_advantage_are_fed_only_where_something_else_moves_their_tokens(tokenizer: Tokenizer) -> None:
+    def coarse(task: Task, reply: str) -> float:
+        return digits(task, reply) if task["id"] in "024" else 1.0
+
+    for name, every in (("dr-grpo", False), ("grpo", True)):
+        step = source(tokenizer, row(name), coarse, size=(6, 4)).produce(1)
+        told = {id(r): advantage for r, advantage in step.rollouts}
+        for build in step.updates:
+            rollouts = learned_from(build)
+            fed = {i for b in build() for i in b.rollout.tolist()}
+            assert fed == {i for i, r in enumerate(rollouts) if every or told[id(r)] != 0}
+        assert 0.0 in told.values()
+
+
+def test_a_single_token_that_succeeded_is_imitated_with_the_whole_coefficient() -> None:
+    row_of = replace(row("dr-grpo"), imitation=Imitation(0.3))
+    rollouts = make_rollouts(torch.Generator().manual_seed(0), 1, 2, 40)
+    short = Transcript()
+    short.observe([5, 6])
+    short.sample(Completion(0, [7], [-1.0], "", StopReason.EOS, 0))
+    rollouts[0] = replace(rollouts[0], transcripts=[short], reward=1.0, steps=[])
+    rollouts[1].reward = 0.0
+    for reward, share in ((1.0, 0.3), (0.0, 0.0)):
+        rollouts[0].reward = reward
+        scores = scoreboard(rollouts, success=0.5)
+        fields = {"advantage": [torch.ones(r.n_scored) for r in rollouts]}
+        minibatches = Minibatches(row_of, Learnt(), Size(1, 2, 1000), 0, 0.5, (), None)  # type: ignore[arg-type]
+        (batch,) = minibatches._weighted(Credited(rollouts, scores, fields, {}), {}, fresh=True)
+        assert batch.imitate is not None and batch.imitate.sum().item() == pytest.approx(share)
+
+
+class Learnt:
+    device = torch.device("cpu")
 
 
 def test_gradient_that_is_not_finite_is_counted_and_moves_nothing(tokenizer: Tokenizer) -> None:

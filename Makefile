@@ -4,7 +4,11 @@ BIN := .venv/bin
 # Idle threads that spin would take the processor from the rest of the run.
 export OMP_WAIT_POLICY := passive
 
+<<<<<<< HEAD
 .PHONY: demo test test-vllm mutants bench check format recipes clean
+=======
+.PHONY: demo test test-vllm fuzz sanitize wheel versions bench check format clean
+>>>>>>> main
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -15,11 +19,48 @@ test: .venv/ready
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest tests/test_vllm.py
 
+<<<<<<< HEAD
 # An hour on one core: some 700 small mistakes, one at a time, each against the tests that run its line.
 mutants: .venv/ready
 	mkdir -p runs
 	-$(BIN)/python tests/mutants.py --log runs/mutants.jsonl --resume
 	$(BIN)/python tests/mutants.py --log runs/mutants.jsonl --report docs/results/mutation.md
+=======
+# 10,000 malformed inputs, some 15 minutes on two idle cores.
+fuzz: .venv/ready
+	$(BIN)/python tests/fuzz.py
+
+# The tests of the compiled code under the address and undefined-behaviour sanitizers.
+sanitize: .venv/ready
+	$(BIN)/python tests/sanitize.py
+
+# A wheel of the tracked files, installed into a new environment and used from there.
+wheel: .venv/ready
+	$(BIN)/python tests/wheel.py
+
+# The fast tests with the oldest and the newest torch that pyproject.toml allows. PyTorch's own index has the builds for
+# processors; those of PyPI bring CUDA.
+TORCH_OLDEST := 2.11.0
+TORCH_NEWEST := 2.15.0
+PYTHON_OLDEST ?= $(PYTHON)
+PYTHON_NEWEST ?= $(PYTHON)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+versions: .venv-oldest/ready .venv-newest/ready
+	.venv-oldest/bin/python -m pytest tests -m "not slow" -n 2
+	.venv-newest/bin/python -m pytest tests -m "not slow" -n 2
+
+.venv-oldest/ready: pyproject.toml
+	$(PYTHON_OLDEST) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --quiet --index-url $(TORCH_INDEX) "torch==$(TORCH_OLDEST)"
+	.venv-oldest/bin/pip install --quiet --editable ".[dev]"
+	touch .venv-oldest/ready
+
+.venv-newest/ready: pyproject.toml
+	$(PYTHON_NEWEST) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet --index-url $(TORCH_INDEX) "torch==$(TORCH_NEWEST)"
+	.venv-newest/bin/pip install --quiet --editable ".[dev]"
+	touch .venv-newest/ready
+>>>>>>> main
 
 # 20 to 30 minutes on two idle cores; appends what it finds to docs/results/speed.md.
 bench: .venv/ready .venv-vllm/ready
@@ -51,4 +92,4 @@ format: .venv/ready
 	touch .venv-vllm/ready
 
 clean:
-	rm -rf .venv .venv-vllm runs
+	rm -rf .venv .venv-vllm .venv-oldest .venv-newest runs

@@ -17,7 +17,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
-from posttrain.types import Completion, Invalid, Reply, Rollout, Sampling, Task, Turn, UserError
+from posttrain.types import (
+    Completion,
+    Graded,
+    Invalid,
+    Reply,
+    Rollout,
+    Sampling,
+    SpanReward,
+    Task,
+    Turn,
+    UserError,
+)
 
 if TYPE_CHECKING:
     from posttrain.training.evaluation import Evaluated
@@ -27,10 +38,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Completion",
+    "Graded",
     "Invalid",
     "Reply",
     "Rollout",
     "Sampling",
+    "SpanReward",
     "Task",
     "Turn",
     "UserError",

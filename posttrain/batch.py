@@ -28,7 +28,7 @@ class Scores:
     """The scoreboard: all rollouts of the optimizer batch, over every micro-batch and every rank. Small.
 
     Advantages and aggregation weights are functions of this and of nothing else, so the loss is a plain weighted sum
-    and any cut into micro-batches is exact.
+    and any split into micro-batches is exact.
 
     Example: reward [1., 0., 1., 1.], group [0, 0, 1, 1], length [12, 9, 14, 11]
     """
@@ -128,7 +128,7 @@ class Batch(Packed):
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the models say of a micro-batch. Only what was asked for is there, log-probabilities always."""
+    """What the models say of a micro-batch: log-probabilities always, the rest only where it was asked for."""
 
     logp: Tensor  # float32 [N]
     entropy: Tensor | None = None  # float32 [N], of the whole distribution at each scored token

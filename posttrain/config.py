@@ -27,7 +27,7 @@ class Data:
     verb: ClassVar[str]  # of the command line, and the table of a recipe
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Notes which options were given: when a run is resumed, one left at its default is no wish to change it."""
+        """Notes which options were given: when a run is resumed, one left at its default is not changed."""
         config = super().__new__(cls)
         object.__setattr__(config, "_given", frozenset(options))  # no field: equal options are equal configurations
         return config
@@ -44,16 +44,16 @@ class Data:
     split: str | None = None
     """Which split of a dataset that has several."""
     limit: int | None = option(None, above=0)
-    """Read only the first so many rows."""
+    """Read only this many rows, the first ones."""
     fields: dict[str, str] = field(default_factory=dict)
-    """What the columns are called: --fields.prompt question --fields.answer solution."""
+    """Names of columns: --fields.prompt question --fields.answer solution."""
     prompt_template: str | None = None
-    """The prompt as made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the
+    """A prompt made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the
     command line \\n and \\t are read as a new line and a tab."""
     response_template: str | None = None
-    """The response as made from columns (sft), in the same way."""
+    """A response made from columns, in the same way (sft)."""
     too_long: Literal["skip", "truncate", "refuse"] = "skip"
-    """What happens to rows that do not fit into the model's context (in rl: prompts that leave no room for a reply). skip:
+    """What happens to rows that do not fit the model's context (in rl: prompts that leave no room for a reply). skip:
     they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all are
     measured before the first step, and one of them ends the run."""
     env: str = ""
@@ -73,7 +73,7 @@ class Training(Data):
     resume: bool = False
     """Continue the run in --out from its newest undamaged checkpoint, exactly."""
     accept_changes: bool = False
-    """Resume although tasks or model are not what the run began with, or part of its record is lost; run.json says so."""
+    """Resume even though tasks or model have changed, or part of the record is lost; run.json notes it."""
     overwrite: bool = False
     """Delete a run that is already in --out."""
     seed: int = 0
@@ -85,10 +85,10 @@ class Training(Data):
     save_every: int = option(50, above=0)
     """Steps between checkpoints; one more is made at the end."""
     keep: int = option(2, above=0)
-    """How many checkpoints stay on the disk."""
+    """How many checkpoints to keep."""
     tokens_per_microbatch: int | None = option(None, above=0)
     """How many tokens go through the model at once, beside a prompt: the memory of an update. No result depends on it.
-    Left out: 1024 on a processor, 8192 elsewhere."""
+    Default: 1024 on a CPU, 8192 elsewhere."""
     lr: float = option(1e-5, above=0)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -100,18 +100,18 @@ class Training(Data):
     betas: tuple[float, float] = option((0.9, 0.999), least=0, below=1)
     """AdamW's moment decay rates."""
     max_grad_norm: float = option(1.0, least=0)
-    """Gradients are clipped to this norm (0: not at all)."""
+    """Gradients are clipped to this norm (0: no clipping)."""
     precision: Precision = "float32"
     """Arithmetic of forward and backward passes; weights and moments stay in float32."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 ..."""
     threads: int | None = option(None, above=0)
-    """Processor threads; left out: PyTorch's choice."""
+    """CPU threads; default: PyTorch's choice."""
     compiled: bool = True
-    """On a processor, use code compiled for it where a C compiler is found; --no-compiled: torch's operations alone."""
+    """On a CPU, compile the inner loops where a C compiler is found; --no-compiled: use torch's operations alone."""
     health: Literal["warn", "stop", "log", "off"] = "warn"
-    """When something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps, skipped updates):
-    say so, stop with a checkpoint, only write it down, or do not look. After 5 steps in a row whose updates were all
+    """What to do when something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps, skipped
+    updates): warn, stop with a checkpoint, only log it, or do not check. After 5 steps in a row whose updates were all
     skipped because their gradients were not finite, the run stops, unless this is off."""
     quiet: bool = False
     """No progress display."""
@@ -127,7 +127,7 @@ class SFT(Training):
     epochs: float = option(1.0, above=0)
     """Passes over the rows."""
     steps: int | None = option(None, above=0)
-    """Optimizer updates, instead of --epochs; needed where rows have no end."""
+    """Optimizer updates, instead of --epochs; required for rows without end."""
     rows: int = option(16, above=0)
     """Rows per optimizer update."""
     mask_prompt: bool = True
@@ -143,9 +143,9 @@ class SFT(Training):
     heads: int = option(4, above=0)
     """From scratch: query heads."""
     kv_heads: int | None = option(None, above=0)
-    """From scratch: key-value heads; left out: as many as query heads."""
+    """From scratch: key-value heads; default: as many as query heads."""
     intermediate: int | None = option(None, above=0)
-    """From scratch: width of the feed-forward layers; left out: 8/3 of hidden, rounded up to a multiple of 32."""
+    """From scratch: width of the feed-forward layers; default: 8/3 of hidden, rounded up to a multiple of 32."""
     context: int = option(512, above=1)
     """From scratch: most tokens of prompt and reply together."""
     tokenizer: str = "bpe"
@@ -164,13 +164,13 @@ class RL(Training):
     algorithm: str = "grpo"
     """A row of the table (see `posttrain algorithms`), or your own: my.py:row."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What is changed of the row, by flag or by place: {"clip_high": 0.28, "advantage.eps": 1e-4}."""
+    """Changes to the row, by flag or by place: {"clip_high": 0.28, "advantage.eps": 1e-4}."""
     critic: Literal["separate", "shared"] | None = None
-    """Where a row has a critic of states: with a backbone of its own (as it is left out), or a head on the policy's."""
+    """For rows with a critic of states: a backbone of its own (the default), or a head on the policy's."""
     critic_model: str | None = None
-    """Folder the critic's backbone starts from: a checkpoint, a reward model, or the critic of a run; left out: --model."""
+    """Folder the critic's backbone starts from: a checkpoint, a reward model, or the critic of a run; default: --model."""
     critic_lr: float | None = option(None, above=0)
-    """Peak learning rate of the critic; left out: --lr."""
+    """Peak learning rate of the critic; default: --lr."""
     ptx: str | None = None
     """Rows of text, or of prompts and responses, whose likelihood is part of every update (ppo-ptx)."""
     steps: int = option(200, above=0)
@@ -180,13 +180,17 @@ class RL(Training):
     group: int = option(8, above=0)
     """Rollouts per task."""
     max_tokens: int = option(256, above=0)
-    """Most tokens of a reply."""
+    """Token budget of a reply."""
+    episode_tokens: int | None = option(None, above=0)
+    """Environments of several turns: token budget of all replies of an episode together; default: none."""
+    max_turns: int = option(64, above=0)
+    """Environments of several turns: how many replies an episode may have."""
     temperature: float = option(1.0, least=0)
     """Of sampling; log-probabilities are taken under the same temperature."""
     stop: tuple[str, ...] = ()
     """Strings that end a reply."""
     top_p: float = option(1.0, above=0, most=1)
-    """Must stay 1 in training: see the message when it is not."""
+    """Must stay 1 in training: it would change the distribution that is sampled."""
     top_k: int = option(0, least=0)
     """Must stay 0 in training."""
     lr: float = option(1e-6, above=0)
@@ -196,20 +200,23 @@ class RL(Training):
     eval_samples: int = option(1, above=0)
     """Replies per held-out task in each evaluation."""
     eval_limit: int = option(500, above=0)
-    """At most so many held-out tasks are played in an evaluation."""
+    """How many held-out tasks an evaluation plays at most."""
     success: float | None = None
-    """The reward from which on a reply is right, for accuracy, pass@k and all that learns from right replies; left out:
+    """Replies with at least this reward are right, for accuracy, pass@k and whatever learns from right replies; default:
     what a built-in environment, or SUCCESS = ... beside your own, says."""
-    env_workers: int = option(1, least=0)
-    """Processes that play and score (0: none; everything runs here, without a time limit, for debuggers)."""
+    env_workers: int | None = option(None, least=0)
+    """Processes that play and score; default: one per CPU core (0: none; everything runs here, without
+    limits, for debuggers)."""
     env_seconds: float = option(10.0, above=0)
     """Time limit of one call of the environment; beyond it the reward is invalid."""
+    env_memory: float = option(4.0, least=0)
+    """Memory limit of each of these processes, in GiB; beyond it the reward is invalid (0: no limit)."""
     slots: int = option(256, above=0)
-    """Most replies sampled at once: the memory of the key-value cache."""
+    """How many replies are sampled at once: bounds the memory of the key-value cache."""
     engine: Literal["local", "vllm"] = "local"
     """What samples: local, with the learner's own weights, or vLLM in a process of its own."""
     engine_cache: float = option(4.0, above=0)
-    """vLLM: most GiB of its key-value cache."""
+    """vLLM: limit of its key-value cache, in GiB."""
     engine_seconds: float = option(120.0, above=0)
     """vLLM: time limit of a hand-over of weights, and of one decoding step; beyond it the run stops."""
 
@@ -232,27 +239,33 @@ class Evaluation(Data):
     top_p: float = option(1.0, above=0, most=1)
     """Sample from the smallest set of tokens with this probability."""
     top_k: int = option(0, least=0)
-    """Sample from so many likeliest tokens (0: all)."""
+    """Sample from this many likeliest tokens (0: all)."""
     max_tokens: int = option(256, above=0)
-    """Most tokens of a reply."""
+    """Token budget of a reply."""
+    episode_tokens: int | None = option(None, above=0)
+    """Token budget of all replies of an episode together; default: none."""
+    max_turns: int = option(64, above=0)
+    """How many replies an episode may have."""
     stop: tuple[str, ...] = ()
     """Strings that end a reply."""
     success: float | None = None
-    """The reward from which on a reply is right, as in training."""
+    """Replies with at least this reward are right, as in training."""
     seed: int = 0
     """Decides the samples."""
     held_out: float = option(0.0, least=0, below=1)
     """Use only this held-out share of the tasks, as training with the same --held-out and --split-seed does."""
     split_seed: int = 0
-    """The --seed of the training run whose held-out share is meant."""
+    """The --seed of the training run that held them out."""
     out: str | None = None
-    """A .json file for all figures and rewards."""
-    env_workers: int = option(1, least=0)
-    """Processes that play and score."""
+    """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.jsonl."""
+    env_workers: int | None = option(None, least=0)
+    """Processes that play and score; default: one per CPU core."""
     env_seconds: float = option(10.0, above=0)
     """Time limit of one call of the environment."""
+    env_memory: float = option(4.0, least=0)
+    """Memory limit of each of these processes, in GiB (0: no limit)."""
     slots: int = option(256, above=0)
-    """Most replies sampled at once."""
+    """How many replies are sampled at once."""
     compiled: bool = True
     """As in training."""
     precision: Precision = "float32"
@@ -260,22 +273,37 @@ class Evaluation(Data):
     device: str = "auto"
     """auto, cpu, cuda ..."""
     threads: int | None = option(None, above=0)
-    """Processor threads; left out: PyTorch's choice."""
+    """CPU threads; default: PyTorch's choice."""
 
 
-VERBS: dict[str, type[Data]] = {kind.verb: kind for kind in (SFT, RL, Evaluation)}
+@dataclass(frozen=True)
+class Check(Data):
+    """Run a reward or an environment against sample replies, before any training."""
+
+    verb = "check"
+    limit: int | None = option(4, above=0)
+    """Read only the first so many rows; the first few tasks are tried."""
+    replies: str | None = None
+    """A text file of sample replies, one a line; default: the task's own answer and some hostile ones."""
+    env_seconds: float = option(10.0, above=0)
+    """Time limit of one call of the environment, as in training."""
+    env_memory: float = option(4.0, least=0)
+    """Memory limit of the environment's process, in GiB, as in training."""
+
+
+VERBS: dict[str, type[Data]] = {kind.verb: kind for kind in (SFT, RL, Evaluation, Check)}
 """The verbs that take a configuration; a recipe has a table for each."""
 
 OF_ONE_CALL = frozenset({"out", "resume", "accept_changes", "overwrite", "quiet"})
 """Options that a continued run does not take over."""
 
 FREE_TO_CHANGE = frozenset(
-    {"steps", "save_every", "keep", "threads", "env_workers", "env_seconds", "engine_seconds", "health"}
+    {"steps", "save_every", "keep", "threads", "env_workers", "env_seconds", "env_memory", "engine_seconds", "health"}
 )
 """Options that a continued run takes over unless they are given anew."""
 
 
-def validate(config: Training | Evaluation) -> None:
+def validate(config: Training | Evaluation | Check) -> None:
     """Refuse numbers that make no sense, in one line each. What depends on data or model is checked elsewhere."""
     for f in fields(config):
         knob_of(f).bounds.check(f"--{f.name.replace('_', '-')}", getattr(config, f.name))
@@ -283,7 +311,7 @@ def validate(config: Training | Evaluation) -> None:
         raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
     if not isinstance(config, SFT) and not config.env:
         raise UserError("--env is missing: what scores the replies, such as my.py:reward or a built-in name (gsm8k)")
-    if not isinstance(config, SFT) and not config.model:
+    if isinstance(config, RL | Evaluation) and not config.model:
         raise UserError("--model is missing: the folder of a checkpoint, or of a run of posttrain sft")
     if isinstance(config, RL):
         _validate_rl(config)
@@ -306,7 +334,8 @@ AnyConfig = TypeVar("AnyConfig", bound=Data)
 def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
     """The options of a run that is resumed: as recorded in run.json, but for what may change and is given in `config`.
 
-    Raises UserError if another option is given with another value, or if run.json holds what is no option's value.
+    Raises UserError if another option is given with another value, or if run.json holds a
+    value that its option cannot have.
     """
     now = as_dict(config)
     if unknown := sorted(recorded.keys() - now.keys()):

@@ -50,7 +50,7 @@ class Bounds:
     below: float | None = None
 
     def check(self, name: str, value: Any) -> None:
-        """Raises UserError if a number is not finite or lies outside; whatever is no number passes."""
+        """Raises UserError if a number is not finite or lies outside; anything that is not a number passes."""
         for x in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(x, bool) or not isinstance(x, (int, float)):
                 continue

@@ -5,7 +5,7 @@ Each implementation is proven against its protocol by the type checker, at the e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
 
@@ -123,6 +123,8 @@ class Learner(Protocol):
 class Engine(Protocol):
     """Samples. Requests are answered in no particular order; a completion's content does not depend on the order."""
 
+    batch_invariant: bool  # whether no bit of a completion depends on what is sampled beside it, or when
+
     @property
     def backend(self) -> str: ...  # what computes, in words
 
@@ -153,3 +155,7 @@ class Alone:
 
     def gather(self, x: Any) -> list[Any]:
         return [x]
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., World] = Alone

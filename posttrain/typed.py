@@ -14,18 +14,18 @@ class SFTOptions(TypedDict, total=False):
     split: str | None
     """Which split of a dataset that has several."""
     limit: int | None
-    """Read only the first so many rows."""
+    """Read only this many rows, the first ones."""
     fields: dict[str, str]
-    """What the columns are called: --fields.prompt question --fields.answer solution."""
+    """Names of columns: --fields.prompt question --fields.answer solution."""
     prompt_template: str | None
-    """The prompt as made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n
-    and \\t are read as a new line and a tab."""
+    """A prompt made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n and
+    \\t are read as a new line and a tab."""
     response_template: str | None
-    """The response as made from columns (sft), in the same way."""
+    """A response made from columns, in the same way (sft)."""
     too_long: Literal["skip", "truncate", "refuse"]
-    """What happens to rows that do not fit into the model's context (in rl: prompts that leave no room for a reply).
-    skip: they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all
-    are measured before the first step, and one of them ends the run."""
+    """What happens to rows that do not fit the model's context (in rl: prompts that leave no room for a reply). skip:
+    they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all are
+    measured before the first step, and one of them ends the run."""
     env: str
     """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, word-
     problems). In sft only its row_to_task is used, if it has one."""
@@ -37,8 +37,7 @@ class SFTOptions(TypedDict, total=False):
     resume: bool
     """Continue the run in --out from its newest undamaged checkpoint, exactly."""
     accept_changes: bool
-    """Resume although tasks or model are not what the run began with, or part of its record is lost; run.json says
-    so."""
+    """Resume even though tasks or model have changed, or part of the record is lost; run.json notes it."""
     overwrite: bool
     """Delete a run that is already in --out."""
     seed: int
@@ -50,10 +49,10 @@ class SFTOptions(TypedDict, total=False):
     save_every: int
     """Steps between checkpoints; one more is made at the end."""
     keep: int
-    """How many checkpoints stay on the disk."""
+    """How many checkpoints to keep."""
     tokens_per_microbatch: int | None
     """How many tokens go through the model at once, beside a prompt: the memory of an update. No result depends on it.
-    Left out: 1024 on a processor, 8192 elsewhere."""
+    Default: 1024 on a CPU, 8192 elsewhere."""
     lr: float
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"]
@@ -65,25 +64,25 @@ class SFTOptions(TypedDict, total=False):
     betas: tuple[float, float]
     """AdamW's moment decay rates."""
     max_grad_norm: float
-    """Gradients are clipped to this norm (0: not at all)."""
+    """Gradients are clipped to this norm (0: no clipping)."""
     precision: Literal["float32", "bfloat16"]
     """Arithmetic of forward and backward passes; weights and moments stay in float32."""
     device: str
     """auto, cpu, cuda, cuda:1 ..."""
     threads: int | None
-    """Processor threads; left out: PyTorch's choice."""
+    """CPU threads; default: PyTorch's choice."""
     compiled: bool
-    """On a processor, use code compiled for it where a C compiler is found; --no-compiled: torch's operations alone."""
+    """On a CPU, compile the inner loops where a C compiler is found; --no-compiled: use torch's operations alone."""
     health: Literal["warn", "stop", "log", "off"]
-    """When something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps, skipped
-    updates): say so, stop with a checkpoint, only write it down, or do not look. After 5 steps in a row whose updates
+    """What to do when something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps,
+    skipped updates): warn, stop with a checkpoint, only log it, or do not check. After 5 steps in a row whose updates
     were all skipped because their gradients were not finite, the run stops, unless this is off."""
     quiet: bool
     """No progress display."""
     epochs: float
     """Passes over the rows."""
     steps: int | None
-    """Optimizer updates, instead of --epochs; needed where rows have no end."""
+    """Optimizer updates, instead of --epochs; required for rows without end."""
     rows: int
     """Rows per optimizer update."""
     mask_prompt: bool
@@ -95,9 +94,9 @@ class SFTOptions(TypedDict, total=False):
     heads: int
     """From scratch: query heads."""
     kv_heads: int | None
-    """From scratch: key-value heads; left out: as many as query heads."""
+    """From scratch: key-value heads; default: as many as query heads."""
     intermediate: int | None
-    """From scratch: width of the feed-forward layers; left out: 8/3 of hidden, rounded up to a multiple of 32."""
+    """From scratch: width of the feed-forward layers; default: 8/3 of hidden, rounded up to a multiple of 32."""
     context: int
     """From scratch: most tokens of prompt and reply together."""
     tokenizer: str
@@ -112,25 +111,24 @@ class RLOptions(TypedDict, total=False):
     split: str | None
     """Which split of a dataset that has several."""
     limit: int | None
-    """Read only the first so many rows."""
+    """Read only this many rows, the first ones."""
     fields: dict[str, str]
-    """What the columns are called: --fields.prompt question --fields.answer solution."""
+    """Names of columns: --fields.prompt question --fields.answer solution."""
     prompt_template: str | None
-    """The prompt as made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n
-    and \\t are read as a new line and a tab."""
+    """A prompt made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n and
+    \\t are read as a new line and a tab."""
     response_template: str | None
-    """The response as made from columns (sft), in the same way."""
+    """A response made from columns, in the same way (sft)."""
     too_long: Literal["skip", "truncate", "refuse"]
-    """What happens to rows that do not fit into the model's context (in rl: prompts that leave no room for a reply).
-    skip: they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all
-    are measured before the first step, and one of them ends the run."""
+    """What happens to rows that do not fit the model's context (in rl: prompts that leave no room for a reply). skip:
+    they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all are
+    measured before the first step, and one of them ends the run."""
     out: str
     """The run directory to make."""
     resume: bool
     """Continue the run in --out from its newest undamaged checkpoint, exactly."""
     accept_changes: bool
-    """Resume although tasks or model are not what the run began with, or part of its record is lost; run.json says
-    so."""
+    """Resume even though tasks or model have changed, or part of the record is lost; run.json notes it."""
     overwrite: bool
     """Delete a run that is already in --out."""
     seed: int
@@ -142,10 +140,10 @@ class RLOptions(TypedDict, total=False):
     save_every: int
     """Steps between checkpoints; one more is made at the end."""
     keep: int
-    """How many checkpoints stay on the disk."""
+    """How many checkpoints to keep."""
     tokens_per_microbatch: int | None
     """How many tokens go through the model at once, beside a prompt: the memory of an update. No result depends on it.
-    Left out: 1024 on a processor, 8192 elsewhere."""
+    Default: 1024 on a CPU, 8192 elsewhere."""
     lr: float
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"]
@@ -157,32 +155,32 @@ class RLOptions(TypedDict, total=False):
     betas: tuple[float, float]
     """AdamW's moment decay rates."""
     max_grad_norm: float
-    """Gradients are clipped to this norm (0: not at all)."""
+    """Gradients are clipped to this norm (0: no clipping)."""
     precision: Literal["float32", "bfloat16"]
     """Arithmetic of forward and backward passes; weights and moments stay in float32."""
     device: str
     """auto, cpu, cuda, cuda:1 ..."""
     threads: int | None
-    """Processor threads; left out: PyTorch's choice."""
+    """CPU threads; default: PyTorch's choice."""
     compiled: bool
-    """On a processor, use code compiled for it where a C compiler is found; --no-compiled: torch's operations alone."""
+    """On a CPU, compile the inner loops where a C compiler is found; --no-compiled: use torch's operations alone."""
     health: Literal["warn", "stop", "log", "off"]
-    """When something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps, skipped
-    updates): say so, stop with a checkpoint, only write it down, or do not look. After 5 steps in a row whose updates
+    """What to do when something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps,
+    skipped updates): warn, stop with a checkpoint, only log it, or do not check. After 5 steps in a row whose updates
     were all skipped because their gradients were not finite, the run stops, unless this is off."""
     quiet: bool
     """No progress display."""
     algorithm: str
     """A row of the table (see `posttrain algorithms`), or your own: my.py:row."""
     settings: dict[str, Any]
-    """What is changed of the row, by flag or by place: {"clip_high": 0.28, "advantage.eps": 1e-4}."""
+    """Changes to the row, by flag or by place: {"clip_high": 0.28, "advantage.eps": 1e-4}."""
     critic: Literal["separate", "shared"] | None
-    """Where a row has a critic of states: with a backbone of its own (as it is left out), or a head on the policy's."""
+    """For rows with a critic of states: a backbone of its own (the default), or a head on the policy's."""
     critic_model: str | None
-    """Folder the critic's backbone starts from: a checkpoint, a reward model, or the critic of a run; left out:
+    """Folder the critic's backbone starts from: a checkpoint, a reward model, or the critic of a run; default:
     --model."""
     critic_lr: float | None
-    """Peak learning rate of the critic; left out: --lr."""
+    """Peak learning rate of the critic; default: --lr."""
     ptx: str | None
     """Rows of text, or of prompts and responses, whose likelihood is part of every update (ppo-ptx)."""
     steps: int
@@ -192,13 +190,17 @@ class RLOptions(TypedDict, total=False):
     group: int
     """Rollouts per task."""
     max_tokens: int
-    """Most tokens of a reply."""
+    """Token budget of a reply."""
+    episode_tokens: int | None
+    """Environments of several turns: token budget of all replies of an episode together; default: none."""
+    max_turns: int
+    """Environments of several turns: how many replies an episode may have."""
     temperature: float
     """Of sampling; log-probabilities are taken under the same temperature."""
     stop: tuple[str, ...]
     """Strings that end a reply."""
     top_p: float
-    """Must stay 1 in training: see the message when it is not."""
+    """Must stay 1 in training: it would change the distribution that is sampled."""
     top_k: int
     """Must stay 0 in training."""
     eval_tasks: str | None
@@ -206,32 +208,35 @@ class RLOptions(TypedDict, total=False):
     eval_samples: int
     """Replies per held-out task in each evaluation."""
     eval_limit: int
-    """At most so many held-out tasks are played in an evaluation."""
+    """How many held-out tasks an evaluation plays at most."""
     success: float | None
-    """The reward from which on a reply is right, for accuracy, pass@k and all that learns from right replies; left out:
-    what a built-in environment, or SUCCESS = ... beside your own, says."""
-    env_workers: int
-    """Processes that play and score (0: none; everything runs here, without a time limit, for debuggers)."""
+    """Replies with at least this reward are right, for accuracy, pass@k and whatever learns from right replies;
+    default: what a built-in environment, or SUCCESS = ... beside your own, says."""
+    env_workers: int | None
+    """Processes that play and score; default: one per CPU core (0: none; everything runs here, without limits, for
+    debuggers)."""
     env_seconds: float
     """Time limit of one call of the environment; beyond it the reward is invalid."""
+    env_memory: float
+    """Memory limit of each of these processes, in GiB; beyond it the reward is invalid (0: no limit)."""
     slots: int
-    """Most replies sampled at once: the memory of the key-value cache."""
+    """How many replies are sampled at once: bounds the memory of the key-value cache."""
     engine: Literal["local", "vllm"]
     """What samples: local, with the learner's own weights, or vLLM in a process of its own."""
     engine_cache: float
-    """vLLM: most GiB of its key-value cache."""
+    """vLLM: limit of its key-value cache, in GiB."""
     engine_seconds: float
     """vLLM: time limit of a hand-over of weights, and of one decoding step; beyond it the run stops."""
     advantage: Literal["baselined", "to-go", "process", "gae", "earned"]
     """How credit is assigned; gae brings a critic."""
     baseline: Literal["none", "batch", "group", "others"]
-    """Whose mean reward is taken off."""
+    """Whose mean reward is subtracted."""
     scale: Literal["none", "batch", "group"]
     """Whose standard deviation advantages are divided by."""
     baseline_weight: Literal["equal", "length", "gradient"]
-    """What a reward weighs in that mean; gradient: the optimal baseline, one backward pass per rollout."""
+    """Weight of each reward in that mean; gradient: the optimal baseline, one backward pass per rollout."""
     whiten: bool
-    """Advantages to mean 0 and deviation 1 over all tokens."""
+    """Normalise advantages to mean 0 and standard deviation 1 over all tokens."""
     gamma: float
     """Discount per sampled token."""
     gae_lambda: float
@@ -245,11 +250,11 @@ class RLOptions(TypedDict, total=False):
     clip_high: float
     """The ratio is clipped at 1 + this."""
     clip_dual: float
-    """Where A < 0, at least this times A: above 1 (0: no such bound)."""
+    """Where A < 0, the objective is at least this times A: above 1 (0: no bound)."""
     aggregate: Literal["sequence-mean", "token-mean", "sequence-sum", "constant", "prompt-mean"]
-    """What each token weighs in the loss."""
+    """Weight of each token in the loss."""
     ratio: Literal["token", "sequence-mean", "sequence-sum", "sequence-value", "causal", "geometric"]
-    """Of which tokens r is made; geometric is GMPO's clipped geometric mean."""
+    """Which tokens make up the ratio r; geometric: GMPO's clipped geometric mean."""
     correction: Literal["truncate", "icepop", "sequence", "none"]
     """Weight for an engine whose log-probabilities differ from the learner's (none: no weight)."""
     correction_cap: float
@@ -259,9 +264,9 @@ class RLOptions(TypedDict, total=False):
     kl: float
     """Coefficient of the KL penalty to the starting model (0: none, no reference is kept)."""
     kl_where: Literal["loss", "reward"]
-    """Whether the KL is part of the loss or taken off the reward."""
+    """Whether the KL is part of the loss or subtracted from the reward."""
     kl_control: Literal["fixed", "adaptive", "halving-doubling"]
-    """What changes the coefficient from step to step."""
+    """How the coefficient changes from step to step."""
     kl_target: float
     """KL that the control aims at, in nats per token."""
     kl_horizon: float
@@ -273,7 +278,7 @@ class RLOptions(TypedDict, total=False):
     top_entropy: float
     """Learn from this share of the tokens, those with the highest entropy (1: all)."""
     value_clip: float
-    """Values may move by so much per step (0: freely)."""
+    """How far values may move per step (0: no limit)."""
     value_coefficient: float
     """What the value loss weighs."""
     critic_warmup: int
@@ -281,21 +286,21 @@ class RLOptions(TypedDict, total=False):
     critic_tau: float
     """How far the slow copies of action values follow each update."""
     dynamic_sampling: int
-    """Replace groups without signal, playing at most so many times --prompts (0: do not)."""
+    """Replace groups without signal, playing at most this many times --prompts (0: off)."""
     overlong_filter: bool
-    """Leave episodes that were cut off out of the loss."""
+    """Leave truncated episodes out of the loss."""
     overlong_cache: int
     """Tokens before the episode's budget over which a penalty grows to -1 (0: no penalty)."""
     length_reward: float
     """Reward for being among the shorter replies of the group (0: none)."""
     imitation: float
-    """What the likelihood of successes weighs in the loss (0: nothing)."""
+    """Weight of the likelihood of successes in the loss (0: none)."""
     ptx_coefficient: float
-    """What the likelihood of the texts of --ptx weighs."""
+    """Weight of the likelihood of the texts of --ptx."""
     trust_region: float
     """Natural gradient steps within this KL, in nats per token, instead of AdamW's (0: AdamW)."""
     replay: int
-    """Rollouts to remember and draw from (0: the step's own only)."""
+    """Rollouts to remember and draw from (0: only the step's own)."""
     reference_every: int
     """Steps after which the reference becomes the policy (0: never)."""
     epochs: int
@@ -310,18 +315,18 @@ class EvaluationOptions(TypedDict, total=False):
     split: str | None
     """Which split of a dataset that has several."""
     limit: int | None
-    """Read only the first so many rows."""
+    """Read only this many rows, the first ones."""
     fields: dict[str, str]
-    """What the columns are called: --fields.prompt question --fields.answer solution."""
+    """Names of columns: --fields.prompt question --fields.answer solution."""
     prompt_template: str | None
-    """The prompt as made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n
-    and \\t are read as a new line and a tab."""
+    """A prompt made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n and
+    \\t are read as a new line and a tab."""
     response_template: str | None
-    """The response as made from columns (sft), in the same way."""
+    """A response made from columns, in the same way (sft)."""
     too_long: Literal["skip", "truncate", "refuse"]
-    """What happens to rows that do not fit into the model's context (in rl: prompts that leave no room for a reply).
-    skip: they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all
-    are measured before the first step, and one of them ends the run."""
+    """What happens to rows that do not fit the model's context (in rl: prompts that leave no room for a reply). skip:
+    they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all are
+    measured before the first step, and one of them ends the run."""
     against: str | None
     """A second checkpoint: the two are compared task by task."""
     samples: int
@@ -333,27 +338,33 @@ class EvaluationOptions(TypedDict, total=False):
     top_p: float
     """Sample from the smallest set of tokens with this probability."""
     top_k: int
-    """Sample from so many likeliest tokens (0: all)."""
+    """Sample from this many likeliest tokens (0: all)."""
     max_tokens: int
-    """Most tokens of a reply."""
+    """Token budget of a reply."""
+    episode_tokens: int | None
+    """Token budget of all replies of an episode together; default: none."""
+    max_turns: int
+    """How many replies an episode may have."""
     stop: tuple[str, ...]
     """Strings that end a reply."""
     success: float | None
-    """The reward from which on a reply is right, as in training."""
+    """Replies with at least this reward are right, as in training."""
     seed: int
     """Decides the samples."""
     held_out: float
     """Use only this held-out share of the tasks, as training with the same --held-out and --split-seed does."""
     split_seed: int
-    """The --seed of the training run whose held-out share is meant."""
+    """The --seed of the training run that held them out."""
     out: str | None
-    """A .json file for all figures and rewards."""
-    env_workers: int
-    """Processes that play and score."""
+    """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.jsonl."""
+    env_workers: int | None
+    """Processes that play and score; default: one per CPU core."""
     env_seconds: float
     """Time limit of one call of the environment."""
+    env_memory: float
+    """Memory limit of each of these processes, in GiB (0: no limit)."""
     slots: int
-    """Most replies sampled at once."""
+    """How many replies are sampled at once."""
     compiled: bool
     """As in training."""
     precision: Literal["float32", "bfloat16"]
@@ -361,4 +372,4 @@ class EvaluationOptions(TypedDict, total=False):
     device: str
     """auto, cpu, cuda ..."""
     threads: int | None
-    """Processor threads; left out: PyTorch's choice."""
+    """CPU threads; default: PyTorch's choice."""

@@ -48,11 +48,22 @@ class StopReason(StrEnum):
         return self in (StopReason.LENGTH, StopReason.CONTEXT, StopReason.TURNS)
 
 
+class InvalidKind(StrEnum):
+    """What made a reward invalid. Metrics give the share of each kind that comes up, as `invalid/timeout`."""
+
+    REPORTED = "reported"  # the environment said so itself
+    RAISED = "raised"  # its code raised
+    UNREADABLE = "unreadable"  # what it yielded, returned or sent is no turn and no reward
+    TIMEOUT = "timeout"  # it took longer than a step may take
+    DIED = "died"  # its process ended
+
+
 @dataclass(frozen=True)
 class Invalid:
     """A reward that could not be computed. It is counted and left out of its group; it is never taken for 0."""
 
     reason: str
+    kind: InvalidKind = InvalidKind.REPORTED
 
 
 @dataclass(frozen=True)
@@ -72,8 +83,9 @@ class Turn:
 class Reply(str):
     """What the model said: the text of the sampled tokens up to and with the stop string, without the end-of-sequence token.
 
-    It is a `str` for environments that only read it; `reply.stop` tells why it ended. A reply whose stop is CONTEXT, TURNS
-    or (if empty) LENGTH tells the environment that there will be no other one: it may still score what there is.
+    It is a `str` for environments that only read it; `reply.stop` tells why it ended. An empty reply whose stop is
+    CONTEXT, LENGTH or TURNS was not sampled: the episode has run out of that. The environment is told so once, may still
+    score what there is, and gets nothing else if it goes on asking (only a fresh turn has its context to itself).
     """
 
     stop: StopReason

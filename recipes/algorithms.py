@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from seeds import STUDENT
 
 import posttrain
 from posttrain.algorithms.table import TABLE
 from posttrain.envs import arithmetic
+from posttrain.reproduce.experiment import student_interval
 from posttrain.runs.curves import COLOURS
 from posttrain.runs.reading import read_metrics, read_run
 from posttrain.types import Task, UserError
@@ -324,10 +324,10 @@ def _word(value: Any) -> str:
 def _mean(values: Sequence[float]) -> str:
     """Mean over seeds with Student's interval."""
     mean = float(np.mean(values))
-    if len(values) not in STUDENT:
+    if len(values) < 2:
         return f"{mean:.3f}"
-    half = STUDENT[len(values)] * float(np.std(values, ddof=1)) / len(values) ** 0.5
-    return f"{mean:.3f} [{mean - half:.3f}, {mean + half:.3f}]"
+    low, high = student_interval(values)
+    return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def draw(results: Results, path: Path, columns: int, size: tuple[float, float]) -> None:

@@ -17,14 +17,15 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from posttrain.reproduce.experiment import student_interval
+
 HERE = Path(__file__).resolve().parent
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5% quantile for n seeds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("recipe")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--also", help="further tasks to evaluate on, all of them")
     parser.add_argument("--threads", default="2")
     options = parser.parse_args()
@@ -74,21 +75,20 @@ def report(results: dict[str, Any]) -> str:
     lines = ["| seed | tasks | before | after | difference | 95% interval | seconds |", "|---|---|---|---|---|---|---|"]
     for name in ("eval", "also"):
         gains = []
-        for seed, found in sorted(results.items()):
+        for seed, found in sorted(results.items(), key=lambda item: int(item[0])):
             if name not in found:
                 continue
             f = found[name]
             gain = f["difference"]
             gains.append(gain["mean"])
+            tasks = f"{'held-out' if name == 'eval' else 'also'} ({f['tasks']})"
             lines.append(
-                f"| {seed} | {'held-out' if name == 'eval' else 'also'} | {f['before']:.3f} | {f['after']:.3f} "
+                f"| {seed} | {tasks} | {f['before']:.3f} | {f['after']:.3f} "
                 f"| {gain['mean']:+.3f} | [{gain['low']:+.3f}, {gain['high']:+.3f}] | {sum(found['seconds'].values()):.0f} |"
             )
         if len(gains) > 1:
-            mean = sum(gains) / len(gains)
-            spread = (sum((g - mean) ** 2 for g in gains) / (len(gains) - 1)) ** 0.5
-            half = STUDENT[len(gains)] * spread / len(gains) ** 0.5
-            lines.append(f"| all | | | | {mean:+.3f} | [{mean - half:+.3f}, {mean + half:+.3f}] | |")
+            low, high = student_interval(gains)
+            lines.append(f"| all | | | | {sum(gains) / len(gains):+.3f} | [{low:+.3f}, {high:+.3f}] | |")
     return "\n".join(lines)
 
 
@@ -97,11 +97,15 @@ def _verb(verb: str) -> list[str]:
 
 
 def _figures(path: Path) -> dict[str, Any]:
+    """Of accuracy where the environment says what is right, else of the reward."""
     content = json.loads(path.read_text())
+    name = "accuracy" if "accuracy" in content["figures"] else "reward"
     return {
-        "before": content["against"]["accuracy"]["mean"],
-        "after": content["figures"]["accuracy"]["mean"],
-        "difference": content["difference"],
+        "of": name,
+        "tasks": content["figures"]["tasks"],
+        "before": content["against"][name]["mean"],
+        "after": content["figures"][name]["mean"],
+        "difference": content["differences"][name],
     }
 
 

@@ -18,6 +18,10 @@ OPENINGS = (
     "One day, a little {} went to the park.",
     "Lily and her {} were playing in the garden.",
     "There was a big {} who lived in the forest.",
+    "Tim saw a {} in the garden.",
+    "The {} was very sad because it was raining.",
+    "A little girl found a small {} under a tree.",
+    'Mom said, "Look, there is a {}!"',
 )
 END = "<s>"  # between stories, this model begins a new one
 

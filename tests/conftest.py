@@ -11,6 +11,11 @@ from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Completion, Rollout, StopReason, Transcript
 
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 torch.set_num_threads(1)  # the models are tiny, and several tests run at once
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

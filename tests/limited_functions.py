@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def leave_behind(file: str, seconds: float = 0.0) -> str:
     while not Path(file).read_text().strip():
         pass
     if seconds:
-        subprocess.run(["sleep", str(seconds)], check=True)
+        time.sleep(seconds)
     return Path(file).read_text().strip()
 
 

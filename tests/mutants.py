@@ -36,7 +36,7 @@ MODULES = (
     "learners/*.py", "training/loop.py", "batch.py",
 )  # fmt: skip
 FILES = (  # those whose tests run in this very process; the quickest of them are tried first
-    "pairs", "credit", "objective", "critic", "trust_region", "packing", "sft_source", "rl_source", "play", "engine",
+    "pairs", "credit", "objective", "critic", "trust_region", "packing", "sft_source", "rl_source", "play", "engine", "third_source",
     "kernels", "diversity", "axes", "pages", "trainer_health", "health", "decoder", "compiled", "tree_attention",
     "checkpoint",
 )  # fmt: skip

@@ -619,6 +619,21 @@ def test_anything_else_under_that_name_is_refused_in_one_line(
     assert told in said and len(said.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("row", "place"),
+    [
+        (replace(find("grpo"), surrogate=Clip(dual=0.5)), "surrogate.dual must be above 1"),
+        (replace(find("ppo"), advantage=GAE(lam=1.5)), "advantage.lam must be"),
+        (replace(find("dapo"), minibatches=0), "minibatches must be"),
+        (replace(find("dapo"), shaping=(SoftOverlong(cache=-3),)), "shaping.soft-overlong.cache must be"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_settings_of_a_row_of_one_s_own_are_held_to_the_same_ranges(row: Algorithm, place: str) -> None:
+    with pytest.raises(UserError, match=place):
+        adjust(row, filled(RL, {"group": 4}))
+
+
 def test_row_of_one_s_own_differs_in_what_it_says() -> None:
     own = Algorithm(
         "mine", "nobody 2026", Baselined("group", "group"), Clip(0.2, 0.2), SequenceMean(), kl=KL("k3", 0.04)

@@ -174,12 +174,6 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "missing reward file": (words("rl", env="evn.py:reward"), ("no file evn.py", "did you mean 'env.py'?")),
     "missing function": (words("rl", env="env.py:rewrad"), ("has no 'rewrad'", "did you mean 'reward'?")),
     "reward file that does not import": (words("rl", env="unfinished.py:reward"), ("SyntaxError", "unfinished.py:1")),
-    "reward that raises": (words("rl", env="raises.py:reward"), ("KeyError: 'anwser'", "raises.py:3")),
-    "reward that raises in eval": (words("eval", env="raises.py:reward"), ("KeyError: 'anwser'", "raises.py:3")),
-    "reward not a number": (words("rl", env="nan.py:reward"), ("returned nan", "expected a finite number")),
-    "reward of text": (words("rl", env="text.py:reward"), ("returned 'good' (str)", "expected a finite number")),
-    "reward of nothing": (words("rl", env="nothing.py:reward"), ("returned None (is a return missing?)",)),
-    "reward that kills its process": (words("rl", env="dies.py:reward"), ("worker process died (exit code 3)",)),
     "reward that judges only right answers": (words("eval", env="strict.py:reward"), ("no number", "--env")),
     "pass@0": (words("eval", k=0), ("--k must be above 0, not 0",)),
     "eval file not writable": (words("eval", out="rows.jsonl/x.json"), ("cannot be written",)),
@@ -187,6 +181,28 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "system message without a template": (["chat", "start", "--system", "Be brief."], ("no chat template",)),
     "file in the place of the run": (words("sft", out="rows.jsonl"), ("rows.jsonl",)),
 }  # fmt: skip
+
+
+BROKEN: dict[str, tuple[str, str]] = {
+    "raises": ("raises.py", "KeyError: 'anwser' (raises.py:3)"),
+    "not a number": ("nan.py", "returned nan; expected a finite number"),
+    "text": ("text.py", "returned 'good' (str); expected a finite number"),
+    "nothing": ("nothing.py", "returned None (is a return missing?)"),
+    "kills its process": ("dies.py", "worker process died (exit code 3)"),
+}
+
+
+@pytest.mark.parametrize("verb", ["rl", "eval"])
+@pytest.mark.parametrize("case", BROKEN)
+def test_reward_that_can_score_nothing_is_warned_of_and_then_ends_the_run_in_one_line(
+    capfd: pytest.CaptureFixture[str], place: Path, case: str, verb: str
+) -> None:
+    file, said = BROKEN[case]
+    capfd.readouterr()
+    assert main(words(verb, env=f"{file}:reward", **({"out": f"broken {case}"} if verb == "rl" else {}))) == 2
+    warning, error = capfd.readouterr().err.splitlines()
+    assert warning.startswith("posttrain: warning: the environment could score no sample reply") and said in warning
+    assert said in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -200,9 +216,10 @@ def test_mistake_is_one_line_with_the_fix_and_leaves_no_run_behind(
 
 def test_reward_that_never_returns_ends_within_its_limits(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
-    refused(capfd, words("rl", env="endless.py:reward", env_seconds=0.2), "did not return within 0.2 s")
-    assert time.monotonic() - begin < 15
-    assert not (place / "never").exists()
+    assert main(words("rl", env="endless.py:reward", env_seconds=0.2, out="endless")) == 2
+    assert time.monotonic() - begin < 30
+    warning, error = capfd.readouterr().err.splitlines()
+    assert "did not return within 0.2 s" in warning and "did not return within 0.2 s" in error
 
 
 def test_run_in_the_way_is_kept_until_overwriting_is_asked_for(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +256,10 @@ def test_reward_that_breaks_in_the_middle_loses_no_step(
     file = place / "breaking.py"
     file.write_text(breaking)
     said = refused(
-        capfd, words("rl", env="breaking.py:reward", out="broken", save_every=50), "worn out", "breaking.py:"
+        capfd,
+        words("rl", env="breaking.py:reward", out="broken", env_workers=1, save_every=50),
+        "worn out",
+        "breaking.py:",
     )
     assert "continue after step 2 with posttrain rl --out broken --resume" in said
     assert [p.name for p in (place / "broken" / "checkpoints").iterdir()] == ["step-000002"]

@@ -17,7 +17,7 @@ from conftest import tiny
 from posttrain.cli import typed
 from posttrain.cli.chat import converse, dialogue
 from posttrain.cli.main import main
-from posttrain.config import RL, SFT, Evaluation, as_dict, continued, filled
+from posttrain.config import RL, SFT, Check, Data, Evaluation, as_dict, continued, filled
 from posttrain.envs import arithmetic
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
@@ -164,6 +164,21 @@ def test_eval_compares_two_checkpoints_and_writes_its_figures(place: Path, capsy
     assert "difference in accuracy, task by task: 0.000 [0.000, 0.000]" in capsys.readouterr().out
     figures = json.loads((place / "figures" / "a.json").read_text())
     assert figures["figures"] == figures["against"] and len(figures["rewards"]) == 4
+    own, other = (place / "figures" / f"a{side}.rollouts.jsonl" for side in ("", ".against"))
+    rows = [json.loads(line) for line in own.read_text().splitlines()]
+    assert own.read_bytes() == other.read_bytes() and len(rows) == 8
+    for task, rewards in figures["rewards"].items():
+        assert rewards == [row["reward"] for row in rows if row["task"] == task]
+
+
+def test_more_tokens_than_the_context_holds_are_said_at_the_start(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "eval --tasks rows.jsonl --env arithmetic --samples 1 --threads 1 --limit 2 --model start".split()
+    context = json.loads((place / "start" / "config.json").read_text())["max_position_embeddings"]
+    for tokens, told in ((context, True), (4, False)):
+        assert main([*words, "--max-tokens", str(tokens)]) == 0
+        assert (f"--max-tokens {tokens} is more than any reply can have" in capsys.readouterr().out) == told
 
 
 def test_check_tells_order_by_its_exit_code(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,6 +186,20 @@ def test_check_tells_order_by_its_exit_code(place: Path, capsys: pytest.CaptureF
     assert main(["check", "--tasks", "rows.jsonl", "--env", "arithmetic"]) == 0
     assert main(["check", "--tasks", "rows.jsonl", "--env", "env.py:constant", "--limit", "1"]) == 2
     assert "nothing can be learned" in capsys.readouterr().out
+
+
+def test_check_takes_every_data_option_that_rl_takes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = {f.name for f in fields(Data)}
+    assert data <= {f.name for f in fields(Check)} and data <= {f.name for f in fields(RL)}
+    (place / "other.csv").write_text("question,solution\n1+1,2\n2+2,4\n")
+    how = ["--fields.prompt", "question", "--fields.answer", "solution", "--limit", "1"]
+    assert main(["check", "--tasks", "other.csv", "--env", "arithmetic", *how]) == 0
+    assert "'1+1'" in capsys.readouterr().out
+    template = ["--prompt-template", "Say {question}:", "--fields.answer", "solution"]
+    assert main(["check", "--tasks", "other.csv", "--env", "arithmetic", *template]) == 0
+    assert "'Say 2+2:'" in capsys.readouterr().out
+    (place / "check.toml").write_text('[check]\ntasks = "rows.jsonl"\nenv = "arithmetic"\n')
+    assert main(["check", "--config", "check.toml"]) == 0
 
 
 # The dialogue

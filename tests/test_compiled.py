@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_engine import complete, ragged
-from test_kernels import normal, segments
+from layouts import normal, segments
+from sampled import complete, ragged
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posttrain.engines import compiled

@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import tiny
+from sampled import complete, ragged
 
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.local import POLL_STEPS, LocalEngine
 from posttrain.engines.request import Request
 from posttrain.engines.running import RunningBatch
 from posttrain.engines.sampler import sample, uniform
-from posttrain.kernels import build
+from posttrain.kernels import binder, build
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.decoder import Decoder, causal
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.sources.packing import collate
-from posttrain.types import Completion, Sampling, StopReason, Transcript, UserError
-
-
-def complete(engine: LocalEngine, prompts: list[list[int]], sampling: list[Sampling]) -> dict[int, Completion]:
-    for id, (prompt, how) in enumerate(zip(prompts, sampling, strict=True)):
-        engine.submit(id, prompt, how)
-    done: dict[int, Completion] = {}
-    while len(done) < len(prompts):
-        done.update({c.id: c for c in engine.poll()})
-    assert engine.poll() == []
-    return done
-
-
-def ragged(count: int, **how: object) -> tuple[list[list[int]], list[Sampling]]:
-    """Prompts of three groups with four or more members each, and budgets of all sizes."""
-    prompts = [[5 + (i % 3) * 7 + j for j in range(2 + 3 * (i % 3))] for i in range(count)]
-    return prompts, [Sampling(seed=100 + i, max_tokens=3 + i % 17, **how) for i in range(count)]  # type: ignore[arg-type]
+from posttrain.types import Sampling, StopReason, Transcript, UserError
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -83,6 +69,55 @@ def test_rollout_does_not_depend_on_what_else_is_in_the_batch(model: Decoder, to
         assert torch.allclose(torch.tensor(together[i].logp), torch.tensor(single.logp), atol=1e-5)
 
 
+@pytest.mark.skipif(binder.decode() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("head", ["packed", "not packed"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_no_bit_of_a_compiled_reply_depends_on_its_company_or_when_it_arrives(
+    tokenizer: Tokenizer, precision: str, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if head == "not packed":
+        monkeypatch.setattr("posttrain.engines.compiled.PACKED_HEAD", 0)
+    model = tiny(tokenizer, context=160)
+    prompts, how = ragged(24)
+    prompts = [prompt * (1 + 14 * (i % 5 == 0)) for i, prompt in enumerate(prompts)]  # some longer than a block
+    how = [replace(s, top_p=0.9) if i % 4 == 0 else s for i, s in enumerate(how)]
+
+    def new(slots: int = 256) -> LocalEngine:
+        return LocalEngine(model, tokenizer, slots, precision)
+
+    if not new().batch_invariant:
+        pytest.skip("this processor has no products in bfloat16")
+    alone = [complete(new(), [p], [s])[0] for p, s in zip(prompts, how, strict=True)]
+    late, arrived = new(7), {}
+    for i, (prompt, sampling) in enumerate(zip(prompts, how, strict=True)):
+        late.submit(i, prompt, sampling)
+        for _ in range(i % 3):
+            arrived |= {c.id: c for c in late.poll()}
+    while late.running or late.waiting:
+        arrived |= {c.id: c for c in late.poll()}
+    together = complete(new(), prompts, how)
+    for i, single in enumerate(alone):
+        for other in (together[i], arrived[i]):
+            assert other.tokens == single.tokens and other.logp == single.logp and other.stop == single.stop
+
+
+def test_polling_returns_after_a_few_steps_though_nothing_has_finished(model: Decoder, tokenizer: Tokenizer) -> None:
+    engine = LocalEngine(model, tokenizer)
+    engine.submit(0, [5, 6, 7], Sampling(max_tokens=40, seed=next(_unending(model, tokenizer))))
+    polls = [engine.poll() for _ in range(40 // POLL_STEPS + 1)]
+    assert polls[0] == [] and sum(map(len, polls)) == 1
+
+
+def _unending(model: Decoder, tokenizer: Tokenizer) -> Iterator[int]:
+    """Seeds of replies of 40 tokens."""
+    for seed in range(1000):
+        if (
+            len(complete(LocalEngine(model, tokenizer), [[5, 6, 7]], [Sampling(max_tokens=40, seed=seed)])[0].tokens)
+            == 40
+        ):
+            yield seed
+
+
 def test_prompt_of_a_group_is_computed_once(model: Decoder, tokenizer: Tokenizer) -> None:
     engine, fed = LocalEngine(model, tokenizer, slots=4), []
     forward = model.forward
@@ -94,7 +129,7 @@ def test_prompt_of_a_group_is_computed_once(model: Decoder, tokenizer: Tokenizer
     model.forward = counting  # type: ignore[method-assign]
     prompt = list(range(5, 25))
     complete(engine, [prompt] * 12, [Sampling(seed=i, max_tokens=2 + i % 3) for i in range(12)])
-    assert sum(tokens == prompt for tokens in fed) == 1
+    assert sum(tokens[: len(prompt)] == prompt for tokens in fed) == 1
 
 
 def test_sampling_follows_the_distribution(model: Decoder, tokenizer: Tokenizer) -> None:

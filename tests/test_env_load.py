@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,11 +24,10 @@ from posttrain.envs.load import (
     load_converter,
     load_env,
     pack_env,
-    read_turn,
-    read_verdict,
     unpack_env,
 )
-from posttrain.types import Invalid, Reply, Turn, UserError
+from posttrain.envs.reading import LONGEST_TEXT, Done, read_turn, read_verdict
+from posttrain.types import Graded, Invalid, InvalidKind, Reply, SpanReward, Turn, UserError
 
 MY = """
 from neighbour import SCORE
@@ -164,44 +164,79 @@ def test_a_lifted_reward_shows_the_task_once_and_returns_what_the_reward_returne
         next(env({"id": "7", "question": "q"}))
 
 
-@pytest.mark.parametrize("one", [1, True, 1.0, numpy.float32(1), numpy.int64(1), numpy.ones(1)[0], Decimal(1)])
+@pytest.mark.parametrize(
+    "one",
+    [1, True, 1.0, numpy.float32(1), numpy.int64(1), numpy.ones(1)[0], Decimal(1), torch.tensor(1.0), numpy.array(1)],
+)
 def test_every_kind_of_number_is_a_reward(one: object) -> None:
-    reward, parts = read_verdict(one)
-    assert reward == 1.0 and type(reward) is float and parts == {}
+    done = read_verdict(one)
+    assert done == Done(1.0) and type(done.reward) is float
 
 
 NO_REWARDS = [None, "1.0", "", b"1", 1j, object(), [1.0], numpy.ones(2), math.nan, math.inf, -math.inf, 10**400]
-NO_REWARDS += [{}, {"a": None}, {"a": math.nan}, {"a": "1"}, {"a": 1e308, "b": 1e308}]
+NO_REWARDS += [
+    {},
+    {"a": None},
+    {"a": math.nan},
+    {"a": "1"},
+    {"a": 1e308, "b": 1e308},
+    1e308,
+    1.1e6,
+    {"a": 9e5, "b": 9e5},
+]
+NO_REWARDS += [numpy.complex64(1), torch.tensor(1j), numpy.str_("1"), numpy.bytes_(b"1"), b"", bytearray(b"1")]
+NO_REWARDS += [
+    numpy.datetime64(1, "s"),
+    dict.fromkeys(map(str, range(1000)), 0.0),
+    numpy.array([1.0]),
+    {"a": 1, "a\n": 2},
+]
 
 
 @pytest.mark.parametrize("value", NO_REWARDS)
 def test_everything_else_is_invalid_with_a_reason(value: object) -> None:
-    reward, parts = read_verdict(value)
-    assert isinstance(reward, Invalid) and parts == {}
-    assert "expected a finite number" in reward.reason and "\n" not in reward.reason
+    done = read_verdict(value)
+    assert isinstance(done.reward, Invalid) and done.rewards == {} and done.reward.kind is InvalidKind.UNREADABLE
+    assert "expected a finite number" in done.reward.reason and "\n" not in done.reward.reason
 
 
 def test_a_dict_is_summed_unless_it_names_the_reward() -> None:
-    assert read_verdict({"a": 1, "b": 0.5}) == (1.5, {"a": 1.0, "b": 0.5})
-    assert read_verdict({"a": 1, "reward": 0.25}) == (0.25, {"a": 1.0})
+    assert read_verdict({"a": 1, "b": 0.5}) == Done(1.5, {"a": 1.0, "b": 0.5})
+    assert read_verdict({"a": 1, "reward": 0.25}) == Done(0.25, {"a": 1.0})
 
 
 def test_the_reason_of_an_invalid_is_kept() -> None:
-    assert read_verdict(Invalid("sandbox is down")) == (Invalid("sandbox is down"), {})
+    assert read_verdict(Invalid("sandbox is down")) == Done(Invalid("sandbox is down"))
 
 
 @given(st.dictionaries(st.text(min_size=1), st.floats(-1e6, 1e6), min_size=1))
 def test_the_reward_of_parts_does_not_depend_on_their_order(parts: dict[str, float]) -> None:
-    assert read_verdict(parts)[0] == read_verdict(dict(reversed(parts.items())))[0]
+    assert read_verdict(parts).reward == read_verdict(dict(reversed(parts.items()))).reward
 
 
 NO_TURNS: list[Any] = [3, None, Turn(), Turn("a", messages=[]), Turn("a", reward=math.nan), Turn("a", max_tokens=0)]
+NO_TURNS += ["\ud800", Turn("a", stop=("\udfff",)), Turn("x" * (LONGEST_TEXT + 1)), Turn("a", stop=("",))]
+NO_TURNS += [Turn(messages=[{"role": "user", "content": "x" * LONGEST_TEXT}]), Turn(messages=[{"role": "user"}])]
+NO_TURNS += [Turn("a", stop=("x" * 2000,)), Turn("a", learn=1), Turn("a", fresh=None), Turn("a", reward=1e9)]  # type: ignore[arg-type]
 NO_TURNS += [Turn(3), Turn("a", stop="</a>"), Turn(messages=[{"role": "user", "content": 3}])]  # type: ignore[arg-type, dict-item]
 
 
 @pytest.mark.parametrize("value", NO_TURNS)
 def test_what_is_not_a_turn_is_invalid(value: object) -> None:
     assert isinstance(read_turn(value), Invalid)
+
+
+def test_parts_of_replies_are_read_with_the_verdict() -> None:
+    spans = [SpanReward(3, 1), SpanReward(end=2, reward=numpy.float32(0.5), reply=0)]
+    assert read_verdict(Graded({"a": 1}, spans)) == Done(1.0, {"a": 1.0}, (SpanReward(3, 1.0), SpanReward(2, 0.5, 0)))
+
+
+NO_SPANS: list[Any] = ["abc", [3], [SpanReward(1.5, 1.0)], [SpanReward(1, math.nan)], [SpanReward(1, 1j)]]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spans", [*NO_SPANS, [SpanReward(1, 1.0)] * 1000])
+def test_parts_of_replies_that_cannot_be_read_make_the_verdict_invalid(spans: Any) -> None:
+    assert isinstance(read_verdict(Graded(1.0, spans)).reward, Invalid)
 
 
 def test_a_function_of_a_file_travels_by_its_place_and_a_closure_by_value(my: Path) -> None:

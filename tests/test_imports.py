@@ -14,7 +14,7 @@ RANKS = (
     {"types", "deferred"},
     {"values"},
     {"names"},
-    {"user_code", "seeds", "part", "batch"},
+    {"user_code", "seeds", "part", "batch", "children"},
     {"protocols"},
     {"kernels", "verify", "data"},
     {"envs", "models"},

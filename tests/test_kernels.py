@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from layouts import normal, segments
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from posttrain.batch import Layout
 from posttrain.engines.cache import attention, plain_attention
 from posttrain.engines.local import LocalEngine
 from posttrain.learners.adamw import AdamW
@@ -27,10 +27,6 @@ from posttrain.models.likelihood import token_logp, token_logp_entropy
 from posttrain.models.linear import Linear, accumulating
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Sampling
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["logits kept", "logits made again"])
@@ -97,14 +93,6 @@ def test_attention_of_every_device_gives_the_same_mass_and_mixture(dtype: torch.
     mask[0, :, :, 5:] = float("-inf")
     for ours, theirs in zip(attention(q, k, v, mask), plain_attention(q, k, v, mask), strict=True):
         assert ours.dtype == theirs.dtype and torch.allclose(ours.double(), theirs.double(), atol=error)
-
-
-def segments(*lengths: tuple[int, int]) -> Layout:
-    """A layout of segments, each of a length behind a prefix (its number, or -1)."""
-    total = sum(length for length, _ in lengths)
-    start = [sum(length for length, _ in lengths[:number]) for number in range(len(lengths))]
-    zeros = torch.zeros(total, dtype=torch.int64)
-    return Layout(zeros, zeros, tuple(start), *(tuple(column) for column in zip(*lengths, strict=True)))
 
 
 def test_attention_to_own_tokens_and_prefix_apart_equals_attention_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.algorithms.describe import as_data, describe, differences, objective, page, parts
+from posttrain.algorithms.describe import as_data, describe, differences, objective, page, parts, settings
 from posttrain.algorithms.policy import Algorithm
+from posttrain.algorithms.settings import change
 from posttrain.algorithms.table import TABLE
 from posttrain.cli.main import main
 
@@ -54,8 +55,17 @@ def test_data_of_a_row_is_json_with_every_default(row: Algorithm) -> None:
     data = as_data(row)
     assert json.loads(json.dumps(data)) == data
     assert data["name"] == row.name and data["paper"] == row.paper and len(data["parts"]) == len(parts(row))
-    assert data["defaults"]["advantage"]["part"] == type(row.advantage).__name__
-    assert {"epochs", "minibatches", "surrogate", "aggregate"} <= data["defaults"].keys()
+    assert {"epochs", "minibatches", "surrogate", "aggregate", "advantage.eps"} & {*data["settings"]} >= {
+        "epochs",
+        "surrogate",
+    }
+
+
+@ALL
+def test_settings_as_they_are_listed_change_nothing_when_they_are_given(row: Algorithm) -> None:
+    given = dict(line.split()[0].split("=", 1) for line in settings(row))
+    assert change(row, given) == row
+    assert given.keys() == as_data(row)["settings"].keys()
 
 
 def test_algorithms_verb_prints_the_table_a_row_and_data(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +74,6 @@ def test_algorithms_verb_prints_the_table_a_row_and_data(capsys: pytest.CaptureF
     assert main(["algorithms", "dapo", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == as_data(TABLE["dapo"])
     assert main(["algorithms", "dapo"]) == 0
-    assert "other than grpo:" in capsys.readouterr().out
+    assert "differences from grpo:" in capsys.readouterr().out
     assert main(["algorithms"]) == 0
     assert all(name in capsys.readouterr().out for name in ("dapo",))

@@ -2,67 +2,45 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny
+from conftest import CHATML, tiny
+from environments import asking, delayed
+from episodes import episodes, played, said, until_done
 
+import posttrain
+from posttrain.algorithms.credit import earnings
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.chat import Conversation
 from posttrain.envs.play import Episode, play
-from posttrain.envs.pool import EnvPool
+from posttrain.envs.playing import Playing
+from posttrain.envs.pool import Done, EnvPool, Event
+from posttrain.kernels import binder, build
+from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.seeds import seed_of
-from posttrain.types import Completion, Invalid, Reply, Rollout, Sampling, StopReason, Task, Turn, UserError
-
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+from posttrain.sources.scores import scoreboard
+from posttrain.types import (
+    Completion,
+    Graded,
+    Invalid,
+    PlayedTurn,
+    Reply,
+    Sampling,
+    SpanKind,
+    SpanReward,
+    StopReason,
+    Task,
+    Turn,
+    UserError,
 )
 
 
-def asking(task: Task) -> Generator[Turn | str, Reply, float]:
-    """Two tool replies whose text repeats what the policy said, then the length of it all."""
-    reply = yield Turn(task["prompt"], stop=("7",))
-    total = len(reply)
-    for _ in range(2):
-        reply = yield f"<info>{reply}</info>"
-        total += len(reply)
-    return float(total)
-
-
-def slow(task: Task) -> Generator[Turn | str, Reply, float]:
-    """The same, answering after a delay that differs from task to task."""
-    reply = yield Turn(task["prompt"], stop=("7",))
-    total = len(reply)
-    for _ in range(2):
-        time.sleep(0.004 * (2 - int(task["id"]) % 3))
-        reply = yield f"<info>{reply}</info>"
-        total += len(reply)
-    return float(total)
-
-
-def run(
-    env: Any,
-    tokenizer: Tokenizer,
-    count: int = 12,
-    workers: int = 0,
-    context: int = 256,
-    too_long: Any = "refuse",
-    **how: Any,
-) -> list[Rollout]:
-    model = tiny(tokenizer, context=context)
-    engine = LocalEngine(model, tokenizer, slots=5)
-    episodes = [Episode({"id": str(i // 3), "prompt": f"say {i // 3}="}, str(i // 3), seed_of(i)) for i in range(count)]
-    with EnvPool(env, workers) as pool:
-        return play(episodes, pool, engine, tokenizer, Sampling(**{"max_tokens": 9, **how}), context, too_long)
-
-
 def test_only_what_the_policy_sampled_is_trainable(tokenizer: Tokenizer) -> None:
-    for rollout in run(asking, tokenizer):
+    for rollout in played(asking, tokenizer):
         (transcript,) = rollout.transcripts
         shown = [t for i, t in enumerate(transcript.tokens) if i not in transcript.scored]
         observed = tokenizer.decode(shown)
@@ -84,19 +62,76 @@ def test_sampled_tokens_are_kept_and_never_tokenised_again(
         return done
 
     monkeypatch.setattr(LocalEngine, "poll", spy)
-    rollouts = run(asking, tokenizer)
+    rollouts = played(asking, tokenizer)
     for id, rollout in enumerate(rollouts):
         (transcript,) = rollout.transcripts
         kept = [transcript.tokens[i] for i in transcript.scored.tolist()]
         assert kept == [t for c in seen if c.id == id for t in c.tokens]
 
 
-def test_outcome_does_not_depend_on_the_timing_of_environments(tokenizer: Tokenizer) -> None:
-    inline, workers = run(asking, tokenizer), run(slow, tokenizer, workers=2)
-    for a, b in zip(inline, workers, strict=True):
-        assert a.transcripts[0].tokens == b.transcripts[0].tokens
-        assert a.transcripts[0].logp == b.transcripts[0].logp
-        assert a.reward == b.reward
+@pytest.fixture(params=["compiled", "torch"])
+def code(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "compiled" and binder.decode() is None:
+        pytest.skip("needs a C compiler")
+    build.use(request.param == "compiled")
+    yield request.param
+    build.use(True)
+
+
+def test_no_bit_of_a_rollout_depends_on_when_environments_answer(tokenizer: Tokenizer, code: str) -> None:
+    expected = said(played(asking, tokenizer, 18))
+    for workers in (1, 4):
+        assert said(played(delayed, tokenizer, 18, workers)) == expected
+
+
+def test_no_byte_of_a_run_depends_on_when_environments_answer(tokenizer: Tokenizer, code: str, tmp_path: Path) -> None:
+    save_model(tiny(tokenizer, context=256), tmp_path / "start", tokenizer)
+    rows = [{"id": str(i), "prompt": f"say {i}="} for i in range(8)]
+
+    def files(env: Any, workers: int) -> dict[str, bytes]:
+        run = posttrain.rl(
+            rows, env, str(tmp_path / "start"), out=str(tmp_path / f"{workers}"), env_workers=workers, algorithm="dapo",
+            steps=3, prompts=2, group=3, max_tokens=9, episode_tokens=27, lr=1e-2, threads=1, quiet=True,
+            compiled=code == "compiled",
+        )  # fmt: skip
+        return {p.name: p.read_bytes() for p in [run.path / "metrics.jsonl", *sorted(run.path.glob("rollouts/*"))]}
+
+    expected = files(asking, 0)
+    assert len(expected) == 4
+    for workers in (1, 4):
+        assert files(delayed, workers) == expected
+
+
+def test_compiled_sampling_waits_for_no_environment(tokenizer: Tokenizer) -> None:
+    """Of two episodes one is heard only after the other has ended: with a barrier it would wait for ever."""
+    if binder.decode() is None:
+        pytest.skip("needs a C compiler")
+    ended: list[str] = []
+
+    def env(task: Task) -> Generator[Turn | str, Reply, float]:
+        yield task["prompt"]
+        for _ in range(3):
+            yield "more"
+        ended.append(task["id"])
+        return 0.0
+
+    class Late(EnvPool):
+        """Episode 0 answers when episode 3 has ended."""
+
+        def poll(self, timeout: float | None = 0.0) -> list[tuple[int, Event]]:
+            events = [*late, *super().poll(0.0)]
+            late[:] = [e for e in events if e[0] == 0 and "1" not in ended]
+            return [e for e in events if e not in late]
+
+        @property
+        def pending(self) -> int:
+            return super().pending + len(late)
+
+    late: list[tuple[int, Event]] = []
+    engine = LocalEngine(tiny(tokenizer, context=256), tokenizer)
+    with Late(env, 0) as pool:
+        rollouts = play(episodes(4)[::3], pool, engine, tokenizer, Sampling(max_tokens=5), 256)
+    assert [r.reward for r in rollouts] == [0.0, 0.0] and ended == ["1", "0"]
 
 
 def test_stop_string_of_a_turn_ends_the_reply(tokenizer: Tokenizer) -> None:
@@ -107,7 +142,7 @@ def test_stop_string_of_a_turn_ends_the_reply(tokenizer: Tokenizer) -> None:
         replies.append(reply)
         return 0.0
 
-    run(env, tokenizer)
+    played(env, tokenizer)
     stopped = [r for r in replies if r.stop is StopReason.STOP]
     assert stopped and all(r[-1] in "7e" and not set(r[:-1]) & set("7e") for r in stopped)
 
@@ -118,7 +153,7 @@ def test_step_rewards_are_kept_with_their_place_and_add_up(tokenizer: Tokenizer)
         yield Turn("more", reward=0.5)
         return 1.0
 
-    for rollout in run(env, tokenizer):
+    for rollout in played(env, tokenizer):
         assert rollout.reward == 1.5 and len(rollout.steps) == 1
         position, reward = rollout.steps[0]
         assert reward == 0.5 and 0 < position < rollout.n_sampled
@@ -126,7 +161,7 @@ def test_step_rewards_are_kept_with_their_place_and_add_up(tokenizer: Tokenizer)
 
 def test_first_prompt_beyond_the_context_is_the_users_mistake(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="task '0'.*context holds 6 tokens"):
-        run(lambda task, reply: 0.0, tokenizer, context=6)
+        played(lambda task, reply: 0.0, tokenizer, context=6)
 
 
 def test_first_prompt_beyond_the_context_is_invalid_or_cut_where_that_is_wanted(tokenizer: Tokenizer) -> None:
@@ -134,11 +169,11 @@ def test_first_prompt_beyond_the_context_is_invalid_or_cut_where_that_is_wanted(
         yield "=".join(map(str, range(int(task["id"]), 40)))
         return 1.0
 
-    whole = run(env, tokenizer, context=200, max_tokens=2)
-    skipped = run(env, tokenizer, context=60, max_tokens=2, too_long="skip")
+    whole = played(env, tokenizer, context=200, max_tokens=2)
+    skipped = played(env, tokenizer, context=60, max_tokens=2, limits={"too_long": "skip"})
     assert all(isinstance(r.reward, Invalid) and "context holds 60" in r.reward.reason for r in skipped)
     for most, length in ((2, 58), (50, 30)):  # room for the reply, but half of the context for the prompt
-        cut = run(env, tokenizer, context=60, max_tokens=most, too_long="truncate")
+        cut = played(env, tokenizer, context=60, max_tokens=most, limits={"too_long": "truncate"})
         for one, other in zip(cut, whole, strict=True):
             prompt = other.transcripts[0].tokens[: -other.n_sampled]
             kept = one.transcripts[0].tokens[: -one.n_sampled]
@@ -151,20 +186,159 @@ def test_later_turn_beyond_the_context_gets_an_empty_reply_and_a_score(tokenizer
         reply = yield "x" * 30
         return -1.0 if reply == "" and reply.stop is StopReason.CONTEXT else 1.0
 
-    for rollout in run(env, tokenizer, context=30, max_tokens=3):
+    for rollout in played(env, tokenizer, context=30, max_tokens=3):
         assert rollout.reward == -1.0 and rollout.stop is StopReason.CONTEXT and rollout.n_sampled <= 3
 
 
-def test_environment_that_asks_for_ever_is_invalid(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.envs.play.MAX_TURNS", 3)
-
+def test_environment_that_asks_on_after_it_was_told_is_invalid(tokenizer: Tokenizer) -> None:
     def env(task: Task) -> Generator[Turn | str, Reply, float]:
         yield Turn(task["prompt"])
         while True:
             yield "again"
 
-    rollouts = run(env, tokenizer, max_tokens=2)
-    assert all(isinstance(r.reward, Invalid) and "3 turns" in r.reward.reason for r in rollouts)
+    for rollout in played(env, tokenizer, max_tokens=2, limits={"turns": 3}):
+        assert isinstance(rollout.reward, Invalid) and "stop was turns" in rollout.reward.reason
+        assert len([t for t in rollout.turns if t.kind is SpanKind.SAMPLED]) == 3
+
+
+@pytest.mark.parametrize("out_of", ["turns", "length", "context"])
+def test_an_episode_that_runs_out_is_told_once_and_keeps_its_reward(tokenizer: Tokenizer, out_of: str) -> None:
+    limits: dict[str, Any] = {"turns": {"turns": 2}, "length": {"episode_tokens": 11}, "context": {}}[out_of]
+    context = 40 if out_of == "context" else 256
+
+    def env(task: Task) -> Generator[Turn | str, Reply, dict[str, float]]:
+        reply = yield Turn(task["prompt"])
+        heard = 1
+        while reply or not reply.stop.truncated:
+            reply = yield Turn("and then ", reward=0.25)
+            heard += 1
+        return {str(reply.stop): 1.0, "heard": float(heard)}
+
+    for rollout in played(env, tokenizer, context=context, limits=limits, max_tokens=4):
+        replies = [t for t in rollout.turns if t.kind is SpanKind.SAMPLED]
+        assert rollout.rewards == {out_of: 1.0, "heard": len(replies) + 1.0}
+        assert rollout.reward == 1.0 + len(replies) + 1.0 + 0.25 * len(replies)
+        assert rollout.stop == out_of and rollout.stop.truncated
+        assert rollout.turns[-1].length == 0  # what is not answered is not shown to the policy either
+        (transcript,) = rollout.transcripts
+        assert transcript.spans[-1].kind is SpanKind.SAMPLED and len(transcript) <= context
+
+
+def test_the_budget_of_an_episode_holds_over_all_its_replies(tokenizer: Tokenizer) -> None:
+    rollouts = played(asking, tokenizer, limits={"episode_tokens": 11})
+    assert max(r.n_sampled for r in rollouts) == 11
+    cut = [r for r in rollouts if r.n_sampled == 11]
+    assert {r.stop for r in cut} == {StopReason.LENGTH} and not any(isinstance(r.reward, Invalid) for r in rollouts)
+
+
+def test_a_fresh_turn_begins_a_transcript_that_knows_nothing_of_the_others(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Generator[Turn | str, Reply, float]:
+        yield task["prompt"]
+        yield Turn("once more ", fresh=True, reward=0.5)
+        yield "then "
+        return 1.0
+
+    for rollout in played(env, tokenizer):
+        first, second = rollout.transcripts
+        assert tokenizer.decode(second.tokens).startswith("once more ")
+        assert [s.kind for s in second.spans] == ["prompt", "sampled", "observation", "sampled"]
+        assert rollout.steps == [(first.n_scored, 0.5)] and rollout.reward == 1.5
+        assert [t.transcript for t in rollout.turns] == [0, 0, 1, 1, 1, 1]
+    alone = LocalEngine(tiny(tokenizer, context=256), tokenizer)
+    alone.submit(0, second.tokens[: second.spans[0].length], Sampling(max_tokens=9, seed=seed_of(seed_of(11), 2)))
+    assert list(until_done(alone)[0].tokens) == second.tokens[second.spans[1].start :][: second.spans[1].length]
+
+
+def test_a_full_context_is_left_by_a_fresh_turn_alone(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Generator[Turn | str, Reply, float]:
+        yield task["prompt"]
+        told = yield "x" * 40
+        assert told.stop is StopReason.CONTEXT and told == ""
+        if task["id"] == "0":
+            yield "short"
+        reply = yield Turn("again ", fresh=True)
+        return float(len(reply) > 0)
+
+    rollouts = played(env, tokenizer, 6, context=32, max_tokens=3)
+    assert all(isinstance(r.reward, Invalid) for r in rollouts[:3])
+    assert [r.reward for r in rollouts[3:]] == [1.0] * 3 and all(len(r.transcripts) == 2 for r in rollouts[3:])
+    assert not any(r.stop is StopReason.CONTEXT for r in rollouts[3:])
+
+
+def test_a_reply_to_a_turn_that_is_not_learned_from_has_no_scored_token(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Generator[Turn | str, Reply, float]:
+        yield Turn(task["prompt"], learn=False)
+        yield Turn("now ", reward=0.5)
+        return 1.0
+
+    for rollout in played(env, tokenizer):
+        (transcript,) = rollout.transcripts
+        unlearned, learned = (s for s in transcript.spans if s.kind is SpanKind.SAMPLED)
+        assert not unlearned.learned and learned.learned
+        assert transcript.scored.tolist() == list(range(learned.start, learned.start + learned.length))
+        assert rollout.n_sampled == unlearned.length + learned.length and rollout.steps == [(0, 0.5)]
+
+
+def test_turns_say_who_said_what_and_where_it_stands(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Generator[Turn | str, Reply, float]:
+        yield task["prompt"]
+        yield Turn("<42>", tool=True)
+        yield Turn("well ", reward=0.25)
+        return 0.0
+
+    for rollout in played(env, tokenizer):
+        (transcript,) = rollout.transcripts
+        assert [t.kind for t in rollout.turns] == ["prompt", "sampled", "tool", "sampled", "observation", "sampled"]
+        assert [t.kind for t in rollout.turns] == [s.kind for s in transcript.spans]
+        assert [(t.start, t.length) for t in rollout.turns] == [(s.start, s.length) for s in transcript.spans]
+        assert [t.reward for t in rollout.turns] == [0, 0, 0, 0, 0.25, 0]
+        for turn in rollout.turns:
+            own = [i for i in transcript.tokens[turn.start : turn.start + turn.length] if i != tokenizer.eos_id]
+            assert tokenizer.decode(own) == turn.text
+
+
+def test_a_reward_for_a_part_of_a_reply_is_earned_by_its_last_token(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Generator[Turn | str, Reply, Graded]:
+        first = yield task["prompt"]
+        second = yield "and "
+        spans = [SpanReward(1, 0.5, 0)] if first else []
+        return Graded({"right": 1.0}, [*spans, *([SpanReward(len(second), 0.25)] if second else [])])
+
+    for rollout in played(env, tokenizer, max_tokens=5):
+        (transcript,) = rollout.transcripts
+        first, second = (t for t in rollout.turns if t.kind is SpanKind.SAMPLED)
+
+        def place(turn: PlayedTurn, end: int) -> int:
+            tokens = transcript.tokens[turn.start : turn.start + turn.length]
+            return next(n for n in range(turn.length + 1) if len(tokenizer.decode(tokens[:n])) == end)
+
+        expected = [(place(first, 1), 0.5)] if first.text else []
+        expected += [(first.length + place(second, len(second.text)), 0.25)] if second.text else []
+        assert rollout.steps == expected and rollout.rewards == {"right": 1.0}
+        assert rollout.reward == 1.0 + sum(reward for _, reward in expected)
+        [earned] = earnings(scoreboard([rollout]))
+        assert all(earned[place - 1] >= reward for place, reward in expected) and earned.sum() == rollout.reward
+
+
+@pytest.mark.parametrize(
+    "span", [SpanReward(0, 1.0), SpanReward(10**6, 1.0), SpanReward(1, 1.0, 1), SpanReward(1, 1.0, -2)]
+)
+def test_a_reward_for_a_part_that_is_not_there_is_invalid(tokenizer: Tokenizer, span: SpanReward) -> None:
+    for rollout in played(lambda task, reply: Graded(1.0, [span]), tokenizer, 3):
+        assert isinstance(rollout.reward, Invalid) and "part" in rollout.reward.reason and rollout.steps == []
+
+
+def test_parts_of_replies_are_found_behind_tokens_of_many_characters() -> None:
+    words = Tokenizer.train(["hello there you hello there you"] * 3, 300)
+    p = Playing(Episode({"id": "0"}, "0", 0), words)
+    p.show(Turn("hello"), words.encode("hello"), 0.0)
+    tokens = words.encode(" there you \u00e9\u4e16 hello")
+    text = words.decode(tokens)
+    p.reply(Completion(0, tokens, [0.0] * len(tokens), text, StopReason.EOS, 0), 0.0)
+    for end in range(1, len(text) + 1):
+        [(place, _)] = p.rollout(Done(0.0, {}, (SpanReward(end, 1.0),))).steps
+        assert words.decode(tokens[:place])[:end] == text[:end]
+        assert words.decode(tokens[: place - 1])[:end] != text[:end]
 
 
 @pytest.mark.parametrize("ended", ["eos", "stop", "length"])

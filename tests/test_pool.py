@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import descendants, gone, is_running
 
 from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.types import Invalid, Reply, StopReason, Turn, UserError
@@ -82,6 +83,11 @@ def open_pool() -> Iterator[Callable[..., EnvPool]]:
     yield open_pool
     for pool in pools:
         pool.close()
+
+
+def workers_of(pool: EnvPool) -> list[int]:
+    """The processes in which the environment runs; each is the child of a keeper."""
+    return [child for worker in pool._workers for child in descendants(worker.child.process.pid)]
 
 
 def answers(pool: EnvPool) -> dict[int, Event]:
@@ -215,9 +221,9 @@ def test_the_other_episodes_of_a_lost_worker_are_replayed(
 
 
 def kill_idle_worker(pool: EnvPool) -> None:
-    process = pool._workers[0].process
-    os.kill(process.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet known to be
+    [worker] = workers_of(pool)
+    os.kill(worker, signal.SIGKILL)
+    gone(worker)
 
 
 def test_an_idle_worker_that_is_killed_costs_nothing(my: str, open_pool: Callable[..., EnvPool]) -> None:
@@ -233,11 +239,11 @@ def test_an_interrupt_from_the_keyboard_does_not_reach_workers(my: str, open_poo
     pool = open_pool(f"{my}:echo")
     pool.start(0, TASK)
     assert pool.poll(20) == [(0, Turn("p"))]
-    process = pool._workers[0].process
-    assert os.getsid(process.pid) != os.getsid(0)
-    process.send_signal(signal.SIGINT)
+    [worker] = workers_of(pool)
+    assert os.getsid(worker) != os.getsid(0)
+    os.kill(worker, signal.SIGINT)
     pool.send(0, Reply("a"))
-    assert pool.poll(20) == [(0, Turn("a"))] and pool._workers[0].process is process
+    assert pool.poll(20) == [(0, Turn("a"))] and workers_of(pool) == [worker]
 
 
 def test_a_busy_worker_that_is_killed_costs_one_episode(open_pool: Callable[..., EnvPool]) -> None:
@@ -253,7 +259,7 @@ def test_a_busy_worker_that_is_killed_costs_one_episode(open_pool: Callable[...,
     pool.send(0, Reply("slow"))
     pool.send(1, Reply("fast"))
     pool.poll(0)
-    os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+    os.kill(workers_of(pool)[0], signal.SIGKILL)
     found = answers(pool)
     assert isinstance(lost := found[0], Done) and isinstance(lost.reward, Invalid)
     assert "its worker process died (exit code -9, SIGKILL)" in lost.reward.reason
@@ -355,7 +361,7 @@ def test_an_import_that_fails_is_the_users_error_from_poll(tmp_path: Path, open_
 def test_an_import_that_kills_its_worker_is_the_users_error(tmp_path: Path, open_pool: Callable[..., EnvPool]) -> None:
     (tmp_path / "deadly.py").write_text("import os\nos._exit(9)\n")
     pool = open_pool(f"{tmp_path}/deadly.py:reward")
-    with pytest.raises(UserError, match=r"died while importing it \(exit code 9\)"):
+    with pytest.raises(UserError, match=r"a worker process died \(exit code 9\) while it was imported"):
         assert pool.single_turn
 
 
@@ -428,39 +434,32 @@ def test_a_script_without_a_main_guard_runs_its_body_once(tmp_path: Path) -> Non
 def test_workers_do_not_outlive_a_parent_that_is_killed(my: str, reply: str) -> None:
     script = (
         "import sys, time\nfrom posttrain.envs.pool import EnvPool\nfrom posttrain.types import Reply\n"
-        f"pool = EnvPool({my + ':reward'!r}, seconds=1000)\n"
+        f"pool = EnvPool({my + ':reward'!r}, 1, seconds=1000)\n"
         "pool.start(0, {'prompt': 'p'}); pool.poll(20)\n"
         f"pool.send(0, Reply({reply!r})); pool.poll(0.3)\n"
-        "print(pool._workers[0].process.pid, flush=True)\ntime.sleep(1000)\n"
+        "print('ready', flush=True)\ntime.sleep(1000)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    worker = int(parent.stdout.readline())
-    assert is_running(worker)
+    parent.stdout.readline()
+    processes = descendants(parent.pid)
+    assert len(processes) == 2  # a worker and its keeper
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    end = time.monotonic() + 10
-    while is_running(worker) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not is_running(worker)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    gone(*processes)
 
 
 def test_closing_ends_every_worker_even_a_stuck_one(my: str) -> None:
     pool = EnvPool(f"{my}:reward", workers=2, seconds=100)
+    pool.ready()
     for id in range(2):
         pool.start(id, TASK)
     answers(pool)
     pool.send(0, Reply("regex"))
     pool.poll(0.2)
-    processes = [worker.process for worker in pool._workers]
+    processes = descendants(os.getpid())
+    assert len(processes) == 4
     pool.close()
     pool.close()
-    assert [process.returncode for process in processes] == [-signal.SIGKILL, 0]
+    assert not any(map(is_running, processes))

@@ -1,31 +1,92 @@
-"""The README says what the code does."""
+"""README and the page on environments say what the code does, and what they show runs."""
 
 from __future__ import annotations
 
+import io
 import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from documents import ROOT, blocks, run
 
 from posttrain.algorithms.describe import line
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.table import TABLE
-from posttrain.cli.main import app
+from posttrain.cli.main import _known, app
+from posttrain.user_code import load_named
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+PAGES = {name: ROOT / name for name in ("README.md", "docs/environments.md")}
+TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
+README = TEXTS["README.md"]
+WORDS = {"--config", "--set", "--help", "--json", "--replies", "--index-url", "--seed"}
+"""Options of no configuration: of the command itself, of a verb without one, of other programs."""
 
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda r: r.name)
 def test_table_of_algorithms_is_the_one_in_the_code(row: Algorithm) -> None:
     assert line(row) in README, line(row)
+    assert 0 < len(row.idea.split()) <= 8
 
 
-def test_every_command_of_the_readme_exists() -> None:
+@pytest.mark.parametrize("name", PAGES)
+def test_every_block_runs_in_its_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+2+3=\n\n"))  # what is said in chat
+    before = set(sys.modules)
+    ran = [run(block) for block in blocks(PAGES[name])]
+    for made in set(sys.modules) - before:
+        if str(getattr(sys.modules[made], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[made]
+    assert sum(ran) == {"README.md": 15, "docs/environments.md": 7}[name]
+
+
+def test_rewards_of_the_page_on_environments_judge_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(PAGES["docs/environments.md"]):
+        if block.file and block.language == "python":
+            (tmp_path / block.file).write_text(block.text)
+    task = {"prompt": "2+2=", "answer": "4"}
+    assert load_named("my.py:reward")(task, "4") == {"answer": 1.0, "short": 0.1}
+    assert load_named("mine.py:reward")(task, r"\boxed{4}") == {"answer": 1.0, "form": 0.0}
+    graded = load_named("steps.py:steps")(task, "<think>2 and 2</think>4")
+    assert graded.reward == 1.0 and [(s.end, s.reward, s.reply) for s in graded.spans] == [(22, 0.5, -1)]
+    asked = load_named("tools.py:calculator")(task)
+    assert next(asked).stop == ("</calc>",)
+    told = asked.send("<calc>2+2</calc>")
+    assert told.text == "<out>4</out>" and told.tool
+    with pytest.raises(StopIteration) as ended:
+        asked.send("it is 4")
+    assert ended.value.value == 1.0
+
+
+def test_every_verb_and_every_option_that_a_page_names_exists() -> None:
     verbs = set(re.findall(r"posttrain (\w+)[ `]", README)) - {"import"}
     assert {"sft", "rl", "eval", "chat", "check", "algorithms"} <= verbs <= {name.lstrip("-") for name in app}
+    known = {f"--{name.replace('_', '-')}" for verb in ("sft", "rl", "eval") for name in _known(verb)}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
+    assert named <= known | WORDS, sorted(named - known - WORDS)
 
 
-def test_pictures_and_files_named_in_the_readme_exist() -> None:
-    root = Path(__file__).resolve().parents[1]
-    for path in re.findall(r"\]\(([\w/.-]+)\)", README):
-        assert (root / path).exists(), path
+def test_what_the_readme_installs_and_makes_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r'pip install "\.\[(\w+)\]"', README)) == set(extras)
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    made = set(re.findall(r"`make ([\w-]+)`", README))
+    assert {"demo", "check", "test", "wheel"} <= made <= targets
+
+
+def test_oldest_and_newest_torch_of_the_makefile_are_the_bounds() -> None:
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    bounds = re.fullmatch(r"torch>=(\d+\.\d+),<(\d+)\.(\d+)", next(d for d in needed if d.startswith("torch>")))
+    assert bounds is not None
+    chosen = dict(re.findall(r"^TORCH_(\w+) := (\d+\.\d+)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert chosen == {"OLDEST": bounds[1], "NEWEST": f"{bounds[2]}.{int(bounds[3]) - 1}"}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pictures_and_files_that_a_page_names_exist(name: str) -> None:
+    for path in re.findall(r"\]\(([\w/.+-]+)(?:#[\w-]+)?\)", TEXTS[name]):
+        assert (PAGES[name].parent / path).exists(), path

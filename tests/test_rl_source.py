@@ -12,8 +12,10 @@ import pytest
 import torch
 from conftest import make_rollouts, tiny
 
+from posttrain.algorithms.aggregate import ConstantLength
 from posttrain.algorithms.critic import SoftQ
 from posttrain.algorithms.policy import Algorithm, Imitation, PolicyObjective, Pretraining, policy_objective
+from posttrain.algorithms.shaping import SoftOverlong
 from posttrain.algorithms.table import TABLE, find
 from posttrain.batch import Batch, Outputs, Stats
 from posttrain.config import RL, filled
@@ -33,7 +35,7 @@ from posttrain.sources.scores import describe, refuse_broken, scoreboard, usable
 from posttrain.sources.sft import demonstrate
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
-from posttrain.types import Completion, Invalid, Rollout, Sampling, StopReason, Task, Transcript, UserError
+from posttrain.types import Completion, Invalid, InvalidKind, Rollout, Sampling, StopReason, Task, Transcript, UserError
 
 TASKS = [{"id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
 
@@ -282,10 +284,35 @@ def test_invalid_rewards_are_counted_and_left_out_and_never_zero() -> None:
     assert stats["invalid"] == (4.0, 12.0) and stats["reward"][1] == 8.0 and stats["dropped"] == (5.0, 12.0)
 
 
+def test_kinds_of_invalid_rewards_are_shares_of_the_step_and_timeouts_are_always_told() -> None:
+    rollouts = make_rollouts(torch.Generator().manual_seed(1), 2, 4, 30)
+    assert describe(rollouts, None).means()["invalid/timeout"] == 0.0
+    rollouts[0] = replace(rollouts[0], reward=Invalid("late", InvalidKind.TIMEOUT))
+    rollouts[3] = replace(rollouts[3], reward=Invalid("dead", InvalidKind.DIED))
+    figures = describe(rollouts, None).means()
+    assert (figures["invalid"], figures["invalid/timeout"], figures["invalid/died"]) == (0.25, 0.125, 0.125)
+
+
 def test_step_with_mostly_invalid_rewards_stops_with_the_reason() -> None:
     rollouts = invalidate(make_rollouts(torch.Generator().manual_seed(0), 2, 4, 40), 0, 1, 2, 3, 4)
     with pytest.raises(UserError, match="5 of 8 rewards.*broken"):
         refuse_broken(rollouts)
+
+
+def test_all_that_counts_the_tokens_of_an_episode_counts_the_same() -> None:
+    given = {"max_tokens": 8, "group": 4, "prompts": 3, "overlong_cache": 4, "aggregate": "constant"}
+
+    def limits(single_turn: bool, **more: Any) -> tuple[Any, Any]:
+        found = adjust(find("grpo"), filled(RL, {**given, **more}), single_turn)
+        assert isinstance(found.aggregate, ConstantLength) and isinstance(found.shaping[0], SoftOverlong)
+        assert f"B {found.aggregate.length})" in found.aggregate.formula
+        assert f"up to {found.shaping[0].limit}" in found.shaping[0].formula
+        return found.aggregate.length, found.shaping[0].limit
+
+    assert limits(True) == limits(False, max_turns=1) == (8, 8)
+    assert limits(False, episode_tokens=20) == (20, 20) and limits(True, episode_tokens=20) == (8, 8)
+    with pytest.raises(UserError, match="aggregate and shaping count the tokens of an episode.*--episode-tokens"):
+        limits(False)
 
 
 def test_more_prompts_than_tasks_is_refused(tokenizer: Tokenizer) -> None:
@@ -302,7 +329,16 @@ def test_step_has_the_next_task_for_one_whose_prompt_does_not_fit(tokenizer: Tok
         too_long = TooLong(policy, 64, said.append)
         engine, size = LocalEngine(tiny(tokenizer), tokenizer), Size(3, 2, 64)
         return Collector(
-            to_tasks(rows), EnvPool(digits, 0), engine, tokenizer, Sampling(max_tokens=4), 64, size, 0, None, too_long
+            to_tasks(rows),
+            EnvPool(digits, 0),
+            engine,
+            tokenizer,
+            Sampling(max_tokens=4),
+            64,
+            size,
+            0,
+            None,
+            too_long=too_long,
         )
 
     def play(collector: Collector, number: int) -> tuple[list[str], float, int]:

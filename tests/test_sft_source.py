@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import CHATML
 from row_files import refused, write_jsonl
-from test_play import CHATML
 
 from posttrain.data.convert import Conversion
 from posttrain.data.rows import load_rows

@@ -9,7 +9,7 @@ import torch
 from conftest import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import normal
+from layouts import normal
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import descendants, is_running
 
 import posttrain
 from posttrain.engines.local import LocalEngine
@@ -228,12 +229,12 @@ def test_hand_over_that_goes_wrong_stops_the_run(
 ) -> None:
     with closing(VLLMEngine(policy, tokenizer, slots=4)) as engine:
         engine.load_seconds = 2.0
-        process, ask = engine.process.process, engine.process.ask
+        processes, ask = descendants(engine.process.child.process.pid), engine.process.ask
         message = {"dies": "died while taking over weights of version 1 .*SIGKILL", "hangs": "silent for 2 s while"}
         if what == "dies":
-            os.kill(process.pid, signal.SIGKILL)
+            os.kill(processes[0], signal.SIGKILL)
         elif what == "hangs":
-            os.kill(process.pid, signal.SIGSTOP)
+            os.kill(processes[0], signal.SIGSTOP)
         else:
 
             def damaged(*arguments: Any) -> Any:
@@ -245,7 +246,7 @@ def test_hand_over_that_goes_wrong_stops_the_run(
             engine.load(policy, 1)
         log = Path(str(caught.value).rpartition(" ")[2])
         assert "\n" not in str(caught.value) and "vLLM" in log.read_text()
-        assert process.poll() is not None, "nothing is left running"
+        assert not any(map(is_running, processes)), "nothing is left running"
         engine.submit(0, [5, 6], Sampling())
         with pytest.raises(UserError, match="the vLLM process"):
             engine.poll()
@@ -254,10 +255,11 @@ def test_hand_over_that_goes_wrong_stops_the_run(
 
 @needs_vllm
 def test_death_and_silence_while_sampling_stop_the_run(policy: Decoder, tokenizer: Tokenizer) -> None:
-    for number, message in ((signal.SIGKILL, "died while sampling .SIGKILL"), (signal.SIGSTOP, "silent for 1 s")):
+    ends = ((signal.SIGKILL, "died while sampling .exit code -9, SIGKILL"), (signal.SIGSTOP, "silent for 1 s"))
+    for number, message in ends:
         with closing(VLLMEngine(policy, tokenizer, slots=4)) as engine:
             engine.step_seconds = 1.0
-            os.kill(engine.process.process.pid, number)
+            os.kill(descendants(engine.process.child.process.pid)[0], number)
             engine.submit(0, [5, 6], Sampling())
             with pytest.raises(UserError, match=message) as caught:
                 engine.poll()
@@ -316,7 +318,7 @@ def test_run_whose_vllm_dies_is_saved_and_says_how_to_go_on(
     class Mortal(VLLMEngine):
         def load(self, weights: Any, version: int) -> None:
             if version == 2:
-                os.kill(self.process.process.pid, signal.SIGKILL)
+                os.kill(descendants(self.process.child.process.pid)[0], signal.SIGKILL)
             super().load(weights, version)
 
     monkeypatch.setattr("posttrain.training.assembly.VLLMEngine", Mortal)

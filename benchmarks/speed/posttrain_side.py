@@ -21,7 +21,6 @@ from rewards import REWARDS
 from side import Laps, Line, Memory, use_threads
 from work import GROUP, LEARNING_RATE, PROMPTS, SFT_ROWS, requests, rows, tasks, tokens_of
 
-from posttrain.training.adjust import adjust
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.table import find
 from posttrain.batch import Batch
@@ -35,6 +34,7 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.sources.packing import collate, split_microbatches
 from posttrain.training import assembly, setup
 from posttrain.training import trainer as course
+from posttrain.training.adjust import adjust
 from posttrain.training.loop import Trained
 from posttrain.types import Completion, Sampling, Transcript
 

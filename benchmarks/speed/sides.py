@@ -30,6 +30,7 @@ class Machine:
     vllm: Path
     place: Path  # models, logs, runs
     threads: int
+    root: Path = ROOT  # the checkout that is measured
 
     def python(self, name: str) -> Path:
         return {"posttrain": self.ours, "trl": self.trl, "generate": self.trl, "vllm": self.vllm}[name]
@@ -42,7 +43,7 @@ class Machine:
         threads = str(self.threads)
         return {
             **{name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"},
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(self.root),
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
@@ -61,13 +62,18 @@ class Side:
         whole = {"threads": machine.threads, "scratch": str(machine.place / "scratch" / self.name), **settings}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [machine.python(name), HERE / f"{name}_side.py", part, json.dumps(whole)],
+                [
+                    machine.python(name),
+                    machine.root / "benchmarks" / "speed" / f"{name}_side.py",
+                    part,
+                    json.dumps(whole),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[writing],
                 env={**machine.environment(), ANSWERS: str(writing)},
-                cwd=ROOT,
+                cwd=machine.root,
             )
         os.close(writing)
         self.answers = os.fdopen(reading)

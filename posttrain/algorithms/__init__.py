@@ -1,1 +1,1 @@
-"""Objectives: what a reward teaches. `parts.py` holds the ideas, `policy.py` the table of algorithms made of them."""
+"""Objectives: what a reward teaches. Parts hold the ideas; `policy.py` makes a row of them, `table.py` lists the rows."""

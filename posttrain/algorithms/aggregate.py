@@ -28,7 +28,10 @@ class Aggregate(Part):
 
 @dataclass(frozen=True)
 class SequenceMean(Aggregate):
-    """Every rollout counts the same, its tokens share (DeepSeekMath, arXiv 2402.03300, eq. 3)."""
+    """Gives every rollout the same weight, whatever its length, so tokens of long replies count less.
+
+    1 / (B n_i) (GRPO, DeepSeekMath, arXiv 2402.03300, eq. 3).
+    """
 
     formula = "1 / (B n_i)"
     source = "GRPO, DeepSeekMath, arXiv 2402.03300, eq. 3"
@@ -39,7 +42,10 @@ class SequenceMean(Aggregate):
 
 @dataclass(frozen=True)
 class TokenMean(Aggregate):
-    """Every token counts the same (DAPO, arXiv 2503.14476, eq. 12)."""
+    """Gives every token the same weight, so that long replies are not diluted: rambling costs its full length.
+
+    1 / sum_j n_j (DAPO, arXiv 2503.14476, eq. 12).
+    """
 
     formula = "1 / sum_j n_j"
     source = "PPO, arXiv 1707.06347, eq. 7; DAPO, arXiv 2503.14476, eq. 12"
@@ -50,7 +56,10 @@ class TokenMean(Aggregate):
 
 @dataclass(frozen=True)
 class PromptMean(Aggregate):
-    """Every prompt counts the same, the tokens of its group share."""
+    """Gives every prompt the same weight, so that prompts with long replies do not dominate the step.
+
+    1 / (prompts x tokens of the prompt's group) (ScaleRL, arXiv 2510.13786, section 3.2).
+    """
 
     formula = "1 / (prompts x tokens of the prompt's group)"
     source = "between GRPO's and DAPO's: ScaleRL, arXiv 2510.13786, section 3.2"
@@ -63,7 +72,10 @@ class PromptMean(Aggregate):
 
 @dataclass(frozen=True)
 class SequenceSum(Aggregate):
-    """The log-probability of the whole response, averaged over rollouts (REINFORCE, RLOO)."""
+    """Treats a whole response as one action: the unbiased policy gradient, whose noise grows with length.
+
+    1 / B for each token, so that log-probabilities are summed over a response (REINFORCE; RLOO, arXiv 2402.14740, eq. 7).
+    """
 
     formula = "1 / B"
     source = "REINFORCE; RLOO, arXiv 2402.14740, eq. 7"
@@ -74,9 +86,10 @@ class SequenceSum(Aggregate):
 
 @dataclass(frozen=True)
 class ConstantLength(Aggregate):
-    """Like the sequence sum, over a fixed length: the episode's token budget, never the padded width.
+    """Like the sequence sum, free of a bias towards long wrong replies, at a scale that does not depend on the budget.
 
-    Dr. GRPO (arXiv 2503.20783, section 3.2 and listing 1, MAX_TOKENS).
+    1 / (B length), `length` being the episode's token budget, never the padded width (Dr. GRPO, arXiv 2503.20783,
+    section 3.2 and listing 1, MAX_TOKENS).
     """
 
     length: int | None = knob(

@@ -29,13 +29,16 @@ class Advantage(Part):
         raise NotImplementedError
 
     def returns(self, scores: Scores, lam: float | None) -> list[Tensor]:
-        """What a critic of states is to learn, [n_i] for each rollout; lam: its own lambda, None: the advantage's."""
+        """The returns that a critic of states learns, [n_i] for each rollout; lam: its own lambda, None: the advantage's."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Baselined(Advantage):
-    """R minus a baseline, over a scale. Eight papers differ only in these choices.
+    """Compares a rollout with others, which needs no critic: R minus a baseline, over a scale.
+
+    Eight papers differ only in these choices.
+
 
     baseline  the mean of the rewards of the `group`, of the `others` of the group, or of the `batch`; `none`.
     weight    what each reward weighs in that mean. `equal`: 1. `gradient`: g^2, the squared norm of the gradient of the
@@ -48,14 +51,16 @@ class Baselined(Advantage):
     A group whose rewards are all equal has advantage exactly 0 under a group baseline or scale, whatever the rounding.
     """
 
-    baseline: Literal["none", "batch", "group", "others"] = knob("group", "baseline", "Whose mean reward is taken off.")
+    baseline: Literal["none", "batch", "group", "others"] = knob(
+        "group", "baseline", "Whose mean reward is subtracted."
+    )
     scale: Literal["none", "batch", "group"] = knob(
         "none", "scale", "Whose standard deviation advantages are divided by."
     )
     weight: Literal["equal", "length", "gradient"] = knob(
         "equal",
         "baseline-weight",
-        "What a reward weighs in that mean; gradient: the optimal baseline, one backward pass per rollout.",
+        "Weight of each reward in that mean; gradient: the optimal baseline, one backward pass per rollout.",
     )
     eps: float = knob(1e-6, above=0)
     signal: bool = False
@@ -148,14 +153,15 @@ class Baselined(Advantage):
 
 @dataclass(frozen=True)
 class ToGo(Advantage):
-    """What a token can still change: step rewards and KL penalties from it on, and the final reward (causality).
+    """Credits a token only with what came after it, which it can still have changed: less variance at no bias.
 
-    `baseline="group"` first takes the mean of the group's total rewards off the final one. `whiten`: over all tokens of
-    the batch, (x - mean) / (std + eps). REINFORCE++ and its `-baseline` form (arXiv 2501.03262, eq. 5 to 9).
+    The sum of step rewards and KL penalties from the token on, and the final reward. `baseline="group"` first subtracts
+    the mean of the group's total rewards from the final one. `whiten`: over all tokens of the batch,
+    (x - mean) / (std + eps). REINFORCE++ and its `-baseline` form (arXiv 2501.03262, eq. 5 to 9).
     """
 
-    baseline: Literal["none", "group"] = knob("none", "baseline", "Whose mean reward is taken off.")
-    whiten: bool = knob(False, "whiten", "Advantages to mean 0 and deviation 1 over all tokens.")
+    baseline: Literal["none", "group"] = knob("none", "baseline", "Whose mean reward is subtracted.")
+    whiten: bool = knob(False, "whiten", "Normalise advantages to mean 0 and standard deviation 1 over all tokens.")
     gamma: float = knob(1.0, "gamma", "Discount per sampled token.", least=0, most=1)
     eps: float = knob(1e-8, above=0)
 
@@ -190,7 +196,7 @@ class ToGo(Advantage):
 
 @dataclass(frozen=True)
 class Earned(Advantage):
-    """r_t alone: what methods that learn action values by themselves want (soft actor-critic)."""
+    """r_t alone, for methods that learn action values from it (soft actor-critic, arXiv 1812.05905, eq. 2)."""
 
     formula = "r_t, what token t itself earns"
     source = "Haarnoja et al. 2018, arXiv 1812.05905, eq. 2"
@@ -201,10 +207,11 @@ class Earned(Advantage):
 
 @dataclass(frozen=True)
 class Process(Advantage):
-    """GRPO with process supervision (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
+    """Credits the steps of a reply apart from each other, without a critic: GRPO with process supervision.
 
     All step rewards of the group, the final reward among them as the last step, are normalised together; the advantage of
-    a token is the sum of the normalised rewards of the steps that end at it or after it.
+    a token is the sum of the normalised rewards of the steps that end at it or after it (DeepSeekMath, arXiv 2402.03300,
+    section 4.1.3).
     """
 
     eps: float = knob(1e-6, above=0)
@@ -236,10 +243,12 @@ class Process(Advantage):
 
 @dataclass(frozen=True)
 class GAE(Advantage):
-    """Generalized advantage estimation (arXiv 1506.02438, eq. 16), over the sampled tokens only.
+    """Assigns credit token by token with a critic; lambda trades its bias against the variance of sampled returns.
 
+    Generalized advantage estimation over the sampled tokens only (arXiv 1506.02438, eq. 16):
     delta_t = r_t + gamma V_{t+1} - V_t with V = 0 after the last token, and A_t = delta_t + gamma lambda A_{t+1}. Tool text
-    between two sampled tokens costs no discount: it is no action. lambda 0 is the TD residual, lambda 1 the return minus V.
+    between two sampled tokens costs no discount: it is not an action. lambda 0 is the TD residual, lambda 1 the return
+    minus V.
 
     alpha     a lambda of its own for every length, 1 - 1 / (alpha n_i), at least 0 (VAPO, arXiv 2504.05118, eq. 8).
     whiten    (A - mean) / (std + eps) over all tokens of the batch.
@@ -250,7 +259,7 @@ class GAE(Advantage):
     alpha: float | None = knob(
         None, "gae-alpha", "Lambda by length instead: 1 - 1 / (this times the reply's tokens), at least 0.", above=0
     )
-    whiten: bool = knob(False, "whiten", "Advantages to mean 0 and deviation 1 over all tokens.")
+    whiten: bool = knob(False, "whiten", "Normalise advantages to mean 0 and standard deviation 1 over all tokens.")
     eps: float = knob(1e-8, above=0)
     needs = frozenset({Need.VALUE})
 

@@ -22,15 +22,15 @@ class CriticLoss(Part):
     """The loss of a critic per token, before its coefficient."""
 
     coefficient: float
-    warmup: int  # steps at the start in which the critic learns and the policy stands still
+    warmup: int  # steps at the start in which the critic learns and the policy does not
 
     @property
     def follow(self) -> float:
-        """By how much of the way slow copies follow each update; 0: there are none."""
+        """How far slow copies follow each update, as a share of the distance; 0: there are none."""
         return 0.0
 
     def targets(self, advantage: Advantage, scores: Scores) -> list[Tensor] | None:
-        """The returns that it is to learn, [n_i] for each rollout; None: it makes its targets in the loss."""
+        """The returns to learn, [n_i] for each rollout; None: targets are made in the loss."""
         return None
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
@@ -40,13 +40,14 @@ class CriticLoss(Part):
 
 @dataclass(frozen=True)
 class Value(CriticLoss):
-    """1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2): the clipped value loss of PPO's reference code.
+    """Predicts the return of each state, so that credit can be assigned token by token and without a group.
 
-    The returns R are A + V_old of rollout time, with `lam` for lambda; None: the advantage's own. Arithmetic and the
-    clip's place: Huang et al. 2022, "The 37 implementation details of PPO", detail 9.
+    1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), the clipped value loss of PPO's reference code (Huang et al.
+    2022, "The 37 implementation details of PPO", detail 9). The returns R are A + V_old of rollout time, with `lam` for
+    lambda; None: the advantage's own.
     """
 
-    clip: float | None = knob(0.2, "value-clip", "Values may move by so much per step (0: freely).", above=0, off=0)
+    clip: float | None = knob(0.2, "value-clip", "How far values may move per step (0: no limit).", above=0, off=0)
     coefficient: float = knob(0.1, "value-coefficient", "What the value loss weighs.", least=0)
     lam: float | None = knob(None, least=0, most=1)
     warmup: int = knob(0, "critic-warmup", "Steps at the start in which only the critic learns.", least=0)
@@ -86,7 +87,9 @@ class Value(CriticLoss):
 
 @dataclass(frozen=True)
 class SoftQ(CriticLoss):
-    """1/2 sum_k (Q_k(s_t, a_t) - y_t)^2 with twin Q heads over the vocabulary (arXiv 1910.07207, eq. 3 and 10).
+    """Values every token of the vocabulary in each state, which allows learning from old rollouts.
+
+    1/2 sum_k (Q_k(s_t, a_t) - y_t)^2 with twin Q heads over the vocabulary (arXiv 1910.07207, eq. 3 and 10).
 
     y_t = r_t + gamma (sum_a pi(a) (min_k Q'_k(s_(t+1), a) - alpha log pi(a))), exact over the vocabulary and 0 after the
     last token; Q' are copies that move by `tau` towards Q after every update, alpha is the entropy coefficient.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import re
 from typing import Any
 
 from posttrain.algorithms.policy import Algorithm
+from posttrain.algorithms.settings import flags, settings_of
 
 SYMBOLS = (
     "lp, old, ref, mu: log-probability of a sampled token under the policy, the policy before the step's updates, the "
-    "reference, the engine. B rollouts of n_i sampled tokens, R_i the reward of one, sg() without a gradient."
+    "reference, the engine. B rollouts of n_i sampled tokens that are learned from, R_i the reward of one, sg() without a "
+    "gradient. m_i: all tokens sampled in an episode, over its replies; budget: the most that may be."
 )
 
 
@@ -76,14 +78,14 @@ def describe(row: Algorithm) -> list[str]:
     """The row in plain mathematics, a line each."""
     lines = [f"{row.name}: {row.paper}", f"  maximise  {objective(row)}"]
     if row.kl is not None and row.kl.where == "reward":
-        lines.append(f"  R_i = reward_i - {row.kl.beta:g} sum_t k, each token's part taken off what it earns")
+        lines.append(f"  R_i = reward_i - {row.kl.beta:g} sum_t k, each token's part subtracted from what it earns")
     for what, formula, source in parts(row):
         lines.append(f"  {what}: {formula}" + (f"   [{source}]" if source else ""))
     return lines
 
 
 def differences(row: Algorithm, other: Algorithm) -> list[str]:
-    """What the row does otherwise, a line each; [] if nothing."""
+    """How the row differs from the other, a line each; [] if it does not."""
     own, theirs = ({what: formula for what, formula, _ in parts(r)} for r in (row, other))
     found = []
     for what in [*own, *(w for w in theirs if w not in own)]:
@@ -93,25 +95,25 @@ def differences(row: Algorithm, other: Algorithm) -> list[str]:
 
 
 def line(row: Algorithm) -> str:
-    """The row as one line of a Markdown table: name, advantage, objective, weight of a token, and what else it has."""
-    main = ("advantage A", "maximised per token", "ratio r", "weight w of a token", "updates per step")
-    short = {what: formula for what, formula, _ in parts(row) if what not in main}
-    besides = "; ".join(f"{what}: {formula}" for what, formula in short.items())
-    ratio = "" if not row.ratio else f", r = {' then '.join(step.formula for step in row.ratio)}"
-    inside = f"{row.surrogate.formula}{ratio}"
-    name = f"[`{row.name}`](docs/algorithms/{row.name}.md)"
-    return f"| {' | '.join((name, row.advantage.formula, inside, row.aggregate.formula, besides))} |"
+    """The row as one line of the README's table: name and page, idea, paper."""
+    cited = re.search(r"\((.*)\)", row.paper)
+    paper = cited[1] if cited else row.paper
+    linked = re.sub(r"(?:arXiv )?\b(\d{4}\.\d{5})", r"[\g<0>](https://arxiv.org/abs/\1)", paper)
+    return f"| [`{row.name}`](docs/algorithms/{row.name}.md) | {row.idea} | {linked} |"
+
+
+def settings(row: Algorithm) -> list[str]:
+    """Every setting as `--set` takes it, a line each, with its flag where it has a short one."""
+    short = {".".join(place): name for name, flag in flags().items() for place, _ in flag.places}
+    lines = []
+    for place, value in settings_of(row).items():
+        flag = f"   --{short[place].replace('_', '-')}" if place in short else ""
+        lines.append(f"{place}={str(value).lower() if value is None or isinstance(value, bool) else value}{flag}")
+    return lines
 
 
 def as_data(row: Algorithm) -> dict[str, Any]:
-    """The same as JSON: name, paper, parts, and every setting with its default."""
-    settings = {}
-    for name, value in asdict(row).items():
-        if name in ("name", "paper") or value in (None, (), []):
-            continue
-        part = getattr(row, name)
-        kind = [type(p).__name__ for p in part] if isinstance(part, tuple) else type(part).__name__
-        settings[name] = value if isinstance(value, int) else {"part": kind, "settings": value}
+    """The same as JSON: name, paper, parts, and every setting by its place."""
     plain: dict[str, Any] = json.loads(
         json.dumps(
             {
@@ -119,7 +121,7 @@ def as_data(row: Algorithm) -> dict[str, Any]:
                 "paper": row.paper,
                 "objective": objective(row),
                 "parts": [{"what": w, "formula": f, "source": s} for w, f, s in parts(row)],
-                "defaults": settings,
+                "settings": settings_of(row),
             }
         )
     )
@@ -144,11 +146,12 @@ def page(row: Algorithm, beside: Algorithm) -> str:
         lines += [f"The KL is in the reward: R_i = reward_i - {row.kl.beta:g} sum_t k, token by token.", ""]
     if row.name != beside.name:
         others = differences(row, beside)
-        lines += [f"Other than `{beside.name}`:", "", *(f"- {line}" for line in others), ""]
+        lines += [f"Differences from `{beside.name}`:", "", *(f"- {line}" for line in others), ""]
     lines += [
         f"![held-out accuracy over steps, three seeds](curves/{row.name}.png)",
         "",
-        f"Settings and figures: [the common task](../results/algorithms.md). In use: `posttrain rl --algorithm {row.name}`.",
+        f"Settings and figures: [the common task](../results/algorithms.md). In use: `posttrain rl --algorithm {row.name}`; "
+        f"every setting: `posttrain algorithms {row.name}`.",
         "",
         f"{SYMBOLS}",
         "",

@@ -19,16 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DynamicSampling(Part):
-    """Groups that tell nothing are replaced by others, until the step is full (DAPO, arXiv 2503.14476, eq. 11).
+    """Keeps the number of informative groups constant as tasks become too easy or stay too hard.
 
-    A group is kept if its rewards differ and, where asked for, its share of successes lies within (low, high).
-    `rounds` is the budget: at most so many times the step's prompts are played; then the step goes on with what it has.
+    Groups whose rewards are all equal teach nothing and are replaced by others until the step is full (DAPO, arXiv
+    2503.14476, eq. 11). A group is kept if its rewards differ and, where asked for, its share of successes lies within
+    (low, high). `rounds` is the budget: at most that many times the step's prompts are played; then the step goes on with
+    what it has.
     """
 
     rounds: int = knob(
         4,
         "dynamic-sampling",
-        "Replace groups without signal, playing at most so many times --prompts (0: do not).",
+        "Replace groups without signal, playing at most this many times --prompts (0: off).",
         above=0,
         absent=0,
     )
@@ -61,10 +63,10 @@ class DynamicSampling(Part):
 
 @dataclass(frozen=True)
 class OverlongFilter(Part):
-    """Episodes that were cut off leave the loss and its denominators, and stay in their group's statistics.
+    """Avoids punishing good reasoning that was merely cut off.
 
-    That one was cut off, because it ran out of tokens, context or turns, is known from why it ended (DAPO, arXiv
-    2503.14476, section 3.4).
+    Truncated episodes leave the loss and its denominators, and stay in their group's statistics (DAPO, arXiv 2503.14476,
+    section 3.4). Truncated means out of tokens, context or turns, as the reason for the end says.
     """
 
     formula = "without episodes that were cut off, which count in their group's statistics only"
@@ -78,10 +80,10 @@ class OverlongFilter(Part):
 
 @dataclass(frozen=True)
 class TopEntropy(Part):
-    """Only the tokens at which the policy was least sure move it (arXiv 2506.01939, eq. 6).
+    """Spends the update on the tokens where a reply could have gone another way: those with high entropy.
 
     The `share` of the step's tokens with the highest entropy keep their advantage, that of the others becomes 0; every
-    denominator stays that of the full batch.
+    denominator stays that of the full batch (arXiv 2506.01939, eq. 6).
     """
 
     share: float = knob(
@@ -109,10 +111,13 @@ class TopEntropy(Part):
 
 @dataclass(frozen=True)
 class Replay(Part):
-    """Updates learn from rollouts drawn out of the last `capacity` ones, as many as the step played, in each update."""
+    """Uses each rollout more than once, where sampling is what costs.
+
+    Every update learns from as many rollouts as a minibatch of the step has, drawn from the last `capacity` ones.
+    """
 
     capacity: int = knob(
-        4096, "replay", "Rollouts to remember and draw from (0: the step's own only).", above=0, absent=0
+        4096, "replay", "Rollouts to remember and draw from (0: only the step's own).", above=0, absent=0
     )
     source = "Lin 1992; soft actor-critic, arXiv 1812.05905, algorithm 1"
 

@@ -1,4 +1,4 @@
-"""Losses of preference pairs, what offline rows are made of: a chosen and a rejected response to the same prompt.
+"""Losses of preference pairs, a chosen and a rejected response to the same prompt. No row uses them yet.
 
 P    pairs
 """
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BradleyTerry:
-    """-log sigma(r_w - r_l - margin): the reward model's loss (Ouyang et al. 2022, arXiv 2203.02155, eq. 1).
+    """Turns comparisons into scores: what a reward model is trained with.
 
-    The margin is how much better the chosen one is to be (Touvron et al. 2023, arXiv 2307.09288, eq. 2).
+    -log sigma(r_w - r_l - margin) (Ouyang et al. 2022, arXiv 2203.02155, eq. 1). The margin is how much better the chosen
+    response has to be (Touvron et al. 2023, arXiv 2307.09288, eq. 2).
     """
 
     margin: float = 0.0
@@ -31,9 +32,10 @@ class BradleyTerry:
 
 @dataclass(frozen=True)
 class DirectPreference:
-    """-log sigma(beta (x_w - x_l)), x the sequence's log ratio to the reference (DPO, arXiv 2305.18290, eq. 7).
+    """Learns from comparisons without a reward model and without sampling.
 
-    `smoothing`: the share of pairs that are taken to be labelled the wrong way round (conservative DPO, Mitchell 2023).
+    -log sigma(beta (x_w - x_l)), x the sequence's log ratio to the reference (DPO, arXiv 2305.18290, eq. 7).
+    `smoothing`: the share of pairs assumed to be labelled wrongly (conservative DPO, Mitchell 2023).
     """
 
     beta: float = 0.1

@@ -1,4 +1,4 @@
-"""What keeps a policy near where it was, or random: KL penalties, the entropy bonus, and what steers their strength.
+"""What keeps a policy near where it was, or exploring: KL penalties, the entropy bonus, and what controls their strength.
 
 N    scored tokens of a micro-batch    lp   current log-probability    ref, old   the reference's, the learner's before
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Control(Part):
-    """How a coefficient follows what it is to hold. A function of the last coefficient: that is training state."""
+    """How a coefficient is adjusted from step to step. A function of the last coefficient, which is training state."""
 
     def __call__(self, coefficient: float, measured: float, rollouts: int) -> float:
         """The next coefficient; `measured` in nats per token over the step's `rollouts`."""
@@ -24,7 +24,10 @@ class Control(Part):
 
 @dataclass(frozen=True)
 class Adaptive(Control):
-    """beta *= 1 + clip(kl / target - 1, -0.2, 0.2) rollouts / horizon (Ziegler et al. 2019, arXiv 1909.08593)."""
+    """Holds a KL without knowing the right coefficient, by small proportional changes.
+
+    beta *= 1 + clip(kl / target - 1, -0.2, 0.2) rollouts / horizon (Ziegler et al. 2019, arXiv 1909.08593).
+    """
 
     target: float = knob(0.05, "kl-target", "KL that the control aims at, in nats per token.", above=0)
     horizon: float = knob(
@@ -43,7 +46,10 @@ class Adaptive(Control):
 
 @dataclass(frozen=True)
 class HalvingDoubling(Control):
-    """beta / 2 if kl < target / 1.5, beta x 2 if kl > 1.5 target (PPO, arXiv 1707.06347, section 4)."""
+    """Finds the size of the coefficient fast: a start that is wrong by orders of magnitude is made up for in some steps.
+
+    beta / 2 if kl < target / 1.5, beta x 2 if kl > 1.5 target (PPO, arXiv 1707.06347, section 4).
+    """
 
     target: float = knob(0.01, "kl-target", "KL that the control aims at, in nats per token.", above=0)
     source = "PPO, arXiv 1707.06347, section 4"
@@ -64,7 +70,9 @@ CONTROLS: dict[str, Control | None] = {"fixed": None, "adaptive": Adaptive(), "h
 
 @dataclass(frozen=True)
 class KL(Part):
-    """A penalty on leaving another policy, per token, with x = ref - lp (Schulman 2020, "Approximating KL divergence").
+    """Keeps the policy near another one, so that it does not trade its language for reward.
+
+    Estimated per token, with x = ref - lp (Schulman 2020, "Approximating KL divergence"):
 
     k1 = -x: unbiased, high variance. k2 = x^2 / 2: biased, low variance; its gradient is that of the reverse KL on policy.
     k3 = exp(x) - 1 - x: unbiased, low variance; but in the loss its *gradient* is not that of the reverse KL.
@@ -90,11 +98,11 @@ class KL(Part):
         absent=0,
     )
     where: Literal["loss", "reward"] = knob(
-        "loss", "kl-where", "Whether the KL is part of the loss or taken off the reward."
+        "loss", "kl-where", "Whether the KL is part of the loss or subtracted from the reward."
     )
     against: Literal["reference", "old"] = "reference"
     control: Control | None = knob(
-        None, "kl-control", "What changes the coefficient from step to step.", choices=CONTROLS
+        None, "kl-control", "How the coefficient changes from step to step.", choices=CONTROLS
     )
 
     @property
@@ -142,10 +150,11 @@ class KL(Part):
 
 @dataclass(frozen=True)
 class Entropy(Part):
-    """coefficient x H added to what is maximised, H the entropy of the whole distribution at each sampled token.
+    """Keeps the policy exploring: coefficient x H is added to what is maximised.
 
-    With a `target`, in nats per token, the coefficient is tuned: after each step it grows by rate (target - H), and is
-    never below 0 (Haarnoja et al. 2018, arXiv 1812.05905, eq. 18; for language models Skywork-OR1, arXiv 2505.22312).
+    H is the entropy of the whole distribution at each sampled token. With a `target`, in nats per token, the coefficient is
+    tuned: after each step it grows by rate (target - H), and is never below 0 (Haarnoja et al.
+    2018, arXiv 1812.05905, eq. 18; for language models Skywork-OR1, arXiv 2505.22312).
     """
 
     coefficient: float = knob(

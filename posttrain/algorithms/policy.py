@@ -32,10 +32,13 @@ LARGEST_LOG_RATIO = 40.0  # nats: e^40 = 2e17, whose square is still finite in f
 
 @dataclass(frozen=True)
 class Imitation(Part):
-    """coefficient x the negative log-likelihood of successes, a mean over their tokens (VAPO, arXiv 2504.05118)."""
+    """Learns more from rare successes than their advantage alone would teach.
+
+    coefficient x the negative log-likelihood of successes, a mean over their tokens (VAPO, arXiv 2504.05118, eq. 11 and 12).
+    """
 
     coefficient: float = knob(
-        0.1, "imitation", "What the likelihood of successes weighs in the loss (0: nothing).", least=0, absent=0
+        0.1, "imitation", "Weight of the likelihood of successes in the loss (0: none).", least=0, absent=0
     )
     needs = frozenset({Need.SUCCESS})
     source = "VAPO, arXiv 2504.05118, eq. 11 and 12"
@@ -47,9 +50,13 @@ class Imitation(Part):
 
 @dataclass(frozen=True)
 class Pretraining(Part):
-    """coefficient x the language-model loss on text of its own, in every update (PPO-ptx, InstructGPT, eq. 2)."""
+    """Keeps what pretraining taught while rewards pull elsewhere.
 
-    coefficient: float = knob(1.0, "ptx-coefficient", "What the likelihood of the texts of --ptx weighs.", least=0)
+    coefficient x the language-model loss on texts of the user's, in every update (PPO-ptx, InstructGPT, arXiv 2203.02155,
+    eq. 2).
+    """
+
+    coefficient: float = knob(1.0, "ptx-coefficient", "Weight of the likelihood of the texts of --ptx.", least=0)
     rows: int = knob(16, above=0)  # texts in each update
     source = "InstructGPT, arXiv 2203.02155, eq. 2"
 
@@ -72,9 +79,9 @@ class Algorithm:
         help="What is maximised: min(r A, clip(r) A), r A, lp A, or sg(r) lp A.",
         choices=SURROGATES,
     )
-    aggregate: Aggregate = knob(flag="aggregate", help="What each token weighs in the loss.", choices=AGGREGATES)
+    aggregate: Aggregate = knob(flag="aggregate", help="Weight of each token in the loss.", choices=AGGREGATES)
     ratio: tuple[RatioStep, ...] = knob(  # applied left to right to the log ratio; they do not commute
-        (), "ratio", "Of which tokens r is made; geometric is GMPO's clipped geometric mean.", choices=RATIOS
+        (), "ratio", "Which tokens make up the ratio r; geometric: GMPO's clipped geometric mean.", choices=RATIOS
     )
     correction: Correction | None = None  # for an engine whose numbers differ from the learner's
     kl: KL | None = None
@@ -85,7 +92,7 @@ class Algorithm:
     filters: tuple[OverlongFilter, ...] = knob(  # rollouts that are in the loss
         (),
         "overlong-filter",
-        "Leave episodes that were cut off out of the loss.",
+        "Leave truncated episodes out of the loss.",
         choices={"true": (OverlongFilter(),), "false": ()},
     )
     shaping: tuple[Shaping, ...] = ()  # added to the reward
@@ -97,6 +104,7 @@ class Algorithm:
     epochs: int = knob(1, "epochs", "Passes over the rollouts of a step.", above=0)
     minibatches: int = knob(1, "minibatches", "Optimizer updates per pass.", above=0)
     stated: str = ""  # what the paper, or its authors' code, says of the number of updates
+    idea: str = ""  # what is new about it, in at most eight words
 
     @property
     def on_policy(self) -> bool:
@@ -189,7 +197,7 @@ class PolicyObjective:
         log_ratio = logp - old
         for step in row.ratio:
             log_ratio = step(log_ratio, batch)
-        # Far beyond any clip; above, a product over a sequence is infinite, and its gradient not a number.
+        # Far beyond any clip; above it, a product over a sequence overflows, and its gradient is NaN.
         ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
         gain = row.surrogate(ratio, outputs, batch)
         if batch.sampler_logp is not None and row.correction is not None:

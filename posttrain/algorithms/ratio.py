@@ -1,8 +1,8 @@
-"""Ratio steps: what becomes of the log ratio of each token before it is exponentiated, applied left to right.
+"""Ratio steps: what is done to the log ratio of each token before it is exponentiated, applied left to right.
 
-A sequence of steps and not a choice of one, because they do not commute: GSPO averages and then clips, GMPO clips and
-then averages. Each step takes the log ratio [N] and the micro-batch and returns a log ratio [N]. Rollouts are whole
-within a micro-batch and their tokens are neighbours, which `over_rollouts` relies on.
+A row has a sequence of steps because they do not commute: GSPO averages and then clips, GMPO clips and then averages.
+Each step takes the log ratio [N] and the micro-batch and returns a log ratio [N]. Rollouts are whole within a
+micro-batch and their tokens are neighbours, which `over_rollouts` relies on.
 
     N    scored tokens of a micro-batch    r    exp(log ratio)    n_i    sampled tokens of rollout i
 """
@@ -30,7 +30,7 @@ class RatioStep(Part):
 
 @dataclass(frozen=True)
 class OverSequence(RatioStep):
-    """One ratio for all tokens of a rollout.
+    """Matches the unit of the ratio to the unit of the reward: one ratio for all tokens of a rollout.
 
     `mean`: the geometric mean of its tokens' ratios, free of length (GSPO, arXiv 2507.18071, eq. 7). `sum`: their product,
     the ratio of the whole response (DeepSeek-R1, arXiv 2501.12948, eq. 1); its spread grows with length.
@@ -54,7 +54,10 @@ class OverSequence(RatioStep):
 
 @dataclass(frozen=True)
 class SequenceValueTokenGradient(RatioStep):
-    """The value of the sequence's ratio with each token's own gradient (GSPO-token, arXiv 2507.18071, eq. 14)."""
+    """Clips by the whole sequence, yet lets advantages differ from token to token.
+
+    The value of the sequence's ratio with each token's own gradient (GSPO-token, arXiv 2507.18071, eq. 14).
+    """
 
     formula = "sg(exp(sum_t (lp_t - old_t) / n_i)) exp(lp - sg(lp))"
     source = "GSPO-token, arXiv 2507.18071, eq. 14"
@@ -66,7 +69,11 @@ class SequenceValueTokenGradient(RatioStep):
 
 @dataclass(frozen=True)
 class PessimisticClip(RatioStep):
-    """Clip each token's log ratio to (-width, width), but only where that lowers the objective (GMPO, arXiv 2507.20673)."""
+    """Keeps single outlying tokens from deciding the ratio of a sequence, with a clip that may be wide.
+
+    Each token's log ratio is clipped to (-width, width), but only where that lowers the objective (GMPO, arXiv 2507.20673,
+    eq. 4).
+    """
 
     width: float = knob(0.4, above=0)  # nats
     source = "GMPO, arXiv 2507.20673, eq. 4"
@@ -83,7 +90,11 @@ class PessimisticClip(RatioStep):
 
 @dataclass(frozen=True)
 class Causal(RatioStep):
-    """The product of the ratios up to and including each token: off-policy policy gradient without approximation."""
+    """Weighs each token by how likely the policy is to reach it: off-policy policy gradient without approximation.
+
+    The product of the ratios up to and including the token (Precup et al. 2000; Degris et al. 2012). Its variance grows with
+    length.
+    """
 
     formula = "exp(sum_{s<=t} (lp_s - old_s))"
     source = "Precup et al. 2000; Degris et al. 2012"
@@ -98,9 +109,10 @@ class Causal(RatioStep):
 
 @dataclass(frozen=True)
 class Correction(Part):
-    """A weight without a gradient for engines whose numbers differ from the learner's: c = pi_old / mu per token.
+    """Accounts for an engine whose log-probabilities differ from the learner's, such as vLLM's.
 
-    It is another gap than the ratio's (pi / pi_old) and multiplies what is maximised, outside of any clip.
+    A weight without a gradient, c = pi_old / mu per token. This gap is not the ratio's (pi / pi_old); the weight multiplies
+    what is maximised, outside any clip.
 
     truncate   min(c, cap) for each token (truncated importance sampling, Yao et al. 2025, "Your efficient RL framework
                secretly brings you off-policy RL training").

@@ -16,15 +16,15 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from posttrain.algorithms.policy import Algorithm
-from posttrain.part import NEVER, Knob, Part, knob_of
+from posttrain.part import NEVER, Bounds, Knob, Part, knob_of
 from posttrain.types import UserError
 from posttrain.user_code import load_named
 from posttrain.values import convert, near
 
 Place = tuple[str, ...]
 
-LABELS = ("name", "paper", "stated")
-"""Fields of a row that are no settings."""
+LABELS = ("name", "paper", "stated", "idea")
+"""Fields of a row that are not settings."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,26 @@ def flags() -> dict[str, Flag]:
 def settings_of(row: Algorithm) -> dict[str, Any]:
     """Every setting that a row has: place -> value; of a whole part that can be chosen, its name."""
     return dict(_values(row, ()))
+
+
+def check_ranges(row: Algorithm) -> None:
+    """Raise UserError for a setting outside its range: a row of a user's own may be made with any value."""
+    for place, part, name in _settings_at(row, ()):
+        known = knob_of(_fields(type(part))[name])
+        if known.bounds != Bounds():
+            known.bounds.check(f"{row.name}: {place}", getattr(part, name))
+
+
+def _settings_at(part: Any, above: Place) -> Iterator[tuple[str, Any, str]]:
+    """(place, the part that has it, its name) of every plain setting."""
+    for f in dataclasses.fields(part):
+        value = getattr(part, f.name)
+        several = isinstance(value, tuple)
+        inside = [own for own in (value if several else (value,)) if isinstance(own, Part)]
+        for own in inside:
+            yield from _settings_at(own, (*above, f.name, _named(type(own))) if several else (*above, f.name))
+        if not inside:
+            yield ".".join((*above, f.name)), part, f.name
 
 
 def _values(part: Any, above: Place) -> Iterator[tuple[str, Any]]:
@@ -203,7 +223,7 @@ def _hint(flag: Flag) -> str:
             if any(isinstance(part, owner) for _, owner in flag.places):
                 brings.append(f"--{other.name.replace('_', '-')} {word}")
     if brings:
-        return f"none of its parts has that setting; one that has comes with {' or '.join(brings)}"
+        return f"none of its parts has that setting; a part that has it comes with {' or '.join(brings)}"
     makers = [
         f"--{other.name.replace('_', '-')}"
         for other in flags().values()
@@ -288,7 +308,7 @@ def _in_several(
         above = ".".join(whole.split(".")[: -len(place)])
         raise UserError(f"{told}: {above} holds no {named!r}{near(named, classes)}; there are {', '.join(classes)}")
     if len(place) == 1:
-        raise UserError(f"{told}: say which setting of {named}: {', '.join(_hints(classes[named]))}")
+        raise UserError(f"{told}: name a setting of {named}: {', '.join(_hints(classes[named]))}")
     at = next((i for i, part in enumerate(current) if type(part) is classes[named]), None)
     new = _in_one(current[at] if at is not None else None, classes[named], place[1:], value, told, whole)
     rest = [new if i == at else part for i, part in enumerate(current)] + ([new] if at is None else [])

@@ -26,9 +26,10 @@ class Shaping(Part):
 
 @dataclass(frozen=True)
 class SoftOverlong(Shaping):
-    """What is added to the reward of long episodes (DAPO, arXiv 2503.14476, eq. 13), m_i the tokens sampled in one.
+    """Discourages replies that run into the token budget before they are cut off, instead of punishing the cut alone.
 
-    0 up to limit - cache tokens, then falling to -1 at the limit, -1 above.
+    Added to the reward of an episode of m_i sampled tokens: 0 up to limit - cache, then falling linearly to -1 at the limit,
+    -1 above (DAPO, arXiv 2503.14476, eq. 13).
     """
 
     limit: int | None = knob(None, above=0)  # L_max; None: the episode's budget, filled in when the run is configured
@@ -68,10 +69,10 @@ class SoftOverlong(Shaping):
 
 @dataclass(frozen=True)
 class GroupLength(Shaping):
-    """Shorter replies of a group earn more (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
+    """Rewards brevity among right replies, and never a wrong one for being short.
 
     lambda = 1/2 - (n_i - shortest) / (longest - shortest) of the group; successes earn lambda, others min(0, lambda),
-    times `weight`. 0 where all of a group are equally long.
+    times `weight`. 0 where all of a group are equally long (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
     """
 
     weight: float = knob(
@@ -82,9 +83,7 @@ class GroupLength(Shaping):
 
     @property
     def formula(self) -> str:
-        return (
-            f"{self.weight:g} (1/2 - (n_i - min n) / (max n - min n)) over the group, at most 0 where it is no success"
-        )
+        return f"{self.weight:g} (1/2 - (n_i - min n) / (max n - min n)) over the group, at most 0 where it is not a success"
 
     def __call__(self, scores: Scores) -> Tensor:
         """float64 [S]."""

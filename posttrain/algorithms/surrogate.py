@@ -29,7 +29,7 @@ class Surrogate(Part):
 
     @property
     def clips(self) -> bool:
-        """Whether ratios far from 1 are treated otherwise: without effect where every ratio is 1."""
+        """Whether ratios far from 1 are treated differently, which has no effect where every ratio is 1."""
         return False
 
     def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
@@ -42,7 +42,7 @@ class Surrogate(Part):
 
 @dataclass(frozen=True)
 class LogProbability(Surrogate):
-    """lp A: the score-function estimator (REINFORCE, Williams 1992, eq. 4)."""
+    """The plain policy gradient, for rollouts that the current policy has sampled: lp A (Williams 1992, eq. 4)."""
 
     formula = "lp A"
     source = "REINFORCE, Williams 1992, eq. 4"
@@ -54,7 +54,10 @@ class LogProbability(Surrogate):
 
 @dataclass(frozen=True)
 class ImportanceRatio(Surrogate):
-    """r A: importance sampling without a clip (TRPO's surrogate, arXiv 1502.05477, eq. 14)."""
+    """Lets several updates use the same rollouts without bias, where something else keeps the steps small.
+
+    r A: importance sampling without a clip (TRPO's surrogate, arXiv 1502.05477, eq. 14).
+    """
 
     formula = "r A"
     source = "TRPO, arXiv 1502.05477, eq. 14"
@@ -65,16 +68,18 @@ class ImportanceRatio(Surrogate):
 
 @dataclass(frozen=True)
 class Clip(Surrogate):
-    """min(r A, clip(r, 1 - low, 1 + high) A): the pessimistic bound (PPO, arXiv 1707.06347, eq. 7).
+    """Keeps several updates on the same rollouts from moving the policy too far: gains beyond the clip earn nothing.
 
-    high > low is DAPO's clip-higher (arXiv 2503.14476, eq. 10). `dual` bounds what a bad token can cost: where A < 0, no
-    less than dual A (Ye et al. 2020, arXiv 1912.09729, eq. 5); above 1.
+    min(r A, clip(r, 1 - low, 1 + high) A), a pessimistic bound (PPO, arXiv 1707.06347, eq. 7).
+
+    high > low leaves rare tokens more room to become likelier: DAPO's clip-higher (arXiv 2503.14476, eq. 10). `dual`,
+    above 1, bounds what a bad token can cost: where A < 0, no less than dual A (Ye et al. 2020, arXiv 1912.09729, eq. 5).
     """
 
     low: float = knob(0.2, "clip-low", "The ratio is clipped at 1 - this.", least=0, most=1)
     high: float = knob(0.2, "clip-high", "The ratio is clipped at 1 + this.", least=0)
     dual: float | None = knob(
-        None, "clip-dual", "Where A < 0, at least this times A: above 1 (0: no such bound).", above=1, off=0
+        None, "clip-dual", "Where A < 0, the objective is at least this times A: above 1 (0: no bound).", above=1, off=0
     )
 
     @property
@@ -113,10 +118,10 @@ class Clip(Surrogate):
 
 @dataclass(frozen=True)
 class WeightedLogProbability(Surrogate):
-    """sg(r) lp A: the off-policy policy gradient, its importance weight without a gradient (Precup et al. 2000).
+    """Learns off policy from every token: a capped weight shrinks a gradient, where PPO's clip removes it.
 
-    With `high`, the weight is capped at 1 + high (CISPO, arXiv 2506.13585, eq. 4): every token keeps a gradient, unlike
-    under PPO's clip. The cap is on the weight and so always above 1.
+    sg(r) lp A, the off-policy policy gradient, its importance weight without a gradient (Precup et al. 2000). With `high`,
+    the weight is capped at 1 + high (CISPO, arXiv 2506.13585, eq. 4). The cap is on the weight and so always above 1.
     """
 
     high: float | None = knob(None, "clip-high", "The ratio is clipped at 1 + this.", least=0)
@@ -144,7 +149,10 @@ class WeightedLogProbability(Surrogate):
 
 @dataclass(frozen=True)
 class ExpectedQ(Surrogate):
-    """sum_a pi(a) min_k Q_k(a), exact over the vocabulary: discrete soft actor-critic (arXiv 1910.07207, eq. 12)."""
+    """Learns from the value of every possible token instead of the sampled one alone, which takes away that variance.
+
+    sum_a pi(a) min_k Q_k(a), exact over the vocabulary: discrete soft actor-critic (arXiv 1910.07207, eq. 12).
+    """
 
     formula = "sum_a pi(a) min(Q_1(a), Q_2(a))"
     source = "discrete soft actor-critic, Christodoulou 2019, arXiv 1910.07207, eq. 12"

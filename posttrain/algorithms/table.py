@@ -24,6 +24,7 @@ _ROWS = (
         advantage=ToGo("none"),
         surrogate=LogProbability(),
         aggregate=SequenceSum(),
+        idea="Reward to go, no baseline",
     ),
     Algorithm(
         "reinforce-baseline",
@@ -31,6 +32,7 @@ _ROWS = (
         advantage=Baselined("batch", "none"),
         surrogate=LogProbability(),
         aggregate=SequenceSum(),
+        idea="Mean reward of the batch as baseline",
     ),
     Algorithm(
         "off-policy-pg",
@@ -41,6 +43,7 @@ _ROWS = (
         aggregate=SequenceSum(),
         minibatches=2,
         stated="no number of updates is part of the method: two, so that the ratios differ from 1",
+        idea="Causal products of ratios as importance weights",
     ),
     Algorithm(
         "reinforce++",
@@ -50,6 +53,7 @@ _ROWS = (
         aggregate=TokenMean(),
         kl=KL("k1", 0.01, "reward"),
         stated="not stated in the paper",
+        idea="Whitened returns, KL in the reward",
     ),
     Algorithm(
         "reinforce++-baseline",
@@ -59,6 +63,7 @@ _ROWS = (
         aggregate=TokenMean(),
         kl=KL("k2", 0.01),
         stated="not stated in the paper",
+        idea="Group mean removed, then whitened over the batch",
     ),
     Algorithm(
         "rloo",
@@ -68,6 +73,7 @@ _ROWS = (
         aggregate=SequenceSum(),
         kl=KL("k1", 0.05, "reward"),
         stated="on policy (arXiv 2402.14740, section 2)",
+        idea="Mean of the group's others as baseline",
     ),
     # -- rewards compared within a group -------------------------------------------------------------------------------
     Algorithm(
@@ -78,6 +84,7 @@ _ROWS = (
         aggregate=SequenceMean(),
         kl=KL("k3", 0.04),
         stated="one, DeepSeekMath, arXiv 2402.03300, section 4.2",
+        idea="Rewards normalised within a group, no critic",
     ),
     Algorithm(
         "grpo-process",
@@ -87,6 +94,7 @@ _ROWS = (
         aggregate=SequenceMean(),
         kl=KL("k3", 0.04),
         stated="one, DeepSeekMath, arXiv 2402.03300, section 4.2",
+        idea="GRPO with rewards for steps",
     ),
     Algorithm(
         "grpo-sequence",
@@ -98,6 +106,7 @@ _ROWS = (
         kl=KL("k3", 0.04),
         minibatches=16,
         stated="16 of one epoch, DeepSeek-R1 (Nature 645, 2025), methods",
+        idea="GRPO with one ratio per response",
     ),
     Algorithm(
         "iterative-grpo",
@@ -108,6 +117,7 @@ _ROWS = (
         kl=KL("k3", 0.04),
         refresh=50,
         stated="one, DeepSeekMath, arXiv 2402.03300, section 4.2",
+        idea="GRPO that renews its reference",
     ),
     Algorithm(
         "dr-grpo",
@@ -117,6 +127,7 @@ _ROWS = (
         aggregate=ConstantLength(),
         minibatches=8,
         stated="8 in the authors' code: 1,024 rollouts a step, 128 in an update; not stated in the paper",
+        idea="GRPO without its length and difficulty biases",
     ),
     Algorithm(
         "dapo",
@@ -129,6 +140,7 @@ _ROWS = (
         shaping=(SoftOverlong(),),
         minibatches=16,
         stated="16, arXiv 2503.14476, section 4.1",
+        idea="Clip-higher, dynamic sampling, token mean, overlong penalty",
     ),
     Algorithm(
         "gspo",
@@ -139,6 +151,7 @@ _ROWS = (
         aggregate=SequenceMean(),
         minibatches=4,
         stated="4, arXiv 2507.18071, section 5.1",
+        idea="One length-normalised ratio per response",
     ),
     Algorithm(
         "gspo-token",
@@ -149,6 +162,7 @@ _ROWS = (
         aggregate=SequenceMean(),
         minibatches=4,
         stated="as gspo",
+        idea="GSPO's ratio with per-token gradients",
     ),
     Algorithm(
         "gmpo",
@@ -159,6 +173,7 @@ _ROWS = (
         aggregate=SequenceMean(),
         minibatches=8,
         stated="8 in the authors' code, as Dr. GRPO's; not stated in the paper",
+        idea="Geometric mean of clipped token ratios",
     ),
     Algorithm(
         "gpg",
@@ -166,6 +181,7 @@ _ROWS = (
         advantage=Baselined("group", "none", signal=True),
         surrogate=LogProbability(),
         aggregate=TokenMean(),
+        idea="Plain policy gradient, rescaled for uninformative groups",
     ),
     Algorithm(
         "lite-ppo",
@@ -174,6 +190,7 @@ _ROWS = (
         surrogate=Clip(0.2, 0.2),
         aggregate=TokenMean(),
         stated="not stated in the paper",
+        idea="Group mean, batch standard deviation, token mean",
     ),
     Algorithm(
         "cispo",
@@ -183,6 +200,7 @@ _ROWS = (
         aggregate=TokenMean(),
         minibatches=16,
         stated="16, MiniMax-M1, arXiv 2506.13585, section 3.1",
+        idea="Clips the importance weight, keeps every gradient",
     ),
     Algorithm(
         "trpo",
@@ -192,6 +210,7 @@ _ROWS = (
         aggregate=TokenMean(),
         trust_region=TrustRegion(),
         stated="one, arXiv 1502.05477, section 6",
+        idea="Natural gradient within a KL trust region",
     ),
     # -- a critic ------------------------------------------------------------------------------------------------------
     Algorithm(
@@ -204,6 +223,7 @@ _ROWS = (
         critic=Value(),
         minibatches=8,
         stated="8 of one epoch, InstructGPT, arXiv 2203.02155, appendix C.4",
+        idea="Critic, clipped ratio, KL in the reward",
     ),
     Algorithm(
         "ppo-kl",
@@ -214,7 +234,8 @@ _ROWS = (
         kl=KL("k3", 1.0, against="old", control=HalvingDoubling()),
         critic=Value(),
         minibatches=2,
-        stated="two, so that the policy leaves the one before",
+        stated="two, so that the policy differs from the one before",
+        idea="PPO with an adaptive KL penalty, no clip",
     ),
     Algorithm(
         "ppo-ptx",
@@ -227,6 +248,7 @@ _ROWS = (
         pretraining=Pretraining(),
         minibatches=8,
         stated="8 of one epoch, InstructGPT, arXiv 2203.02155, appendix C.4",
+        idea="PPO mixed with a language-modelling loss",
     ),
     Algorithm(
         "open-reasoner-zero",
@@ -236,6 +258,7 @@ _ROWS = (
         aggregate=TokenMean(),
         critic=Value(),
         stated="one of the policy (and 12 of its critic: here both learn as often), arXiv 2503.24290, section 2.2",
+        idea="Undiscounted PPO without a KL",
     ),
     Algorithm(
         "vapo",
@@ -247,6 +270,7 @@ _ROWS = (
         imitation=Imitation(0.1),
         minibatches=16,
         stated="16, arXiv 2504.05118, section 5.1",
+        idea="Pre-trained critic, length-adaptive GAE, imitation of successes",
     ),
     Algorithm(
         "sac",
@@ -260,6 +284,7 @@ _ROWS = (
         epochs=2,
         minibatches=4,
         stated="not stated for language models: eight from the replay buffer",
+        idea="Soft action values, entropy target, replay",
     ),
 )
 TABLE: dict[str, Algorithm] = {row.name: row for row in _ROWS}

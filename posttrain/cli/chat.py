@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Generator
 
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.embedded import embedded
 from posttrain.envs.play import MAX_TURNS, Episode, play
 from posttrain.envs.pool import EnvPool
 from posttrain.models.folder import load_model
@@ -32,7 +32,7 @@ def converse(model: str, system: str | None, temperature: float, max_tokens: int
     sampling = Sampling(temperature, max_tokens=max_tokens)
     episode = Episode({"id": "dialogue"}, "dialogue", secrets.randbits(62))
     with EnvPool(dialogue(_ask, print, system, chat), workers=0) as pool:
-        engine = LocalEngine(decoder, tokenizer, slots=1)
+        engine = embedded(decoder, tokenizer, slots=1)
         play([episode], pool, engine, tokenizer, sampling, decoder.config.context)
 
 

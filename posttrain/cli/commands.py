@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 from cyclopts import Parameter
 
 from posttrain.algorithms.settings import flags
-from posttrain.config import RL, SFT, Evaluation
+from posttrain.config import RL, SFT, Check, Evaluation, validate
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
@@ -102,17 +102,7 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
     if found.invalid:
         print(f"{found.invalid} rewards were invalid and left out")
     if config.out:
-        content = {
-            "figures": found.figures,
-            "against": found.against,
-            "differences": found.differences,
-            "rewards": found.rewards,
-        }
-        try:
-            Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-            Path(config.out).write_text(dumps(content, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"--out {config.out} cannot be written: {error.strerror}") from error
+        evaluation.save(found, Path(config.out))
     return 0
 
 
@@ -141,7 +131,7 @@ def chat(
 
 
 def algorithms(name: str | None = None, *, json: bool = False, pages: str | None = None) -> int:
-    """The table of algorithms, or one of them: its formula, each part with its source, and how it differs from grpo.
+    """The table of algorithms, or one of them: formula, parts with their sources, what differs from grpo, settings.
 
     Parameters
     ----------
@@ -152,7 +142,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
     pages
         Write a page for every row into this folder.
     """
-    from posttrain.algorithms.describe import SYMBOLS, as_data, describe, differences, page
+    from posttrain.algorithms.describe import SYMBOLS, as_data, describe, differences, page, settings
     from posttrain.algorithms.table import TABLE, find
     from posttrain.runs.printing import table
 
@@ -169,8 +159,10 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
     elif name is not None:
         print("\n".join(describe(rows[0])))
         if others := differences(rows[0], beside):
-            print("  other than grpo:")
+            print("  differences from grpo:")
             print("\n".join(f"    {line}" for line in others))
+        print("  settings (--set PLACE=VALUE; none: the run's own options decide):")
+        print("\n".join(f"    {line}" for line in settings(rows[0])))
         print(SYMBOLS)
     else:
         columns = ["name", "advantage", "objective per token", "weight of a token", "paper"]
@@ -182,35 +174,19 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
     return 0
 
 
-def check(*, env: str, tasks: str, replies: str | None = None, limit: int = 4, seconds: float = 10.0) -> int:
-    """Run a reward or an environment against sample replies, before any training.
-
-    Parameters
-    ----------
-    env
-        my.py:reward, package.module:name, or a built-in name.
-    tasks
-        Rows, as for rl.
-    replies
-        A text file of sample replies, one a line; left out: the task's own answer and some hostile ones.
-    limit
-        How many rows to read; the first few tasks are tried.
-    seconds
-        Time limit of one call.
-    """
-    from posttrain.data.rows import load_rows
-    from posttrain.data.tasks import to_tasks
+def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
+    """Run a reward or an environment against sample replies, before any training."""
     from posttrain.envs.check import check as run_check
-    from posttrain.envs.load import load_converter
+    from posttrain.training.setup import load_tasks
 
-    chosen = to_tasks(load_rows(tasks, limit=limit), convert=load_converter(env))
+    validate(config)
     lines = None
-    if replies is not None:
+    if config.replies is not None:
         try:
-            lines = Path(replies).read_text(encoding="utf-8").splitlines()
+            lines = Path(config.replies).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--replies {replies} cannot be read as text: {error}") from error
-    report = run_check(env, chosen, lines, seconds)
+            raise UserError(f"--replies {config.replies} cannot be read as text: {error}") from error
+    report = run_check(config.env, load_tasks(config, None), lines, config.env_seconds, config.env_memory)
     print("\n".join(report.lines()))
     return 0 if report.ok else 2
 

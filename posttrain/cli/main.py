@@ -31,8 +31,8 @@ _ESCAPE = re.compile(r"\\([ntr\\{}])")
 app = App(
     name="posttrain",
     help="Post-training for language models: supervised fine-tuning, reinforcement learning, evaluation.\n\n"
-    "Options may stand in a recipe: posttrain rl --config recipe.toml --steps 100 takes them from its table [rl], "
-    "and what is on the command line wins.",
+    "Options may come from a recipe: posttrain rl --config recipe.toml --steps 100 reads its table [rl]; "
+    "the command line wins.",
     help_format="plaintext",
     version=__version__,
     help_flags=["--help", "-h"],
@@ -70,20 +70,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def entry() -> None:
-    """The command as a process. Its streams may be closed, full, or of a narrow encoding: no run ends for that."""
+    """The command as a process. Streams that are closed, full, or of a narrow encoding never end a run."""
     out = _prepare_streams()
     code = main()
     out.flush()
     lost = getattr(out.lost, "errno", None)
     if lost is not None and lost not in (errno.EPIPE, errno.EIO):  # whoever read it had not seen enough
         print(f"posttrain: standard output could not be written: {os.strerror(lost)}", file=sys.stderr)
-        code = code or (0 if sys.argv[1:2] in (["sft"], ["rl"]) else 2)  # of a run everything is in its folder
+        code = code or (
+            0 if sys.argv[1:2] in (["sft"], ["rl"]) else 2
+        )  # everything that a run says is in its folder too
     sys.stderr.flush()
     sys.exit(code)
 
 
 def _prepare_streams() -> Output:
-    """Standard output, after it and standard error were made streams that never fail."""
+    """Make standard output and standard error streams that never fail; returns the first."""
     from posttrain.runs.output import Output
 
     for descriptor in range(3):  # a file opened under the number of a closed stream would be printed into
@@ -158,7 +160,7 @@ def _read_recipe(file: Path) -> dict[str, Any]:
     for table, options in content.items():
         if table not in VERBS or not isinstance(options, dict):
             raise UserError(
-                f"{file}: [{table:.60}] is no table of a recipe; there are {', '.join(f'[{v}]' for v in VERBS)}"
+                f"{file}: [{table:.60}] is not a table of a recipe; there are {', '.join(f'[{v}]' for v in VERBS)}"
             )
         for name in options:
             if name.replace("-", "_") not in _known(table):

@@ -63,7 +63,7 @@ def _said(hint: Any) -> str:
 
 
 def _help(kind: type[Any], name: str) -> str:
-    """What stands below the field where it is declared, in one line."""
+    """The documentation of a field where it is declared, in one line."""
     for owner in kind.__mro__:
         if name in inspect.get_annotations(owner):
             lines = inspect.getsource(owner).splitlines()

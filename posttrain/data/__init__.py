@@ -1,1 +1,1 @@
-"""Data: from files and datasets to tasks, and from transcripts to packed micro-batches."""
+"""Data: from files and datasets to rows, and from rows to tasks."""

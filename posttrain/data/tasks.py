@@ -188,7 +188,7 @@ def to_tasks(
     1. `fields` renames: {"prompt": "question"} makes the column "question" the key "prompt", in place of a
        column already called so; other columns are kept. `convert` gets the column under both names.
     2. `convert` makes the row a task, or returns None to leave it out (counted in `.left_out`). Where a response is
-       needed, tasks without one are left out too: a problem without a worked solution is no demonstration.
+       needed, tasks without one are left out too: a problem without a worked solution is not a demonstration.
     3. Templates such as "Question: {question}\nAnswer:" make "prompt" and "response" of the columns there are now.
        Only whole columns are filled in; braces inside the data are left alone.
     4. Where a response is needed, "completion" serves as well. A "prompt" that is a list is a conversation and becomes

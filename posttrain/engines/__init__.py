@@ -1,1 +1,1 @@
-"""Rollout engines: what samples. `engine.py` is the protocol (see posttrain.types.Engine)."""
+"""Rollout engines: what samples. The protocol is `posttrain.protocols.Engine`."""

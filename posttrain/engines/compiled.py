@@ -24,8 +24,15 @@ UNIT = 32
 """Numbers of rows and strides of buffers are multiples of it: vectors, panels and tiles of every processor divide it."""
 KINDS = ("products", "attention", "norms", "sampling")
 """Of the work in a step, as in decode.c."""
+HEAD_ROWS = 16  # of an output head's product that torch computes
 PACKED_HEAD = 1 << 22
 """Entries of an output head up to which a copy is kept: memory is not to grow with the vocabulary."""
+
+
+def logits_in_blocks(model: Decoder, hidden: Tensor) -> Tensor:
+    """[n, hidden] -> [n, vocab], so that no row depends on how many there are."""
+    whole = torch.cat((hidden, hidden[:1].expand(-len(hidden) % HEAD_ROWS, -1)))
+    return torch.cat([model.logits(rows) for rows in whole.split(HEAD_ROWS)])[: len(hidden)]
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -171,7 +178,7 @@ class CompiledStep:
         self._library.run(self._packed.model, step)
         if not self._packed.has_head:
             hidden = self._buffers["last"].view(-1, step.hidden_stride)[:count, : self._decoder.config.hidden]
-            return self._decoder.logits(hidden), slice(0, count)
+            return logits_in_blocks(self._decoder, hidden), slice(0, count)
         if rows.filtered_slots is None:
             return None
         logits = self._buffers["logits"].view(-1, step.logits_stride)

@@ -3,6 +3,11 @@
 Requests wait in line until a slot of the cache is free. The prompt of a group is computed and kept once. Running requests
 occupy the first slots, so one decoding step is one dense forward over them.
 
+Decided here: where decoding is compiled code, which adds up each row's numbers in an order of its own, prompts and output
+heads too are computed so that nothing depends on what is computed beside them. Prompts still go through the model
+together, but their products go in blocks of one size, and each looks at itself in a call of its own. So a request gives
+the same bits in any company, whenever it arrives.
+
     B    running requests (slots in use)
 """
 
@@ -10,31 +15,34 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from posttrain.batch import Layout
 from posttrain.engines.cache import Cache, Prefix
-from posttrain.engines.compiled import CompiledStep, PackedCache, supported
+from posttrain.engines.compiled import CompiledStep, PackedCache, logits_in_blocks, supported
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.engines.running import RunningBatch
 from posttrain.engines.sampler import sample, uniform
 from posttrain.kernels import build
 from posttrain.models.attention import SegmentAttention, filled
-from posttrain.models.decoder import Decoder
-from posttrain.models.linear import ROUND, rounds
+from posttrain.models.decoder import Attend, Decoder
+from posttrain.models.fused import compiles
+from posttrain.models.linear import ROUND, in_blocks, rounds
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import Engine
 from posttrain.types import Completion, Sampling
 
 PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
+POLL_STEPS = 4  # of decoding, after which the caller may look at what else has happened
 
 
 class LocalEngine:
-    """See `posttrain.types.Engine`. One per learner; not thread-safe.
+    """See `posttrain.protocols.Engine`. One per learner; not thread-safe.
 
     `slots`: how many requests run at once. `context`: tokens of prompt and reply together, at most the model's.
     """
@@ -61,6 +69,7 @@ class LocalEngine:
         self._rows = RunningBatch(self.device)
         self.dtype = torch.bfloat16 if precision == "bfloat16" else model.head.dtype
         self._compiled = CompiledStep(model, self.dtype, self.eos) if supported(model, self.dtype) else None
+        self.batch_invariant = self._compiled is not None and compiles()
         self._cache = self._new_cache()
 
     @property
@@ -82,10 +91,12 @@ class LocalEngine:
         self.waiting.append(request.check(self.context, self.model.config.vocab))
 
     def poll(self) -> list[Completion]:
-        """Decode until at least one request has finished; [] when nothing is running or waiting."""
+        """Decode until a request has finished, for a few steps at most; [] if none has."""
         # Not inference_mode: under it autocast would cast every weight again at every token.
         with torch.no_grad(), self._autocast():
-            while self.running or self.waiting:
+            for _ in range(POLL_STEPS):
+                if not self.running and not self.waiting:
+                    break
                 free = self.slots - len(self.running)
                 # Admitting a few at a time would interrupt decoding often; wait for a batch of free slots.
                 if self.waiting and (not self.running or free >= max(1, self.slots // 8)):
@@ -156,18 +167,11 @@ class LocalEngine:
             prompts = prompts[take:]
 
     def _prefill_batch(self, prompts: list[tuple[int, ...]]) -> None:
-        length = [len(p) for p in prompts]
-        start = [sum(length[:i]) for i in range(len(length))]
-        layout = Layout(
-            torch.tensor([t for p in prompts for t in p], device=self.device),
-            torch.cat([torch.arange(n) for n in length]).to(self.device),
-            tuple(start),
-            tuple(length),
-            (-1,) * len(prompts),
-        )
-        if rounds(self.device):
-            layout = filled(layout, ROUND)
-        attention = SegmentAttention(layout)
+        """Compute and keep these prompts, in one pass through the model."""
+        layout = self._laid(prompts)
+        ends = [start + length - 1 for start, length in zip(layout.start, layout.length, strict=True)]
+        last = torch.tensor(ends[: len(prompts)], device=self.device)
+        attention = SegmentAttention(layout) if not self.batch_invariant else _each_alone(layout, len(prompts))
         keys, values = [], []
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -175,12 +179,29 @@ class LocalEngine:
             values.append(v)
             return attention(layer, q, k, v)
 
-        last = torch.tensor([s + n - 1 for s, n in zip(start, length, strict=True)], device=self.device)
-        logits = self.model.logits(self.model(layout.tokens, layout.position, attend, last))
+        if self.batch_invariant:
+            asked = torch.cat((last, last[:1].expand(-len(last) % ROUND)))
+            with in_blocks(ROUND):
+                hidden = self.model(layout.tokens, layout.position, attend, asked)[: len(last)]
+        else:
+            hidden = self.model(layout.tokens, layout.position, attend, last)
+        logits = logits_in_blocks(self.model, hidden) if self.batch_invariant else self.model.logits(hidden)
         k, v = torch.stack(keys).transpose(1, 2), torch.stack(values).transpose(1, 2)  # [layers, kv_heads, T, size]
         for i, prompt in enumerate(prompts):
-            span = slice(start[i], start[i] + length[i])
+            span = slice(layout.start[i], layout.start[i] + layout.length[i])
             self.prefixes[prompt] = Prefix(k[:, :, span], v[:, :, span], logits[i])
+
+    def _laid(self, prompts: list[tuple[int, ...]]) -> Layout:
+        """The prompts end to end, and what fills them up where numbers of rows are to be multiples."""
+        length = [len(p) for p in prompts]
+        layout = Layout(
+            torch.tensor([t for p in prompts for t in p], device=self.device),
+            torch.cat([torch.arange(n) for n in length]).to(self.device),
+            tuple(sum(length[:i]) for i in range(len(length))),
+            tuple(length),
+            (-1,) * len(prompts),
+        )
+        return filled(layout, ROUND) if self.batch_invariant or rounds(self.device) else layout
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 
@@ -252,7 +273,7 @@ class LocalEngine:
     def _completion(self, slot: int, stopped: bool) -> Completion:
         state, count = self._rows, int(self._rows.count[slot])
         logp = state.logp[slot, :count].tolist()
-        assert math.isfinite(sum(logp)), "log-probabilities are no numbers: the weights hold NaN or infinities"
+        assert math.isfinite(sum(logp)), "log-probabilities are not finite: the weights hold NaN or infinities"
         return complete(
             self.running[slot],
             state.tokens[slot, :count].tolist(),
@@ -265,3 +286,24 @@ class LocalEngine:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+
+def _each_alone(layout: Layout, prompts: int) -> Attend:
+    """Attention of the first so many segments, each in a call of its own; what fills the layout up looks at nothing."""
+    alone: dict[int, SegmentAttention] = {}
+    for length in set(layout.length[:prompts]):
+        tokens = torch.zeros(length, dtype=torch.int64, device=layout.tokens.device)
+        alone[length] = SegmentAttention(Layout(tokens, tokens, (0,), (length,), (-1,)))
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.zeros_like(q)
+        for start, length in zip(layout.start[:prompts], layout.length[:prompts], strict=True):
+            own = slice(start, start + length)
+            out[own] = alone[length](layer, q[own], k[own], v[own])
+        return out
+
+    return attend
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Engine] = LocalEngine

@@ -75,6 +75,6 @@ def complete(
         stop = StopReason.LENGTH if len(tokens) >= sampling.max_tokens else StopReason.CONTEXT
     text = tokenizer.decode(tokens[:-1] if stop is StopReason.EOS else tokens)
     if stopped:
-        # Where the tail alone showed the string, the whole text may not: bytes that are no character swallow it.
+        # Where the tail alone showed the string, the whole text may not: bytes that do not form a character swallow it.
         text = text[: min((text.find(s) + len(s) for s in sampling.stop if s in text), default=len(text))]
     return Completion(request.id, tokens, logp, text, stop, version)

@@ -3,7 +3,8 @@
 Decided here: every hand-over carries a version and a checksum which the process must give back, and everything it is asked
 has a time limit. When it dies, fails or takes too long, the run ends with one line that says so, and never goes on with
 what is left. The process is a plain interpreter, so vLLM's settings of torch and of the environment stay out of the run,
-and scripts need no `__main__` guard.
+and scripts need no `__main__` guard. It ends with this one, however that ends, and so does all that vLLM starts (see
+`posttrain.children`).
 
 vLLM's numbers differ a little from the learner's: `sampler/kl`, `sampler/gap` and `sampler/ess` of every step say by how
 much, and an algorithm's correction accounts for it.
@@ -13,21 +14,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from posttrain.children import Child, pair
 from posttrain.engines.request import Request
 from posttrain.engines.vllm_worker import Setup, Stored, shared_memory
 from posttrain.models.config_json import written_config
@@ -35,9 +33,10 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.folder import checkpoint_tensors
 from posttrain.models.json_files import write_json
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import Engine
 from posttrain.types import Completion, Sampling, UserError
 
-BOOT = "import sys; sys.path[:] = sys.argv[3:]; from posttrain.engines.vllm_worker import main; main()"
+WORKER = "posttrain.engines.vllm_worker:main"
 CLOSE_SECONDS = 5.0  # for an idle process to leave by itself
 BLOCK = 128  # tokens in a block of vLLM's cache on processors, the largest of its sizes
 COLDEST = 0.01  # vLLM raises lower temperatures to this one in silence
@@ -50,7 +49,7 @@ ENVIRONMENT = {
 
 
 class VLLMEngine:
-    """See `posttrain.types.Engine`. Close it: it holds a process.
+    """See `posttrain.protocols.Engine`. Close it: it holds a process.
 
     `slots`: how many requests run at once. `precision`: of weights, arithmetic and cache. `cache_gib`: most memory of the
     key-value cache. `start_seconds`, `load_seconds`, `step_seconds`: time limits of vLLM's start, of a hand-over of
@@ -59,6 +58,7 @@ class VLLMEngine:
     """
 
     backend = "vLLM"
+    batch_invariant = False
 
     def __init__(
         self,
@@ -94,10 +94,16 @@ class VLLMEngine:
             eos = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
             cache = min(_cache_bytes(model, slots, self.dtype), int(cache_gib * 2**30))
             setup = Setup(folder, self.dtype, self.context, slots, cache, tuple(eos), self.stored)
-            self.process = _Process(memory_fd)
-            os.close(memory_fd)
-            self.process.ask(setup, "starting", start_seconds)
-        self.load(model, 0)
+            try:
+                self.process = _Process(memory_fd)
+            finally:
+                os.close(memory_fd)
+            try:
+                self.process.ask(setup, "starting", start_seconds)
+                self.load(model, 0)
+            except BaseException:  # an interruption, too, may come before there is anybody to close us
+                self.process.close()
+                raise
 
     def load(self, weights: Any, version: int) -> None:
         """Hand over the weights of a `Decoder`. Returns when vLLM has them and says so with version and checksum."""
@@ -125,7 +131,8 @@ class VLLMEngine:
         if not self._owed:
             return []
         done: list[Completion] = self.process.ask(("poll", requests), "sampling", self.step_seconds)
-        assert all(c.version == self.version for c in done), "sampled by weights of another version"
+        if other := {c.version for c in done} - {self.version}:
+            self.process.fail(f"sampled with weights of version {other.pop()}, not {self.version}")
         self._owed -= len(done)
         return done
 
@@ -139,22 +146,16 @@ class _Process:
     """Our end of the process in which vLLM runs."""
 
     def __init__(self, memory_fd: int) -> None:
-        ours, theirs = socket.socketpair()
         descriptor, log = tempfile.mkstemp(prefix="posttrain-vllm-", suffix=".log")
         self.log, self.dead = Path(log), ""
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, str(theirs.fileno()), str(memory_fd), *(p or os.getcwd() for p in sys.path)],
-            pass_fds=(theirs.fileno(), memory_fd),
-            stdin=subprocess.DEVNULL,
-            stdout=descriptor,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(torch.get_num_threads())},
-            start_new_session=True,  # out of reach of Ctrl-C, and killed with whatever it started
-        )
-        theirs.close()
+        self.socket, theirs = pair()
+        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        with theirs:
+            self.child = Child(
+                WORKER, [theirs.fileno(), memory_fd], output=descriptor, environment={**ENVIRONMENT, **threads}
+            )
         os.close(descriptor)
-        self.socket = ours
-        self.connection: Connection[Any, Any] = Connection(os.dup(ours.fileno()))
+        self.connection: Connection[Any, Any] = Connection(os.dup(self.socket.fileno()))
 
     def ask(self, message: object, doing: str, seconds: float) -> Any:
         """The answer to a message. `seconds`: the longest silence. Raises UserError, and ends the process, without one."""
@@ -189,26 +190,17 @@ class _Process:
         self.dead = "is closed"
         self.connection.close()
         self.socket.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(CLOSE_SECONDS)
+        self.child.wait(CLOSE_SECONDS)
         self._kill()
         self.log.unlink(missing_ok=True)
 
     def _kill(self) -> None:
-        if self.process.poll() is None:  # not yet reaped, so the number is still its own
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        self.child.kill()
         self.connection.close()
         self.socket.close()
 
     def _exit_code(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(1.0)
-        code = self.process.poll()
-        if code is None:
-            return "it closed its socket"
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return self.child.exit() if self.child.wait(1.0) else "it closed its socket"
 
 
 def _handed_over(model: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -240,3 +232,7 @@ def _cache_bytes(model: Decoder, slots: int, dtype: torch.dtype) -> int:
     config = model.config
     token = 2 * config.layers * config.kv_heads * config.head_size * dtype.itemsize
     return token * BLOCK * (slots * -(-config.context // BLOCK) + 1)
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Engine] = VLLMEngine

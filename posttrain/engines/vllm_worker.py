@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import signal
-import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -202,11 +200,8 @@ def shared_memory(descriptor: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
 
 
-def main() -> None:
-    """Arguments: the file descriptors of the socket and of the memory."""
-    socket_fd, memory_fd = int(sys.argv[1]), int(sys.argv[2])
-    sys.argv[1:] = []
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+def main(socket_fd: int, memory_fd: int) -> None:
+    """Answer what is asked through this socket. `memory_fd`: of the weights."""
     connection: Connection[Any, Any] = Connection(socket_fd)
     try:
         worker = Worker(connection.recv(), shared_memory(memory_fd), connection)

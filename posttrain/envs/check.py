@@ -111,15 +111,17 @@ def check(
     tasks: Sequence[Task],
     replies: list[str] | None = None,
     seconds: float = 10.0,
+    memory: float = 4.0,
 ) -> Report:
-    """Play the first few tasks with `replies`, or with the sample replies. `seconds`: the limit of one call.
+    """Play the first few tasks with `replies`, or with the sample replies. `seconds`: the limit of one call; `memory`:
+    GiB that the environment may take.
 
     Raises UserError if there are no tasks, or if the environment does not import.
     """
     if not tasks:
         raise UserError("there are no tasks to check the environment with")
     cases: list[Case] = []
-    with EnvPool(env_spec, workers=1, seconds=seconds) as pool:
+    with EnvPool(env_spec, workers=1, seconds=seconds, memory=memory) as pool:
         for number, task in enumerate(tasks[:TASKS]):
             for kind, reply in _sample_replies(task, replies):
                 shown, result, slowest = _play(pool, task, reply)

@@ -1,21 +1,16 @@
-"""Finds the user's reward or environment, and decides what counts as a turn and as a reward.
-
-An environment is named "my.py:reward", "package.module:name", or by the short name of a built-in one. What it yields
-and returns is user data and is checked here, in one place: a value that cannot be read becomes `Invalid` with a reason
-that says what was expected, never a silent 0.
-"""
+"""Finds the user's reward or environment, named "my.py:reward", "package.module:name", or by a built-in one's short name."""
 
 from __future__ import annotations
 
 import inspect
-import math
 import pickle
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
-from posttrain.types import Env, Invalid, Reply, Reward, Task, Turn, UserError, Verdict
+from posttrain.envs.reading import short
+from posttrain.types import Env, Reply, Reward, Task, Turn, UserError, Verdict
 from posttrain.user_code import PRIVATE, describe_error, hint, import_target, importable, split_name
 
 BUILTIN = {
@@ -24,7 +19,6 @@ BUILTIN = {
     "word-problems": "posttrain.envs.word_problems:reward",
     "math": "posttrain.envs.math_problems:reward",
 }
-EXPECTED = "expected a finite number, a dict of them, or Invalid(reason)"
 
 
 def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
@@ -91,56 +85,6 @@ def lift(reward: Reward) -> Env:
     return env
 
 
-def read_verdict(value: Any) -> tuple[float | Invalid, dict[str, float]]:
-    """What a reward returned -> (reward, its named parts).
-
-    Example: {"correct": 1, "format": 0.5} -> (1.5, {"correct": 1.0, "format": 0.5}). A part called "reward" is the
-    reward, and is not listed again among the parts.
-    """
-    if isinstance(value, Invalid):
-        return value, {}
-    if not isinstance(value, Mapping):
-        return _number(value, "returned"), {}
-    if not value:
-        return Invalid(f"returned an empty dict; {EXPECTED}"), {}
-    parts: dict[str, float] = {}
-    for name, part in value.items():
-        number = _number(part, f"part {name!r} is")
-        if isinstance(number, Invalid):
-            return number, {}
-        parts[str(name)] = number
-    if "reward" in parts:
-        return parts.pop("reward"), parts
-    try:
-        return math.fsum(parts.values()), parts  # exact: the order of the parts does not matter
-    except OverflowError:
-        return Invalid(f"the parts add up to infinity; {EXPECTED}"), {}
-
-
-def read_turn(value: Any) -> Turn | Invalid:
-    """What an environment yielded -> a turn of plain data (so that it can be sent between processes)."""
-    if isinstance(value, str):
-        return Turn(text=str(value))
-    if not isinstance(value, Turn):
-        return Invalid(f"yielded {_short(value)}; expected a Turn or a string")
-    if (value.text is None) == (value.messages is None):
-        return Invalid("yielded a Turn that needs one of text and messages")
-    if value.text is not None and not isinstance(value.text, str):
-        return Invalid(f"yielded a Turn whose text is {_short(value.text)}; expected a string")
-    if isinstance(value.stop, str) or not all(isinstance(stop, str) for stop in value.stop):
-        return Invalid(f"yielded a Turn whose stop is {_short(value.stop)}; expected a tuple of strings")
-    messages = None if value.messages is None else [dict(message) for message in value.messages]
-    if not all(isinstance(part, str) for message in messages or () for pair in message.items() for part in pair):
-        return Invalid("yielded a Turn whose messages hold something other than strings")
-    if value.max_tokens is not None and (not isinstance(value.max_tokens, int) or value.max_tokens < 1):
-        return Invalid(f"yielded a Turn whose max_tokens is {_short(value.max_tokens)}; expected a positive integer")
-    reward = _number(value.reward, "yielded a Turn whose reward is")
-    if isinstance(reward, Invalid):
-        return reward
-    text = None if value.text is None else str(value.text)
-    return Turn(text, messages, tuple(map(str, value.stop)), reward, value.max_tokens)
-
-
 def pack_env(env: str | Callable[..., Any]) -> str | bytes:
     """`env` in a form that another process can load: its name where it has one, else the function itself.
 
@@ -167,7 +111,7 @@ def pack_env(env: str | Callable[..., Any]) -> str | bytes:
     except Exception as error:  # whatever the objects it refers to raise
         reason = describe_error(error, None)
         raise UserError(
-            f"{name} cannot be sent to a worker: {reason}; move it to a file or set workers to 0"
+            f"{name} cannot be sent to a worker: {reason}; move it to a file, or use --env-workers 0"
         ) from error
     finally:
         if by_value:
@@ -181,7 +125,7 @@ def unpack_env(packed: str | bytes) -> Callable[..., Any]:
 
 def _checked(function: object, label: str) -> Callable[..., Any]:
     if not callable(function):
-        raise UserError(f"{label} is {_short(function)}, not a function")
+        raise UserError(f"{label} is {short(function)}, not a function")
     if inspect.isclass(function):
         raise UserError(f"{label} is a class: name a function, or an instance that can be called")
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
@@ -201,26 +145,6 @@ def _checked(function: object, label: str) -> Callable[..., Any]:
 def _functions(module: ModuleType) -> list[str]:
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
     return sorted(name for name in own if callable(getattr(module, name)) and not name.startswith("_"))
-
-
-def _number(value: Any, said: str) -> float | Invalid:
-    if value is None:
-        return Invalid(f"{said} None (is a return missing?); {EXPECTED}")
-    if isinstance(value, str) or not hasattr(value, "__float__"):
-        return Invalid(f"{said} {_short(value)}; {EXPECTED}")
-    try:
-        number = float(value)
-    except Exception:  # arrays of many elements, integers beyond float, whatever the user's type does
-        return Invalid(f"{said} {_short(value)}; {EXPECTED}")
-    return number if math.isfinite(number) else Invalid(f"{said} {number}; {EXPECTED}")
-
-
-def _short(value: Any) -> str:
-    try:
-        shown = " ".join(repr(value).split())
-    except Exception:  # the user's __repr__
-        shown = "?"
-    return f"{shown if len(shown) <= 60 else shown[:60] + '...'} ({type(value).__name__})"
 
 
 def _split(spec: str) -> tuple[str, str]:

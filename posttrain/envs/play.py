@@ -1,59 +1,30 @@
 """Plays episodes: environments ask, the engine answers, transcripts grow, rewards come back.
 
-Sampling, tools and scoring overlap, yet the outcome does not depend on timing: whenever an environment may ask again,
-all of them are heard before the engine goes on, in the order of the episodes.
+Decided here: sampling, tools and scoring overlap, and yet no outcome depends on timing. Where the engine's replies do not
+depend on what is sampled beside them (`Engine.batch_invariant`), every answer of an environment is taken as it comes.
+Elsewhere the last bits of a reply would follow from the order of the requests, so that order is fixed: the engine
+answers all it has, then all environments are heard, in the order of the episodes.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
-from posttrain.envs.chat import Conversation, Texts
-from posttrain.envs.pool import Done, EnvPool
+from posttrain.envs.chat import Texts
+from posttrain.envs.playing import Episode, Playing
+from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.protocols import Engine
 from posttrain.seeds import seed_of
-from posttrain.types import Completion, Invalid, Reply, Rollout, Sampling, StopReason, Task, Transcript, Turn, UserError
+from posttrain.types import Completion, Invalid, InvalidKind, Reply, Rollout, Sampling, StopReason, Turn, UserError
+
+__all__ = ["MAX_TURNS", "Episode", "play"]
 
 MAX_TURNS = 64  # an environment that never returns would play for ever
 
-
-@dataclass(frozen=True)
-class Episode:
-    """One rollout to be played."""
-
-    task: Task
-    group: str
-    seed: int
-
-
-class _Playing:
-    def __init__(self, episode: Episode, tokenizer: Texts) -> None:
-        self.episode = episode
-        self.conversation = Conversation(tokenizer)
-        self.transcript = Transcript()
-        self.turns = 0
-        self.last: Completion | None = None
-        self.steps: list[tuple[int, float]] = []
-        self.prompt = ""
-        self.replies: list[str] = []
-
-    def rollout(self, done: Done) -> Rollout:
-        reward = done.reward
-        if not isinstance(reward, Invalid):
-            reward += sum(r for _, r in self.steps)
-        return Rollout(
-            task=self.episode.task,
-            group=self.episode.group,
-            transcripts=[self.transcript],
-            reward=reward,
-            rewards=done.rewards,
-            steps=self.steps,
-            stop=self.last.stop if self.last else StopReason.EOS,
-            text="".join(self.replies),
-            prompt=self.prompt,
-        )
+TooLong = Literal["skip", "truncate", "refuse"]
 
 
 def play(
@@ -63,88 +34,158 @@ def play(
     tokenizer: Texts,
     sampling: Sampling,
     context: int,
-    too_long: Literal["skip", "truncate", "refuse"] = "refuse",
+    too_long: TooLong = "refuse",
+    *,
+    episode_tokens: int | None = None,
+    turns: int = MAX_TURNS,
 ) -> list[Rollout]:
-    """The rollouts of these episodes, in their order. `context`: tokens of prompt and replies together that fit.
+    """The rollouts of these episodes, in their order.
+
+    `context`: tokens of prompt and replies together that fit; `episode_tokens`: most tokens that may be sampled in an
+    episode, over all its replies (None: no bound); `turns`: most replies of an episode. An episode that runs out of one of
+    these is told so once, by an empty reply with the stop reason, and may still score what there is.
 
     A first prompt that leaves no room for a reply is Invalid ("skip"), loses its beginning ("truncate") or raises
-    UserError ("refuse"), as one of no tokens always does. A later turn that does not fit is answered with an empty reply
-    whose stop reason is CONTEXT, so that the environment can still score what there is.
+    UserError ("refuse"), as one of no tokens always does.
     """
-    playing = [_Playing(e, tokenizer) for e in episodes]
-    finished: dict[int, Rollout] = {}
-    asked: dict[tuple[str | None, int], list[int]] = {}  # a group's prompt is tokenised once
-    sampled = 0  # requests that the engine still has
+    return _Play(episodes, pool, engine, tokenizer, sampling, context, too_long, episode_tokens, turns).played()
 
-    def show(index: int, turn: Turn) -> None:
-        nonlocal sampled
-        p = playing[index]
-        if turn.reward:
-            p.steps.append((p.transcript.n_sampled, turn.reward))
-        key = (turn.text if turn.messages is None else None, p.turns)
-        if p.turns == 0 and key[0] is not None:
-            if key not in asked:
-                asked[key] = p.conversation.show(turn, None)
-            p.conversation.first = False
-            tokens = asked[key]
-        else:
-            tokens = p.conversation.show(turn, p.last)
-        if p.turns == 0 and len(tokens) >= context and too_long == "truncate":
-            tokens = cut_prompt(tokens, context, sampling.max_tokens)
-        if p.turns == 0:
-            p.prompt = turn.text if turn.messages is None else "\n".join(m["content"] for m in turn.messages)  # type: ignore[assignment]
-        p.transcript.observe(tokens)
-        p.turns += 1
-        if p.turns > MAX_TURNS:
-            finished[index] = p.rollout(Done(Invalid(f"the environment did not return within {MAX_TURNS} turns")))
-            pool.drop(index)
-            return
-        if len(p.transcript) >= context and p.turns > 1:
-            p.last = replace(p.last, stop=StopReason.CONTEXT) if p.last else None
-            pool.send(index, Reply("", StopReason.CONTEXT))
-            return
-        if not p.transcript.tokens or len(p.transcript) >= context:
-            what = "is empty" if not p.transcript.tokens else f"has {len(p.transcript)} tokens"
-            holds = f"the model's context holds {context} tokens with the reply"
-            if p.transcript.tokens and too_long == "skip":
-                finished[index] = p.rollout(Done(Invalid(f"the prompt {what}; {holds}")))
-                pool.drop(index)
-                return
-            raise UserError(
-                f"the prompt of task {p.episode.task.get('id')!r} {what}; {holds}: shorten it or leave the row out"
-            )
-        budget = min(sampling.max_tokens, turn.max_tokens or sampling.max_tokens)
-        seed = p.episode.seed if p.turns == 1 else seed_of(p.episode.seed, p.turns)
-        stop = turn.stop or sampling.stop
-        engine.submit(index, p.transcript.tokens, replace(sampling, max_tokens=budget, stop=stop, seed=seed))
-        sampled += 1
 
-    def hear() -> None:
-        """Take in what environments answered: at once if the engine has work that no answer can change, else all of it."""
-        events = pool.poll(0 if pool.single_turn and sampled else None)
-        while pool.pending and not pool.single_turn:
-            events += pool.poll(None)
-        for index, event in sorted(events, key=lambda pair: pair[0]):
+class _Play:
+    """One call of `play`. Episodes are known by their place."""
+
+    def __init__(
+        self,
+        episodes: Sequence[Episode],
+        pool: EnvPool,
+        engine: Engine,
+        tokenizer: Texts,
+        sampling: Sampling,
+        context: int,
+        too_long: TooLong,
+        episode_tokens: int | None,
+        turns: int,
+    ) -> None:
+        self.pool, self.engine, self.tokenizer, self.sampling = pool, engine, tokenizer, sampling
+        self.context, self.too_long, self.episode_tokens, self.turns = context, too_long, episode_tokens, turns
+        self.prompts: dict[str, list[int]] = {}  # a group's prompt is tokenised once
+        self.playing = [Playing(episode, tokenizer) for episode in episodes]
+        self.finished: dict[int, Rollout] = {}
+        self.sampled = 0  # requests that the engine has
+        self.asked = [0.0] * len(episodes)  # when the engine or the environment was
+        self.heard: list[tuple[int, Event, float]] = []  # what environments answered, and the seconds it took
+        self.in_any_order = engine.batch_invariant or pool.single_turn  # a reward asks for nothing more
+
+    def played(self) -> list[Rollout]:
+        for index, p in enumerate(self.playing):
+            self.asked[index] = time.perf_counter()
+            self.pool.start(index, p.episode.task)
+        while len(self.finished) < len(self.playing):
+            self._hear()
+            for completion in sorted(self.engine.poll(), key=lambda c: c.id) if self.sampled else ():
+                self._say(completion)
+        return [self.finished[index] for index in range(len(self.playing))]
+
+    def _hear(self) -> None:
+        """Take in what environments have answered. Waits only if nothing else is to be done."""
+        began = time.perf_counter()
+        events = self.pool.poll(0.0 if self.sampled else None)
+        now = time.perf_counter()
+        if not self.sampled:
+            self.pool.waited += now - began
+        self.heard += [(index, event, now - self.asked[index]) for index, event in events]
+        if not self.in_any_order and (self.sampled or self.pool.pending):
+            return
+        heard, self.heard = self.heard, []
+        for index, event, seconds in sorted(heard, key=lambda answer: answer[0]):
             if isinstance(event, Done):
-                finished.setdefault(index, playing[index].rollout(event))
-            elif index not in finished:
-                show(index, event)
+                self.finished[index] = self.playing[index].rollout(event)
+            else:
+                self._show(index, event, seconds)
 
-    for index, p in enumerate(playing):
-        pool.start(index, p.episode.task)
-    while len(finished) < len(playing):
-        while pool.pending and (not sampled or not pool.single_turn):
-            hear()
-        if pool.pending:
-            hear()
-        for completion in sorted(engine.poll(), key=lambda c: c.id) if sampled else ():
-            sampled -= 1
-            p = playing[completion.id]
-            p.transcript.sample(completion)
-            p.last = completion
-            p.replies.append(completion.text)
-            pool.send(completion.id, Reply(completion.text, completion.stop))
-    return [finished[index] for index in range(len(playing))]
+    def _say(self, completion: Completion) -> None:
+        """Give an environment its reply."""
+        self.sampled -= 1
+        now = time.perf_counter()
+        self.playing[completion.id].reply(completion, now - self.asked[completion.id])
+        self.asked[completion.id] = now
+        self.pool.send(completion.id, Reply(completion.text, completion.stop))
+
+    def _show(self, index: int, turn: Turn, seconds: float) -> None:
+        """Put a turn before the policy, unless the episode has run out of something."""
+        p = self.playing[index]
+        tokens = self._tokens(p, turn)
+        empty = turn.fresh or not p.turns
+        problem = self._problem(p, tokens) if empty else None
+        stop = self._exhausted(p, turn, tokens) if problem is None else None
+        p.show(turn, tokens if problem is None and stop is None else [], seconds)
+        if problem is not None:
+            self._end(index, problem)
+        elif stop is not None and p.told:
+            self._end(
+                index, f"asked again after a reply whose stop was {p.stop}: nothing more is sampled, return a reward"
+            )
+        elif stop is not None:
+            p.tell(stop)
+            self.asked[index] = time.perf_counter()
+            self.pool.send(index, Reply("", stop))
+        else:
+            self._submit(index, turn)
+
+    def _submit(self, index: int, turn: Turn) -> None:
+        p = self.playing[index]
+        budget = min(self.sampling.max_tokens, turn.max_tokens or self.sampling.max_tokens)
+        if self.episode_tokens is not None:
+            budget = min(budget, self.episode_tokens - p.n_sampled)
+        asked = len(p.replies) + 1
+        seed = p.episode.seed if asked == 1 else seed_of(p.episode.seed, asked)
+        stop = turn.stop or self.sampling.stop
+        sampling = replace(self.sampling, max_tokens=budget, stop=stop, seed=seed)
+        self.asked[index] = time.perf_counter()
+        self.engine.submit(index, p.transcripts[-1].tokens, sampling)
+        self.sampled += 1
+
+    def _tokens(self, p: Playing, turn: Turn) -> list[int]:
+        """What puts the turn before the policy."""
+        if p.turns:
+            return p.read(turn)
+        if turn.text is None:
+            tokens = p.read(turn)
+        else:
+            if turn.text not in self.prompts:
+                self.prompts[turn.text] = p.read(turn)
+            p.conversation.first = False
+            tokens = self.prompts[turn.text]
+        if len(tokens) >= self.context and self.too_long == "truncate":
+            return cut_prompt(tokens, self.context, self.sampling.max_tokens)
+        return tokens
+
+    def _problem(self, p: Playing, tokens: Sequence[int]) -> str | None:
+        """Why a context cannot begin with these tokens. Raises UserError where that is to end the run."""
+        first = not p.turns
+        if tokens and (not first or len(tokens) < self.context):
+            return None
+        what = f"has {len(tokens)} tokens" if tokens else "is empty"
+        holds = f"the model's context holds {self.context} tokens with the reply"
+        if not first or (tokens and self.too_long == "skip"):
+            return f"the prompt {what}; {holds}"
+        raise UserError(
+            f"the prompt of task {p.episode.task.get('id')!r} {what}; {holds}: shorten it or leave the row out"
+        )
+
+    def _exhausted(self, p: Playing, turn: Turn, tokens: Sequence[int]) -> StopReason | None:
+        """What the episode has run out of, if anything."""
+        if len(p.replies) >= self.turns:
+            return StopReason.TURNS
+        if self.episode_tokens is not None and p.n_sampled >= self.episode_tokens:
+            return StopReason.LENGTH
+        before = 0 if turn.fresh or not p.turns else len(p.transcripts[-1])
+        full = before + len(tokens) >= self.context or (p.told and not turn.fresh)
+        return StopReason.CONTEXT if full else None
+
+    def _end(self, index: int, problem: str) -> None:
+        self.finished[index] = self.playing[index].rollout(Done(Invalid(problem, InvalidKind.UNREADABLE)))
+        self.pool.drop(index)
 
 
 def cut_prompt(tokens: Sequence[int], context: int, max_tokens: int) -> list[int]:

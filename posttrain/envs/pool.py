@@ -2,122 +2,163 @@
 
 What is decided here:
 
-* An episode lives in worker `id % workers`. Each step (the first turn, or the answer to one reply) has `seconds`,
-  counted from when the worker began it. A worker beyond that is killed, with every process it started, and the episode
-  it was stuck in is `Done(Invalid(...))`. So it is when the worker dies by itself.
-* The other episodes of a lost worker are replayed in a fresh one from their task and replies, which gives what was
-  there before if the environment is deterministic. It should be: seed what is random from the task.
-* A worker gets its next batch only when it has answered the last one. It is then reading, and never writing, while we
-  write: two full pipes cannot wait for each other.
+* Each step of an episode (the first turn, or the answer to one reply) has `seconds`, counted from when its worker began
+  it. A worker beyond that is killed, with every process it started, and the episode it was stuck in is
+  `Done(Invalid(...))`. So it is when the worker dies by itself, takes too much memory, or says what cannot be read.
+* Scoring goes to whichever worker is free. An episode of several turns stays with the worker that began it, the one
+  with the fewest of them. When that is lost, its other episodes are replayed in a fresh one from their task and replies,
+  which gives what was there before if the environment is deterministic. It should be: seed what is random from the task.
+* The first worker starts at once and the others when it has imported the environment, while models are loaded: an import
+  that fails does so once.
+* Nothing waits for a worker to read or to write: sockets are written as far as they take it, and read as far as there is.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import signal
+import selectors
 import socket
-import struct
-import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
+from posttrain.children import Child, pair
 from posttrain.envs.load import is_generator_env, load_env, opening, pack_env
-from posttrain.envs.worker import Command, Done, Event, Stage
-from posttrain.types import Invalid, Reply, Task, Turn, UserError
+from posttrain.envs.reading import Done, Event
+from posttrain.envs.wire import (
+    LONGEST_ANSWER,
+    Command,
+    Frames,
+    Garbled,
+    Setup,
+    framed,
+    read_answer,
+    read_greeting,
+)
+from posttrain.envs.worker import Stage
+from posttrain.types import Invalid, InvalidKind, Reply, Task, Turn, UserError
 
 __all__ = ["Done", "EnvPool", "Event", "Turn"]
 
 IMPORT_SECONDS = 60.0  # for a worker to start and import the environment, which may read an index or a model
-FREEZE_SECONDS = 10  # for a worker that should be reading to take what we write
+IMPORT_TRIES = 3  # of a worker that takes the place of a lost one
 CLOSE_SECONDS = 1.0  # for idle workers to leave by themselves
+READ_BYTES = 1 << 18  # at once
 
-BOOT = "import sys; sys.path[:] = sys.argv[3:]; from posttrain.envs.worker import main; main()"
+
+def default_workers() -> int:
+    """As many as there are processors to run them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@dataclass
-class Episode:
+@dataclass(eq=False)
+class _Episode:
+    id: int  # the caller's
+    number: int  # of all that this pool began
     task: Task
     replies: list[Reply] = field(default_factory=list)
+    worker: _Worker | None = None  # where it is, or will be: None for a plain reward that nothing is asked of
     placed: bool = False  # its worker holds it, and has seen all its replies except one that is not yet sent
     waiting: bool = True  # a command of it is unanswered
 
 
-class Worker:
-    """Our end of one worker process."""
+@dataclass(frozen=True)
+class _Order:
+    """What a worker is to do: the next step of an episode, or to forget it."""
 
-    def __init__(self, packed: str | bytes, folder: str) -> None:
+    episode: _Episode
+    drop: bool = False
+
+
+class _Worker:
+    """Our end of one worker process. Nothing here waits."""
+
+    def __init__(self, setup: Setup, folder: str) -> None:
         self.ready = False
-        self.queue: deque[int] = deque()  # ids with a command to send
-        self.sent: deque[int] = deque()  # ids it is working on, in order
+        self.queue: deque[_Order] = deque()  # to be sent
+        self.sent: deque[_Order] = deque()  # what it is working on, in order
         self.since = time.monotonic()  # when it began the first of `sent`
-        ours, theirs = socket.socketpair()
-        life, self._life = os.pipe()  # closing our end, or dying, kills it: see `worker._die_with_parent`
-        limit = struct.pack("ll", FREEZE_SECONDS, 0)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        path = [entry or folder for entry in sys.path]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, str(theirs.fileno()), str(life), *path],
-            pass_fds=(theirs.fileno(), life),
-            stdin=subprocess.DEVNULL,
-            cwd=folder,
-            start_new_session=True,  # a group of its own, killed as one; and out of reach of Ctrl-C
-        )
-        theirs.close()
-        os.close(life)
-        self.connection: Connection[Any, Any] = Connection(ours.detach())
-        with suppress(OSError):  # it did not even start: that shows when we read from it
-            self.connection.send(packed)
+        self.socket, theirs = pair()
+        self.socket.setblocking(False)
+        with theirs:
+            self.child = Child("posttrain.envs.worker:main", [theirs.fileno()], folder=folder)
+        self.frames = Frames(LONGEST_ANSWER)
+        self.unsent = bytearray(framed(pickle.dumps(setup)))
 
-    def send(self, dropped: list[int], commands: list[Command]) -> None:
-        """Raises OSError if the worker is gone or does not read."""
-        self.connection.send_bytes(pickle.dumps((dropped, commands), pickle.HIGHEST_PROTOCOL))
-        self.since = time.monotonic()
+    def write(self) -> bool:
+        """Write what it takes. Returns whether all of it went. Raises OSError if it is gone."""
+        while self.unsent:
+            try:
+                del self.unsent[: self.socket.send(self.unsent)]
+            except BlockingIOError:
+                return False
+            self.since = time.monotonic()
+        return True
 
-    def exit_code(self) -> str:
-        """How a process whose socket has closed ended, in words."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(CLOSE_SECONDS)
-        code = self.process.poll()
-        if code is None:
-            return "it closed its socket"
-        known = code < 0 and -code in signal.valid_signals()
-        return f"exit code {code}" + (f", {signal.Signals(-code).name}" if known else "")
+    def read(self) -> Iterable[bytes]:
+        """The messages that are there. Raises EOFError or OSError if it is gone, Garbled if it sends nonsense."""
+        try:
+            more = self.socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return ()
+        if not more:
+            raise EOFError
+        return self.frames.add(more)
+
+    @property
+    def stirs(self) -> bool:
+        """Whether there is something to read, or the end."""
+        try:
+            self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def kill(self) -> None:
-        if self.process.poll() is None:  # not yet reaped, so the number is still its own
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        os.close(self._life)
-        self.connection.close()
+        self.child.kill()
+        self.socket.close()
 
 
 class EnvPool:
     """Episodes of one environment: `start` and `send` ask, `poll` brings the answers, in the order they come.
 
-    `env` is a name as in `load_env`, a reward or a generator function; `seconds` is the limit of one step. With
-    `workers=0` everything runs in this process, at once and in the caller's thread, without limit: for a debugger.
+    `env` is a name as in `load_env`, a reward or a generator function; `workers`: how many processes, None: as many as
+    there are processors; `seconds`: the limit of one step; `memory`: GiB that a worker may take (0: no limit). With
+    `workers=0` everything runs in this process, at once and in the caller's thread, without limits: for a debugger.
     """
 
-    def __init__(self, env: str | Callable[..., Any], workers: int = 1, seconds: float = 10.0) -> None:
-        if workers < 0 or seconds <= 0:
-            raise UserError(f"workers must be 0 or more and seconds above 0, not {workers} and {seconds:g}")
+    def __init__(
+        self,
+        env: str | Callable[..., Any],
+        workers: int | None = None,
+        seconds: float = 10.0,
+        memory: float = 4.0,
+    ) -> None:
+        workers = default_workers() if workers is None else workers
+        if workers < 0 or seconds <= 0 or memory < 0:
+            raise UserError(
+                f"workers and memory must be 0 or more and seconds above 0, not {workers}, {memory:g} and {seconds:g}"
+            )
+        self.size = workers
+        self.waited = 0.0  # seconds that whoever plays had nothing to do but wait for an answer
         self._name = env if isinstance(env, str) else getattr(env, "__qualname__", type(env).__name__)
         self._seconds = seconds
         self._folder = os.getcwd()  # workers started later are to find the same files
-        self._episodes: dict[int, Episode] = {}
+        self._episodes: dict[int, _Episode] = {}  # by the caller's id
+        self._begun = 0
         self._events: list[tuple[int, Event]] = []
-        self._dropped: dict[int, list[int]] = {}  # by worker, to be told with its next batch
-        self._workers: list[Worker] = []
+        self._queue: deque[_Order] = deque()  # for any worker, or until it is known whether it is a plain reward
+        self._workers: list[_Worker] = []
+        self._selector = selectors.DefaultSelector()
+        self._imported = False  # whether any worker ever did
+        self._tries = 0  # imports in a row that failed since
+        self._closed = False
         self._stage = Stage(load_env(env)) if workers == 0 else None
         self._single_turn: bool | None = None  # not known before a worker has imported the environment
         if self._stage is not None:
@@ -125,8 +166,10 @@ class EnvPool:
             return
         if not isinstance(env, str):
             self._single_turn = not is_generator_env(load_env(env))
-        self._packed = pack_env(env)
-        self._workers = [Worker(self._packed, self._folder) for _ in range(workers)]
+        self._setup = Setup(pack_env(env), memory)
+        self._add_worker()
+
+    # -- asking --------------------------------------------------------------------------------------------------------
 
     def start(self, id: int, task: Task) -> None:
         """Begin an episode; its first event comes from `poll`. `id` is free again after its `Done`.
@@ -134,8 +177,9 @@ class EnvPool:
         Raises UserError if a plain reward's task has neither prompt nor messages; so may `poll`, during the import.
         """
         assert id not in self._episodes, f"episode {id} is in progress"
-        self._episodes[id] = Episode(task)
-        self._ask(id)
+        self._begun += 1
+        self._episodes[id] = _Episode(id, self._begun, task)
+        self._ask(self._episodes[id])
 
     def send(self, id: int, reply: Reply) -> None:
         """Answer the last turn of an episode."""
@@ -143,21 +187,21 @@ class EnvPool:
         assert not episode.waiting, f"episode {id} has not shown its next turn"
         episode.replies.append(reply)
         episode.waiting = True
-        self._ask(id)
+        self._ask(episode)
 
     def drop(self, id: int) -> None:
-        """Give up an episode that waits for a reply (its context is full, say). There is no further event."""
-        assert not self._episodes[id].waiting, f"episode {id} has not shown its next turn"
-        del self._episodes[id]
+        """Give up an episode that waits for a reply. There is no further event."""
+        episode = self._episodes.pop(id)
+        assert not episode.waiting, f"episode {id} has not shown its next turn"
         if self._stage is not None:
             self._stage.drop(id)
-        else:
-            self._dropped.setdefault(id % len(self._workers), []).append(id)
+        elif episode.placed and episode.worker is not None:
+            episode.worker.queue.append(_Order(episode, drop=True))
 
     def poll(self, timeout: float | None = 0.0) -> list[tuple[int, Event]]:
         """The events since the last call. Waits up to `timeout` seconds (None: without end) for at least one of them.
 
-        Returns [] at once if nothing is pending. Commands leave for the workers here, in batches: poll often.
+        Returns [] at once if nothing is pending. Commands leave for the workers here: poll often.
         Raises UserError if the environment cannot be imported.
         """
         end = None if timeout is None else time.monotonic() + timeout
@@ -170,34 +214,36 @@ class EnvPool:
 
     def ready(self) -> None:
         """Wait until every worker has imported the environment: before a measurement. Raises UserError if it cannot."""
-        while not all(worker.ready for worker in self._workers):
+        while len(self._workers) < self.size or not all(worker.ready for worker in self._workers):
             self._exchange(time.monotonic() + IMPORT_SECONDS)
 
     @property
     def pending(self) -> int:
         """Starts and sends whose event `poll` has not returned yet."""
-        return len(self._events) + sum(len(worker.queue) + len(worker.sent) for worker in self._workers)
+        return len(self._events) + sum(episode.waiting for episode in self._episodes.values())
 
     @property
     def single_turn(self) -> bool:
         """True for a plain reward: its only turn is the task's, so `start` asks no worker. May wait for the import."""
-        if self._single_turn is None:
-            self.ready()
-        assert self._single_turn is not None
+        while self._single_turn is None:
+            self._exchange(time.monotonic() + IMPORT_SECONDS)
         return self._single_turn
 
     def close(self) -> None:
         """End the workers; episodes in progress are lost. May be called twice."""
+        self._closed = True
         workers, self._workers = self._workers, []
-        leaving = [worker for worker in workers if worker.ready and not worker.sent]
-        for worker in leaving:
-            worker.connection.close()
+        for worker in workers:
+            self._selector.unregister(worker.socket)
+            if worker.ready and not worker.sent:
+                worker.socket.close()
         end = time.monotonic() + CLOSE_SECONDS
-        for worker in leaving:
-            with suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, end - time.monotonic()))
+        for worker in workers:
+            if worker.ready and not worker.sent:
+                worker.child.wait(end - time.monotonic())
         for worker in workers:
             worker.kill()
+        self._selector.close()
 
     def __enter__(self) -> EnvPool:
         return self
@@ -205,119 +251,194 @@ class EnvPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _ask(self, id: int) -> None:
-        episode = self._episodes[id]
-        turn = opening(episode.task) if self._single_turn and not episode.replies else None
-        if self._stage is not None and episode.replies:
-            self._answer(id, self._stage.send(id, episode.replies[-1]))
-        elif self._stage is not None:
-            self._answer(id, self._stage.start(id, episode.task))
-        elif turn is not None:
-            self._answer(id, turn)
+    def _ask(self, episode: _Episode) -> None:
+        first = opening(episode.task) if self._single_turn and not episode.replies else None
+        if self._stage is not None:
+            began, id = time.perf_counter(), episode.id
+            asks = episode.replies
+            event = self._stage.send(id, asks[-1]) if asks else self._stage.start(id, episode.task)
+            self.waited += time.perf_counter() - began
+            self._answer(episode, event)
+        elif first is not None:
+            self._answer(episode, first)
         else:
-            assert self._workers, "the host is closed"
-            self._workers[id % len(self._workers)].queue.append(id)
+            self._place(_Order(episode))
 
-    def _answer(self, id: int, event: Event) -> None:
-        self._events.append((id, event))
+    def _place(self, order: _Order) -> None:
+        """Queue it: for the worker that has the episode, or for any."""
+        assert not self._closed, "the pool is closed"
+        episode = order.episode
+        if self._single_turn is False and episode.worker is None:
+            held = {worker: 0 for worker in self._workers}
+            for other in self._episodes.values():
+                if other.worker is not None:
+                    held[other.worker] += 1
+            episode.worker = min(held, key=lambda worker: held[worker])
+        (self._queue if episode.worker is None else episode.worker.queue).append(order)
+
+    def _answer(self, episode: _Episode, event: Event) -> None:
+        self._events.append((episode.id, event))
+        episode.waiting = False
         if isinstance(event, Done):
-            del self._episodes[id]
-        else:
-            self._episodes[id].waiting = False
+            del self._episodes[episode.id]
+
+    # -- workers -------------------------------------------------------------------------------------------------------
 
     def _exchange(self, end: float | None) -> None:
         """One round with the workers: send what is queued, wait until `end` for an answer or a limit, take it."""
-        for number in range(len(self._workers)):
-            self._dispatch(number)
+        self._dispatch()
         now = time.monotonic()
         limits = [limit for worker in self._workers if (limit := self._limit(worker)) is not None]
         until = min([*limits, *([] if end is None else [end])], default=now)
-        readable = wait([worker.connection for worker in self._workers], max(0.0, until - now))
-        for number, worker in enumerate(self._workers):
+        arrived: list[_Worker] = [key.data for key, _ in self._selector.select(max(0.0, until - now))]
+        for worker in arrived:
+            self._receive(worker)
+        for worker in list(self._workers):
             limit = self._limit(worker)
-            if worker.connection in readable:
-                self._receive(number)
-            elif limit is not None and limit <= now:  # overdue before we waited, and nothing came since
-                self._overdue(number)
-        for number in range(len(self._workers)):
-            self._dispatch(number)  # the next batch now: the caller may be away for a while
+            if (
+                worker not in arrived and limit is not None and limit <= now
+            ):  # overdue before we waited, and silent since
+                self._overdue(worker)
+        self._dispatch()  # the next commands now: the caller may be away for a while
 
-    def _limit(self, worker: Worker) -> float | None:
+    def _limit(self, worker: _Worker) -> float | None:
         """When the worker is to be given up, unless it answers."""
         if not worker.ready:
             return worker.since + IMPORT_SECONDS
         return worker.since + self._seconds if worker.sent else None
 
-    def _dispatch(self, number: int) -> None:
-        worker = self._workers[number]
-        if not worker.ready or worker.sent or not worker.queue:
-            return
-        if worker.process.poll() is not None:  # died while idle: nobody's fault
-            self._replace(number, None)
-            return
-        commands: list[Command] = []
-        for id in worker.queue:
-            episode = self._episodes[id]
-            replay = not episode.placed
-            commands.append((id, episode.task if replay else None, episode.replies if replay else episode.replies[-1:]))
-            episode.placed = True
-        worker.sent, worker.queue = worker.queue, deque()
-        try:
-            worker.send(self._dropped.pop(number, []), commands)
-        except OSError:
-            self._replace(number, "its worker process stopped reading")
-
-    def _receive(self, number: int) -> None:
-        worker = self._workers[number]
-        try:
-            while worker.connection.poll():
-                message = worker.connection.recv()
-                worker.since = time.monotonic()
-                if not worker.ready:
-                    self._greet(worker, message)
+    def _dispatch(self) -> None:
+        for worker in list(self._workers):
+            if worker.ready and not worker.sent and (worker.queue or self._queue):
+                if worker.stirs:
+                    self._receive(worker)  # nothing was asked of it: it is gone, or speaks out of turn
                     continue
-                id, event = message
-                if event is not None:
-                    expected = worker.sent.popleft()
-                    assert id == expected, "answers come in the order of the commands"
-                    self._answer(id, event)
+                self._hand(worker)
+            if worker.unsent:
+                self._write(worker)
+
+    def _hand(self, worker: _Worker) -> None:
+        """Give a free worker what is queued for it, or its share of what is queued for any: less when less is left."""
+        if self._single_turn is not None:
+            share = -(-len(self._queue) // (2 * self.size)) if self._single_turn else 0
+            worker.queue.extend(self._queue.popleft() for _ in range(share))
+        if not worker.queue:
+            return
+        commands = []
+        for order in worker.queue:
+            episode = order.episode
+            replies = episode.replies[-1:] if episode.placed else episode.replies
+            task = None if episode.placed or order.drop else self._pickled(episode.task)
+            said = () if order.drop else tuple((str(reply), str(reply.stop)) for reply in replies)
+            commands.append(Command(episode.number, task, said, order.drop))
+            episode.placed = not order.drop
+        worker.sent, worker.queue = worker.queue, deque()
+        worker.unsent += framed(pickle.dumps(commands))
+        worker.since = time.monotonic()
+
+    def _pickled(self, task: Task) -> bytes:
+        try:
+            return pickle.dumps(task)
+        except Exception as error:  # whatever the objects in it raise
+            raise UserError(
+                f"task {task.get('id')!r} cannot be sent to a worker: {type(error).__name__}: {error}; leave in it what can "
+                "be pickled, or use --env-workers 0"
+            ) from error
+
+    def _write(self, worker: _Worker) -> None:
+        try:
+            whole = worker.write()
+        except OSError:
+            return  # it is gone, which shows when we read
+        events = selectors.EVENT_READ if whole else selectors.EVENT_READ | selectors.EVENT_WRITE
+        self._selector.modify(worker.socket, events, worker)
+
+    def _receive(self, worker: _Worker) -> None:
+        try:
+            for content in worker.read():
+                worker.since = time.monotonic()
+                if worker.ready:
+                    self._take(worker, content)
+                else:
+                    self._greet(worker, read_greeting(content))
+        except Garbled as error:
+            self._lost(worker, f"its worker process sent what cannot be read ({error})", InvalidKind.UNREADABLE)
         except (EOFError, OSError):
-            code = worker.exit_code()
-            if not worker.ready:
-                self._fail(f"{self._name}: a worker process died while importing it ({code})")
-            self._replace(number, f"its worker process died ({code})")
+            ended = f"died ({worker.child.exit()})" if worker.child.wait(CLOSE_SECONDS) else "closed its socket"
+            self._lost(worker, f"its worker process {ended}", InvalidKind.DIED)
 
-    def _greet(self, worker: Worker, message: bool | str) -> None:
+    def _take(self, worker: _Worker, content: bytes) -> None:
+        answer = read_answer(content)
+        if not worker.sent or answer.number != worker.sent[0].episode.number:
+            raise Garbled("an answer out of turn")
+        order = worker.sent[0]
+        if answer.event is None and not order.drop:
+            return  # a step that was replayed
+        if order.drop != (answer.event is None):
+            raise Garbled("an answer out of turn")
+        worker.sent.popleft()
+        if answer.event is not None:
+            self._answer(order.episode, answer.event)
+
+    def _greet(self, worker: _Worker, message: bool | str) -> None:
         if isinstance(message, str):
-            self._fail(message)
-        worker.ready = True
-        if self._single_turn is None and message:  # what was asked until now are starts: we answer them ourselves
-            started = [id for worker in self._workers for id in worker.queue]
-            for worker in self._workers:
-                worker.queue.clear()
-            for id in started:
-                self._answer(id, opening(self._episodes[id].task))
-        self._single_turn = bool(message)
+            self._import_failed(worker, message)
+            return
+        worker.ready, self._imported, self._tries = True, True, 0
+        while len(self._workers) < self.size:
+            self._add_worker()
+        if self._single_turn is None:
+            self._single_turn = message
+            orders, self._queue = self._queue, deque()
+            for order in orders:  # all of them starts
+                self._ask(order.episode)
 
-    def _overdue(self, number: int) -> None:
-        if not self._workers[number].ready:
-            self._fail(f"{self._name} did not finish importing within {IMPORT_SECONDS:g} s")
-        self._replace(number, f"did not return within {self._seconds:g} s")
+    def _overdue(self, worker: _Worker) -> None:
+        if worker.ready:
+            self._lost(worker, f"did not return within {self._seconds:g} s", InvalidKind.TIMEOUT)
+        else:
+            self._import_failed(worker, f"{self._name} did not finish importing within {IMPORT_SECONDS:g} s")
 
-    def _replace(self, number: int, reason: str | None) -> None:
-        """A fresh worker for a lost one. `reason` blames the episode it was in; the others are to be replayed."""
-        lost = self._workers[number]
+    def _lost(self, worker: _Worker, reason: str, kind: InvalidKind) -> None:
+        """A worker that has to be replaced; the reason blames the episode it was in, if any."""
+        if not worker.ready:
+            self._import_failed(worker, f"{self._name}: {reason.replace('its', 'a')} while it was imported")
+            return
+        if worker.sent:
+            order = worker.sent.popleft()
+            if not order.drop:
+                self._answer(order.episode, Done(Invalid(f"{self._name}: {reason}", kind)))
+        self._replace(worker)
+
+    def _import_failed(self, worker: _Worker, message: str) -> None:
+        """The user's mistake if no worker could ever import the environment, or if a fresh one fails again and again."""
+        self._tries += 1
+        if not self._imported or self._tries >= IMPORT_TRIES:
+            self.close()
+            raise UserError(message)
+        self._replace(worker)
+
+    def _replace(self, lost: _Worker) -> None:
+        """A fresh worker for a lost one, in which its episodes are replayed when they go on."""
+        self._selector.unregister(lost.socket)
+        self._workers.remove(lost)
         lost.kill()
-        if reason is not None and lost.sent:
-            self._answer(lost.sent.popleft(), Done(Invalid(f"{self._name}: {reason}")))
-        fresh = Worker(self._packed, self._folder)
-        fresh.queue.extend([*lost.sent, *lost.queue])
-        self._workers[number] = fresh
-        self._dropped.pop(number, None)
-        for id, episode in self._episodes.items():
-            if id % len(self._workers) == number:
+        fresh = self._add_worker()
+        orders = [order for order in (*lost.sent, *lost.queue) if not order.drop]
+        if self._single_turn:
+            self._queue.extendleft(reversed(orders))
+        else:
+            fresh.queue.extend(orders)
+        for episode in self._episodes.values():
+            if episode.worker is lost:
+                episode.worker = fresh
                 episode.placed = False
+        for order in orders:
+            order.episode.placed = False
 
-    def _fail(self, message: str) -> None:
-        self.close()
-        raise UserError(message)
+    def _add_worker(self) -> _Worker:
+        worker = _Worker(self._setup, self._folder)
+        self._workers.append(worker)
+        self._selector.register(worker.socket, selectors.EVENT_READ, worker)
+        self._write(worker)
+        return worker

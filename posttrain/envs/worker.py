@@ -1,143 +1,180 @@
 """The process that plays environments, and what it answers. Decides how user code that raises is reported.
 
-The parent (`posttrain.envs.pool`) sends batches of commands over a socket; each command is answered as soon as it is
-done, before the next one begins, so that whatever happens to this process the parent knows which episode it was in.
-
-    parent -> worker   first the environment (see `pack_env`), then batches (ids to drop, [(id, task or None, replies)])
-    worker -> parent   first True or False (a plain reward or not) or the message of a failed import, then (id, event);
-                       the event is None for a replayed step, whose answer the parent has had before
-
-A command with a task begins an episode and feeds it the replies; one without continues the episode with its one reply.
+The pool (`posttrain.envs.pool`) sends lists of commands over a socket; each is answered as soon as it is done, before the
+next one begins, so that whatever happens to this process the pool knows which episode it was in.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-import signal
+import pickle
+import socket
 import sys
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
-from posttrain.envs.load import is_generator_env, lift, read_turn, read_verdict, unpack_env
-from posttrain.types import Env, Invalid, Reply, Task, Turn, UserError
+from posttrain.envs.load import is_generator_env, lift, unpack_env
+from posttrain.envs.reading import Done, Event, cleaned, read_turn, read_verdict
+from posttrain.envs.wire import Command, Frames, Setup, write_answer, write_failure, write_greeting
+from posttrain.types import Env, Invalid, InvalidKind, Reply, StopReason, Task, UserError
 from posttrain.user_code import describe_error, source_file
-
-Command = tuple[int, Task | None, list[Reply]]
-
-
-@dataclass(frozen=True)
-class Done:
-    """The episode is over: what it earned, and the named parts of that."""
-
-    reward: float | Invalid
-    rewards: dict[str, float] = field(default_factory=dict)
-
-
-Event = Turn | Done
-"""What an environment answers: show this to the model and send its reply, or the end."""
 
 DIVERGED = "ended earlier when it was replayed after a crash: an environment must depend on its task and replies alone"
 
 
 class Stage:
-    """The episodes in progress in this process. Nothing that an environment raises leaves it."""
+    """The episodes in progress in this process. Nothing that an environment raises leaves it.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    `alone`: the process is the environment's own, so that not even a KeyboardInterrupt is the user's. `memory`: GiB that
+    it may take, for the reason when there are no more (0: no limit).
+    """
+
+    def __init__(self, function: Callable[..., Any], alone: bool = False, memory: float = 0.0) -> None:
         self.single_turn = not is_generator_env(function)
         self._env: Env = lift(function) if self.single_turn else function
         self._file = source_file(function)
+        self._memory = memory
+        self._alone = alone
+        self._caught: tuple[type[BaseException], ...] = (BaseException,) if alone else (Exception, SystemExit)
         self._episodes: dict[int, Generator[Any, Any, Any]] = {}
 
     def start(self, id: int, task: Task) -> Event:
-        self._episodes[id] = _begin(
-            self._env, copy.deepcopy(task)
-        )  # the rows of a group are one object: theirs to change
+        self._episodes[id] = self._begin(task)
         return self._resume(id, None)
 
     def send(self, id: int, reply: Reply) -> Event:
         return self._resume(id, reply)
 
     def drop(self, id: int) -> None:
-        self._episodes.pop(id, None)
+        episode = self._episodes.pop(id, None)
+        try:
+            if episode is not None:
+                episode.close()  # may run code of the user's
+        except self._caught:
+            pass
+
+    def raised(self, error: BaseException) -> Done:
+        """What becomes of an episode whose code raised."""
+        try:
+            reason = describe_error(error, self._file)
+        except Exception:  # the user's __str__, or no memory is left for the message
+            reason = type(error).__name__
+        if isinstance(error, MemoryError) and self._memory:
+            reason += f"; a worker may take {self._memory:g} GiB: see --env-memory"
+        return Done(Invalid(cleaned(reason), InvalidKind.RAISED))
+
+    def _begin(self, task: Task) -> Generator[Any, Any, Any]:
+        """Calls the environment only when it is first resumed: what a decorator raises is then caught like the rest.
+
+        The rows of a group are one object: each episode has a copy, to change as it likes.
+        """
+        return (yield from self._env(task if self._alone else copy.deepcopy(task)))
 
     def _resume(self, id: int, reply: Reply | None) -> Event:
+        episode = self._episodes.pop(id)
         try:
-            turn = read_turn(self._episodes[id].send(reply))
+            turn = read_turn(episode.send(reply))
         except StopIteration as end:
-            event: Event = Done(*read_verdict(end.value))
-        except (Exception, SystemExit) as error:
-            event = Done(Invalid(describe_error(error, self._file)))
-        else:
-            event = Done(turn) if isinstance(turn, Invalid) else turn
-        if isinstance(event, Done):
-            self.drop(id)
-        return event
+            return self._verdict(end.value)
+        except self._caught as error:
+            return self.raised(error)
+        if isinstance(turn, Invalid):
+            return Done(turn)
+        self._episodes[id] = episode
+        return turn
+
+    def _verdict(self, value: Any) -> Done:
+        try:
+            return read_verdict(value)
+        except self._caught as error:  # types of the user's
+            return self.raised(error)
 
 
-def _begin(env: Env, task: Task) -> Generator[Any, Any, Any]:
-    """Calls `env` only when it is first resumed: what a decorator of the user's raises is then caught like the rest."""
-    return (yield from env(task))
+class _Connection:
+    """Our end of the socket, which no process but this one may use."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._frames = Frames(most=1 << 62)  # the pool is trusted
+        self._arrived: list[bytes] = []
+        self._owner = os.getpid()
+        os.register_at_fork(after_in_child=self._socket.close)  # user code may fork: its child answers nobody
+
+    def receive(self) -> bytes:
+        """The content of the next frame. Raises EOFError."""
+        while not self._arrived:
+            more = self._socket.recv(1 << 20)
+            if not more:
+                raise EOFError
+            self._arrived += self._frames.add(more)
+        return self._arrived.pop(0)
+
+    def send(self, frame: bytes) -> None:
+        if os.getpid() != self._owner:  # a child of user code came back as if it were its parent
+            os._exit(0)
+        self._socket.sendall(frame)
 
 
-def main() -> None:
-    """Arguments: the file descriptors of the socket and of the life line, then the parent's module search path."""
-    socket_fd, life_fd = int(sys.argv[1]), int(sys.argv[2])
-    sys.argv[1:] = []
-    os.set_inheritable(socket_fd, False)
-    os.set_inheritable(life_fd, False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    os.dup2(2, 1)  # what the user prints is for the eyes: standard output may be a pipe of the parent's
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    _die_with_parent(life_fd)
-    connection: Connection[Any, Any] = Connection(socket_fd)
+def main(descriptor: int) -> None:
+    """Play what is asked through this socket until it is closed."""
+    if sys.stdout is not None:  # what the user prints is for the eyes, and should not wait
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    connection = _Connection(descriptor)
     try:
-        stage = Stage(unpack_env(connection.recv()))
-    except UserError as error:
-        connection.send(str(error))
-        return
-    except (Exception, SystemExit) as error:
-        connection.send(f"the environment does not load in a worker: {describe_error(error, None)}")
-        return
-    try:
-        connection.send(stage.single_turn)
-        while True:
-            dropped, commands = connection.recv()
-            for id in dropped:
-                stage.drop(id)
-            for command in commands:
+        setup: Setup = pickle.loads(connection.receive())
+        _limit_memory(setup.memory)
+        stage = _load(setup, connection)
+        while stage is not None:
+            for command in pickle.loads(connection.receive()):
                 _answer(connection, stage, command)
-    except (EOFError, ConnectionError):
-        return  # the parent is gone, or has closed us
+    except (EOFError, OSError):
+        return  # the pool is gone, or has closed us; or user code has closed the socket
 
 
-def _answer(connection: Connection[Any, Any], stage: Stage, command: Command) -> None:
-    id, task, replies = command
-    if task is None:
-        connection.send((id, stage.send(id, replies[0])))
+def _load(setup: Setup, connection: _Connection) -> Stage | None:
+    try:
+        stage = Stage(unpack_env(setup.env), alone=True, memory=setup.memory)
+    except UserError as error:
+        connection.send(write_failure(str(error)))
+        return None
+    except BaseException as error:
+        hint = f"; a worker may take {setup.memory:g} GiB: see --env-memory" if isinstance(error, MemoryError) else ""
+        said = f"the environment does not load in a worker: {describe_error(error, None)}{hint}"
+        connection.send(write_failure(said))
+        return None
+    connection.send(write_greeting(stage.single_turn))
+    return stage
+
+
+def _answer(connection: _Connection, stage: Stage, command: Command) -> None:
+    number, replies = command.number, [Reply(text, StopReason(stop)) for text, stop in command.replies]
+    if command.drop:
+        stage.drop(number)
+        connection.send(write_answer(number, None))
         return
-    event = stage.start(id, task)
+    if command.task is None:
+        connection.send(write_answer(number, stage.send(number, replies[0])))
+        return
+    try:
+        event = stage.start(number, pickle.loads(command.task))
+    except BaseException as error:  # classes of the user's among what is in the task
+        event = stage.raised(error)
     for reply in replies:
         if isinstance(event, Done):
-            event = Done(Invalid(DIVERGED)) if not isinstance(event.reward, Invalid) else event
+            if not isinstance(event.reward, Invalid):
+                event = Done(Invalid(DIVERGED, InvalidKind.RAISED))
             break
         if not stage.single_turn:  # the start of a plain reward takes no time: not worth a message
-            connection.send((id, None))
-        event = stage.send(id, reply)
-    connection.send((id, event))
+            connection.send(write_answer(number, None))
+        event = stage.send(number, reply)
+    connection.send(write_answer(number, event))
 
 
-def _die_with_parent(life_fd: int) -> None:
-    """Have the kernel kill this process and its children when the parent's end of the life line closes.
+def _limit_memory(gib: float) -> None:
+    """Of this process and of each that it starts: what it may allocate. Code, files and stacks of threads do not count."""
+    if gib and sys.platform == "linux":
+        import resource
 
-    Needed for a worker that is stuck inside C code when its parent is killed: nothing in Python could notice. Where the
-    kernel has no such signal, the worker ends when it next reads its socket.
-    """
-    if sys.platform == "linux":
-        import fcntl
-
-        fcntl.fcntl(life_fd, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(life_fd, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(life_fd, fcntl.F_SETFL, fcntl.fcntl(life_fd, fcntl.F_GETFL) | os.O_ASYNC)
+        most, (_, hard) = int(gib * 2**30), resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

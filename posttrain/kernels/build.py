@@ -87,7 +87,7 @@ def cache_folder() -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = base if base.is_absolute() else Path.home() / ".cache"
     if not base.is_absolute():
-        raise FileNotFoundError(f"{base} is no place for compiled code: a home is an absolute path")
+        raise FileNotFoundError(f"{base} cannot hold compiled code: a home is an absolute path")
     return private_folder(base / "posttrain")
 
 

@@ -64,7 +64,7 @@ def _check(path: Path, own: bool = False) -> None:
     if stat.S_ISLNK(info.st_mode):
         return
     if not stat.S_ISDIR(info.st_mode):
-        raise NotPrivate(f"{path} is no folder")
+        raise NotPrivate(f"{path} is not a folder")
     sticky = info.st_mode & stat.S_ISVTX and not own  # others may add to it, not replace what is another's
     if info.st_mode & stat.S_IWOTH and not sticky:
         raise NotPrivate(f"{path} is writable by everybody")

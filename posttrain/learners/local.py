@@ -226,7 +226,7 @@ class LocalLearner:
                     self.optimizer.state[parameter] = {key: v.to(parameter.device) for key, v in state.items()}
 
     def _outputs(self, model: Model, batch: Packed, want: frozenset[str]) -> Outputs:
-        """What is wanted besides the log-probabilities; everything that is not stays uncomputed."""
+        """The log-probabilities and what is wanted besides them; nothing else is computed."""
         with self._autocast():
             hidden = model.hidden(batch.layout, batch.at)
             if "entropy" in want:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrustRegion(Part):
-    """A natural gradient step within KL(old || new) <= delta, instead of AdamW (TRPO, arXiv 1502.05477, appendix C).
+    """Bounds how far one update moves the policy's distribution, whatever its parameters do, instead of using AdamW.
 
-    The direction solves F x = g by conjugate gradient on Fisher-vector products; the step is then shortened by halves
-    until the surrogate has grown and the KL, exact over the vocabulary, is within bounds.
+    A natural gradient step within KL(old || new) <= delta (TRPO, arXiv 1502.05477, appendix C). The direction
+    solves F x = g by conjugate gradient on Fisher-vector products; the step is then halved until the surrogate has grown and
+    the KL, exact over the vocabulary, is within bounds.
     """
 
     delta: float = knob(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from posttrain.protocols import World
+
 
 class Processes:
-    """See `posttrain.types.World`. The process group is up already: torchrun's environment, or `init_process_group`."""
+    """See `posttrain.protocols.World`. The process group is up already: torchrun's environment, or `init_process_group`."""
 
     def __init__(self) -> None:
         assert dist.is_initialized(), "start the process group first"
@@ -24,3 +27,7 @@ class Processes:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, x)
         return found
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., World] = Processes

@@ -124,7 +124,7 @@ def _read_context(fields: Fields, family: str) -> int:
 def read_eos_ids(folder: Path, source: Mapping[str, Any], generation: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
     """Every token id that ends a reply: generation_config.json's, else config.json's; () if neither names one.
 
-    Raises UserError for one that is no token of the vocabulary.
+    Raises UserError for one that is not in the vocabulary.
     """
     name, eos = "generation_config.json", generation.get("eos_token_id")
     if eos is None:

@@ -120,7 +120,7 @@ def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int
 
 def _read_stored(file: Path) -> dict[str, Tensor]:
     with open_weights(file) as stored:
-        left = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is no dict
+        left = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is not a dict
     for name, tensor in left.items():
         check_finite(file, name, tensor)
     return left

@@ -24,6 +24,7 @@ from posttrain.models.config_json import ARCHITECTURES, read_config, read_eos_id
 from posttrain.models.decoder import Decoder, DecoderConfig
 from posttrain.models.json_files import one_line, read_json, shown, write_json
 from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
+from posttrain.protocols import Model
 from posttrain.types import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -35,7 +36,7 @@ Pieces = tuple[tuple[str, tuple[int, ...]], ...]
 """The stored tensors (name, shape) that one after the other, along their first dimension, fill one parameter."""
 
 
-def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
+def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Model:
     """The model of a checkpoint folder (or of a Hugging Face model name), its parameters of this dtype on this device.
 
     Raises UserError if there is no such folder, if the architecture is not supported, or if weights are missing,
@@ -166,10 +167,10 @@ def _allocate(folder: Path, config: DecoderConfig, dtype: torch.dtype, device: t
     return model.to_empty(device=device)
 
 
-LOADERS: dict[str, Callable[[Path, dict[str, Any], torch.dtype, torch.device], Decoder]] = dict.fromkeys(
+LOADERS: dict[str, Callable[[Path, dict[str, Any], torch.dtype, torch.device], Model]] = dict.fromkeys(
     ARCHITECTURES, _load_decoder
 )
-"""How each model_type is loaded: (folder, its config.json, dtype, device) -> model."""
+"""How each model_type is loaded: (folder, its config.json, dtype, device) -> model. A kind of one's own is added here."""
 
 
 def _split(parameter: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
@@ -226,7 +227,7 @@ def _read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dic
 def open_weights(file: Path) -> Any:
     """A .safetensors file, opened for reading. Raises UserError if it is absent or damaged."""
     if not file.is_file():
-        raise UserError(f"{file} is no file: copy it again")
+        raise UserError(f"{file} is not a file: copy it again")
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -17,7 +17,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from posttrain.kernels import binder
-from posttrain.models.linear import Linear, accumulates, add_product, collected, collects, narrowed, product_type
+from posttrain.models.linear import (
+    Linear,
+    accumulates,
+    add_product,
+    collected,
+    collects,
+    narrowed,
+    product,
+    product_type,
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -135,16 +144,16 @@ def _library() -> binder.LayerLibrary:
 def norm_linear(x: Tensor, weight: Tensor, eps: float, linear: Linear) -> Tensor:
     """linear(rms_norm(x)): [T, inputs] -> [T, outputs]."""
     if (collects(linear.weight) or not torch.is_grad_enabled()) and _covering(x, True, weight, linear.weight):
-        product: Tensor = _NormLinear.apply(x, weight, eps, linear.weight, linear.bias)
-        return product
+        out: Tensor = _NormLinear.apply(x, weight, eps, linear.weight, linear.bias)
+        return out
     return linear(rms_norm(x, weight, eps))
 
 
 def swiglu_linear(x: Tensor, linear: Linear) -> Tensor:
     """linear(swiglu(x)): [T, 2 inputs] -> [T, outputs]."""
     if (collects(linear.weight) or not torch.is_grad_enabled()) and _covering(x, False, linear.weight):
-        product: Tensor = _SwiGLULinear.apply(x, linear.weight, linear.bias)
-        return product
+        out: Tensor = _SwiGLULinear.apply(x, linear.weight, linear.bias)
+        return out
     return linear(swiglu(x))
 
 
@@ -177,7 +186,7 @@ class _NormLinear(torch.autograd.Function):
         narrow = narrowed(weight)
         ctx.save_for_backward(x, norm, rate, narrow)
         ctx.weight, ctx.bias = weight, bias
-        return functional.linear(normed, narrow, None if bias is None else narrowed(bias))
+        return product(normed, narrow, None if bias is None else narrowed(bias))
 
     @staticmethod
     @once_differentiable
@@ -203,7 +212,7 @@ class _SwiGLULinear(torch.autograd.Function):
         _library().swiglu(x, inner)
         ctx.save_for_backward(x, narrow)
         ctx.weight, ctx.bias = weight, bias
-        return functional.linear(inner, narrow, None if bias is None else narrowed(bias))
+        return product(inner, narrow, None if bias is None else narrowed(bias))
 
     @staticmethod
     @once_differentiable

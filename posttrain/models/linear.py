@@ -31,9 +31,9 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, inputs] -> [T, outputs]."""
         if collects(self.weight) and torch.is_grad_enabled():
-            product: Tensor = _Product.apply(x, self.weight, self.bias)
-            return product
-        return functional.linear(x, self.weight, self.bias)
+            accumulated: Tensor = _Product.apply(x, self.weight, self.bias)
+            return accumulated
+        return product(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
@@ -53,6 +53,39 @@ class Embedding(nn.Module):
 def rounds(device: torch.device) -> bool:
     """Whether products are computed in bfloat16 on a processor: numbers of rows should then come again and again."""
     return device.type == "cpu" and torch.is_autocast_enabled("cpu")
+
+
+# -- rows that do not depend on each other -----------------------------------------------------------------------------
+
+_block: int | None = None  # rows that are multiplied at once; None: all
+
+
+@contextmanager
+def in_blocks(rows: int) -> Iterator[None]:
+    """Within it products go in blocks of so many rows, of which there must be a multiple; for what needs no gradient.
+
+    A library chooses how it adds numbers up by the number of rows: so what comes of a row would depend, in its last
+    bits, on how many others there are. In blocks of one size it does not.
+    """
+    global _block
+    before, _block = _block, rows
+    try:
+        yield
+    finally:
+        _block = before
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """functional.linear, in blocks where these are asked for."""
+    if _block is None:
+        return functional.linear(x, weight, bias)
+    dtype = product_type(x)
+    x, transposed = x.to(dtype), weight.to(dtype).t()
+    assert x.shape[0] % _block == 0, "whole blocks"
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    for start in range(0, x.shape[0], _block):
+        torch.mm(x[start : start + _block], transposed, out=out[start : start + _block])
+    return out if bias is None else out.add_(bias.to(dtype))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def _refusing(problem: str) -> Iterator[None]:
 
 
 def _failed(error: BaseException, problem: str) -> BaseException:
-    """The UserError for what `tokenizers` raised: bare Exceptions, and panics, which are no Exceptions at all."""
+    """The UserError for what `tokenizers` raised: bare Exceptions, and panics, which are not Exceptions at all."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return UserError(f"{problem}: {one_line(error)}")
     return error

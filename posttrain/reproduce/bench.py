@@ -13,7 +13,7 @@ from posttrain.algorithms.table import find
 from posttrain.batch import Packed
 from posttrain.config import RL, filled
 from posttrain.data.tasks import to_tasks
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.embedded import embedded
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import Critic, ValueModel, new_critic
@@ -47,7 +47,7 @@ def bench(
         yield Experience(
             tasks=to_tasks(arena.tasks),
             pool=pool,
-            engine=LocalEngine(model, tokenizer),
+            engine=embedded(model, tokenizer),
             learner=LocalLearner(model, Optimization(lr=settings.get("lr", 1e-5), betas=(0.9, 0.95)), critic=value),
             tokenizer=tokenizer,
             algorithm=row,

@@ -91,7 +91,7 @@ def damaged(folder: Path) -> str | None:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         seen = {PurePosixPath(name): (int(file["bytes"]), file["sha256"]) for name, file in manifest["files"].items()}
         if folder.name != step_name(manifest["step"]):
-            return f"{MANIFEST} is that of another step"
+            return f"{MANIFEST} belongs to another step"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):

@@ -82,7 +82,7 @@ def length(history: History) -> str | None:
 
 
 def _no_better(history: History) -> str | None:
-    """How the replies are no better than at the start, in words; None: they are, or nothing tells."""
+    """In words, that the replies are no better than at the start; None: they are better, or it is unknown."""
     accuracy, reward, limits = history.of("accuracy"), history.of("reward"), history.limits
     if accuracy is not None:
         told = max(accuracy.start, accuracy.now) >= limits.accurate
@@ -130,8 +130,8 @@ def signal(history: History) -> str | None:
     figures = f"{equal.share:.0%} of the rollouts are in groups whose rewards are all equal, which teach nothing"
     if equal.right is None or equal.wrong is None:
         return (
-            f"{figures}; without a reward that counts as right (--success) nobody knows if these tasks are solved\n"
-            "usual causes: tasks too easy or too hard, or a policy that always says the same; read some replies in "
+            f"{figures}; without a reward that counts as right (--success) it is unknown whether these tasks are solved\n"
+            "usual causes: tasks too easy or too hard, or a policy that always says the same thing; read some replies in "
             "rollouts/, and try other tasks, a larger --group, or --dynamic-sampling 4"
         )
     if equal.wrong >= equal.right:
@@ -142,7 +142,7 @@ def signal(history: History) -> str | None:
         )
     return (
         f"{figures}: about {equal.right:.0%} of the groups are all right and {equal.wrong:.0%} all wrong\n"
-        "usual causes: few tasks of medium difficulty are left, or the policy always says the same; "
+        "usual causes: few tasks of medium difficulty are left, or a policy that always says the same thing; "
         "try other tasks, --dynamic-sampling 4, or --entropy 0.001"
     )
 
@@ -154,7 +154,7 @@ def solved(history: History) -> str | None:
         return None
     return (
         f"{accuracy.now:.1%} of the replies are right: in about {equal.right:.0%} of the groups all are, in about "
-        f"{equal.wrong:.0%} none is, and neither teach anything\n"
+        f"{equal.wrong:.0%} none is, and neither teaches anything\n"
         "stop here, move on to harder tasks, or spend the steps on what is left with --dynamic-sampling 4; if this is a "
         "surprise, read some replies: a loophole in the reward looks the same"
     )
@@ -197,7 +197,7 @@ def drop(history: History) -> str | None:
 
 
 def held_out(history: History) -> str | None:
-    """Training tasks are learned by heart."""
+    """Training tasks are memorised."""
     trained, unseen, limits = history.of("accuracy"), history.of("eval/accuracy", 3), history.limits
     if trained is None or unseen is None:
         return None
@@ -248,4 +248,4 @@ FATAL = frozenset({"stalled"})
 """What ends a run unless the health check is off: going on would waste the time and change nothing."""
 
 GOOD = frozenset({"solved"})
-"""News that is no reason to stop."""
+"""Good news: never a reason to stop."""

@@ -146,7 +146,7 @@ def json_document(content: Mapping[str, Any]) -> bytes:
 
 
 def number(value: float) -> float | None:
-    """As JSON can hold it, which knows neither infinity nor not-a-number."""
+    """A number as JSON can hold it: JSON has neither infinity nor NaN."""
     return float(value) if math.isfinite(value) else None
 
 

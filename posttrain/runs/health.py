@@ -16,7 +16,7 @@ from posttrain.runs.history import History, Limits
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that goes wrong, or is done."""
+    """A fault, or a goal that is reached."""
 
     step: int
     name: str  # a key of CHECKS
@@ -24,7 +24,7 @@ class Finding:
 
     @property
     def fatal(self) -> bool:
-        """Whether the run is to end whoever looks at it: nothing will be learned any more."""
+        """Whether the run ends whatever --health says: nothing more will be learned."""
         return self.name in FATAL
 
     @property
@@ -33,7 +33,7 @@ class Finding:
 
 
 class Health:
-    """Looks at each step of a run, in order, and tells each fault once, until it has been away for a while."""
+    """Looks at each step of a run, in order, reports each fault once, and again after an absence."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.history = History(limits or Limits())

@@ -24,7 +24,7 @@ HUGE = 1e100  # the squares of larger values would overflow
 
 @dataclass(frozen=True)
 class Limits:
-    """From where on something is a fault. Shares are from 0 to 1."""
+    """The thresholds from which on something is a fault. Shares are from 0 to 1."""
 
     first: int = 5
     """Steps that count as the start of the run."""
@@ -54,7 +54,7 @@ class Limits:
     kl_small: float = 0.3
     """But not while it is below so many times the entropy at the start."""
     settled: int = 40
-    """Steps before which a leap of the reward or of the KL is no surprise: a format is learned in a few."""
+    """Steps before which a leap of the reward or of the KL is not a surprise: a format is learned in a few."""
     no_signal: float = 0.9
     """Share of rollouts in groups whose rewards are all equal, above which there is little left to learn from."""
     solved: float = 0.8
@@ -102,7 +102,7 @@ class Series:
         self._moved += (value - self.values[-1]) ** 2 if self.values else 0.0
         self.values.append(value)
         self.constant = self.constant and value == self.values[0]
-        whole = len(self) >= self._limits.first  # fewer values are no window
+        whole = len(self) >= self._limits.first  # fewer values do not make a window
         self.best.append(max(self.best[-1] if self.best else -math.inf, self.now if whole else -math.inf))
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ which that is not enough:
 
 * another machine shares the folder and its kernel does not see our locks: the owner touches the file every
   `BEAT_SECONDS`, and counts as gone once it was silent for `SILENT_SECONDS` or its machine has started anew;
-* the file system knows no locks: on the same machine the process itself is looked for.
+* the file system has no locks: on the same machine the process itself is looked for.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _alive(owner: Owner, descriptor: int, folder: Path, exclusive: bool) -> str:
     """How the owner that the file names, and that does not hold its lock here, is known to be there; "" if it is gone."""
     ourselves = _ourselves()
     if (owner.host, owner.boot) == (ourselves.host, ourselves.boot) or (owner.boot and owner.boot == ourselves.boot):
-        return " (this file system knows no locks)" if not exclusive and _runs(owner) else ""
+        return " (this file system has no locks)" if not exclusive and _runs(owner) else ""
     if owner.host == ourselves.host:
         return ""  # the machine has been started anew
     silent = max(0.0, _clock(folder) - os.fstat(descriptor).st_mtime)

@@ -107,7 +107,7 @@ class RunFolder(Generic[AnyTraining]):
         lost = missing_steps(self.path, checkpoints.step_of(self.checkpoint))
         if lost and not config.accept_changes:
             raise UserError(
-                f"cannot resume {self.path}, whose record is not whole: {', '.join(lost)}; put a copy of it back, or "
+                f"cannot resume {self.path}, whose record is incomplete: {', '.join(lost)}; put a copy of it back, or "
                 "continue without with --accept-changes"
             )
         self.config = chosen
@@ -151,7 +151,7 @@ class RunFolder(Generic[AnyTraining]):
 
     @cached_property
     def _inputs(self) -> dict[str, Print | None]:
-        """Fingerprints of what the run reads, by option. What is no file here, such as the name of a dataset, has none."""
+        """Fingerprints of what the run reads, by option. A dataset by its name has none."""
         found: dict[str, Print | None] = {}
         for name in READ:
             value = str(self.start) if name == "model" and self.start else getattr(self.config, name, None)

@@ -17,7 +17,7 @@ SPEAKERS = {
     SpanKind.OBSERVATION: "env",
     SpanKind.TOOL: "tool",
 }
-"""Kind of a turn -> what stands beside it."""
+"""Kind of a turn -> its label."""
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], stream: TextIO | None = None) -> None:

@@ -34,7 +34,7 @@ def read_run(folder: Folder) -> Row:
 
 
 def read_metrics(folder: Folder) -> list[Row]:
-    """One dict a step: {"step": 12, "reward": 0.5, ...}; None for what was not finite. Also while the run is on."""
+    """One dict a step: {"step": 12, "reward": 0.5, ...}; None for what was not finite. Works during the run."""
     return [row for row, _ in read_steps(Path(folder) / METRICS)]
 
 

@@ -120,11 +120,8 @@ class Record:
     def rollouts(self, step: int, rollouts: Sequence[tuple[Rollout, float]]) -> None:
         """Write the rollouts of a step, each with its advantage. The file appears whole or not at all."""
         path = rollout_file(self.folder, step)
-        unfinished = path.with_name(path.name + ".tmp")
-        with unfinished.open("wb") as file:
-            for place, (rollout, advantage) in enumerate(rollouts):
-                file.write(json_line({"id": f"{step}/{place}", **as_row(rollout), "advantage": number(advantage)}))
-        unfinished.replace(path)
+        rows = ((r, {"id": f"{step}/{place}"}, {"advantage": number(a)}) for place, (r, a) in enumerate(rollouts))
+        write_rollouts(path, ({**first, **as_row(rollout), **last} for rollout, first, last in rows))
         self._unsynced.append(path)
 
     def flush(self) -> None:
@@ -177,6 +174,15 @@ class _Journal:
 
     def close(self) -> None:
         self._file.close()
+
+
+def write_rollouts(path: Path, rows: Iterable[Row]) -> None:
+    """One line of JSON each. The file appears whole or not at all."""
+    unfinished = path.with_name(path.name + ".tmp")
+    with unfinished.open("wb") as file:
+        for row in rows:
+            file.write(json_line(row))
+    unfinished.replace(path)
 
 
 def as_row(rollout: Rollout) -> Row:

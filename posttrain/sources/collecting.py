@@ -9,7 +9,7 @@ from posttrain.algorithms.filters import DynamicSampling
 from posttrain.batch import Stats
 from posttrain.data.tasks import draw
 from posttrain.envs.chat import Texts
-from posttrain.envs.play import Episode, play
+from posttrain.envs.play import MAX_TURNS, Episode, play
 from posttrain.envs.pool import EnvPool
 from posttrain.protocols import Engine
 from posttrain.seeds import seed_of
@@ -48,6 +48,8 @@ class Collector:
     size: Size
     seed: int
     success: float | None  # rewards from it on are successes
+    episode_tokens: int | None = None  # most that may be sampled in an episode
+    max_turns: int = MAX_TURNS  # most replies of an episode
     too_long: TooLong | None = None  # what becomes of prompts that do not fit; left out: they end the run
     cursor: int = field(default=0, init=False)  # tasks drawn so far
 
@@ -67,8 +69,17 @@ class Collector:
         while (missing := min(self.size.prompts - len({r.group for r in kept}), budget)) > 0:
             episodes, self.cursor = self.episodes(number, self.cursor, missing)
             budget -= missing
-            policy = self.too_long.policy if self.too_long else "refuse"
-            rollouts = play(episodes, self.pool, self.engine, self.tokenizer, self.sampling, self.context, policy)
+            rollouts = play(
+                episodes,
+                self.pool,
+                self.engine,
+                self.tokenizer,
+                self.sampling,
+                self.context,
+                self.too_long.policy if self.too_long else "refuse",
+                episode_tokens=self.episode_tokens,
+                turns=self.max_turns,
+            )
             played += rollouts
             fit = usable(rollouts, stats)
             if fit:

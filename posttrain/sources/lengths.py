@@ -25,7 +25,7 @@ class Placed(Protocol):
 
 @dataclass
 class TooLong:
-    """The rows that did not fit: refuses them, or counts them and says the first ones by their place."""
+    """The rows that did not fit: refuses them, or counts them and names the first ones by their place."""
 
     policy: Policy
     context: int  # tokens
@@ -67,7 +67,7 @@ class Prompts:
         return cut
 
     def check(self) -> None:
-        """With `refuse`: measure all of them now, since the end of a run would be late to tell."""
+        """With `refuse`: measure all of them now, since in the middle of a run it would be too late."""
         if self.too_long.policy == "refuse" and len(self.tasks) < ENDLESS:
             for place in range(len(self.tasks)):
                 self.fits(place)

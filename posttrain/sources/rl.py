@@ -7,8 +7,8 @@ What a step plays stands in `collecting`, what its tokens earn in `crediting`, w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,9 +16,10 @@ from posttrain.algorithms.penalty import KL
 from posttrain.algorithms.policy import Algorithm
 from posttrain.batch import Stats, Step
 from posttrain.envs.chat import Texts
+from posttrain.envs.play import MAX_TURNS
 from posttrain.envs.pool import EnvPool
 from posttrain.part import Need
-from posttrain.protocols import Engine, Learner
+from posttrain.protocols import Engine, Learner, Source
 from posttrain.sources.collecting import Collector, Size
 from posttrain.sources.crediting import Credited, credit
 from posttrain.sources.lengths import Placed, TooLong
@@ -31,8 +32,8 @@ from posttrain.types import Sampling, Transcript
 class Experience:
     """See `posttrain.protocols.Source`.
 
-    Seeds follow from the step's number; remembered are the place in the endless row of tasks, coefficients that change,
-    and, where a row replays, rollouts.
+    Seeds follow from the step's number. What is remembered: the place in the endless order of tasks, coefficients that
+    change, and, where a row replays, rollouts.
     """
 
     def __init__(
@@ -48,14 +49,21 @@ class Experience:
         size: Size,
         seed: int,
         success: float | None = None,
+        episode_tokens: int | None = None,
+        max_turns: int = MAX_TURNS,
         texts: Sequence[Transcript | None] = (),
         too_long: TooLong | None = None,
     ) -> None:
-        """`success`: rewards from it on are successes; `texts`: what a row with a pretraining term imitates."""
+        """`success`: rewards from it on are successes; `texts`: what a row with a pretraining term imitates.
+
+        `episode_tokens`, `max_turns`: of an episode, as in `play`.
+        """
         assert success is not None or Need.SUCCESS not in algorithm.needs, "what is a success?"
         self.engine, self.learner, self.algorithm, self.size, self.success = engine, learner, algorithm, size, success
         context = learner.weights().config.context
-        self.collector = Collector(tasks, pool, engine, tokenizer, sampling, context, size, seed, success, too_long)
+        self.collector = Collector(
+            tasks, pool, engine, tokenizer, sampling, context, size, seed, success, episode_tokens, max_turns, too_long
+        )
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.minibatches = Minibatches(algorithm, learner, size, seed, success, texts, self.buffer)
         kl, entropy = algorithm.kl, algorithm.entropy
@@ -68,7 +76,7 @@ class Experience:
     def produce(self, number: int) -> Step:
         row = self.algorithm
         self.engine.load(self.learner.weights(), self.learner.version)
-        stats = Stats()
+        stats, waited = Stats(), self.collector.pool.waited
         collected = self.collector.collect(number, row.sampling, stats)
         tokens, kept = self.size.tokens_per_microbatch, collected.kept
         credited = credit(row, kept, self.learner, tokens, self.coefficients, self.success, stats)
@@ -83,7 +91,8 @@ class Experience:
             stats.add(f"coefficient/{name}", value)
         updates = self.minibatches.updates(number, credited, self.coefficients)
         sampled = sum(r.n_sampled for r in collected.played)
-        return Step(number, updates, stats, sampled, [(r, means.get(id(r), 0.0)) for r in collected.played])
+        rollouts = [(r, means.get(id(r), 0.0)) for r in collected.played]
+        return Step(number, updates, stats, sampled, rollouts, {"waiting": self.collector.pool.waited - waited})
 
     def learned(self, step: Step, stats: Stats) -> None:
         """Let what changes from step to step do so: coefficients, the reference."""
@@ -129,3 +138,7 @@ class Experience:
         self.collector.cursor, self.coefficients = cursor, coefficients
         if self.buffer is not None:
             self.buffer.restore(state["replay"])
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Source] = Experience

@@ -5,7 +5,7 @@ S    rollouts of an optimizer batch
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posttrain.batch import Scores, Stats
 from posttrain.sources.diversity import GROUPS, MEMBERS, diversity
-from posttrain.types import Invalid, Rollout, UserError, succeeds
+from posttrain.types import Invalid, InvalidKind, Rollout, UserError, succeeds
 
 MAX_INVALID = 0.5  # of a step's rollouts: beyond this the reward function is broken, not some of the replies
 
@@ -24,6 +24,9 @@ def describe(rollouts: Sequence[Rollout], success: float | None) -> Stats:
     `success`: rewards from it on are accurate; None: no reward says whether a reply is right, so nothing is.
     """
     stats = Stats()
+    kinds = Counter(r.reward.kind for r in rollouts if isinstance(r.reward, Invalid))
+    for kind in {InvalidKind.TIMEOUT, *kinds}:  # the first always: a policy may learn to be slow to check
+        stats.add(f"invalid/{kind}", kinds[kind], len(rollouts))
     for rollout in rollouts:
         invalid = isinstance(rollout.reward, Invalid)
         stats.add("invalid", invalid)
@@ -61,7 +64,7 @@ def refuse_broken(rollouts: Sequence[Rollout]) -> None:
 
 
 def usable(rollouts: Sequence[Rollout], stats: Stats) -> list[Rollout]:
-    """The rollouts that can teach something: valid, with a scored token, and with such company in their group.
+    """The rollouts that can teach something: valid, with a scored token, and in a group with enough of the kind.
 
     A group keeps its valid members while at least half of it, and two, are valid; a group of one needs its one.
     """

@@ -5,10 +5,10 @@ N    scored tokens of a micro-batch: the tokens to imitate
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from posttrain.batch import Batch, Outputs, Stats, Step
 from posttrain.data.tasks import ENDLESS, draw, order
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import Objective, Source
 from posttrain.sources.lengths import Placed, TooLong
 from posttrain.sources.packing import collate, split_microbatches
 from posttrain.types import Task, Transcript, UserError
@@ -116,7 +117,7 @@ class Transcripts(Sequence["Transcript | None"]):
             raise UserError(f"{self.tasks.where(place)}: {error}") from error
         if max(transcript.tokens) >= self.vocab:
             raise UserError(
-                f"the tokenizer gives token {max(transcript.tokens)}, the model's vocabulary has {self.vocab}: no match"
+                f"the tokenizer gives token {max(transcript.tokens)}, but the model's vocabulary has {self.vocab}: no match"
             )
         if len(transcript) > context:
             return self._cut(place, task, len(transcript))
@@ -188,3 +189,8 @@ class Demonstrations:
 
     def restore(self, state: dict[str, Any]) -> None:
         pass
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Source] = Demonstrations
+    _objective: Callable[..., Objective] = Likelihood

@@ -1,4 +1,4 @@
-"""A row as a run has it: with the run's settings, what they imply, and without contradictions, which are refused here."""
+"""A row as a run has it: with the run's settings and what they imply. Contradictions are refused here."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from dataclasses import replace
 from posttrain.algorithms.credit import GAE, Baselined, Earned, Process
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.policy import Algorithm, Pretraining
-from posttrain.algorithms.settings import change, choose, flags
+from posttrain.algorithms.settings import change, check_ranges, choose, flags
 from posttrain.algorithms.surrogate import ExpectedQ
 from posttrain.config import RL
 from posttrain.part import Limits, Need
 from posttrain.types import UserError
 
 
-def adjust(row: Algorithm, run: RL) -> Algorithm:
-    """The row of a run. Raises UserError, in one line, where settings do not exist, do not fit or contradict each other."""
+def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
+    """The row of a run. Raises UserError, in one line, where settings do not exist, do not fit or contradict each other.
+
+    `single_turn`: whether an episode is one reply.
+    """
     if run.ptx and row.pretraining is None:
         row = replace(row, pretraining=Pretraining())
     row = change(_completed(choose(row, run.settings), run), run.settings)
@@ -25,11 +28,25 @@ def adjust(row: Algorithm, run: RL) -> Algorithm:
     if not _given(run, "minibatches") and row.replay is None:
         # An update needs a group, and a paper's number of updates is one of larger steps.
         row = replace(row, minibatches=min(row.minibatches, run.prompts))
-    row = row.configured(Limits(run.max_tokens))
+    row = row.configured(Limits(_episode_tokens(run, single_turn)))
+    if Need.EPISODE_TOKENS in row.needs:
+        parts = " and ".join(row.needing(Need.EPISODE_TOKENS))
+        raise UserError(
+            f"{row.name}: its {parts} count the tokens of an episode, which in this environment may have several replies: "
+            "say with --episode-tokens how many there are at most"
+        )
+    check_ranges(row)
     for broken, reason in [*_contradictions(row, run), *_without_effect(row, run)]:
         if broken:
             raise UserError(f"{row.name}: {reason}")
     return row
+
+
+def _episode_tokens(run: RL, single_turn: bool) -> int | None:
+    """Most tokens that the policy may sample in an episode; None: there is no bound."""
+    if single_turn or run.max_turns == 1:
+        return min(run.max_tokens, run.episode_tokens or run.max_tokens)
+    return run.episode_tokens
 
 
 def _given(run: RL, flag: str) -> bool:
@@ -43,7 +60,7 @@ def _completed(row: Algorithm, run: RL) -> Algorithm:
     """With what the chosen parts bring, and without what nothing uses any more."""
     if not row.surrogate.uses_ratio and not _given(run, "ratio"):
         row = replace(row, ratio=())
-    if not row.surrogate.uses_ratio and row.replay is None:  # each update takes the rollouts for fresh
+    if not row.surrogate.uses_ratio and row.replay is None:  # each update assumes fresh rollouts
         row = replace(row, epochs=1, minibatches=1)
     if isinstance(row.advantage, GAE) and _given(run, "gae_lambda"):  # the same for every length
         row = replace(row, advantage=replace(row.advantage, alpha=None))
@@ -56,7 +73,7 @@ def _completed(row: Algorithm, run: RL) -> Algorithm:
 
 def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     """(whether it holds, why it cannot be) of all that no single setting can see."""
-    kl, soft, updates = row.kl, isinstance(row.critic, SoftQ), row.epochs * row.minibatches
+    soft, updates = isinstance(row.critic, SoftQ), row.epochs * row.minibatches
     baselined = row.advantage if isinstance(row.advantage, Baselined) else None
     yield (
         Need.GROUP in row.needs and run.group < 2,
@@ -69,7 +86,7 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     )
     yield (
         not row.surrogate.uses_ratio and not row.on_policy and row.replay is None,
-        f"maximises {row.surrogate.formula}, which takes the rollouts for fresh: {updates} updates per step need a ratio "
+        f"maximises {row.surrogate.formula}, which assumes fresh rollouts: {updates} updates per step need a ratio "
         "(--surrogate ratio or clip), or set --epochs 1 --minibatches 1",
     )
     yield (
@@ -80,7 +97,7 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         soft != isinstance(row.surrogate, ExpectedQ) or soft != isinstance(row.advantage, Earned),
         "action values, their expectation and what a token earns belong together: see posttrain algorithms sac",
     )
-    yield soft and row.entropy is None, "its temperature is above 0: tune it with --entropy-target"
+    yield soft and row.entropy is None, "its temperature must be above 0: tune it with --entropy-target"
     yield soft and row.select is not None, "its critic learns from every token: leave out --top-entropy"
     yield (
         _given(run, "gae_lambda") and _given(run, "gae_alpha"),
@@ -94,6 +111,11 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         baselined is not None and (baselined.baseline, baselined.scale) == ("none", "batch"),
         "without a baseline equal rewards would be divided by nothing: set --scale none, or choose a --baseline",
     )
+    yield from _of_penalty(row, run)
+
+
+def _of_penalty(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+    kl = row.kl
     yield (
         kl is not None and kl.estimator == "exact" and kl.against == "old",
         "the old policy's whole distributions are not kept: leave out --kl-estimator exact",
@@ -104,7 +126,7 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     )
     yield (
         kl is not None and kl.where == "reward" and isinstance(row.advantage, Process),
-        "compares the rewards of steps, which no KL is taken off: leave out --kl-where reward",
+        "compares the rewards of steps, from which no KL is subtracted: leave out --kl-where reward",
     )
     yield (
         bool(row.refresh) and Need.REFERENCE not in row.needs,

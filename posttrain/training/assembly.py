@@ -21,11 +21,10 @@ from posttrain.batch import Stats
 from posttrain.config import RL, SFT, validate
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, to_tasks
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.embedded import embedded
 from posttrain.engines.vllm import VLLMEngine
-from posttrain.envs.load import success_of
+from posttrain.envs.load import is_generator_env, load_env, success_of
 from posttrain.envs.play import play
-from posttrain.envs.pool import EnvPool
 from posttrain.kernels import build
 from posttrain.learners.local import LocalLearner
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
@@ -34,7 +33,7 @@ from posttrain.models.folder import described, load_model
 from posttrain.models.fused import compiles
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.part import Need
-from posttrain.protocols import Engine
+from posttrain.protocols import Engine, Model
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.opening import RunFolder, begin
 from posttrain.seeds import seed_of
@@ -46,10 +45,12 @@ from posttrain.training.adjust import adjust
 from posttrain.training.evaluation import measured, repeated
 from posttrain.training.setup import (
     amount,
+    beyond,
     end_tokens,
     fitting,
     load_tasks,
     microbatch_tokens,
+    open_pool,
     optimization,
     parameters,
     prepare,
@@ -75,7 +76,7 @@ def _sft(run: RunFolder[SFT], rows: Any) -> Run:
     device = prepare(config)
     train_tasks, held_out = split_tasks(config, rows, need=("prompt", "response"))
     if isinstance(train_tasks, Stream) and config.steps is None:
-        raise UserError("these rows have no end, so there are no --epochs of them: say how many --steps to train")
+        raise UserError("these rows have no end, so --epochs has no meaning: give --steps")
     model, tokenizer = _start(config, train_tasks, run.checkpoint or run.start, device)
     too_long = TooLong(config.too_long, model.config.context, _silent if config.quiet else print)
 
@@ -121,14 +122,11 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
     config = run.config
     validate(config)
     device = prepare(config)
-    algorithm = adjust(find(config.algorithm), config)
-    success = success_of(env or config.env, config.success)
-    if success is None and Need.SUCCESS in algorithm.needs:
-        raise UserError(
-            f"{config.algorithm} needs to know which replies are right: give the reward of a right one with --success"
-        )
+    algorithm = adjust(find(config.algorithm), config, not is_generator_env(load_env(env or config.env)))
+    success = _success(config, algorithm, env)
     train_tasks, held_out = _tasks(config, rows, env)
-    with EnvPool(env or config.env, config.env_workers, config.env_seconds) as pool, ExitStack() as opened:
+    with ExitStack() as opened:
+        pool = opened.enter_context(open_pool(config, env))
         rehearse(pool, train_tasks)
         start = run.start
         assert start
@@ -152,15 +150,25 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
             size=Size(config.prompts, config.group, microbatch_tokens(config, device)),
             seed=config.seed,
             success=success,
+            episode_tokens=config.episode_tokens,
+            max_turns=config.max_turns,
             texts=_texts_to_imitate(config, tokenizer, model, too_long) if algorithm.pretraining else (),
             too_long=too_long,
         )
 
         def measure(stats: Stats) -> None:
             engine.load(learner.weights(), learner.version)
-            episodes = repeated(played, config.eval_samples, config.seed)
-            context = model.config.context
-            rollouts = play(episodes, pool, engine, tokenizer, sampling, context, config.too_long)
+            rollouts = play(
+                repeated(played, config.eval_samples, config.seed),
+                pool,
+                engine,
+                tokenizer,
+                sampling,
+                model.config.context,
+                config.too_long,
+                episode_tokens=config.episode_tokens,
+                turns=config.max_turns,
+            )
             measured(rollouts, success, stats)
 
         sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)
@@ -172,6 +180,16 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
+def _success(config: RL, algorithm: Algorithm, env: Callable[..., Any] | None) -> float | None:
+    """The reward from which on a reply is right, if anything says so."""
+    success = success_of(env or config.env, config.success)
+    if success is None and Need.SUCCESS in algorithm.needs:
+        raise UserError(
+            f"{config.algorithm} needs to know which replies are right: give the reward of a right one with --success"
+        )
+    return success
+
+
 def _tasks(config: RL, rows: Any, env: Callable[..., Any] | None) -> tuple[Tasks | Stream, Tasks | None]:
     """Tasks to train on, and those to evaluate on."""
     train_tasks, held_out = split_tasks(config, rows, env)
@@ -181,7 +199,7 @@ def _tasks(config: RL, rows: Any, env: Callable[..., Any] | None) -> tuple[Tasks
     return train_tasks, held_out.first(config.eval_limit) if held_out else None
 
 
-def _learner(config: RL, algorithm: Algorithm, model: Decoder, start: Path) -> LocalLearner:
+def _learner(config: RL, algorithm: Algorithm, model: Model, start: Path) -> LocalLearner:
     """The learner with what the row needs beside the policy."""
     reference = None
     if Need.REFERENCE in algorithm.needs:
@@ -199,7 +217,7 @@ def _learner(config: RL, algorithm: Algorithm, model: Decoder, start: Path) -> L
     )
 
 
-def _sizes(config: RL, model: Decoder, tasks: str, engine: Engine) -> list[str]:
+def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
     """What runs, in words."""
     rollouts = config.prompts * config.group
     return [
@@ -208,12 +226,13 @@ def _sizes(config: RL, model: Decoder, tasks: str, engine: Engine) -> list[str]:
         f"{config.steps} steps of {config.prompts} prompts x {config.group} rollouts = {rollouts} rollouts "
         f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, model.head.device)} tokens; "
         f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
+        *beyond(config.max_tokens, model.config.context),
     ]
 
 
 def _start(
     config: SFT | RL, tasks: Tasks | Stream, folder: Path | None, device: torch.device
-) -> tuple[Decoder, Tokenizer]:
+) -> tuple[Model, Tokenizer]:
     """Model and tokenizer of a checkpoint folder, or new ones."""
     if folder:
         return load_model(folder, device=device), Tokenizer.load(folder)
@@ -249,10 +268,14 @@ def _start(
     return model.to(device), tokenizer
 
 
-def _engine(config: RL, model: Decoder, tokenizer: Tokenizer) -> LocalEngine | VLLMEngine:
+def _engine(config: RL, model: Model, tokenizer: Tokenizer) -> Engine:
     """What samples the rollouts."""
     if config.engine == "local":
-        return LocalEngine(model, tokenizer, config.slots, config.precision)
+        return embedded(model, tokenizer, config.slots, config.precision)
+    if not isinstance(model, Decoder):
+        raise UserError(
+            f"--engine {config.engine} cannot take over the weights of a {type(model).__name__}: leave it out"
+        )
     limit = config.engine_seconds
     return VLLMEngine(
         model,
@@ -265,7 +288,7 @@ def _engine(config: RL, model: Decoder, tokenizer: Tokenizer) -> LocalEngine | V
     )
 
 
-def _critic(config: RL, algorithm: Algorithm, start: Path, model: Decoder) -> Critic | None:
+def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Critic | None:
     """The critic that the row needs, from its own checkpoint or from the start of the policy."""
     if algorithm.critic is None:
         return None
@@ -274,7 +297,7 @@ def _critic(config: RL, algorithm: Algorithm, start: Path, model: Decoder) -> Cr
     return new_critic(kind, folder, model, seed_of(config.seed, "critic"))
 
 
-def _texts_to_imitate(config: RL, tokenizer: Tokenizer, model: Decoder, too_long: TooLong) -> Transcripts:
+def _texts_to_imitate(config: RL, tokenizer: Tokenizer, model: Model, too_long: TooLong) -> Transcripts:
     """Pretraining text: rows with `text`, all of which is learned, or with prompt and response."""
     assert config.ptx is not None
     tasks = to_tasks(load_rows(config.ptx), convert=text_or_row, need=("response",))

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from posttrain.batch import Stats
 from posttrain.config import Evaluation, validate
 from posttrain.data.tasks import Stream, hold_out
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.embedded import embedded
 from posttrain.envs.load import success_of
 from posttrain.envs.play import Episode, play
-from posttrain.envs.pool import EnvPool
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
+from posttrain.runs.record import as_row, write_rollouts
 from posttrain.seeds import seed_of
 from posttrain.sources.lengths import TooLong
 from posttrain.training.intervals import paired_interval, summary
-from posttrain.training.setup import end_tokens, fitting, load_tasks, prepare, rehearse
+from posttrain.training.setup import beyond, end_tokens, fitting, load_tasks, open_pool, prepare, rehearse
 from posttrain.types import Invalid, Rollout, Sampling, Task, UserError, succeeds
 
 
@@ -29,13 +31,14 @@ class Evaluated:
 
     figures: dict[
         str, Any
-    ]  # of `intervals.summary`: mean, low, high of reward and, where there is a right, accuracy, pass@k
+    ]  # of `intervals.summary`: mean, low, high of reward and, where there is a success threshold, accuracy, pass@k
     rewards: dict[str, list[float]]  # task id -> valid rewards of its samples
     rollouts: list[Rollout] = field(repr=False)
     invalid: int = 0
     notes: tuple[str, ...] = ()  # what was asked for and left out, and why
     against: dict[str, Any] | None = None  # figures of the second checkpoint
     differences: dict[str, dict[str, float]] | None = None  # of reward and accuracy: the first minus the second
+    against_rollouts: list[Rollout] = field(default_factory=list, repr=False)
 
 
 def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | None = None) -> Evaluated:
@@ -52,20 +55,30 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
         raise UserError("these rows have no end: say with --limit how many to evaluate on")
     said: list[str] = []
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
-    with EnvPool(env or config.env, config.env_workers, config.env_seconds) as pool:
+    with open_pool(config, env) as pool:
         rehearse(pool, data)
 
         def played(folder: str) -> list[Rollout]:
             path = resolve(folder)
             model, tokenizer = load_model(path, device=device), Tokenizer.load(path)
             end_tokens(model, tokenizer)
-            engine = LocalEngine(model, tokenizer, config.slots, config.precision)
+            engine = embedded(model, tokenizer, config.slots, config.precision)
             context = model.config.context
+            said.extend(beyond(config.max_tokens, context))
             some = fitting(data, pool, tokenizer, TooLong(config.too_long, context, said.append))
             if not some:
                 raise UserError(f"no prompt fits into the context of {folder}: {said[0]}")
-            episodes = repeated(some, config.samples, config.seed)
-            rollouts = play(episodes, pool, engine, tokenizer, sampling, context, config.too_long)
+            rollouts = play(
+                repeated(some, config.samples, config.seed),
+                pool,
+                engine,
+                tokenizer,
+                sampling,
+                context,
+                config.too_long,
+                episode_tokens=config.episode_tokens,
+                turns=config.max_turns,
+            )
             reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
             if len(reasons) == len(rollouts):
                 raise UserError(f"no reward of {folder} is valid: look at --env {config.env}; the first: {reasons[0]}")
@@ -82,11 +95,36 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
         return Evaluated(own, rewards, rollouts, invalid, notes)
     other_rewards = _rewards(data, others)
     other = summary(list(other_rewards.values()), ks, success)
-    return Evaluated(own, rewards, rollouts, invalid, notes, other, _differences(rewards, other_rewards, success))
+    return Evaluated(
+        own, rewards, rollouts, invalid, notes, other, _differences(rewards, other_rewards, success), others
+    )
+
+
+def save(found: Evaluated, path: Path) -> None:
+    """Write the figures as JSON to `path`, and beside it the rollouts of each checkpoint, a line of JSON each.
+
+    Raises UserError if one of the files cannot be written.
+    """
+    content = {
+        "figures": found.figures,
+        "against": found.against,
+        "differences": found.differences,
+        "rewards": found.rewards,
+    }
+    sides = {"": found.rollouts, ".against": found.against_rollouts}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        for side, rollouts in sides.items():
+            if rollouts:
+                rows = ({"task": r.task.get("id"), **as_row(r)} for r in rollouts)
+                write_rollouts(path.with_name(f"{path.stem}{side}.rollouts.jsonl"), rows)
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
 
 
 def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:
-    """The k of pass@k that there are samples for, and a word on the others."""
+    """The k of pass@k that there are samples for, and a note on the others."""
     most = config.samples
     left_out = [f"pass@{k}" for k in config.k if k > most]
     told = f"{', '.join(left_out)} left out: more than the {most} samples of each task (--samples)"

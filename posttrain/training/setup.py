@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 
-from posttrain.config import Data, Evaluation, Training
+from posttrain.config import RL, Data, Evaluation, Training
 from posttrain.data.convert import Conversion
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
@@ -20,10 +21,15 @@ from posttrain.learners.local import Optimization
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Model
 from posttrain.sources.lengths import Prompts, TooLong
-from posttrain.types import Invalid, Reply, Task, UserError
+from posttrain.types import Invalid, InvalidKind, Reply, Task, UserError
 from posttrain.user_code import load_named
 
-TRIAL_TURNS = 8  # of a canned reply to an environment that may wait for a word which it does not contain
+TRIAL_TURNS = 8  # of a sample reply to an environment that may wait for a word which it does not contain
+SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}")
+
+
+def _warn(text: str) -> None:
+    print(f"posttrain: warning: {text}", file=sys.stderr)
 
 
 def prepare(config: Training | Evaluation) -> torch.device:
@@ -46,7 +52,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def microbatch_tokens(config: Training, device: torch.device) -> int:
-    """On a processor larger micro-batches leave its caches: more memory, and slower rather than faster."""
+    """Tokens of a micro-batch. On a CPU larger ones would leave its caches: more memory, and slower rather than faster."""
     return config.tokens_per_microbatch or (1024 if device.type == "cpu" else 8192)
 
 
@@ -93,8 +99,13 @@ def split_tasks(
     return hold_out(load_tasks(config, rows, env, need, config.seed), config.held_out, config.seed)
 
 
+def open_pool(config: RL | Evaluation, env: Callable[..., Any] | None) -> EnvPool:
+    """What plays the environment of a run: `env`, if it is given as an object."""
+    return EnvPool(env or config.env, config.env_workers, config.env_seconds, config.env_memory)
+
+
 def amount(tasks: Tasks | Stream) -> str:
-    """How many there are, and what was taken for what, in words."""
+    """How many there are, and which columns were read as what, in words."""
     if isinstance(tasks, Stream):
         return f"tasks without end ({tasks.taken()})"
     said = [tasks.taken(), f"{tasks.left_out} rows left out" if tasks.left_out else ""]
@@ -102,28 +113,45 @@ def amount(tasks: Tasks | Stream) -> str:
     return f"{len(tasks)} tasks ({', '.join(filter(None, said))})"
 
 
-def rehearse(pool: EnvPool, tasks: Tasks | Stream) -> None:
-    """Play up to three tasks with a canned reply, so that a broken environment is told before anything heavy starts.
+def rehearse(pool: EnvPool, tasks: Tasks | Stream, warn: Callable[[str], None] = _warn) -> None:
+    """Play up to three tasks with sample replies, so that a broken environment is told before anything heavy starts.
 
-    Raises UserError if none of them could be scored.
+    One that can score none of them is warned of: it may be right in that, of what a model says it may score more. Raises
+    UserError if the environment cannot even start: it does not import, or no task's episode shows a first turn.
     """
-    reasons = []
+    pool.ready()
+    reasons, begun = [], False
     for task in tasks.examples():
-        pool.ready()
-        pool.start(0, task)
-        for turns in range(TRIAL_TURNS + 1):
-            [(_, event)] = pool.poll(None)
-            if isinstance(event, Done):
-                break
-            if turns < TRIAL_TURNS:
-                pool.send(0, Reply(str(task.get("response", task.get("answer", "")))))
-        if not isinstance(event, Done):
-            pool.drop(0)
-            return
-        if not isinstance(event.reward, Invalid):
-            return
-        reasons.append(event.reward.reason)
-    raise UserError(f"the environment could score no sample reply: {reasons[0]} (try it with posttrain check)")
+        for reply in _sample_replies(task):
+            shown, event = _rehearsed(pool, task, reply)
+            begun = begun or shown
+            if event is None or not isinstance(event.reward, Invalid):
+                return
+            reasons.append(event.reward.reason)
+            if not shown or event.reward.kind is InvalidKind.TIMEOUT:
+                break  # another reply would change nothing, or take as long again
+    if not begun:
+        raise UserError(f"the environment shows no first turn: {reasons[0]} (try it with posttrain check)")
+    warn(f"the environment could score no sample reply, the first because: {reasons[0]} (see posttrain check)")
+
+
+def _sample_replies(task: Task) -> list[str]:
+    """What a model might say: the task's own answer, where it has one, and some usual forms."""
+    own = [str(task[name]) for name in ("response", "answer") if isinstance(task.get(name), str | int | float)]
+    return [*filter(str.strip, own), *SAMPLE_REPLIES]
+
+
+def _rehearsed(pool: EnvPool, task: Task, reply: str) -> tuple[bool, Done | None]:
+    """One episode: whether it showed a turn, and its end if that came."""
+    pool.start(0, task)
+    for turns in range(TRIAL_TURNS + 1):
+        [(_, event)] = pool.poll(None)
+        if isinstance(event, Done):
+            return turns > 0, event
+        if turns < TRIAL_TURNS:
+            pool.send(0, Reply(reply))
+    pool.drop(0)
+    return True, None
 
 
 def fitting(tasks: Tasks | None, pool: EnvPool, tokenizer: Tokenizer, too_long: TooLong) -> list[Task]:
@@ -159,3 +187,13 @@ def optimization(config: Training, updates: int) -> Optimization:
 
 def parameters(model: Model) -> int:
     return sum(p.numel() for p in model.parameters())
+
+
+def beyond(max_tokens: int, context: int) -> list[str]:
+    """A line for the user where no reply can be as long as --max-tokens allows; else []."""
+    if max_tokens < context:
+        return []
+    return [
+        f"--max-tokens {max_tokens} is more than any reply can have: the model's context is {context} tokens, "
+        "and the prompt takes its share of them"
+    ]

@@ -28,9 +28,9 @@ from posttrain.runs.reading import read_metrics, read_run
 from posttrain.training.loop import Trained, interruptible, train
 from posttrain.types import SpanKind, UserError
 
-WAITING = 0.3  # share of the time of steps from which on waiting for environments is worth a word
+WAITING = 0.3  # share of the steps' time from which on waiting for environments is worth a message
 LATELY = 5  # steps that it is measured over
-NOTICED = 1.0  # seconds that they take at least: whoever tries things out on a toy is not bothered
+NOTICED = 1.0  # seconds that they take at least, so that toy runs are not bothered
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Trainer:
         return Run(self.folder, self.saved, stopped, self.ill)
 
     def _restore(self, checkpoint: Path) -> None:
-        """Take up what the run had come to."""
+        """Continue from a checkpoint."""
         try:
             self.learner.load(checkpoint)
             self.source.restore(checkpoints.load_state(checkpoint / TRAINING)["source"])
@@ -124,7 +124,7 @@ class Trainer:
         self.done = checkpoints.step_of(checkpoint)
 
     def _begin(self, lines: list[str]) -> None:
-        """Show what runs; of a resumed run, find again what was found until here."""
+        """Show what runs; for a resumed run, repeat the health findings up to here."""
         self.whole = (self.learner.version, self.source.state())
         if self.saved and self.health:
             self.health = Health.replay(row for row in read_metrics(self.folder) if row["step"] <= self.done)
@@ -210,7 +210,7 @@ class Trainer:
         checkpoints.save_state(folder / TRAINING, {"source": self.whole[1]})
 
     def _rescue(self) -> str:
-        """After a mistake of the user's: save the last whole step, if no update came since. Returns how to go on."""
+        """After a user's mistake: save the last whole step, if no update came since. Returns how to go on."""
         saved = checkpoints.step_of(self.saved) if self.saved else 0
         if self.done > saved and self.learner.version == self.whole[0]:
             with suppress(UserError):  # the disk is full, which is perhaps why we are here

@@ -110,7 +110,7 @@ class Formula:
         except Exception as error:  # the parser raises Exception itself
             raise Unreadable(f"{text[:80]!r} cannot be parsed") from error
         if not isinstance(self.tree, sympy.Basic | sympy.MatrixBase):
-            raise Unreadable(f"{text[:80]!r} is no formula")
+            raise Unreadable(f"{text[:80]!r} is not a formula")
         self.variables = {symbol.name for symbol in getattr(self.tree, "free_symbols", ())} - {*self.numbers, "i"}
 
     def _hide(self, found: re.Match[str]) -> str:

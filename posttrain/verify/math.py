@@ -4,7 +4,7 @@ The answer is read from the reply alone: after a closing </think>, the last clos
 sentence "the answer is ...", or a reply that is nothing but an answer. Words, exact rationals and numbers in another
 base are compared here; all other LaTeX in a process with limits (`posttrain.verify.algebra` says what is equal there).
 
-Units are not compared: "5\text{ cm}" is 5. Words that change the value are no units: "5\text{ million}",
+Units are not compared: "5\text{ cm}" is 5. Words that change the value are not units: "5\text{ million}",
 "3\text{ tenths}", "7\text{ squared}", "101\text{ base two}" and "9\text{ a.m.}" equal only the same words, as
 does a number with a base ("10_2" is neither 10 nor 2). A percentage equals its number with and without the sign. A
 rounded decimal is not equal to the exact value, unless the gold itself is such a decimal (`written_tolerance`).

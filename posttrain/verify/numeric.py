@@ -33,7 +33,7 @@ _NUMBER = re.compile(
 )
 _UNIT_WORD = re.compile(r"[A-Za-z\u00b0\u00b5][A-Za-z\u00b0\u00b5.]*(?:/[A-Za-z]+)?(?:\^?[23]|[\u00b2\u00b3])?,?")
 _LETTER_UNITS = frozenset("mgshlLCFJNWV\u00b0")  # not K and k, which may be thousands
-# Words that are no unit: they change the value, join several, or belong to a sentence.
+# Words that are not a unit: they change the value, join several, or belong to a sentence.
 _NOT_UNITS = re.compile(
     r"(hundred|thousand|million|billion|trillion)(s|ths?)?|tens|lakhs?|crores?|bn|mil|mn|mio|dozens?|score|gross|grand|"
     r"hal(f|ves)|(third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|[a-z]+teenth|"

@@ -86,7 +86,7 @@ class Evaluation:
     def _add(self, *terms: Number) -> Number:
         if all(isinstance(term, Fraction) for term in terms):
             return self._met(sum(terms, Fraction(0)))
-        return mpmath.fsum(map(_inexact, terms))  # a small sum of large terms is no small number met
+        return mpmath.fsum(map(_inexact, terms))  # a small sum of large terms does not count as a small number
 
     def _mul(self, *factors: Number) -> Number:
         product: Number = Fraction(1)

@@ -37,7 +37,10 @@ OPTIONS = [
     "-o",
     f"timeout={TEST_SECONDS}",
 ]
-QUICK = ["-m", "not slow"]
+LONG = (
+    "tests/test_axes.py::test_row_with_the_option_takes_a_step"  # hundreds, each a whole step of which little is told
+)
+QUICK = ["-m", "not slow", f"--deselect={LONG}"]
 
 
 @dataclass(frozen=True)

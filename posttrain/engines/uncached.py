@@ -1,0 +1,137 @@
+"""An engine for any model behind the protocol: every token is computed from the whole sequence, without a cache.
+
+For kinds of models that have no engine of their own, and as the plainest statement of what an engine does. Its cost grows
+with the square of a reply's length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from posttrain.batch import Layout
+from posttrain.engines.request import Request, complete, reached_stop, stop_window
+from posttrain.engines.sampler import sample, uniform
+from posttrain.models.likelihood import output_logits
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import Engine, Model
+from posttrain.types import Completion, Sampling
+
+
+@dataclass
+class _Running:
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        return (*self.request.prompt, *self.tokens)
+
+
+class UncachedEngine:
+    """See `posttrain.protocols.Engine`. Shares the learner's weights; `slots`: how many requests run at once."""
+
+    batch_invariant = False  # sequences are computed together
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, slots: int = 256, precision: str = "float32") -> None:
+        self.model, self.tokenizer, self.slots, self.precision = model, tokenizer, slots, precision
+        self.eos_ids = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
+        self.version = 0
+        self._waiting: deque[Request] = deque()
+        self._running: list[_Running] = []
+
+    @property
+    def backend(self) -> str:
+        """What computes, in words."""
+        return f"{type(self.model).__name__}, whole sequences at each token"
+
+    def load(self, weights: Any, version: int) -> None:
+        """The weights are the learner's own module: only the version is noted."""
+        assert weights is self.model, "this engine shares the learner's weights"
+        assert not self._running and not self._waiting, "weights change between batches of rollouts, not within one"
+        self.version = version
+
+    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Queue one request. Raises UserError if the prompt leaves no room for a reply."""
+        request = Request(id, tuple(prompt), sampling)
+        self._waiting.append(request.check(self.model.config.context, self.model.config.vocab))
+
+    def poll(self) -> list[Completion]:
+        """One token of every running request; the replies that ended with it."""
+        while self._waiting and len(self._running) < self.slots:
+            self._running.append(_Running(self._waiting.popleft()))
+        if not self._running:
+            return []
+        with torch.no_grad(), self._autocast():
+            token, logp = self._next()
+        for running, one, its in zip(self._running, token.tolist(), logp.tolist(), strict=True):
+            running.tokens.append(one)
+            running.logp.append(its)
+        stopped = [self._stopped(r) for r in self._running]
+        ended = [stop or self._ended(r) for r, stop in zip(self._running, stopped, strict=True)]
+        done = [self._completion(r, stop) for r, stop, end in zip(self._running, stopped, ended, strict=True) if end]
+        self._running = [r for r, end in zip(self._running, ended, strict=True) if not end]
+        return done
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._running.clear()
+
+    def _next(self) -> tuple[Tensor, Tensor]:
+        """The next token of each running request and its log-probability, [B] each."""
+        device, sequences = self.model.head.device, [r.sequence for r in self._running]
+        length = [len(s) for s in sequences]
+        end = torch.tensor(length).cumsum(0)
+        layout = Layout(
+            torch.tensor([t for s in sequences for t in s], device=device),
+            torch.cat([torch.arange(n) for n in length]).to(device),
+            tuple((end - torch.tensor(length)).tolist()),
+            tuple(length),
+            (-1,) * len(length),
+        )
+        logits = output_logits(self.model.hidden(layout, (end - 1).to(device)), self.model.head)
+        asked = [r.request.sampling for r in self._running]
+
+        def column(value: Callable[[Sampling], float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor([value(s) for s in asked], dtype=dtype, device=device)
+
+        count = torch.tensor([len(r.tokens) for r in self._running], device=device)
+        draw = uniform(column(lambda s: s.seed, torch.int64), count)
+        temperature, top_k = column(lambda s: s.temperature), column(lambda s: s.top_k, torch.int64)
+        return sample(logits, draw, temperature, column(lambda s: s.top_p), top_k, temperature == 0)
+
+    def _stopped(self, running: _Running) -> bool:
+        stop = running.request.sampling.stop
+        return bool(stop) and reached_stop(self.tokenizer, running.tokens[-stop_window(stop) :], stop)
+
+    def _ended(self, running: _Running) -> bool:
+        full = len(running.tokens) >= running.request.budget(self.model.config.context)
+        return full or running.tokens[-1] in self.eos_ids
+
+    def _completion(self, running: _Running, stopped: bool) -> Completion:
+        assert math.isfinite(sum(running.logp)), "a log-probability is not finite: the weights hold NaN or infinities"
+        return complete(
+            running.request,
+            running.tokens,
+            running.logp,
+            stopped=stopped,
+            eos_ids=self.eos_ids,
+            tokenizer=self.tokenizer,
+            version=self.version,
+        )
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        device = self.model.head.device.type
+        return torch.autocast(device, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Engine] = UncachedEngine

@@ -1,0 +1,154 @@
+"""Holds what is known of an episode that is being played, and decides what becomes of it in the rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.envs.chat import Conversation, Texts
+from posttrain.envs.pool import Done
+from posttrain.types import (
+    Completion,
+    Invalid,
+    InvalidKind,
+    PlayedTurn,
+    Rollout,
+    SpanKind,
+    SpanReward,
+    StopReason,
+    Task,
+    Transcript,
+    Turn,
+)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One rollout to be played."""
+
+    task: Task
+    group: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class _Said:
+    """A reply as the environment had it."""
+
+    text: str
+    tokens: Sequence[int]
+    scored: int  # tokens of the rollout that are scored and stand before it
+    learned: bool
+
+
+class Playing:
+    """An episode in progress: what was said so far, as text and as tokens."""
+
+    def __init__(self, episode: Episode, tokenizer: Texts) -> None:
+        self.episode, self.tokenizer = episode, tokenizer
+        self.conversation = Conversation(tokenizer)
+        self.transcripts = [Transcript()]
+        self.turns: list[PlayedTurn] = []
+        self.replies: list[_Said] = []
+        self.steps: list[tuple[int, float]] = []  # (scored tokens up to its end, step reward)
+        self.told = False  # that it has run out of something, since its context last began
+        self._learn = True  # whether the next reply is learned from
+        self._last: Completion | None = None  # of this context
+        self.stop = StopReason.EOS
+
+    @property
+    def n_sampled(self) -> int:
+        return sum(t.n_sampled for t in self.transcripts)
+
+    @property
+    def n_scored(self) -> int:
+        return sum(t.n_scored for t in self.transcripts)
+
+    def read(self, turn: Turn) -> list[int]:
+        """The tokens that put this turn before the policy."""
+        if turn.fresh and self.turns:
+            self.conversation, self._last = Conversation(self.tokenizer), None
+        return self.conversation.show(turn, self._last)
+
+    def show(self, turn: Turn, tokens: Sequence[int], seconds: float) -> None:
+        """The policy sees these tokens of the turn: none where it is not asked any more."""
+        if turn.fresh and self.turns and tokens:
+            self.transcripts.append(Transcript())
+            self.told = False
+        transcript = self.transcripts[-1]
+        if turn.reward:
+            self.steps.append((self.n_scored, turn.reward))
+        messages = turn.messages or ()
+        tool = turn.tool or (bool(messages) and all(message["role"] == "tool" for message in messages))
+        kind = SpanKind.OBSERVATION if len(transcript) else SpanKind.PROMPT
+        if tool and len(transcript):
+            kind = SpanKind.TOOL
+        text = turn.text if turn.text is not None else "\n".join(message["content"] for message in messages)
+        self._note(kind, text, len(tokens), turn.reward, seconds)
+        transcript.observe(tokens, kind)
+        self._learn = turn.learn
+
+    def reply(self, completion: Completion, seconds: float) -> None:
+        """The policy has answered."""
+        self.replies.append(_Said(completion.text, completion.tokens, self.n_scored, self._learn))
+        self._note(SpanKind.SAMPLED, completion.text, len(completion.tokens), 0.0, seconds)
+        self.transcripts[-1].sample(completion, self._learn)
+        self._last, self.stop = completion, completion.stop
+
+    def tell(self, stop: StopReason) -> None:
+        """The environment is told that the episode has run out of something."""
+        self.told, self.stop = True, stop
+        self.replies.append(_Said("", (), self.n_scored, False))
+
+    def rollout(self, done: Done) -> Rollout:
+        """What it amounts to."""
+        reward, steps = done.reward, self.steps
+        if not isinstance(reward, Invalid):
+            spans = self._placed(done.spans)
+            if isinstance(spans, Invalid):
+                reward, done = spans, Done(spans)
+            else:
+                steps = sorted([*steps, *spans], key=lambda step: step[0])
+                reward += sum(earned for _, earned in steps)
+        return Rollout(
+            task=self.episode.task,
+            group=self.episode.group,
+            transcripts=self.transcripts,
+            reward=reward,
+            rewards=done.rewards,
+            steps=steps,
+            stop=self.stop,
+            turns=self.turns,
+            text="".join(said.text for said in self.replies),
+            prompt=self.turns[0].text if self.turns else "",
+        )
+
+    def _note(self, kind: SpanKind, text: str, tokens: int, reward: float, seconds: float) -> None:
+        place = len(self.transcripts) - 1
+        self.turns.append(PlayedTurn(kind, text, place, len(self.transcripts[-1]), tokens, reward, seconds))
+
+    def _placed(self, spans: Sequence[SpanReward]) -> list[tuple[int, float]] | Invalid:
+        """(scored tokens up to its end, reward) of each part of a reply."""
+        placed = []
+        for span in spans:
+            if not -len(self.replies) <= span.reply < len(self.replies):
+                what = f"a part of reply {span.reply}; the episode has {len(self.replies)}"
+                return Invalid(f"returned Graded with {what}", InvalidKind.UNREADABLE)
+            said = self.replies[span.reply]
+            if not 0 < span.end <= len(said.text):
+                what = f"a part that ends after {span.end} characters of a reply that has {len(said.text)}"
+                return Invalid(f"returned Graded with {what}", InvalidKind.UNREADABLE)
+            tokens = self._tokens_of(said, span.end) if said.learned else 0
+            placed.append((said.scored + tokens, span.reward))
+        return placed
+
+    def _tokens_of(self, said: _Said, end: int) -> int:
+        """How many tokens of a reply it takes to say its first `end` characters."""
+        low, high = 1, len(said.tokens)
+        while low < high:
+            middle = (low + high) // 2
+            if self.tokenizer.decode(said.tokens[:middle])[:end] == said.text[:end]:
+                high = middle
+            else:
+                low = middle + 1
+        return low

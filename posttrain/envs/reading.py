@@ -1,0 +1,194 @@
+"""Reads what environments yield and return. Decides what counts as a turn and as a reward.
+
+It is user data, and is checked here, in one place: a value that cannot be read becomes `Invalid` with a reason that says
+what was expected, never a silent 0.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.types import Graded, Invalid, InvalidKind, SpanReward, Turn
+
+MOST_REWARD = 1e6
+"""Rewards beyond this, in absolute value, are invalid: gradients made of them are noise, or not finite."""
+LONGEST_TEXT = 1 << 20
+"""Characters that a turn may show, all its messages together: more fits no context, and takes minutes to tokenise."""
+MOST_PARTS = 256  # of a reward; spans likewise
+LONGEST_NAME = 200  # characters of a part's name
+MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings of a turn, and characters of one
+LONGEST_REASON = 1000  # characters of a reason that are kept
+
+EXPECTED = f"expected a finite number of at most {MOST_REWARD:g}, a dict of them, Graded, or Invalid(reason)"
+
+
+@dataclass(frozen=True)
+class Done:
+    """The episode is over: what it earned, the named parts of that, and what parts of its replies earned besides."""
+
+    reward: float | Invalid
+    rewards: dict[str, float] = field(default_factory=dict)
+    spans: tuple[SpanReward, ...] = ()
+
+
+Event = Turn | Done
+"""What an environment answers: show this to the model and send its reply, or the end."""
+
+
+def read_verdict(value: Any) -> Done:
+    """What a reward returned.
+
+    Example: {"correct": 1, "format": 0.5} -> Done(1.5, {"correct": 1.0, "format": 0.5}). A part called "reward" is the
+    reward, and is not listed again among the parts.
+    """
+    if isinstance(value, Invalid):
+        return Done(Invalid(cleaned(value.reason), InvalidKind(value.kind)))
+    if not isinstance(value, Graded):
+        return _read_reward(value)
+    done = _read_reward(value.reward)
+    spans = _read_spans(value.spans)
+    return Done(spans) if isinstance(spans, Invalid) else Done(done.reward, done.rewards, spans)
+
+
+def _read_reward(value: Any) -> Done:
+    if not isinstance(value, Mapping):
+        return Done(read_number(value, "returned"))
+    if not 0 < len(value) <= MOST_PARTS:
+        what = "an empty dict" if not len(value) else f"a dict of {len(value)} parts"
+        return Done(unreadable(f"returned {what}; {EXPECTED}"))
+    parts: dict[str, float] = {}
+    for name, part in value.items():
+        number = read_number(part, f"part {name!r} is")
+        if isinstance(number, Invalid):
+            return Done(number)
+        line = cleaned(name)[:LONGEST_NAME]
+        if line in parts:
+            return Done(unreadable(f"returned two parts whose names are {line!r} on one line; {EXPECTED}"))
+        parts[line] = number
+    if "reward" in parts:
+        return Done(parts.pop("reward"), parts)
+    total = math.fsum(parts.values())  # exact: the order of the parts does not matter
+    if abs(total) > MOST_REWARD:
+        return Done(unreadable(f"the parts add up to {total:g}; {EXPECTED}"))
+    return Done(total, parts)
+
+
+def _read_spans(value: Any) -> tuple[SpanReward, ...] | Invalid:
+    expected = "expected SpanReward(end, reward, reply) with whole numbers for the first and the last"
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > MOST_PARTS:
+        return unreadable(f"returned Graded with spans {short(value)}; expected a list of at most {MOST_PARTS}")
+    spans = []
+    for span in value:
+        if not isinstance(span, SpanReward):
+            return unreadable(f"returned Graded with a span {short(span)}; {expected}")
+        if not all(isinstance(x, int) and not isinstance(x, bool) for x in (span.end, span.reply)):
+            return unreadable(f"returned Graded with a span {short(span)}; {expected}")
+        reward = read_number(span.reward, "returned Graded with a span whose reward is")
+        if isinstance(reward, Invalid):
+            return reward
+        spans.append(SpanReward(int(span.end), reward, int(span.reply)))
+    return tuple(spans)
+
+
+def read_turn(value: Any) -> Turn | Invalid:
+    """What an environment yielded -> a turn of plain data, whose text can be tokenised."""
+    if isinstance(value, str):
+        value = Turn(text=value)
+    if not isinstance(value, Turn):
+        return unreadable(f"yielded {short(value)}; expected a Turn or a string")
+    if (value.text is None) == (value.messages is None):
+        return unreadable("yielded a Turn that needs one of text and messages")
+    if value.text is not None and not isinstance(value.text, str):
+        return unreadable(f"yielded a Turn whose text is {short(value.text)}; expected a string")
+    messages = None if value.messages is None else [dict(message) for message in value.messages]
+    if not all(isinstance(part, str) for message in messages or () for pair in message.items() for part in pair):
+        return unreadable("yielded a Turn whose messages hold something other than strings")
+    if messages is not None and not all({"role", "content"} <= message.keys() for message in messages):
+        return unreadable('yielded a Turn with a message that lacks "role" or "content"')
+    texts = [value.text] if value.text is not None else [p for m in messages or () for pair in m.items() for p in pair]
+    if problem := _problem(texts):
+        return problem
+    stop = _read_stop(value.stop)
+    if isinstance(stop, Invalid):
+        return stop
+    most = value.max_tokens
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        return unreadable(f"yielded a Turn whose max_tokens is {short(most)}; expected a positive integer")
+    flags = {name: getattr(value, name) for name in ("tool", "fresh", "learn")}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            return unreadable(f"yielded a Turn whose {name} is {short(flag)}; expected True or False")
+    reward = read_number(value.reward, "yielded a Turn whose reward is")
+    if isinstance(reward, Invalid):
+        return reward
+    plain = None if messages is None else [{str.__str__(k): str.__str__(v) for k, v in m.items()} for m in messages]
+    text = None if value.text is None else str.__str__(value.text)
+    return Turn(text, plain, stop, reward, None if most is None else int(most), **flags)
+
+
+def _read_stop(value: Any) -> tuple[str, ...] | Invalid:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(stop, str) for stop in value):
+        return unreadable(f"yielded a Turn whose stop is {short(value)}; expected a tuple of strings")
+    if len(value) > MOST_STOPS or not all(0 < len(stop) <= LONGEST_STOP for stop in value):
+        most = f"at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters"
+        return unreadable(f"yielded a Turn whose stop is {short(value)}; expected {most}")
+    return _problem(list(value)) or tuple(map(str.__str__, value))
+
+
+def _problem(texts: Sequence[str]) -> Invalid | None:
+    """Why these cannot be tokenised, if so."""
+    size = sum(map(len, texts))
+    if size > LONGEST_TEXT:
+        return unreadable(f"yielded {size:,} characters; a turn may show {LONGEST_TEXT:,}")
+    for text in texts:
+        if not text.isascii() and (found := re.search("[\ud800-\udfff]", text)):
+            return unreadable(
+                f"yielded half a surrogate pair at character {found.start()}, which is not a character: decode bytes with "
+                'errors="replace"'
+            )
+    return None
+
+
+def read_number(value: Any, said: str) -> float | Invalid:
+    """A plain real number, also as numpy, torch or decimal has it. `said`: how the reason begins."""
+    if value is None:
+        return unreadable(f"{said} None (is a return missing?); {EXPECTED}")
+    real = hasattr(value, "__float__") and not isinstance(value, str)
+    if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):
+        real = False
+    dtype = getattr(value, "dtype", None)  # of numpy's and torch's numbers, which may also be of text or complex
+    if dtype is not None:
+        real = real and tuple(value.shape) == () and re.search(r"(^|\.|\bb)(float|u?int|bool)", str(dtype)) is not None
+    if not real:
+        return unreadable(f"{said} {short(value)}; {EXPECTED}")
+    try:
+        number = float(value)
+    except Exception:  # integers beyond float, whatever the user's type does
+        return unreadable(f"{said} {short(value)}; {EXPECTED}")
+    if not abs(number) <= MOST_REWARD:  # NaN is not, either
+        return unreadable(f"{said} {number:g}; {EXPECTED}")
+    return number
+
+
+def unreadable(reason: str) -> Invalid:
+    return Invalid(cleaned(reason), InvalidKind.UNREADABLE)
+
+
+def cleaned(text: Any) -> str:
+    """A text of the user's on one line, of stated length, that can be written to a file."""
+    line = " ".join(str(text)[: 2 * LONGEST_REASON].split()).encode("utf-8", "replace").decode()
+    return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + "..."
+
+
+def short(value: Any) -> str:
+    """A value as a reason shows it."""
+    try:
+        shown = " ".join(repr(value).split())
+    except Exception:  # the user's __repr__
+        shown = "?"
+    return f"{shown if len(shown) <= 60 else shown[:60] + '...'} ({type(value).__name__})"

@@ -1,0 +1,183 @@
+"""What goes between a pool and its workers. Decides what a worker may say: it is not trusted.
+
+Messages are frames: the length in eight bytes, then so many bytes. The pool's hold pickled commands. A worker, in which
+any code runs, answers in JSON that is read as strictly as what environments yield: nothing that it sends is executed,
+and what cannot be read is `Garbled`.
+
+    pool -> worker   a `Setup`, then lists of `Command`
+    worker -> pool   {"ready": whether it is a plain reward} or {"failed": message}, then for each command, in order,
+                     {"number": n, "turn": {...}} or {"number": n, "done": {...}}, or {"number": n} where nothing is to be
+                     said: to a dropped episode, and to a replayed step, whose answer the pool has had before
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+from posttrain.envs.reading import LONGEST_TEXT, MOST_REWARD, Done, Event, cleaned, read_turn
+from posttrain.types import Invalid, InvalidKind, SpanReward, Turn
+
+LONGEST_ANSWER = 8 * LONGEST_TEXT + (1 << 20)  # bytes: what a character takes in JSON, and all that stands beside
+_LENGTH = struct.Struct(">Q")
+
+
+class Garbled(ValueError):
+    """A worker's message that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker is told first."""
+
+    env: str | bytes  # see `load.pack_env`
+    memory: float  # GiB that it may take; 0: no limit
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a worker is asked."""
+
+    number: int  # of the episode
+    task: bytes | None  # pickled: begin the episode; None: it goes on
+    replies: tuple[tuple[str, str], ...]  # text and stop reason, to be fed to it one after the other
+    drop: bool = False  # forget the episode
+
+
+@dataclass(frozen=True)
+class Answer:
+    number: int
+    event: Event | None  # None: a step is over, of which nothing is to be said
+
+
+def framed(content: bytes) -> bytes:
+    return _LENGTH.pack(len(content)) + content
+
+
+class Frames:
+    """Puts frames together from what arrives. Raises Garbled on one that is longer than `most` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._bytes = bytearray()
+
+    def add(self, more: bytes) -> Iterator[bytes]:
+        """The contents of the frames that are whole with this."""
+        self._bytes += more
+        while len(self._bytes) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._bytes)
+            if length > self._most:
+                raise Garbled(f"a message of {length:,} bytes")
+            end = _LENGTH.size + length
+            if len(self._bytes) < end:
+                return
+            content = bytes(self._bytes[_LENGTH.size : end])
+            del self._bytes[:end]
+            yield content
+
+
+# -- the worker's side -------------------------------------------------------------------------------------------------
+
+
+def write_greeting(single_turn: bool) -> bytes:
+    return _written({"ready": single_turn})
+
+
+def write_failure(message: str) -> bytes:
+    return _written({"failed": cleaned(message)})
+
+
+def write_answer(number: int, event: Event | None) -> bytes:
+    if event is None:
+        return _written({"number": number})
+    if isinstance(event, Turn):
+        return _written({"number": number, "turn": {f: getattr(event, f) for f in Turn.__dataclass_fields__}})
+    done: dict[str, Any] = {"rewards": event.rewards, "spans": [asdict(span) for span in event.spans]}
+    if isinstance(event.reward, Invalid):
+        done |= {"invalid": event.reward.reason, "kind": event.reward.kind}
+    else:
+        done |= {"reward": event.reward}
+    return _written({"number": number, "done": done})
+
+
+def _written(message: dict[str, Any]) -> bytes:
+    return framed(json.dumps(message, ensure_ascii=False, allow_nan=False).encode())
+
+
+# -- the pool's side ---------------------------------------------------------------------------------------------------
+
+
+def read_greeting(content: bytes) -> bool | str:
+    """Whether it is a plain reward, or why there is none."""
+    message = _read(content)
+    if message.keys() == {"ready"} and isinstance(message["ready"], bool):
+        return message["ready"]
+    if message.keys() == {"failed"} and isinstance(message["failed"], str):
+        return cleaned(message["failed"])
+    raise Garbled("a greeting that is none")
+
+
+def read_answer(content: bytes) -> Answer:
+    """Raises Garbled."""
+    message = _read(content)
+    number, kinds = message.pop("number", None), set(message)
+    if type(number) is not int or kinds not in ({"turn"}, {"done"}, set()):
+        raise Garbled("an answer that is none")
+    if not kinds:
+        return Answer(number, None)
+    if kinds == {"done"}:
+        return Answer(number, _read_done(_object(message["done"])))
+    fields = _object(message["turn"])
+    if fields.keys() != Turn.__dataclass_fields__.keys():
+        raise Garbled("a turn that is none")
+    try:
+        turn = read_turn(Turn(**fields))
+    except (TypeError, ValueError, AttributeError):
+        raise Garbled("a turn that is none") from None
+    return Answer(number, Done(turn) if isinstance(turn, Invalid) else turn)
+
+
+def _read_done(done: dict[str, Any]) -> Done:
+    rewards, spans = _object(done.get("rewards")), done.get("spans")
+    if not isinstance(spans, list):
+        raise Garbled("spans that are none")
+    parts = {cleaned(name): _real(value) for name, value in rewards.items()}
+    found = tuple(_span(_object(span)) for span in spans)
+    if done.keys() == {"rewards", "spans", "reward"}:
+        return Done(_real(done["reward"]), parts, found)
+    if done.keys() != {"rewards", "spans", "invalid", "kind"} or done["kind"] not in list(InvalidKind):
+        raise Garbled("a verdict that is none")
+    return Done(Invalid(cleaned(done["invalid"]), InvalidKind(done["kind"])), parts, found)
+
+
+def _span(span: dict[str, Any]) -> SpanReward:
+    end, reply = span.get("end"), span.get("reply")
+    if span.keys() != {"end", "reward", "reply"} or type(end) is not int or type(reply) is not int:
+        raise Garbled("a span that is none")
+    return SpanReward(end, _real(span["reward"]), reply)
+
+
+def _read(content: bytes) -> dict[str, Any]:
+    try:
+        return _object(json.loads(content.decode(), parse_constant=_refuse))
+    except (ValueError, RecursionError) as error:
+        raise Garbled(str(error)) from None
+
+
+def _refuse(word: str) -> NoReturn:
+    raise Garbled(f"{word} is no number")
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Garbled("no object")
+    return value
+
+
+def _real(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) <= MOST_REWARD:
+        raise Garbled("no reward")
+    return float(value)

@@ -1,0 +1,53 @@
+"""How environments are played by a tiny model: what tests of episodes share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conftest import tiny
+
+from posttrain.engines.local import LocalEngine
+from posttrain.envs.play import Episode, play
+from posttrain.envs.pool import EnvPool
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.seeds import seed_of
+from posttrain.types import Completion, Rollout, Sampling
+
+
+def episodes(count: int) -> list[Episode]:
+    """Three of each task."""
+    return [Episode({"id": str(i // 3), "prompt": f"say {i // 3}="}, str(i // 3), seed_of(i)) for i in range(count)]
+
+
+def played(
+    env: Any,
+    tokenizer: Tokenizer,
+    count: int = 12,
+    workers: int = 0,
+    context: int = 256,
+    *,
+    slots: int = 5,
+    limits: dict[str, Any] | None = None,
+    **how: Any,
+) -> list[Rollout]:
+    """Rollouts of `count` episodes. `limits`: of `play`; `how`: of sampling."""
+    engine = LocalEngine(tiny(tokenizer, context=context), tokenizer, slots=slots)
+    sampling = Sampling(**{"max_tokens": 9, **how})
+    with EnvPool(env, workers) as pool:
+        return play(episodes(count), pool, engine, tokenizer, sampling, context, **limits or {})
+
+
+def said(rollouts: list[Rollout]) -> list[Any]:
+    """All of them that must not depend on the clock, to the last bit."""
+    return [
+        (r.group, r.reward, r.rewards, r.steps, r.stop, r.text, r.turns, [t.as_dict() for t in r.transcripts])
+        for r in rollouts
+    ]
+
+
+def until_done(engine: LocalEngine) -> list[Completion]:
+    """Completions of all that the engine has, in order of their ids."""
+    done: list[Completion] = []
+    while engine.running or engine.waiting:
+        done += engine.poll()
+    return sorted(done, key=lambda completion: completion.id)

@@ -1,0 +1,35 @@
+"""What tests of processes ask of the system. Linux."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+
+def is_running(pid: int) -> bool:
+    return _state_and_parent(pid)[0] not in "ZX"
+
+
+def descendants(root: int) -> list[int]:
+    """Of a process, those that run, in order of their numbers."""
+    parents = {int(p.name): _state_and_parent(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()}
+    found = {root}
+    while more := {pid for pid, (_, parent) in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(pid for pid in found - {root} if parents[pid][0] not in "ZX")
+
+
+def gone(*pids: int, seconds: float = 20.0) -> None:
+    """Wait for the end of these."""
+    end = time.monotonic() + seconds
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < end, f"{left} still run"
+        time.sleep(0.01)
+
+
+def _state_and_parent(pid: int) -> tuple[str, int]:
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0
+    return state, int(parent)

@@ -1,0 +1,58 @@
+"""A second kind of model, as a user would add one: nothing of the library knows it. See test_second_model.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from posttrain.batch import Layout
+from posttrain.models.folder import LOADERS
+
+
+@dataclass(frozen=True)
+class Sizes:
+    vocab: int
+    hidden: int
+    context: int
+
+
+class Recurrent(nn.Module):
+    """A GRU: a segment goes on from the state at the end of its prefix."""
+
+    def __init__(self, config: Sizes, eos_ids: tuple[int, ...]) -> None:
+        super().__init__()
+        self.config, self.eos_ids = config, eos_ids
+        self.embedding = nn.Embedding(config.vocab, config.hidden)
+        self.cell = nn.GRU(config.hidden, config.hidden)
+
+    @property
+    def head(self) -> Tensor:
+        return self.embedding.weight
+
+    def hidden(self, layout: Layout, at: Tensor) -> Tensor:
+        states: list[Tensor] = []
+        for start, length, prefix in zip(layout.start, layout.length, layout.prefix, strict=True):
+            before = states[prefix][-1:] if prefix >= 0 else None
+            states.append(self.cell(self.embedding(layout.tokens[start : start + length]), before)[0])
+        return torch.cat(states)[at]
+
+    def save(self, folder: Path) -> None:
+        save_file(self.state_dict(), folder / "model.safetensors")
+        about = {"model_type": "recurrent", **asdict(self.config), "eos_ids": list(self.eos_ids)}
+        (folder / "config.json").write_text(json.dumps(about))
+
+
+def load(folder: Path, source: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Recurrent:
+    sizes = Sizes(source["vocab"], source["hidden"], source["context"])
+    model = Recurrent(sizes, tuple(source["eos_ids"])).to(device, dtype)
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model
+
+
+LOADERS["recurrent"] = load

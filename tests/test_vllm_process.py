@@ -1,0 +1,100 @@
+"""The process of vLLM ends with its parent, however that ends, and takes with it all that it started.
+
+A stub stands in for vLLM itself, which need not be installed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from conftest import tiny
+from processes import descendants, gone
+
+from posttrain.engines import vllm
+from posttrain.engines.vllm import VLLMEngine
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.types import Sampling, UserError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+SCRIPT = """
+import sys, time
+from conftest import tiny
+from posttrain.engines import vllm
+from posttrain.models.tokenizer import Tokenizer
+vllm.WORKER = "vllm_stub:main"
+tokenizer = Tokenizer.train(["0123456789"], 64, "characters")
+engine = vllm.VLLMEngine(tiny(tokenizer), tokenizer)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture(autouse=True)
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(vllm, "WORKER", "vllm_stub:main")
+
+
+def test_weights_of_another_version_stop_the_run_in_one_line(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB", "other version")
+    with closing(VLLMEngine(tiny(tokenizer), tokenizer)) as engine:
+        engine.submit(0, [5, 6], Sampling())
+        with pytest.raises(UserError, match="sampled with weights of version 1, not 0; its output is in") as caught:
+            engine.poll()
+    Path(str(caught.value).rpartition(" ")[2]).unlink()
+
+
+def test_closing_leaves_no_process(tokenizer: Tokenizer) -> None:
+    before = set(descendants(os.getpid()))
+    with closing(VLLMEngine(tiny(tokenizer), tokenizer)):
+        own = [pid for pid in descendants(os.getpid()) if pid not in before]
+        assert len(own) == 3  # a keeper, the process itself, and what that started
+    gone(*own)
+
+
+def test_an_interrupted_start_leaves_no_process(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB", "slow start")
+    own: list[int] = []
+    ask = vllm._Process.ask
+
+    def interrupted(self: vllm._Process, message: object, doing: str, seconds: float) -> None:
+        self.connection.send(message)
+        while len(descendants(self.child.process.pid)) < 2:
+            time.sleep(0.01)
+        own.extend(descendants(os.getpid()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(vllm._Process, "ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        VLLMEngine(tiny(tokenizer), tokenizer)
+    gone(*own)
+    monkeypatch.setattr(vllm._Process, "ask", ask)
+
+
+@pytest.mark.parametrize("start", ["", "slow start"])
+def test_a_killed_parent_leaves_no_process(start: str, tmp_path: Path) -> None:
+    paths = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "STUB": start, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, env={**os.environ, **paths}
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        end = time.monotonic() + 60
+        while len(processes := descendants(parent.pid)) < 3:
+            assert time.monotonic() < end and parent.poll() is None
+            time.sleep(0.01)
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+    gone(*processes)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mutating.equivalent import reason
-from mutating.operators import Mutant, mutants
+from mutating.operators import Mutant, digest, mutants
 from mutating.report import table, write
 from mutating.trial import ROOT, Copy, Outcome, Record, Server, attempt_afresh
 
@@ -36,9 +36,9 @@ MODULES = (
     "learners/*.py", "training/loop.py", "batch.py",
 )  # fmt: skip
 FILES = (  # those whose tests run in this very process; the quickest of them are tried first
-    "pairs", "credit", "objective", "critic", "trust_region", "packing", "sft_source", "rl_source", "play", "engine", "third_source",
+    "pairs", "credit", "objective", "critic", "trust_region", "packing", "sft_source", "rl_source", "play", "engine",
     "kernels", "diversity", "axes", "pages", "trainer_health", "health", "decoder", "compiled", "tree_attention",
-    "checkpoint",
+    "checkpoint", "third_source",
 )  # fmt: skip
 WIDER = (
     "front_door",
@@ -66,6 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", help="the mistakes of these names, as --log has them")
     parser.add_argument("--seconds", type=float, default=120, help="of tests, as they take without a mistake, for each")
     parser.add_argument("--wider", nargs="*", help="survivors of --log: all of these files of tests; none named: WIDER")
+    parser.add_argument(
+        "--again", nargs="+", help="survivors of --log: the tests of --files whose names hold one of these"
+    )
+    parser.add_argument("--files", nargs="+", default=list(FILES), help="files of tests")
     parser.add_argument("--log", type=Path, default=Path("mutants.jsonl"), help="every outcome, a line of JSON each")
     parser.add_argument("--resume", action="store_true", help="what stands in --log is not tried again")
     parser.add_argument("--report", type=Path, help="write what --log says into this document, and try nothing")
@@ -105,12 +109,13 @@ def draw(patterns: Sequence[str], each: int, seed: int) -> dict[str, tuple[int, 
 
 def _try(chosen: argparse.Namespace, drawn: dict[str, tuple[int, list[Mutant]]]) -> None:
     every = [m for _, own in drawn.values() for m in own if not chosen.only or m.id in chosen.only]
-    known = _read(chosen.log, every) if chosen.resume or chosen.wider is not None or chosen.only else {}
-    if chosen.wider is not None:
+    survivors = chosen.wider is not None or chosen.again
+    known = _read(chosen.log, every) if chosen.resume or survivors or chosen.only else {}
+    if survivors:
         every = [m for m in every if known.get(m.id, {}).get("status") == "survived"]
     elif not chosen.only:
         every = [m for m in every if m.id not in known]
-    if not (chosen.resume or chosen.wider is not None or chosen.only):
+    if not (chosen.resume or survivors or chosen.only):
         chosen.log.unlink(missing_ok=True)
     log = chosen.log.resolve()
     chosen.scratch.mkdir(parents=True, exist_ok=True)
@@ -123,9 +128,13 @@ def _try(chosen: argparse.Namespace, drawn: dict[str, tuple[int, list[Mutant]]])
                 files = [f"tests/test_{name}.py" for name in chosen.wider or WIDER]
                 _note(log, mutant, attempt_afresh(copy, files, 1800, chosen.scratch / "afresh.txt"))
         return
-    server = Server(copy, [f"tests/test_{name}.py" for name in FILES], chosen.scratch / "collected.txt")
+    server = Server(copy, [f"tests/test_{name}.py" for name in chosen.files], chosen.scratch / "collected.txt")
     assert server.tests, f"nothing was collected: see {chosen.scratch}/collected.txt"
-    records = _records(server, copy, chosen.scratch / "records")
+    if chosen.again:
+        some = [name for name in server.tests if any(part in name for part in chosen.again)]
+        records = {name: Record(1.0, {m: [] for m in drawn}) for name in some}
+    else:
+        records = _records(server, copy, chosen.scratch / "records")
     began = time.monotonic()
     for count, mutant in enumerate(every, 1):
         found = _attempt(mutant, copy, server, records, chosen)
@@ -139,7 +148,7 @@ def _try(chosen: argparse.Namespace, drawn: dict[str, tuple[int, list[Mutant]]])
 def _attempt(
     mutant: Mutant, copy: Copy, server: Server, records: dict[str, Record], chosen: argparse.Namespace
 ) -> Outcome:
-    tests = proving(mutant, records, chosen.seconds)
+    tests = list(records) if chosen.again else proving(mutant, records, chosen.seconds)
     seconds = 15 + 2 * sum(records[name].seconds for name in tests)
     with copy.changed(mutant.module, mutant.applied((PACKAGE / mutant.module).read_bytes())) as file:
         if mutant.within is not None:
@@ -184,8 +193,8 @@ def _records(server: Server, copy: Copy, folder: Path) -> dict[str, Record]:
         package.update(file.read_bytes())
     found: dict[str, Record] = {}
     for file in dict.fromkeys(name.partition("::")[0] for name in server.tests):
-        digest = hashlib.blake2b((copy.tree / file).read_bytes() + package.digest(), digest_size=8).hexdigest()
-        stored = folder / f"{Path(file).stem}-{digest}.json"
+        own = hashlib.blake2b((copy.tree / file).read_bytes() + package.digest(), digest_size=8).hexdigest()
+        stored = folder / f"{Path(file).stem}-{own}.json"
         if not stored.exists():
             began = time.monotonic()
             fields = {name: asdict(record) for name, record in server.record(file).items()}
@@ -196,17 +205,15 @@ def _records(server: Server, copy: Copy, folder: Path) -> dict[str, Record]:
 
 
 def _note(log: Path, mutant: Mutant, outcome: Outcome) -> None:
-    digest = hashlib.blake2b((PACKAGE / mutant.module).read_bytes(), digest_size=8).hexdigest()
+    source = digest((PACKAGE / mutant.module).read_bytes())
     with log.open("a") as file:
-        file.write(json.dumps({"id": mutant.id, "source": digest, **asdict(mutant), **asdict(outcome)}) + "\n")
+        file.write(json.dumps({"id": mutant.id, "source": source, **asdict(mutant), **asdict(outcome)}) + "\n")
 
 
 def _read(log: Path, drawn: Sequence[Mutant]) -> dict[str, dict[str, Any]]:
     """The last outcome of each that was drawn, from the module as it stands now."""
     names = {mutant.id: mutant for mutant in drawn}
-    digests = {
-        m: hashlib.blake2b((PACKAGE / m).read_bytes(), digest_size=8).hexdigest() for m in {x.module for x in drawn}
-    }
+    digests = {module: digest((PACKAGE / module).read_bytes()) for module in {x.module for x in drawn}}
     found = {}
     for line in log.read_text().splitlines() if log.exists() else ():
         row = json.loads(line)

@@ -15,7 +15,7 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Edit = tuple[str, ast.AST, ast.AST | None]
@@ -57,11 +57,13 @@ class Mutant:
     after: str
     statement: str  # the line as it stands, by which an equivalent one is known when others move
     within: str | None  # the function whose body holds it; None: it runs when the module is imported
+    number: int = 0  # of those that say the same, in other places
 
     @property
     def id(self) -> str:
-        text = f"{self.module} {self.kind} {self.span} {self.after}"
-        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+        """A name that stays when lines move."""
+        told = (self.module, self.kind, self.within, self.statement, self.before, self.after, self.number)
+        return hashlib.blake2b(repr(told).encode(), digest_size=6).hexdigest()
 
     def applied(self, source: bytes) -> bytes:
         """The module with the mistake in it, every other line where it was."""
@@ -85,6 +87,7 @@ def mutants(module: str, source: bytes) -> list[Mutant]:
     for row in rows:
         starts.append(starts[-1] + len(row))
     found: dict[tuple[tuple[int, int], str], Mutant] = {}
+    known: list[str] = []
     for node, statement, within in _eligible(tree):
         for kind, old, new in _edits(node):
             span = (starts[old.lineno - 1] + old.col_offset, starts[old.end_lineno - 1] + old.end_col_offset)  # type: ignore
@@ -93,7 +96,7 @@ def mutants(module: str, source: bytes) -> list[Mutant]:
             if _same(before, after) or (span, after) in found:
                 continue
             line = rows[old.lineno - 1].decode().strip()  # type: ignore[attr-defined]
-            found[span, after] = Mutant(
+            mutant = Mutant(
                 module,
                 kind,
                 old.lineno,
@@ -104,7 +107,18 @@ def mutants(module: str, source: bytes) -> list[Mutant]:
                 line,
                 within,  # type: ignore[attr-defined]
             )
+            known.append(mutant.id)
+            found[span, after] = replace(mutant, number=known.count(mutant.id) - 1)
     return list(found.values())
+
+
+def digest(source: bytes) -> str:
+    """Of what a module does: comments, docstrings and other words may change."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            node.value = ""
+    return hashlib.blake2b(ast.dump(tree).encode(), digest_size=8).hexdigest()
 
 
 # -- where -------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from sampled import complete, ragged
 
 from posttrain.engines.local import POLL_STEPS, LocalEngine
 from posttrain.engines.request import Request
+from posttrain.engines.request import complete as ended
 from posttrain.engines.running import RunningBatch
 from posttrain.engines.sampler import sample, uniform
 from posttrain.kernels import binder, build
@@ -303,6 +304,23 @@ def test_stop_string_behind_bytes_that_are_no_character_still_ends_the_reply(dat
 def test_prompt_of_another_vocabulary_is_refused_in_one_line(model: Decoder, tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=f"token 999, the model's vocabulary has {tokenizer.vocab_size}"):
         LocalEngine(model, tokenizer).submit(0, [5, 999], Sampling())
+
+
+def test_prompt_may_come_up_to_the_borders_of_vocabulary_and_context() -> None:
+    sampling = Sampling(max_tokens=9)
+    fits = Request(0, (5, 63), sampling)
+    assert fits.check(3, 64) is fits and fits.budget(3) == 1 and fits.budget(100) == 9
+    for prompt, context, told in (((5, 64), 3, "token 64"), ((5, 63), 2, "2 tokens"), ((), 3, "empty prompt")):
+        with pytest.raises(UserError, match=told):
+            Request(0, prompt, sampling).check(context, 64)
+
+
+def test_reply_is_cut_behind_the_stop_string_that_ends_first(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("12ab3")
+    for stop, text in ((("b3", "ab"), "12ab"), (("ab", "2a"), "12a"), (("z",), "12ab3"), (("3", "2"), "12")):
+        request = Request(0, (5,), Sampling(max_tokens=9, stop=stop))
+        done = ended(request, tokens, [0.0] * 5, stopped=True, eos_ids=[0], tokenizer=tokenizer, version=3)
+        assert done.text == text and done.stop is StopReason.STOP and done.version == 3
 
 
 def test_draws_are_never_zero() -> None:

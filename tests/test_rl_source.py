@@ -19,7 +19,7 @@ from posttrain.algorithms.shaping import SoftOverlong
 from posttrain.algorithms.table import TABLE, find
 from posttrain.batch import Batch, Outputs, Stats
 from posttrain.config import RL, filled
-from posttrain.data.tasks import draw, to_tasks
+from posttrain.data.tasks import draw, order, to_tasks
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
@@ -406,13 +406,14 @@ def test_every_pretraining_text_is_read_once_before_any_is_read_again(tokenizer:
     assert len(texts) == 6
     read: list[int] = []
     for number in (1, 2, 3):
-        for place in (0, 1):
-            batches = experience.minibatches._texts(number, place)
+        for build in experience.produce(number).updates:
+            batches = [b for b in build() if b.advantage is None]
             share = [w for b in batches for w in b.imitate.tolist()]  # type: ignore[union-attr]
             assert sum(share) == pytest.approx(0.5) and not any(b.weight.any() for b in batches)
             targets = [b.target[b.rollout == i].tolist() for b in batches for i in b.rollout.unique()]
             read += [next(p for tokens, p in texts.items() if list(tokens[-len(own) :]) == own) for own in targets]
     assert sorted(read[:6]) == sorted(read[6:]) == list(range(6)) and read[:6] != read[6:]
+    assert read == [*order(6, 0, 0), *order(6, 1, 0)]
 
 
 def test_rollouts_without_advantage_are_fed_only_where_something_else_moves_their_tokens(tokenizer: Tokenizer) -> None:

@@ -24,6 +24,8 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("algorithms/critic.py", "error = ", "outputs.value - batch.returns", "(batch.returns - outputs.value)"): SQUARED,
     ("algorithms/policy.py", "exact = ", "~old.isfinite()", "old.isfinite()"): "what it weakens is an assertion of our own",
     ("engines/request.py", "len(s.encode())", "4", "5"): "a wider window finds the same stop strings",
+    ("models/likelihood.py", "return in_chunks(kl,", "0", "1"): "it decides only how large the chunks are",
+    ("sources/packing.py", "last = ", "s.learned and s.length", "s.learned"): "a transcript has no empty spans",
 }  # fmt: skip
 """(module, a piece of the statement, what is replaced, by what) -> why it is none."""
 

@@ -84,7 +84,7 @@ class Reply(str):
     """What the model said: the text of the sampled tokens up to and with the stop string, without the end-of-sequence token.
 
     It is a `str` for environments that only read it; `reply.stop` tells why it ended. An empty reply whose stop is
-    CONTEXT, LENGTH or TURNS was not sampled: the episode has run out of that. The environment is told so once, may still
+    CONTEXT, LENGTH or TURNS was not sampled: the episode has run out of that. The environment may still
     score what there is, and gets nothing else if it goes on asking (only a fresh turn has its context to itself).
     """
 

@@ -21,7 +21,7 @@ SMALLER = {
     ("--eval-every", "20"): "2",
     ("--held-out", "0.2"): "0.02",
 }
-"""Options that a page gives to real runs, and what they are in a test: the only difference."""
+"""Options that a page gives to real runs, and what they are in a test."""
 
 SMALLER_IN_FILES = {
     "steps = 100": "steps = 2",
@@ -30,6 +30,9 @@ SMALLER_IN_FILES = {
     "prompts=32": "prompts=4",
     '"held_out": 0.2': '"held_out": 0.02',
 }
+
+ADDED = {"sft": ["--quiet"], "rl": ["--quiet", "--env-workers", "1"], "eval": ["--env-workers", "1"]}
+"""Options that a test gives besides, by verb."""
 
 NOT_RUN = ("pip", "make")
 """Commands that install; that what they name exists is another test."""
@@ -90,7 +93,6 @@ def _run(words: list[str], block: Block) -> bool:
         return True
     assert words[0] == "posttrain", f"line {block.line}: {words[0]}"
     less = [SMALLER.get((before, word), word) for before, word in zip(["", *words], words, strict=False)]
-    quiet = ["--quiet"] if words[1] in ("sft", "rl") else []
-    code = main([*less[1:], *quiet])
+    code = main([*less[1:], *ADDED.get(words[1], ())])
     assert code == 0, f"line {block.line}: {' '.join(words)} ended with exit code {code}"
     return True

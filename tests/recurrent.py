@@ -38,21 +38,20 @@ class Recurrent(nn.Module):
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
         states: list[Tensor] = []
         for start, length, prefix in zip(layout.start, layout.length, layout.prefix, strict=True):
-            before = states[prefix][-1:] if prefix >= 0 else None
-            states.append(self.cell(self.embedding(layout.tokens[start : start + length]), before)[0])
+            tokens, before = layout.tokens[start : start + length], states[prefix][-1:] if prefix >= 0 else None
+            states.append(self.cell(self.embedding(tokens), before)[0])
         return torch.cat(states)[at]
 
     def save(self, folder: Path) -> None:
         save_file(self.state_dict(), folder / "model.safetensors")
-        about = {"model_type": "recurrent", **asdict(self.config), "eos_ids": list(self.eos_ids)}
+        about = {"model_type": "recurrent", **asdict(self.config), "eos_ids": self.eos_ids}
         (folder / "config.json").write_text(json.dumps(about))
 
 
 def load(folder: Path, source: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Recurrent:
-    sizes = Sizes(source["vocab"], source["hidden"], source["context"])
-    model = Recurrent(sizes, tuple(source["eos_ids"])).to(device, dtype)
+    model = Recurrent(Sizes(*(source[name] for name in ("vocab", "hidden", "context"))), tuple(source["eos_ids"]))
     model.load_state_dict(load_file(folder / "model.safetensors"))
-    return model
+    return model.to(device, dtype)
 
 
 LOADERS["recurrent"] = load

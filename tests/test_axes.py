@@ -594,7 +594,7 @@ def test_row_of_one_s_own_is_described_and_trained_with_like_any_other(
 ) -> None:
     assert main(["algorithms", "mine.py:mine"]) == 0
     said = capsys.readouterr().out
-    assert "mine: nobody 2026" in said and "clip(r, 0.9, 1.3)" in said and "other than grpo" in said
+    assert "mine: nobody 2026" in said and "clip(r, 0.9, 1.3)" in said and "differences from grpo" in said
     words = "rl --tasks rows.jsonl --env env.py:reward --model start --steps 1 --prompts 2 --group 2 --max-tokens 3"
     more = "--env-workers 0 --threads 1 --quiet --out run --algorithm mine.py:mine --minibatches 2 --clip-high 0.5"
     assert main([*words.split(), *more.split()]) == 0

@@ -167,7 +167,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "recipe of bytes": (["rl", "--config=binary.toml"], ("binary.toml: not valid TOML",)),
     "unknown option in a recipe": (["rl", "--config", "typo.toml"], ("[rl]", "'stesp'", "did you mean 'steps'?")),
     "wrong type in a recipe": (["rl", "--config", "type.toml"], ("steps", "many")),
-    "unknown table": (["rl", "--config", "table.toml"], ("[train] is no table", "[sft], [rl], [eval]")),
+    "unknown table": (["rl", "--config", "table.toml"], ("[train] is not a table", "[sft], [rl], [eval]")),
     "recipe of another verb": (["rl", "--config", "other.toml"], ("no table [rl]", "it has [sft]")),
     "recipe of a verb without": (["chat", "start", "--config", "other.toml"], ("--config goes with",)),
     "unknown built-in reward": (words("rl", env="arithmetics"), ("did you mean 'arithmetic'?",)),

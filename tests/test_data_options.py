@@ -209,7 +209,7 @@ def prompts_of(run: Path, step: int) -> set[str]:
 
 def test_rows_without_end_need_a_number_of_steps_or_of_rows(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", *SMALL, "--tasks", "my.py:sums", "--out", "run"]) == 2
-    assert "say how many --steps" in capfd.readouterr().err
+    assert "give --steps" in capfd.readouterr().err
     words = "eval --model start --tasks my.py:sums --env my.py:reward --samples 1 --threads 1".split()
     assert main(words) == 2 and "say with --limit" in capfd.readouterr().err
     assert main([*words, "--limit", "3", "--max-tokens", "4"]) == 0

@@ -190,7 +190,19 @@ def test_later_turn_beyond_the_context_gets_an_empty_reply_and_a_score(tokenizer
         assert rollout.reward == -1.0 and rollout.stop is StopReason.CONTEXT and rollout.n_sampled <= 3
 
 
-def test_environment_that_asks_on_after_it_was_told_is_invalid(tokenizer: Tokenizer) -> None:
+def test_loops_that_do_not_look_at_the_stop_end_by_themselves_and_earn_no_more(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Generator[Turn | str, Reply, float]:
+        yield Turn(task["prompt"])
+        for _ in range(6):
+            yield Turn("again", reward=0.5)
+        return 2.0
+
+    for rollout in played(env, tokenizer, max_tokens=2, limits={"turns": 3}):
+        assert rollout.stop is StopReason.TURNS
+        assert rollout.reward == 2.0 + 3 * 0.5, "one for each reply that the policy gave"
+
+
+def test_environment_that_asks_on_without_an_end_is_invalid(tokenizer: Tokenizer) -> None:
     def env(task: Task) -> Generator[Turn | str, Reply, float]:
         yield Turn(task["prompt"])
         while True:
@@ -202,7 +214,7 @@ def test_environment_that_asks_on_after_it_was_told_is_invalid(tokenizer: Tokeni
 
 
 @pytest.mark.parametrize("out_of", ["turns", "length", "context"])
-def test_an_episode_that_runs_out_is_told_once_and_keeps_its_reward(tokenizer: Tokenizer, out_of: str) -> None:
+def test_an_episode_that_runs_out_is_told_and_keeps_its_reward(tokenizer: Tokenizer, out_of: str) -> None:
     limits: dict[str, Any] = {"turns": {"turns": 2}, "length": {"episode_tokens": 11}, "context": {}}[out_of]
     context = 40 if out_of == "context" else 256
 
@@ -255,14 +267,14 @@ def test_a_full_context_is_left_by_a_fresh_turn_alone(tokenizer: Tokenizer) -> N
         told = yield "x" * 40
         assert told.stop is StopReason.CONTEXT and told == ""
         if task["id"] == "0":
-            yield "short"
+            again = yield "short"
+            assert again.stop is StopReason.CONTEXT and again == ""
         reply = yield Turn("again ", fresh=True)
         return float(len(reply) > 0)
 
     rollouts = played(env, tokenizer, 6, context=32, max_tokens=3)
-    assert all(isinstance(r.reward, Invalid) for r in rollouts[:3])
-    assert [r.reward for r in rollouts[3:]] == [1.0] * 3 and all(len(r.transcripts) == 2 for r in rollouts[3:])
-    assert not any(r.stop is StopReason.CONTEXT for r in rollouts[3:])
+    assert [r.reward for r in rollouts] == [1.0] * 6 and all(len(r.transcripts) == 2 for r in rollouts)
+    assert not any(r.stop is StopReason.CONTEXT for r in rollouts)
 
 
 def test_a_reply_to_a_turn_that_is_not_learned_from_has_no_scored_token(tokenizer: Tokenizer) -> None:

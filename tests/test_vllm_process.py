@@ -67,13 +67,14 @@ def test_closing_leaves_no_process(tokenizer: Tokenizer) -> None:
 def test_an_interrupted_start_leaves_no_process(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STUB", "slow start")
     own: list[int] = []
+    before = descendants(os.getpid())
     ask = vllm._Process.ask
 
     def interrupted(self: vllm._Process, message: object, doing: str, seconds: float) -> None:
         self.connection.send(message)
         while len(descendants(self.child.process.pid)) < 2:
             time.sleep(0.01)
-        own.extend(descendants(os.getpid()))
+        own.extend(p for p in descendants(os.getpid()) if p not in before)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(vllm._Process, "ask", interrupted)

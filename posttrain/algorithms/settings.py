@@ -308,7 +308,7 @@ def _in_several(
         above = ".".join(whole.split(".")[: -len(place)])
         raise UserError(f"{told}: {above} holds no {named!r}{near(named, classes)}; there are {', '.join(classes)}")
     if len(place) == 1:
-        raise UserError(f"{told}: name a setting of {named}: {', '.join(_hints(classes[named]))}")
+        raise UserError(f"{told}: say which setting of {named}: {', '.join(_hints(classes[named]))}")
     at = next((i for i, part in enumerate(current) if type(part) is classes[named]), None)
     new = _in_one(current[at] if at is not None else None, classes[named], place[1:], value, told, whole)
     rest = [new if i == at else part for i, part in enumerate(current)] + ([new] if at is None else [])

@@ -23,6 +23,7 @@ from posttrain.types import Completion, Invalid, InvalidKind, Reply, Rollout, Sa
 __all__ = ["MAX_TURNS", "Episode", "play"]
 
 MAX_TURNS = 64  # an environment that never returns would play for ever
+PATIENCE = 64  # empty replies to one that asks on after its episode has run out: loops end by themselves
 
 TooLong = Literal["skip", "truncate", "refuse"]
 
@@ -43,7 +44,7 @@ def play(
 
     `context`: tokens of prompt and replies together that fit; `episode_tokens`: most tokens that may be sampled in an
     episode, over all its replies (None: no bound); `turns`: most replies of an episode. An episode that runs out of one of
-    these is told so once, by an empty reply with the stop reason, and may still score what there is.
+    these is told so by empty replies with the stop reason, and may still score what there is.
 
     A first prompt that leaves no room for a reply is Invalid ("skip"), loses its beginning ("truncate") or raises
     UserError ("refuse"), as one of no tokens always does.
@@ -121,14 +122,13 @@ class _Play:
         p.show(turn, tokens if problem is None and stop is None else [], seconds)
         if problem is not None:
             self._end(index, problem)
-        elif stop is not None and p.told:
-            self._end(
-                index, f"asked again after a reply whose stop was {p.stop}: nothing more is sampled, return a reward"
-            )
+        elif stop is not None and p.asked_in_vain == PATIENCE:
+            told = f"asked {PATIENCE} times after a reply whose stop was {p.stop}: nothing more is sampled, return a reward"
+            self._end(index, told)
         elif stop is not None:
             p.tell(stop)
             self.asked[index] = time.perf_counter()
-            self.pool.send(index, Reply("", stop))
+            self.pool.send(index, Reply("", p.stop))
         else:
             self._submit(index, turn)
 

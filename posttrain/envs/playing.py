@@ -52,6 +52,7 @@ class Playing:
         self.replies: list[_Said] = []
         self.steps: list[tuple[int, float]] = []  # (scored tokens up to its end, step reward)
         self.told = False  # that it has run out of something, since its context last began
+        self.asked_in_vain = 0  # times, over all contexts
         self._learn = True  # whether the next reply is learned from
         self._last: Completion | None = None  # of this context
         self.stop = StopReason.EOS
@@ -76,7 +77,7 @@ class Playing:
             self.transcripts.append(Transcript())
             self.told = False
         transcript = self.transcripts[-1]
-        if turn.reward:
+        if turn.reward and not self.told:  # an empty reply after the end earns nothing
             self.steps.append((self.n_scored, turn.reward))
         messages = turn.messages or ()
         tool = turn.tool or (bool(messages) and all(message["role"] == "tool" for message in messages))
@@ -97,7 +98,9 @@ class Playing:
 
     def tell(self, stop: StopReason) -> None:
         """The environment is told that the episode has run out of something."""
-        self.told, self.stop = True, stop
+        if not self.told:
+            self.told, self.stop = True, stop
+        self.asked_in_vain += 1
         self.replies.append(_Said("", (), self.n_scored, False))
 
     def rollout(self, done: Done) -> Rollout:

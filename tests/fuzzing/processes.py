@@ -134,9 +134,8 @@ def _serve(connection: Connection[Any, Any], samples: Path, scratch: Path) -> No
 
 def _leave_out_pictures() -> None:
     """curves.png takes longer than all else of a run of one step, and what it is drawn from is judged anyway."""
-    from posttrain.runs import record
+    from posttrain.runs.curves import curves as original
 
-    original = record.curves
     for module in list(sys.modules.values()):
         if getattr(module, "curves", None) is original:
             module.curves = lambda *a, **k: None  # type: ignore[attr-defined]

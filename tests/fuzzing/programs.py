@@ -290,7 +290,7 @@ SECONDS = "0.5"
 
 def _command(verb: str, spec: str, workers: int) -> list[str]:
     if verb == "check":
-        words = f"check {CHECK} --seconds {SECONDS}"
+        words = f"check {CHECK} --env-seconds {SECONDS}"
     else:
         words = f"{verb} {RL if verb == 'rl' else EVAL} --model plain --env-seconds {SECONDS}"
         words = words.replace("--env-workers 0", f"--env-workers {workers}")

@@ -99,7 +99,7 @@ class Record:
 def in_fork(work: Any, seconds: float) -> tuple[Any, str]:
     """What `work()` returns in a fork, as JSON would have it, and how that ended: "", "time-out" or "crash"."""
     reading, writing = os.pipe()
-    child = os.fork()
+    child = _forked()
     if not child:
         code = 1
         try:
@@ -131,6 +131,14 @@ def in_fork(work: Any, seconds: float) -> tuple[Any, str]:
     if end == "time-out":
         os.waitpid(child, 0)
     return (json.loads(told) if not end else None), end
+
+
+def _forked() -> int:
+    for _ in range(60):
+        with contextlib.suppress(BlockingIOError):  # others have all the processes that there may be, for now
+            return os.fork()
+        time.sleep(1)
+    return os.fork()
 
 
 def outcome(found: Any, end: str, began: float) -> Outcome:

@@ -38,7 +38,7 @@ MODULES = (
 FILES = (  # those whose tests run in this very process; the quickest of them are tried first
     "pairs", "credit", "objective", "critic", "trust_region", "packing", "sft_source", "rl_source", "play", "engine",
     "kernels", "diversity", "axes", "pages", "trainer_health", "health", "decoder", "compiled", "tree_attention",
-    "checkpoint", "third_source",
+    "checkpoint", "training_loop", "third_source",
 )  # fmt: skip
 WIDER = (
     "front_door",
@@ -151,12 +151,13 @@ def _attempt(
     tests = list(records) if chosen.again else proving(mutant, records, chosen.seconds)
     seconds = 15 + 2 * sum(records[name].seconds for name in tests)
     with copy.changed(mutant.module, mutant.applied((PACKAGE / mutant.module).read_bytes())) as file:
+        if not tests:
+            return Outcome("survived", "no test runs this line")
         if mutant.within is not None:
-            if not tests:
-                return Outcome("survived", "no test runs this line")
             found = server.attempt(file, tests, seconds)
-            if found.status != "unchanged":
+            if found.status not in ("unchanged", "survived"):
                 return found
+        # What was worked out when the tests were collected is as it was there: survivors are tried afresh as well.
         return attempt_afresh(copy, tests, seconds, chosen.scratch / "afresh.txt")
 
 

@@ -592,6 +592,41 @@ def test_what_credit_comes_to_is_logged_by_token_and_by_rollout() -> None:
     assert step.stats["advantage/std"] == (pytest.approx(pstdev(every), rel=1e-5), 1.0)
 
 
+def test_controls_follow_the_kl_and_the_entropy_of_the_step_in_nats_per_token() -> None:
+    control = Adaptive(target=0.05, horizon=100.0)
+    source = new_source(
+        "grpo", kl_control="adaptive", kl_target=0.05, kl_horizon=100.0, entropy=0.3, entropy_target=2.0
+    )
+    rate, learner = source.algorithm.entropy.rate, source.learner  # type: ignore[union-attr]
+    first = source.produce(1)
+    rollouts = [r for r, _ in first.rollouts]
+    batch = [pack([r.transcripts for r in rollouts], range(len(rollouts)))]
+    own, other = learner.evaluate(batch)[0].logp, learner.evaluate(batch, of="reference")[0].logp
+    x = (other - own).double()
+    measured = (x.exp() - 1 - x).mean().item()
+    stats = Stats(first.stats)
+    source.learned(first, stats)
+    assert stats["kl/measured"] == (pytest.approx(measured, rel=1e-4), 1.0)
+    assert source.coefficients["kl"] == pytest.approx(control(0.04, measured, 12), rel=1e-5)
+    entropy = -mean(x for r in rollouts for x in r.transcripts[0].logp)
+    assert first.stats["entropy"] == (pytest.approx(entropy * len(own), rel=1e-5), len(own))
+    assert source.coefficients["entropy"] == pytest.approx(max(0.0, 0.3 + rate * (2.0 - entropy)), rel=1e-5)
+    held = dict(source.coefficients)
+    source.learned(first, Stats(first.stats))  # nothing is known of the KL of a step that is over
+    assert source.coefficients["kl"] == held["kl"]
+    source.restore({"cursor": 0, "coefficients": held})
+    for broken in ({"cursor": -1}, {"cursor": 1.0}, {"coefficients": {}}, {"coefficients": {**held, "kl": math.inf}}):
+        with pytest.raises(ValueError):
+            source.restore({"cursor": 0, "coefficients": held, **broken})
+
+
+def test_rollouts_of_a_step_are_of_the_weights_that_the_learner_has() -> None:
+    source = new_source("dr-grpo", minibatches=3)
+    run(source, 1, 2)
+    (version,) = {s.version for r, _ in source.produce(3).rollouts for s in r.transcripts[0].spans if s.learned}
+    assert version == source.learner.version == 6
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -28,6 +28,7 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.part import Need
 from posttrain.sources.collecting import Collector, Size
 from posttrain.sources.crediting import Credited, credit
+from posttrain.sources.diversity import GROUPS, MEMBERS, diversity
 from posttrain.sources.lengths import Prompts, TooLong
 from posttrain.sources.minibatches import Minibatches
 from posttrain.sources.rl import Experience
@@ -293,7 +294,26 @@ def test_kinds_of_invalid_rewards_are_shares_of_the_step_and_timeouts_are_always
     assert (figures["invalid"], figures["invalid/timeout"], figures["invalid/died"]) == (0.25, 0.125, 0.125)
 
 
+def test_figures_of_a_step_are_of_all_of_its_rollouts() -> None:
+    rollouts = make_rollouts(torch.Generator().manual_seed(0), GROUPS + 2, MEMBERS + 1, 40)
+    rollouts[1].stop = StopReason.LENGTH
+    stats = describe(rollouts, 0.5)
+    tokens = sum(r.n_sampled for r in rollouts)
+    logp = sum(x for r in rollouts for t in r.transcripts for x in t.logp)
+    rewards = [float(r.reward) for r in rollouts]  # type: ignore[arg-type]
+    assert stats["entropy"] == (pytest.approx(-logp), tokens) and stats["length"] == (tokens, len(rollouts))
+    assert stats["reward"] == (pytest.approx(sum(rewards)), len(rollouts)) and stats["truncated"] == (1, len(rollouts))
+    assert stats["accuracy"] == (sum(x >= 0.5 for x in rewards), len(rollouts))
+    groups = [rollouts[i : i + MEMBERS] for i in range(0, GROUPS * (MEMBERS + 1), MEMBERS + 1)]
+    looked = [[[t.tokens[i] for t in r.transcripts for i in t.scored] for r in own] for own in groups]
+    expected = diversity(looked)
+    assert {name: stats[name] for name in expected} == expected
+    alone = describe(rollouts[: MEMBERS + 2], None)  # the second group has one member: nothing to compare
+    assert {name: alone[name] for name in expected} == diversity(looked[:1]) and "accuracy" not in alone
+
+
 def test_step_with_mostly_invalid_rewards_stops_with_the_reason() -> None:
+    refuse_broken(invalidate(make_rollouts(torch.Generator().manual_seed(0), 2, 4, 40), 0, 1, 2, 3))
     rollouts = invalidate(make_rollouts(torch.Generator().manual_seed(0), 2, 4, 40), 0, 1, 2, 3, 4)
     with pytest.raises(UserError, match="5 of 8 rewards.*broken"):
         refuse_broken(rollouts)

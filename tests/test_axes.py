@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.folder import save_model
+from posttrain.part import NEVER, Need, knob_of
 from posttrain.sources.collecting import Size
 from posttrain.sources.rl import Experience
 from posttrain.sources.sft import demonstrate
@@ -294,6 +296,114 @@ def test_critic_has_a_learning_rate_of_its_own() -> None:
         group["params"] = []
     learner.update([], policy_objective(row))
     assert [g["lr"] for g in learner.optimizer.param_groups] == pytest.approx([5e-4, 5e-4, 2.5e-3, 2.5e-3])
+
+
+# -- what is written down of settings ----------------------------------------------------------------------------------
+
+WRITTEN = """
+ConstantLength.length = None: above 0
+Baselined.eps = 1e-06: above 0
+Baselined.signal = False
+GAE.gamma = 1.0: at least 0 and at most 1
+GAE.lam = 0.95: at least 0 and at most 1
+GAE.alpha = None: above 0
+GAE.whiten = False
+GAE.eps = 1e-08: above 0
+Process.eps = 1e-06: above 0
+ToGo.whiten = False
+ToGo.gamma = 1.0: at least 0 and at most 1
+ToGo.eps = 1e-08: above 0
+SoftQ.gamma = 1.0: at least 0 and at most 1
+SoftQ.tau = 0.05: at least 0 and at most 1
+SoftQ.coefficient = 1.0: at least 0
+SoftQ.warmup = 20: at least 0
+Value.clip = 0.2: above 0; 0 is none
+Value.coefficient = 0.1: at least 0
+Value.lam = None: at least 0 and at most 1
+Value.warmup = 0: at least 0
+DynamicSampling.rounds = 4: above 0; 0 is absent
+DynamicSampling.low = 0.0: at least 0 and below 1
+DynamicSampling.high = 1.0: above 0 and at most 1
+Replay.capacity = 4096: above 0; 0 is absent
+TopEntropy.share = 0.2: above 0 and at most 1; 1 is absent
+Adaptive.target = 0.05: above 0
+Adaptive.horizon = 10000.0: above 0
+Entropy.coefficient = 0.0: at least 0; 0 is absent
+Entropy.target = None: above 0
+Entropy.rate = 0.01: above 0
+HalvingDoubling.target = 0.01: above 0
+KL.beta = 0.04: at least 0; 0 is absent
+KL.control = None
+Imitation.coefficient = 0.1: at least 0; 0 is absent
+Pretraining.coefficient = 1.0: at least 0
+Pretraining.rows = 16: above 0
+Correction.cap = 2.0: above 1
+PessimisticClip.width = 0.4: above 0
+GroupLength.weight = 0.1: at least 0; 0 is absent
+SoftOverlong.limit = None: above 0
+SoftOverlong.cache = None: above 0; 0 is absent
+Clip.low = 0.2: at least 0 and at most 1
+Clip.high = 0.2: at least 0
+Clip.dual = None: above 1; 0 is none
+WeightedLogProbability.high = None: at least 0
+TrustRegion.delta = 0.01: above 0; 0 is absent
+TrustRegion.iterations = 10: above 0
+TrustRegion.damping = 0.01: at least 0
+TrustRegion.halvings = 10: at least 0
+"""
+"""Defaults and ranges as the papers have them, where they say any, and else as they were chosen."""
+
+
+@pytest.mark.parametrize("line", WRITTEN.strip().splitlines())
+def test_default_and_range_of_a_setting_are_those_written_down(line: str) -> None:
+    place, _, rest = line.partition(" = ")
+    part, name = place.split(".")
+    (field,) = (f for f in dataclasses.fields(globals()[part]) if f.name == name)
+    told = knob_of(field)
+    words = f"{field.default}" + (f": {told.bounds}" if str(told.bounds) else "")
+    words += "" if told.off is NEVER else f"; {told.off} is none"
+    words += "" if told.absent is NEVER else f"; {told.absent} is absent"
+    assert words == rest
+
+
+ASKED = """
+reinforce: | |
+reinforce-baseline: | |
+off-policy-pg: old | |
+reinforce++: old, reference | |
+reinforce++-baseline: group, reference | | every token
+rloo: group, old, reference | |
+grpo: group, reference | | every token
+grpo-process: group, reference | | every token
+grpo-sequence: group, old, reference | | every token
+iterative-grpo: group, reference | | every token
+dr-grpo: episode tokens, group, old | |
+dapo: episode tokens, group, old | |
+gspo: group, old | |
+gspo-token: group, old | |
+gmpo: group, old | |
+gpg: group | |
+lite-ppo: group | |
+cispo: group, old | |
+trpo: group | | every token
+ppo: old, reference, value | value | every token
+ppo-kl: old, value | value | every token
+ppo-ptx: old, reference, value | value | every token
+open-reasoner-zero: value | value | every token
+vapo: old, success, value | value | every token
+sac: action value | entropy, expected_q, q, target_q | every token
+"""
+"""Row: what it needs of a run | what its loss reads besides log-probabilities | whether advantage 0 may have a gradient."""
+
+
+@pytest.mark.parametrize("line", ASKED.strip().splitlines())
+def test_row_asks_the_run_for_what_it_uses_and_for_no_more(line: str) -> None:
+    row = TABLE[line.partition(":")[0]]
+    needs, wants = (", ".join(sorted(map(str, of))) for of in (row.needs, row.wants))
+    said = f"{row.name}: {needs} | {wants} | {'every token' if row.moves_every_token else ''}"
+    assert " ".join(said.split()) == line
+    for need in Need:
+        assert bool(row.needing(need)) is (need in row.needs) or need is Need.OLD
 
 
 # -- contradictions ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import mean
+from statistics import mean, pstdev
 from typing import Any
 
 import pytest
@@ -15,27 +15,28 @@ from conftest import make_rollouts
 from feeding import WORDS, chosen_row, new_case, new_learner
 from torch import Tensor, nn
 
-from posttrain.algorithms.aggregate import PromptMean
+from posttrain.algorithms.aggregate import ConstantLength, PromptMean
 from posttrain.algorithms.credit import GAE, Baselined, ToGo, earnings
-from posttrain.algorithms.critic import Value
+from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.shaping import GroupLength, SoftOverlong
-from posttrain.algorithms.surrogate import Clip
+from posttrain.algorithms.surrogate import Clip, WeightedLogProbability
 from posttrain.algorithms.table import TABLE, find
 from posttrain.batch import Batch, Outputs, Scores, Stats
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
 from posttrain.models.decoder import causal
-from posttrain.models.likelihood import Hidden, exact_kl
+from posttrain.models.likelihood import Hidden, exact_kl, soft_values
+from posttrain.part import Limits, Need
 from posttrain.sources.collecting import Size
 from posttrain.sources.packing import pack
 from posttrain.sources.rl import Experience
 from posttrain.sources.scores import scoreboard
 from posttrain.training.loop import train
-from posttrain.types import Completion, Rollout, Sampling, StopReason, Task, Transcript
+from posttrain.types import Completion, Rollout, Sampling, StopReason, Task, Transcript, UserError
 
 
 def scores_of(
@@ -134,24 +135,78 @@ def test_penalty_in_the_reward_reaches_every_advantage_that_takes_one() -> None:
         assert not torch.allclose(before, after), advantage
 
 
+def test_scoreboards_of_processes_are_joined_in_their_order_and_share_no_group() -> None:
+    boards = [
+        scores_of([1.0, 2.0, 3.0], [1, 2, 1], [0, 1, 0], steps=(((1, 0.5),), (), ()), sampled=doubles(4, 5, 6)),
+        scores_of([], [], []),
+        scores_of([4.0, 5.0], [1, 1], [0, 2], steps=((), ((1, 0.25),)), sampled=doubles(7, 8)),
+    ]
+    boards[1] = replace(boards[1], group=torch.zeros(0, dtype=torch.int64), sampled=doubles())
+    joined = Scores.join(boards)
+    assert joined.reward.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0] and joined.length.tolist() == [1, 2, 1, 1, 1]
+    assert joined.group.tolist() == [0, 1, 0, 2, 4] and joined.steps == (((1, 0.5),), (), (), (), ((1, 0.25),))
+    assert joined.sampled is not None and joined.sampled.tolist() == [4, 5, 6, 7, 8] and joined.truncated is None
+    assert Scores.join([boards[0], replace(boards[2], sampled=None)]).sampled is None
+    some = joined.of(torch.tensor([4, 1]))
+    assert some.reward.tolist() == [5.0, 2.0] and some.steps == (((1, 0.25),), ()) and some.penalty == ()
+    assert some.sampled is not None and some.sampled.tolist() == [8, 5] and some.truncated is None
+
+
+def test_metrics_are_sums_over_counts_or_extremes_by_name_in_alphabetical_order() -> None:
+    stats, other = Stats(), Stats()
+    stats.add("loss", 3.0, 2.0)
+    stats.add("gap/max", 1.0, 5.0)
+    stats.add("gap/min", 1.0, 5.0)
+    other.add("loss", 5.0)
+    other.add("gap/max", 4.0)
+    other.add("gap/min", 4.0)
+    other.add("empty", 0.0, 0)
+    stats.merge(other)
+    assert stats == {"loss": (8.0, 3.0), "gap/max": (4.0, 1.0), "gap/min": (1.0, 1.0), "empty": (0.0, 0.0)}
+    assert list(stats.means().items()) == [("gap/max", 4.0), ("gap/min", 1.0), ("loss", 8.0 / 3.0)]
+
+
 # -- the critic's loss -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("value", "loss", "slope"),
+    ("value", "loss", "slope", "clipped"),
     [
-        (0.5, 0.5 * 0.64, 0.0),  # moved too far towards the return of 1: as bad as the bound of 0.2, and no gradient
-        (0.1, 0.5 * 0.81, -0.9),  # within the clip: the plain square
-        (-0.5, 0.5 * 2.25, -1.5),  # moved away: the plain square is the larger one and pulls back
+        (
+            0.5,
+            0.5 * 0.64,
+            0.0,
+            1.0,
+        ),  # moved too far towards the return of 1: as bad as the bound of 0.2, and no gradient
+        (0.1, 0.5 * 0.81, -0.9, 0.0),  # within the clip: the plain square
+        (-0.5, 0.5 * 2.25, -1.5, 0.0),  # moved away: the plain square is the larger one and pulls back
     ],
 )
-def test_golden_value_loss(value: float, loss: float, slope: float) -> None:
-    v = doubles(value).requires_grad_()
+def test_golden_value_loss(value: float, loss: float, slope: float, clipped: float) -> None:
+    v, stats = doubles(value).requires_grad_(), Stats()
     batch = flat_batch(v, value=doubles(0.0), returns=doubles(1.0))
-    found = Value(clip=0.2)(Outputs(v, value=v), batch, Stats())
+    found = Value(clip=0.2)(Outputs(v, value=v), batch, stats)
     found.sum().backward()
     assert v.grad is not None
     assert found.item() == pytest.approx(loss) and v.grad.item() == pytest.approx(slope)
+    assert stats["value/clipped"] == (clipped, 1.0) and stats["value/loss"] == (pytest.approx(loss), 1.0)
+
+
+def test_golden_soft_action_values() -> None:
+    """y_t = r_t + gamma (Q'_(t+1) + alpha H_(t+1)) within a rollout, r_t alone after its last token."""
+    q = torch.stack([doubles(1.0, 2.0, 3.0), doubles(0.0, 2.5, 7.0)]).requires_grad_()
+    slow, entropy = doubles(9.0, 4.0, 5.0).requires_grad_(), doubles(8.0, 2.0, 6.0).requires_grad_()
+    rollout = torch.tensor([0, 0, 1])
+    batch = flat_batch(slow, rollout=rollout, advantage=doubles(0.1, 0.2, 0.3), coefficients={"entropy": 0.5})
+    stats = Stats()
+    loss = SoftQ(gamma=0.9)(Outputs(slow, q=q, target_q=slow, entropy=entropy), batch, stats)
+    y = [0.1 + 0.9 * (4.0 + 0.5 * 2.0), 0.2, 0.3]
+    expected = [((a - t) ** 2 + (b - t) ** 2) / 2 for a, b, t in zip((1.0, 2.0, 3.0), (0.0, 2.5, 7.0), y, strict=True)]
+    assert loss.tolist() == pytest.approx(expected)
+    gradients = torch.autograd.grad(loss.sum(), (q, slow, entropy), allow_unused=True)
+    assert torch.allclose(gradients[0], q.detach() - doubles(*y)) and gradients[1] is gradients[2] is None
+    assert stats["q/loss"] == (pytest.approx(sum(expected)), 3.0)
+    assert stats["q"] == (pytest.approx(0.5 + 2.25 + 5.0), 3.0)
 
 
 # -- dual clip, corrections --------------------------------------------------------------------------------------------
@@ -197,6 +252,13 @@ def test_correction_multiplies_the_gain_outside_of_the_clip_and_has_no_gradient(
     assert logp.grad is not None and not logp.grad.any()
 
 
+def test_share_of_capped_weights_is_logged() -> None:
+    stats = Stats()
+    WeightedLogProbability(0.5).measure(doubles(1.5, 1.6, 0.2, 9.0, 1.0), flat_batch(doubles(*[0.0] * 5)), stats)
+    WeightedLogProbability().measure(doubles(9.0), flat_batch(doubles(0.0)), stats)
+    assert stats == {"ratio/clipped_high": (2.0, 5.0)}
+
+
 # -- aggregation, baselines --------------------------------------------------------------------------------------------
 
 
@@ -204,6 +266,28 @@ def test_golden_prompt_mean_weights() -> None:
     weight = PromptMean()(scores_of([0, 0, 0], [2, 6, 4], [0, 0, 1]))
     assert weight.tolist() == pytest.approx([1 / 16, 1 / 16, 1 / 8])
     assert (weight * doubles(2, 6, 4)).sum().item() == pytest.approx(1.0)
+
+
+def test_length_of_one_s_own_wins_over_the_budget_of_episodes() -> None:
+    limits = Limits(episode_tokens=20)
+    assert ConstantLength(7).configured(limits) == ConstantLength(7) and not ConstantLength(7).needs
+    assert ConstantLength().configured(limits) == ConstantLength(20)
+    assert ConstantLength().needs == SoftOverlong().needs == {Need.EPISODE_TOKENS}
+    assert SoftOverlong(9, 2).configured(limits) == SoftOverlong(9, 2) and not SoftOverlong(9, 2).needs
+    assert SoftOverlong().configured(limits) == SoftOverlong(20, 4)
+    assert SoftOverlong().configured(Limits(4)) == SoftOverlong(4, 1)
+    assert SoftOverlong().configured(Limits(None)) == SoftOverlong()
+    with pytest.raises(UserError, match="--overlong-cache 20 must be below .* 20"):
+        SoftOverlong(cache=20).configured(limits)
+
+
+def test_groups_without_signal_do_not_dilute_the_advantage_where_that_is_asked_for() -> None:
+    scores = scores_of([1.0, 0.0, 0.7, 0.7, 0.25, 0.75], [1] * 6, [0, 0, 1, 1, 2, 2])
+    centred = [0.5, -0.5, 0.0, 0.0, -0.25, 0.25]
+    assert Baselined("group")(scores).tolist() == pytest.approx(centred)
+    assert Baselined("group", signal=True)(scores).tolist() == pytest.approx([6 / 4 * a for a in centred])
+    equal = scores_of([0.7, 0.7, 0.3, 0.3], [1] * 4, [0, 0, 1, 1])
+    assert Baselined("group", signal=True)(equal).tolist() == [0.0] * 4
 
 
 def test_golden_length_baseline() -> None:
@@ -352,6 +436,10 @@ def test_dynamic_sampling_keeps_groups_that_differ_and_may_ask_for_a_share_of_su
     scores = scores_of([1, 1, 1, 0, 0.5, 0.25], [3] * 6, [0, 0, 1, 1, 2, 2], success=success)
     assert DynamicSampling()(scores).tolist() == [False, False, True, True, True, True]
     assert DynamicSampling(low=0.1, high=0.9)(scores).tolist() == [False, False, True, True, False, False]
+    quarters = torch.tensor([True] + [False] * 3 + [True, True, False, False] + [True] * 3 + [False])
+    scores = scores_of([0.1 * i for i in range(12)], [3] * 12, [i // 4 for i in range(12)], success=quarters)
+    for low, high, kept in ((0.25, 1.0, [1, 2]), (0.0, 0.75, [0, 1]), (0.25, 0.75, [1]), (0.2, 0.8, [0, 1, 2])):
+        assert DynamicSampling(low=low, high=high)(scores).tolist() == [i // 4 in kept for i in range(12)]
 
 
 def uneven(task: Task, reply: str) -> float:
@@ -433,8 +521,10 @@ def test_estimators_have_the_means_they_should_over_all_actions() -> None:
     assert not torch.isclose((p * KL("k2")(logp, ref)).sum(), reverse)
 
 
-def test_exact_kl_equals_the_closed_form_and_the_mean_of_k1_within_its_error() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_exact_kl_equals_the_closed_form_and_the_mean_of_k1_within_its_error(temperature: float) -> None:
     learner = new_learner(chosen_row(find("grpo"), kl_estimator="exact"))
+    learner.temperature = temperature
     transcript = Transcript()
     transcript.observe([5, 6, 7])
     transcript.sample(Completion(0, [9, 4, 3], [-1.0] * 3, "", StopReason.EOS, 0))
@@ -444,9 +534,11 @@ def test_exact_kl_equals_the_closed_form_and_the_mean_of_k1_within_its_error() -
     tokens, place = torch.tensor(transcript.tokens), torch.arange(6)
     with torch.no_grad():
         own, other = (
-            (m(tokens, place, causal) @ m.head.T).log_softmax(-1)[2:5] for m in (learner.model, learner.reference)
+            (m(tokens, place, causal) @ m.head.T / temperature).log_softmax(-1)[2:5]
+            for m in (learner.model, learner.reference)
         )
     assert torch.allclose(found.kl, (own.exp() * (own - other)).sum(-1), atol=1e-12)
+    assert torch.allclose(found.logp, own.gather(1, batch.target[:, None])[:, 0], atol=1e-12)
     action = own.exp().multinomial(20_000, replacement=True, generator=torch.Generator().manual_seed(0))
     k1 = KL("k1")(own.gather(1, action), other.gather(1, action))
     error = k1.std(1) / 20_000**0.5
@@ -466,6 +558,73 @@ def test_exact_kl_in_the_loss_has_the_gradient_of_its_closed_form() -> None:
     found = exact_kl(Hidden(states, head), Hidden(states.detach(), other), 0.7).sum()
     assert torch.allclose(torch.autograd.grad(found, states)[0], want, atol=1e-12)
     assert torch.isclose(found, (own.exp() * (own - theirs)).sum())
+
+
+@pytest.mark.parametrize("graded", [True, False])
+@pytest.mark.parametrize("rows", [0, 1, 4, 7])
+def test_what_is_worked_out_in_chunks_of_tokens_is_what_it_is_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, rows: int, graded: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    one, two = (Hidden(*(torch.randn(n, 3, generator=generator).double() for n in (rows, 6))) for _ in range(2))
+    own, other = ((h.states @ h.head.T / 0.7).log_softmax(-1) for h in (one, two))
+    expected = (own.exp() * (own - other)).sum(-1)
+    monkeypatch.setattr("posttrain.models.likelihood.CHUNK_LOGITS", 12)
+    monkeypatch.setattr("posttrain.models.likelihood.CHUNK_ROWS", 2)
+    with torch.set_grad_enabled(graded):
+        assert torch.allclose(exact_kl(one, two, 0.7), expected, atol=1e-12)
+        q = torch.minimum(two.states @ two.head.T, one.states @ one.head.T)
+        values = soft_values(one, (one, two), (two, two), 0.7)
+    assert torch.allclose(values[0], (own.exp() * q).sum(-1), atol=1e-12)
+    assert torch.allclose(values[1], (own.exp() * (two.states @ two.head.T)).sum(-1), atol=1e-12)
+
+
+def test_what_credit_comes_to_is_logged_by_token_and_by_rollout() -> None:
+    source = new_source("dapo", overlong_cache=4, dynamic_sampling=0)
+    step, credited = source.produce(1), source._watched
+    assert credited is not None and len(credited.rollouts) == 12
+    added = [min(0.0, max(-1.0, (8 - 4 - r.n_sampled) / 4)) for r in credited.rollouts]
+    assert step.stats["reward/shaping"] == (pytest.approx(sum(added)), 12.0) and len(set(added)) > 1
+    shaped = [float(r.reward) + a for r, a in zip(credited.rollouts, added, strict=True)]  # type: ignore[arg-type]
+    assert credited.scores.reward.tolist() == pytest.approx(shaped)
+    every = torch.cat(credited.per_token["advantage"]).tolist()
+    assert step.stats["advantage/abs"] == (pytest.approx(sum(map(abs, every)), rel=1e-5), float(len(every)))
+    assert step.stats["advantage/std"] == (pytest.approx(pstdev(every), rel=1e-5), 1.0)
+
+
+def test_controls_follow_the_kl_and_the_entropy_of_the_step_in_nats_per_token() -> None:
+    control = Adaptive(target=0.05, horizon=100.0)
+    source = new_source(
+        "grpo", kl_control="adaptive", kl_target=0.05, kl_horizon=100.0, entropy=0.3, entropy_target=2.0
+    )
+    rate, learner = source.algorithm.entropy.rate, source.learner  # type: ignore[union-attr]
+    first = source.produce(1)
+    rollouts = [r for r, _ in first.rollouts]
+    batch = [pack([r.transcripts for r in rollouts], range(len(rollouts)))]
+    own, other = learner.evaluate(batch)[0].logp, learner.evaluate(batch, of="reference")[0].logp
+    x = (other - own).double()
+    measured = (x.exp() - 1 - x).mean().item()
+    stats = Stats(first.stats)
+    source.learned(first, stats)
+    assert stats["kl/measured"] == (pytest.approx(measured, rel=1e-4), 1.0)
+    assert source.coefficients["kl"] == pytest.approx(control(0.04, measured, 12), rel=1e-5)
+    entropy = -mean(x for r in rollouts for x in r.transcripts[0].logp)
+    assert first.stats["entropy"] == (pytest.approx(entropy * len(own), rel=1e-5), len(own))
+    assert source.coefficients["entropy"] == pytest.approx(max(0.0, 0.3 + rate * (2.0 - entropy)), rel=1e-5)
+    held = dict(source.coefficients)
+    source.learned(first, Stats(first.stats))  # nothing is known of the KL of a step that is over
+    assert source.coefficients["kl"] == held["kl"]
+    source.restore({"cursor": 0, "coefficients": held})
+    for broken in ({"cursor": -1}, {"cursor": 1.0}, {"coefficients": {}}, {"coefficients": {**held, "kl": math.inf}}):
+        with pytest.raises(ValueError):
+            source.restore({"cursor": 0, "coefficients": held, **broken})
+
+
+def test_rollouts_of_a_step_are_of_the_weights_that_the_learner_has() -> None:
+    source = new_source("dr-grpo", minibatches=3)
+    run(source, 1, 2)
+    (version,) = {s.version for r, _ in source.produce(3).rollouts for s in r.transcripts[0].spans if s.learned}
+    assert version == source.learner.version == 6
 
 
 @pytest.mark.parametrize(

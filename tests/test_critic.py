@@ -288,6 +288,30 @@ def test_soft_values_have_a_gradient_into_the_policy_alone_and_equal_their_defin
     assert target_only.any()
 
 
+def test_soft_values_of_a_learner_are_expectations_under_the_policy_at_its_temperature() -> None:
+    case = new_case(chosen_row(find("sac")), groups=1, size=2)
+    case.learner.temperature = 0.6
+    found = case.learner.evaluate([pack([r.transcripts for r in case.rollouts], range(2))], want=case.row.wants)[0]
+    model, critic = case.learner.model, case.learner.critic
+    assert isinstance(critic, ActionValueModel)
+    assert found.expected_q is not None and found.target_q is not None and found.entropy is not None
+    n = 0
+    for rollout in case.rollouts:
+        (transcript,) = rollout.transcripts
+        tokens, place = torch.tensor(transcript.tokens), torch.arange(len(transcript))
+        with torch.no_grad():
+            logs = (model(tokens, place, causal) @ model.head.T / 0.6).log_softmax(-1)
+            own = critic.backbone(tokens, place, causal) @ critic.heads.transpose(1, 2)
+            slow = critic.slow_backbone(tokens, place, causal) @ critic.slow_heads.transpose(1, 2)
+        for t in transcript.scored.tolist():
+            pi = logs[t - 1].exp()
+            for value, of in ((found.expected_q, own), (found.target_q, slow)):
+                assert value[n].item() == pytest.approx((pi * of[:, t - 1].amin(0)).sum().item(), rel=1e-9)
+            assert found.entropy[n].item() == pytest.approx(-(pi * logs[t - 1]).sum().item(), rel=1e-9)
+            n += 1
+    assert n == len(found.entropy)
+
+
 def test_policy_loss_of_soft_actor_critic_does_not_move_the_critic_nor_its_own_loss_the_policy() -> None:
     case = new_case(chosen_row(find("sac")), groups=2, size=2)
     (batch,) = feed(case, case.rollouts, credit(case.row, board(case, case.rollouts)), [range(4)])

@@ -72,3 +72,15 @@ def test_what_cannot_be_said_has_a_count_of_zero(groups: list[list[list[int]]]) 
     found = diversity(groups)
     assert found["diversity/similarity"] == (0.0, 0.0) and found["diversity/distinct_2"] == (0.0, 0.0)
     assert "diversity/similarity" not in Stats(found).means()
+
+
+def test_only_the_first_tokens_of_a_reply_the_first_replies_of_a_group_and_the_first_groups_are_looked_at() -> None:
+    first = list(range(TOKENS))
+    seen = diversity([[first, [*first, 7, 7, 7]]])
+    assert seen["diversity/similarity"] == (1.0, 1.0)
+    assert seen["diversity/distinct_1"] == (TOKENS, 2 * TOKENS)
+    assert seen["diversity/distinct_2"] == (TOKENS - 1, 2 * (TOKENS - 1))
+    other = [*first[:-1], -1]
+    assert diversity([[first, other]])["diversity/distinct_1"] == (TOKENS + 1, 2 * TOKENS)
+    assert diversity([[[i] for i in range(MEMBERS + 3)]])["diversity/distinct_1"] == (MEMBERS, MEMBERS)
+    assert diversity([[[1], [2]]] * (GROUPS + 3))["diversity/similarity"] == (0.0, GROUPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from sampled import complete, ragged
 
 from posttrain.engines.local import POLL_STEPS, LocalEngine
 from posttrain.engines.request import Request
+from posttrain.engines.request import complete as ended
 from posttrain.engines.running import RunningBatch
 from posttrain.engines.sampler import sample, uniform
 from posttrain.kernels import binder, build
@@ -154,6 +156,15 @@ def test_truncated_sampling_reports_the_truncated_distribution() -> None:
     assert torch.isclose(logp[2], (logits[2] / 0.5).log_softmax(-1)[0])
 
 
+def test_mass_of_top_p_is_counted_among_the_top_k() -> None:
+    """Of 0.4, 0.3, 0.2, 0.1 the first three have shares 4/9, 3/9, 2/9: two of them make up 0.75, of all it takes three."""
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    draw = torch.tensor([1e-6])
+    for top_k, kept in ((3, 0.7), (0, 0.9), (1, 0.4)):
+        token, logp = sample(logits, draw, None, torch.tensor([0.75]), torch.tensor([top_k]))
+        assert token.item() == 0 and logp.item() == pytest.approx(math.log(0.4 / kept), abs=1e-6)
+
+
 def test_greedy_takes_the_likeliest_token() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]])
     token, logp = sample(logits, torch.tensor([0.999]), torch.tensor([0.0]), greedy=torch.tensor([True]))
@@ -293,6 +304,23 @@ def test_stop_string_behind_bytes_that_are_no_character_still_ends_the_reply(dat
 def test_prompt_of_another_vocabulary_is_refused_in_one_line(model: Decoder, tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=f"token 999, the model's vocabulary has {tokenizer.vocab_size}"):
         LocalEngine(model, tokenizer).submit(0, [5, 999], Sampling())
+
+
+def test_prompt_may_come_up_to_the_borders_of_vocabulary_and_context() -> None:
+    sampling = Sampling(max_tokens=9)
+    fits = Request(0, (5, 63), sampling)
+    assert fits.check(3, 64) is fits and fits.budget(3) == 1 and fits.budget(100) == 9
+    for prompt, context, told in (((5, 64), 3, "token 64"), ((5, 63), 2, "2 tokens"), ((), 3, "empty prompt")):
+        with pytest.raises(UserError, match=told):
+            Request(0, prompt, sampling).check(context, 64)
+
+
+def test_reply_is_cut_behind_the_stop_string_that_ends_first(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("12ab3")
+    for stop, text in ((("b3", "ab"), "12ab"), (("ab", "2a"), "12a"), (("z",), "12ab3"), (("3", "2"), "12")):
+        request = Request(0, (5,), Sampling(max_tokens=9, stop=stop))
+        done = ended(request, tokens, [0.0] * 5, stopped=True, eos_ids=[0], tokenizer=tokenizer, version=3)
+        assert done.text == text and done.stop is StopReason.STOP and done.version == 3
 
 
 def test_draws_are_never_zero() -> None:

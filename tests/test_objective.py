@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -32,7 +33,7 @@ from transcriptions import LOSSES, TEXTS, Played
 from posttrain.algorithms.aggregate import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.credit import Baselined, Process, equal_rewards
 from posttrain.algorithms.describe import describe
-from posttrain.algorithms.penalty import KL
+from posttrain.algorithms.penalty import KL, Entropy
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.ratio import Causal, OverSequence, RatioStep
 from posttrain.algorithms.surrogate import Clip
@@ -226,6 +227,56 @@ def test_golden_clip(advantage: float, ratio: float, value: float, moves: bool) 
     assert torch.isclose(gain, torch.tensor(value)) and r.grad is not None and bool(r.grad != 0) is moves
 
 
+def test_what_is_logged_of_a_micro_batch_is_what_its_name_says() -> None:
+    logp, old = [-1.0, -2.0, -0.5, -3.0, -1.0, -1.0, -2.0], [-1.5, -1.8, -1.5, -1.0, -3.0, -2.0, -1.0]
+    ref, mu = [-2.0, -1.0, -0.4, -3.5, -1.0, -1.1, -2.1], [-1.4, -1.9, -0.5, -1.3, -2.0, -1.7, -1.0]
+    advantage, entropy = [1.0, -1.0, 0.5, -2.0, -1.5, 0.0, 0.0], [0.3, 0.6, 0.1, 0.2, 0.7, 0.8, 0.4]
+    exact, n = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7], 7
+    current, *others = (torch.tensor(x, dtype=torch.float64) for x in (logp, old, ref, mu, advantage, entropy, exact))
+    current.requires_grad_()
+    batch = replace(batch_of(others[3]), old_logp=others[0], ref_logp=others[1], sampler_logp=others[2])
+    row = Algorithm(
+        "mine", "nobody 2026", Baselined(), Clip(0.2, 0.3, dual=3.0), TokenMean(), kl=KL("k2", 0.1), entropy=Entropy(0.05)
+    )  # fmt: skip
+    stats = Stats()
+    loss = policy_objective(row)(Outputs(current, others[4], others[5]), batch, stats)
+    r = [math.exp(a - b) for a, b in zip(logp, old, strict=True)]
+    gaps = [a - b for a, b in zip(old, mu, strict=True)]
+    k3 = sum(math.exp(b - a) - 1 - (b - a) for a, b in zip(logp, ref, strict=True))
+    expected = {
+        "ratio": (sum(r), n), "ratio/max": (max(r), 1), "ratio/min": (min(r), 1), "kl": (k3, n),
+        "ratio/clipped_low": (sum(x < 0.8 and a < 0 for x, a in zip(r, advantage, strict=True)), n),
+        "ratio/clipped_high": (sum(x > 1.3 and a > 0 for x, a in zip(r, advantage, strict=True)), n),
+        "ratio/clipped_dual": (sum(x > 3 and a < 0 for x, a in zip(r, advantage, strict=True)), n),
+        "entropy/policy": (sum(entropy), n),
+        "sampler/kl": (sum(math.exp(g) - 1 - g for g in gaps), n), "sampler/gap": (sum(map(abs, gaps)), n),
+        "sampler/ratio": (sum(map(math.exp, gaps)), n), "sampler/ratio/square": (sum(math.exp(2 * g) for g in gaps), n),
+        "sampler/gap/max": (max(map(abs, gaps)), 1),
+    }  # fmt: skip
+    assert stats.keys() == expected.keys()
+    assert all(stats[name] == pytest.approx(value, abs=1e-12) for name, value in expected.items())
+    gain = 0.0
+    for x, a, lp, q, h in zip(r, advantage, logp, ref, entropy, strict=True):
+        bound = min(x * a, min(max(x, 0.8), 1.3) * a)
+        gain += (max(bound, 3.0 * a) if a < 0 else bound) - 0.1 * (q - lp) ** 2 / 2 + 0.05 * h
+    assert loss.item() == pytest.approx(-gain / n)
+
+    first = Stats()
+    policy_objective(replace(row, kl=KL("exact", 0.1)))(
+        Outputs(current, others[4], others[5]), replace(batch, old_logp=None), first
+    )
+    assert first["ratio/first"] == (n, n) and first["kl/exact"] == (pytest.approx(2.8), n)
+    far = Stats()
+    policy_objective(replace(row, kl=KL("k3", 0.1, against="old")))(Outputs(current, others[4]), batch, far)
+    assert far["kl/old"] == (pytest.approx(sum(x - 1 - math.log(x) for x in r)), n) and "kl" not in far
+    none = Stats()
+    empty = {name: getattr(batch, name)[:0] for name in ("advantage", "weight", "rollout", "old_logp", "ref_logp")}
+    policy_objective(row)(
+        Outputs(current[:0], others[4][:0]), replace(batch, sampler_logp=others[2][:0], **empty), none
+    )
+    assert none["ratio"] == (0.0, 0.0) and not any(name.endswith(("/max", "/min")) for name in none)
+
+
 def test_golden_ratios_of_a_sequence() -> None:
     """Token ratios 2.0 and 0.4 with A = 1: PPO's bound gives (1.2 + 0.4) / 2 by token, sqrt(0.8) as a sequence."""
     log_ratio = torch.tensor([2.0, 0.4], dtype=torch.float64).log()
@@ -275,11 +326,12 @@ def test_equal_rewards_give_exactly_zero() -> None:
     assert equal_rewards(scores).tolist() == [True] * 7 + [False] * 2
 
 
-def test_equal_step_rewards_give_exactly_zero() -> None:
+@pytest.mark.parametrize("size", [1.0, 1e9 / 7, 1e-9])
+def test_equal_step_rewards_give_exactly_zero(size: float) -> None:
     rollouts = make_rollouts(torch.Generator().manual_seed(0), 1, 2, WORDS.vocab_size)
     for rollout in rollouts:
-        rollout.steps = [(1, 0.7)] * 10
-        rollout.reward = 0.7 + sum(reward for _, reward in rollout.steps)
+        rollout.steps = [(1, 0.7 * size)] * 10
+        rollout.reward = 0.7 * size + sum(reward for _, reward in rollout.steps)
     assert all((a == 0).all() for a in Process()(scoreboard(rollouts)))
 
 

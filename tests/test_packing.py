@@ -218,3 +218,13 @@ def test_equal_prompts_with_different_pictures_are_not_shared() -> None:
         rollouts.append([transcript])
     layout = pack(rollouts, range(3)).layout
     assert [m.digest for m in layout.media] == ["a", "b"] and len(layout.tokens) == 8
+
+
+def test_nothing_after_the_last_scored_token_is_needed_though_a_reply_after_it_is_empty() -> None:
+    transcript = Transcript()
+    transcript.observe([1, 2])
+    transcript.sample(Completion(0, [3, 4], [-1.0, -1.0], "", StopReason.EOS, 0))
+    transcript.observe([5, 6])
+    assert needed_length(transcript) == 3
+    transcript.sample(Completion(0, [], [], "", StopReason.EOS, 0))
+    assert needed_length(transcript) == 3

@@ -23,6 +23,17 @@ def test_golden_dpo() -> None:
     assert DirectPreference(0.1)(of(2.0), of(-1.0)).item() == pytest.approx(0.554355, abs=1e-6)
 
 
+@pytest.mark.parametrize(("chosen", "rejected"), [(2.0, -1.0), (-1.0, 2.0)])
+def test_losses_are_those_of_their_equations_on_either_side(chosen: float, rejected: float) -> None:
+    difference = chosen - rejected
+    margin = BradleyTerry(0.5)(of(chosen), of(rejected)).item()
+    assert margin == pytest.approx(math.log(1 + math.exp(-(difference - 0.5))))
+    right, wrong = (math.log(1 + math.exp(-sign * 0.3 * difference)) for sign in (1, -1))
+    smooth = DirectPreference(0.3, smoothing=0.2)(of(chosen), of(rejected)).item()
+    assert smooth == pytest.approx(0.8 * right + 0.2 * wrong)
+    assert (BradleyTerry(), DirectPreference()) == (BradleyTerry(0.0), DirectPreference(0.1, 0.0))
+
+
 def test_margin_is_what_the_difference_must_exceed() -> None:
     assert BradleyTerry(0.5)(of(2.0), of(1.5)).item() == pytest.approx(math.log(2))
 

@@ -14,12 +14,12 @@ from conftest import make_rollouts, tiny
 
 from posttrain.algorithms.aggregate import ConstantLength
 from posttrain.algorithms.critic import SoftQ
-from posttrain.algorithms.policy import Algorithm, PolicyObjective, policy_objective
+from posttrain.algorithms.policy import Algorithm, Imitation, PolicyObjective, Pretraining, policy_objective
 from posttrain.algorithms.shaping import SoftOverlong
 from posttrain.algorithms.table import TABLE, find
 from posttrain.batch import Batch, Outputs, Stats
 from posttrain.config import RL, filled
-from posttrain.data.tasks import draw, to_tasks
+from posttrain.data.tasks import draw, order, to_tasks
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
@@ -27,14 +27,16 @@ from posttrain.models.critic import ActionValueModel, Critic, ValueModel
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.part import Need
 from posttrain.sources.collecting import Collector, Size
-from posttrain.sources.crediting import Credited
-from posttrain.sources.lengths import TooLong
+from posttrain.sources.crediting import Credited, credit
+from posttrain.sources.diversity import GROUPS, MEMBERS, diversity
+from posttrain.sources.lengths import Prompts, TooLong
+from posttrain.sources.minibatches import Minibatches
 from posttrain.sources.rl import Experience
-from posttrain.sources.scores import describe, refuse_broken, usable
+from posttrain.sources.scores import describe, refuse_broken, scoreboard, usable
 from posttrain.sources.sft import demonstrate
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
-from posttrain.types import Completion, Invalid, InvalidKind, Rollout, Sampling, Task, UserError
+from posttrain.types import Completion, Invalid, InvalidKind, Rollout, Sampling, StopReason, Task, Transcript, UserError
 
 TASKS = [{"id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
 
@@ -139,6 +141,87 @@ def test_groups_stay_whole_within_an_update(tokenizer: Tokenizer) -> None:
         assert len(rollouts) == 4 and len({r.group for r in rollouts}) == 1
 
 
+def test_minibatches_have_an_order_of_their_own_for_every_step_epoch_and_seed(tokenizer: Tokenizer) -> None:
+    def orders(seed: int) -> list[tuple[str, ...]]:
+        experience = source(tokenizer, row("grpo", epochs=2, minibatches=6, prompts=6), seed=seed, size=(6, 4))
+        _, _, _, coefficients = experience.produce(1).updates[0].args
+        credited = experience._watched
+        assert credited is not None
+        found = []
+        for number in (1, 2, 3):
+            groups = [
+                learned_from(b)[0].task["id"] for b in experience.minibatches.updates(number, credited, coefficients)
+            ]
+            assert sorted(groups[:6]) == sorted(groups[6:]) == [t["id"] for t in TASKS]
+            found += [tuple(groups[:6]), tuple(groups[6:])]
+        return found
+
+    every = [*orders(0), *orders(1)]
+    assert len(set(every)) == 12 and orders(0) == every[:6]
+
+
+def test_replay_draws_others_for_every_step_update_and_seed(tokenizer: Tokenizer) -> None:
+    def draws(seed: int) -> list[tuple[int, ...]]:
+        experience = source(tokenizer, row("sac", replay=30, minibatches=3), seed=seed)
+        played = [rollout for number in (1, 2, 3) for rollout, _ in experience.produce(number).rollouts]
+        assert experience.buffer is not None and len(experience.buffer.advantages) == 30
+        assert list(map(id, experience.buffer.rollouts)) == list(map(id, played[-30:]))
+        nothing, found = credit(experience.algorithm, [], experience.learner, 64, {}, 1.0, Stats()), []
+        places = {id(r): place for place, r in enumerate(experience.buffer.rollouts)}  # type: ignore[union-attr]
+        for number in (4, 5, 6):
+            for build in experience.minibatches.updates(number, nothing, {}):
+                drawn = [places[id(r)] for r in learned_from(build)]
+                assert len(set(drawn)) == 4 and drawn == sorted(drawn)  # a third of the step's 12, neighbours by group
+                found.append(tuple(drawn))
+        return found
+
+    every = [*draws(0), *draws(1)]
+    assert len(every) == 36 == len(set(every)) and draws(0) == every[:18]
+
+
+def test_what_a_token_is_told_is_its_own_rollout_s_though_others_were_dropped(tokenizer: Tokenizer) -> None:
+    """Invalid rollouts leave their group, and places among the rest are neither places among all nor groups of four."""
+
+    def broken(task: Task, reply: str) -> Any:
+        return Invalid("no letters") if reply[:1] in "abcdefgh" else digits(task, reply)
+
+    experience = source(tokenizer, row("dr-grpo", epochs=2, minibatches=2), broken, budget=40, size=(6, 4))
+    step = experience.produce(1)
+    valid = {}
+    for rollout, _ in step.rollouts:
+        if not isinstance(rollout.reward, Invalid):
+            valid.setdefault(rollout.group, []).append(rollout.reward)
+    sizes = [len(own) for own in valid.values()]
+    assert 2 <= min(sizes[:3]) < 4 and min(sizes) >= 2, "a group before others has to lose a member"
+    for rollout, told in step.rollouts:
+        own = valid[rollout.group]
+        lost = isinstance(rollout.reward, Invalid)
+        expected = 0.0 if lost else rollout.reward - sum(own) / len(own)  # type: ignore[operator]
+        assert told == pytest.approx(expected, abs=1e-6)
+    advantage = {id(rollout): told for rollout, told in step.rollouts}
+    fed = 0
+    for place, build in enumerate(step.updates):
+        rollouts = learned_from(build)
+        for batch in build():
+            assert (
+                batch.advantage is not None
+                and batch.sampler_logp is not None
+                and (batch.old_logp is None) == (place == 0)
+            )
+            for index in batch.rollout.unique().tolist():
+                mine, transcript = batch.rollout == index, rollouts[index].transcripts[0]
+                assert batch.target[mine].tolist() == [transcript.tokens[t] for t in transcript.scored.tolist()]
+                assert batch.advantage[mine].tolist() == pytest.approx(
+                    [advantage[id(rollouts[index])]] * int(mine.sum())
+                )
+                sampled = torch.from_numpy(transcript.sampler_logp)
+                assert torch.equal(batch.sampler_logp[mine], sampled)
+                if batch.old_logp is not None:  # nothing has moved yet
+                    assert torch.allclose(batch.old_logp[mine], sampled, atol=1e-4)
+                fed += 1
+    assert fed > 20
+
+
 def test_weights_sum_to_one_sequence_each_whatever_the_minibatch(tokenizer: Tokenizer) -> None:
     for build in source(tokenizer, row("grpo", minibatches=3)).produce(1).updates:
         assert sum(b.weight.sum().item() for b in build()) == pytest.approx(1.0)
@@ -211,7 +294,26 @@ def test_kinds_of_invalid_rewards_are_shares_of_the_step_and_timeouts_are_always
     assert (figures["invalid"], figures["invalid/timeout"], figures["invalid/died"]) == (0.25, 0.125, 0.125)
 
 
+def test_figures_of_a_step_are_of_all_of_its_rollouts() -> None:
+    rollouts = make_rollouts(torch.Generator().manual_seed(0), GROUPS + 2, MEMBERS + 1, 40)
+    rollouts[1].stop = StopReason.LENGTH
+    stats = describe(rollouts, 0.5)
+    tokens = sum(r.n_sampled for r in rollouts)
+    logp = sum(x for r in rollouts for t in r.transcripts for x in t.logp)
+    rewards = [float(r.reward) for r in rollouts]  # type: ignore[arg-type]
+    assert stats["entropy"] == (pytest.approx(-logp), tokens) and stats["length"] == (tokens, len(rollouts))
+    assert stats["reward"] == (pytest.approx(sum(rewards)), len(rollouts)) and stats["truncated"] == (1, len(rollouts))
+    assert stats["accuracy"] == (sum(x >= 0.5 for x in rewards), len(rollouts))
+    groups = [rollouts[i : i + MEMBERS] for i in range(0, GROUPS * (MEMBERS + 1), MEMBERS + 1)]
+    looked = [[[t.tokens[i] for t in r.transcripts for i in t.scored] for r in own] for own in groups]
+    expected = diversity(looked)
+    assert {name: stats[name] for name in expected} == expected
+    alone = describe(rollouts[: MEMBERS + 2], None)  # the second group has one member: nothing to compare
+    assert {name: alone[name] for name in expected} == diversity(looked[:1]) and "accuracy" not in alone
+
+
 def test_step_with_mostly_invalid_rewards_stops_with_the_reason() -> None:
+    refuse_broken(invalidate(make_rollouts(torch.Generator().manual_seed(0), 2, 4, 40), 0, 1, 2, 3))
     rollouts = invalidate(make_rollouts(torch.Generator().manual_seed(0), 2, 4, 40), 0, 1, 2, 3, 4)
     with pytest.raises(UserError, match="5 of 8 rewards.*broken"):
         refuse_broken(rollouts)
@@ -281,6 +383,94 @@ def test_step_has_the_next_task_for_one_whose_prompt_does_not_fit(tokenizer: Tok
     assert [play(resumed, number) for number in (3, 4)] == steps[2:]
 
 
+@pytest.mark.parametrize("policy", ["skip", "truncate", "refuse"])
+def test_prompts_that_do_not_fit_are_told_before_they_are_played(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, policy: Any
+) -> None:
+    def prompts(tokens: int) -> tuple[Prompts, list[str]]:
+        said: list[str] = []
+        rows = to_tasks([{"id": str(i), "prompt": "1" * n} for i, n in enumerate((3, tokens, 5))])
+        return Prompts(rows, tokenizer, TooLong(policy, 8, said.append)), said
+
+    fits, said = prompts(7)
+    fits.check()
+    assert [task["id"] for task in fits.fitting()] == ["0", "1", "2"] and not said
+    long, said = prompts(8)
+    if policy == "refuse":
+        for tried in (long.check, long.fitting):
+            with pytest.raises(UserError, match="row 2: the prompt has 8 tokens; the model's context holds 8"):
+                tried()
+        monkeypatch.setattr("posttrain.sources.lengths.ENDLESS", 3)
+        long.check()  # of so many rows that nobody could wait for it
+    else:
+        long.check()
+        assert not said
+        assert [task["id"] for task in long.fitting()] == (["0", "2"] if policy == "skip" else ["0", "1", "2"])
+        assert len(said) == 1 and ("left out" if policy == "skip" else "cut") in said[0]
+
+
+def test_first_rows_that_do_not_fit_are_named_and_the_others_counted() -> None:
+    said: list[str] = []
+    too_long = TooLong("skip", 8, said.append)
+    for place in (1, 2, 2, 3, 4, 5):
+        too_long.meet(f"row {place}", "too much", cut=place == 1)
+    assert [line.partition(":")[0] for line in said] == ["row 1", "row 2", "row 3"]
+    assert [line.endswith("more will not be named") for line in said] == [False, False, True]
+    assert "it is cut" in said[0] and "it is left out" in said[1] and too_long.take() == 6 and too_long.take() == 0
+
+
+def test_every_pretraining_text_is_read_once_before_any_is_read_again(tokenizer: Tokenizer) -> None:
+    plain = row("ppo-ptx", epochs=2, minibatches=1)
+    experience = source(tokenizer, replace(plain, pretraining=Pretraining(0.5, rows=2)))
+    texts = {tuple(t.tokens[1:]): place for place, t in enumerate(experience.minibatches.texts)}  # type: ignore[union-attr]
+    assert len(texts) == 6
+    read: list[int] = []
+    for number in (1, 2, 3):
+        for build in experience.produce(number).updates:
+            batches = [b for b in build() if b.advantage is None]
+            share = [w for b in batches for w in b.imitate.tolist()]  # type: ignore[union-attr]
+            assert sum(share) == pytest.approx(0.5) and not any(b.weight.any() for b in batches)
+            targets = [b.target[b.rollout == i].tolist() for b in batches for i in b.rollout.unique()]
+            read += [next(p for tokens, p in texts.items() if list(tokens[-len(own) :]) == own) for own in targets]
+    assert sorted(read[:6]) == sorted(read[6:]) == list(range(6)) and read[:6] != read[6:]
+    assert read == [*order(6, 0, 0), *order(6, 1, 0)]
+
+
+def test_rollouts_without_advantage_are_fed_only_where_something_else_moves_their_tokens(tokenizer: Tokenizer) -> None:
+    def coarse(task: Task, reply: str) -> float:
+        return digits(task, reply) if task["id"] in "024" else 1.0
+
+    for name, every in (("dr-grpo", False), ("grpo", True)):
+        step = source(tokenizer, row(name), coarse, size=(6, 4)).produce(1)
+        told = {id(r): advantage for r, advantage in step.rollouts}
+        for build in step.updates:
+            rollouts = learned_from(build)
+            fed = {i for b in build() for i in b.rollout.tolist()}
+            assert fed == {i for i, r in enumerate(rollouts) if every or told[id(r)] != 0}
+        assert 0.0 in told.values()
+
+
+def test_a_single_token_that_succeeded_is_imitated_with_the_whole_coefficient() -> None:
+    row_of = replace(row("dr-grpo"), imitation=Imitation(0.3))
+    rollouts = make_rollouts(torch.Generator().manual_seed(0), 1, 2, 40)
+    short = Transcript()
+    short.observe([5, 6])
+    short.sample(Completion(0, [7], [-1.0], "", StopReason.EOS, 0))
+    rollouts[0] = replace(rollouts[0], transcripts=[short], reward=1.0, steps=[])
+    rollouts[1].reward = 0.0
+    for reward, share in ((1.0, 0.3), (0.0, 0.0)):
+        rollouts[0].reward = reward
+        scores = scoreboard(rollouts, success=0.5)
+        fields = {"advantage": [torch.ones(r.n_scored) for r in rollouts]}
+        minibatches = Minibatches(row_of, Learnt(), Size(1, 2, 1000), 0, 0.5, (), None)  # type: ignore[arg-type]
+        (batch,) = minibatches._weighted(Credited(rollouts, scores, fields, {}), {}, fresh=True)
+        assert batch.imitate is not None and batch.imitate.sum().item() == pytest.approx(share)
+
+
+class Learnt:
+    device = torch.device("cpu")
+
+
 def test_gradient_that_is_not_finite_is_counted_and_moves_nothing(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("dr-grpo"))
     learner, objective = experience.learner, policy_objective(experience.algorithm)
@@ -315,6 +505,17 @@ def test_state_of_learner_and_source_survives_saving_bit_for_bit(
     assert experience.state() == other.state()
 
 
+@pytest.mark.parametrize("counted", ["-1", "true", '"3"', "1.0"])
+def test_count_of_updates_that_is_none_is_refused_in_one_line(
+    tokenizer: Tokenizer, tmp_path: Any, counted: str
+) -> None:
+    learner = source(tokenizer, row("dr-grpo")).learner
+    learner.save(tmp_path)
+    (tmp_path / "training" / "learner.json").write_text(f'{{"version": {counted}}}')
+    with pytest.raises(UserError, match="learner.json is damaged: it counts"):
+        learner.load(tmp_path)
+
+
 def test_only_matrices_are_decayed(tokenizer: Tokenizer) -> None:
     learner = source(tokenizer, row("dr-grpo"), weight_decay=0.1).learner
     names = {p: name for name, p in learner.model.named_parameters()}
@@ -334,6 +535,40 @@ def test_only_matrices_are_decayed(tokenizer: Tokenizer) -> None:
 def test_learning_rate_rises_then_falls_to_its_end(schedule: Any, rates: list[float]) -> None:
     plan = Optimization(lr=1.0, schedule=schedule, warmup=2, updates=6)
     assert [plan.rate(i) for i in range(1, 7)] == pytest.approx(rates, abs=1e-6)
+    other = Optimization(lr=0.2, schedule=schedule, warmup=2, updates=6, final=0.1)
+    least = 1.0 if schedule == "constant" else 0.1  # what falls to 0 falls to a tenth instead
+    expected = [0.1, *(0.2 * (least + (1 - least) * rate) for rate in rates[1:])]
+    assert [other.rate(i) for i in range(1, 7)] == pytest.approx(expected, abs=1e-6)
+    if schedule != "constant":
+        assert other.rate(7) == other.rate(100) == pytest.approx(0.02)
+
+
+def test_gradients_of_policy_and_critic_are_clipped_apart_by_the_norm_that_is_logged(tokenizer: Tokenizer) -> None:
+    experience = source(tokenizer, row("ppo", minibatches=1, kl=0.0), max_grad_norm=1e-3)
+    learner, batches = experience.learner, experience.produce(1).updates[0]()
+    objective, seen = policy_objective(experience.algorithm), []
+    for batch in batches:
+        objective(learner._outputs(learner.model, batch, objective.wants), batch, Stats()).backward()
+    for part in learner.parts:
+        own = [p.grad.double().square().sum() for p in part.parameters.values() if p.grad is not None]
+        seen.append(torch.stack(own).sum().sqrt().item())
+    stepped = learner.optimizer.step
+    clipped = []
+
+    def step() -> None:
+        for part in learner.parts:
+            own = [p.grad.double().square().sum() for p in part.parameters.values() if p.grad is not None]
+            clipped.append(torch.stack(own).sum().sqrt().item())
+        stepped()
+
+    learner.optimizer.step = step  # type: ignore[method-assign]
+    versions = [p._version for part in learner.parts for p in part.parameters.values()]
+    stats = learner.update(batches, objective)
+    assert stats["grad_norm"] == (pytest.approx(seen[0], rel=1e-4), 1.0)
+    assert stats["grad_norm/critic"] == (pytest.approx(seen[1], rel=1e-4), 1.0)
+    assert min(seen) > 2e-3 and clipped == pytest.approx([1e-3, 1e-3], rel=1e-2)
+    now = [p._version for part in learner.parts for p in part.parameters.values()]
+    assert all(a > b for a, b in zip(now, versions, strict=True))  # whoever keeps copies of weights looks at this
 
 
 def test_mismatch_to_the_sampler_is_measured_over_the_whole_step(tokenizer: Tokenizer) -> None:

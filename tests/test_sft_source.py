@@ -168,3 +168,23 @@ def test_rows_without_end_come_in_their_own_order(tokenizer: Tokenizer) -> None:
     assert len(source.transcripts) == ENDLESS
     every = [tuple(demonstrate(task, tokenizer, (1,)).tokens[:-1]) for task in to_tasks(rows(50), need=NEED)]
     assert sorted(shown(source, 3)) == sorted(every[8:12]) and sorted(shown(source, 1)) == sorted(every[:4])
+
+
+def test_steps_are_numbered_and_their_order_is_of_the_seed_and_the_epoch(tokenizer: Tokenizer) -> None:
+    def read(seed: int) -> list[list[int]]:
+        source = Demonstrations(transcripts(tokenizer, rows(8)), 8, 10_000, seed, CPU)
+        steps = [source.produce(number) for number in (1, 2)]
+        assert [step.number for step in steps] == [1, 2]
+        assert [step.tokens for step in steps] == [sum(t.n_scored for t in source.transcripts if t)] * 2
+        own = {id(source.transcripts[place]): place for place in range(8)}
+        found: list[list[int]] = []
+        for step in steps:
+            caught: list[Any] = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Demonstrations, "batches", lambda self, given, caught=caught: caught.extend(given) or [])
+                step.updates[0]()
+            found.append([own[id(t)] for t in caught])
+        return found
+
+    every = [*read(0), *read(1)]
+    assert all(sorted(own) == list(range(8)) for own in every) and len(set(map(tuple, every))) == 4

@@ -138,6 +138,28 @@ def test_step_stays_within_delta_and_the_surrogate_grows() -> None:
         assert not torch.equal(held, case.learner.evaluate(batches)[0].logp)
 
 
+def test_distance_of_a_step_is_the_kl_from_the_old_policy_to_the_new_at_the_learner_s_temperature() -> None:
+    case = trpo_case(noise=0.0, trust_region=0.5)  # so far that the two directions differ
+    learner = case.learner
+    learner.temperature = 0.7
+
+    def logs() -> Tensor:
+        rows = []
+        for rollout in case.rollouts:
+            (transcript,) = rollout.transcripts
+            tokens = torch.tensor(transcript.tokens)
+            with torch.no_grad():
+                hidden = learner.model(tokens, torch.arange(len(tokens)), causal)
+                rows.append((hidden @ learner.model.head.T / 0.7).log_softmax(-1)[transcript.scored - 1])
+        return torch.cat(rows)
+
+    old = logs()
+    told = learner.update(batches_of(case, [[0, 1], [2, 3]]), policy_objective(case.row))["trust_region/kl"][0]
+    new = logs()
+    kl, other = ((a.exp() * (a - b)).sum(-1).mean().item() for a, b in ((old, new), (new, old)))
+    assert told == pytest.approx(kl, rel=1e-9) and abs(kl - other) > 0.01 * kl > 0
+
+
 def test_step_does_not_depend_on_the_cut_into_micro_batches() -> None:
     ends = []
     for cuts in ([[0, 1, 2, 3]], [[0], [1, 2], [3]]):
@@ -167,6 +189,13 @@ def test_step_that_does_not_improve_is_not_taken() -> None:
     full = search(b, lambda v: matrix @ v, lambda step: (1.0, 0.0), **settings)
     assert (full.step @ matrix @ full.step / 2).item() == pytest.approx(0.01)  # the quadratic KL is delta
     assert full.halvings == 0 and torch.nn.functional.cosine_similarity(full.step, matrix.inverse() @ b, 0) > 0.999
+
+
+def test_direction_without_curvature_or_gradient_is_no_step() -> None:
+    settings: dict[str, Any] = {"delta": 0.01, "iterations": 3, "damping": 0.0, "halvings": 3}
+    for gradient, product in ((torch.ones(4), lambda v: -v), (torch.zeros(4), lambda v: v)):
+        found = search(gradient, product, lambda step: (1.0, 0.0), **settings)
+        assert found == replace(found, gain=0.0, kl=0.0, halvings=-1) and not found.step.any()
 
 
 def test_learner_leaves_the_weights_bit_for_bit_when_no_step_is_good() -> None:

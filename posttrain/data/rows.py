@@ -31,6 +31,7 @@ from posttrain.data.files import (
 )
 from posttrain.data.store import Table, digest, fingerprint, keep_table
 from posttrain.types import UserError
+from posttrain.user_code import describe_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -199,7 +200,14 @@ def _in_memory(source: Iterable[Mapping[str, Any]], split: str | None, limit: in
         )
     if split is not None:
         raise UserError(f"rows in memory have no split {split!r}; leave split out")
-    rows = [check_row(row, f"row {number}") for number, row in enumerate(islice(source, limit), 1)]
+    rows: list[Row] = []
+    try:
+        for row in islice(source, limit):
+            rows.append(check_row(row, f"row {len(rows) + 1}"))
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a generator is the user's and may fail in any way, or call exit()
+        raise UserError(f"what makes the rows failed after {len(rows)}: {describe_error(error, None)}") from error
     return Rows([Listed(rows, "row ", range(1, len(rows) + 1))])
 
 

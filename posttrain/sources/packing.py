@@ -45,8 +45,9 @@ def learned(rollout: Sequence[Transcript]) -> list[Transcript]:
 def split_microbatches(rollouts: Sequence[Sequence[Transcript]], tokens_per_microbatch: int) -> list[list[int]]:
     """Indices of the rollouts of each micro-batch. Rollouts stay whole and in order; what they share counts once.
 
-    Rollouts without a scored token are in none. A micro-batch holds at most `tokens_per_microbatch` tokens beside the prompts of its first rollout, or a single
-    rollout that is longer than that: so a long prompt does not drive the rollouts that share it apart.
+    A micro-batch holds at most `tokens_per_microbatch` tokens beside the prompts of its first rollout, or a single
+    rollout that is longer than that: so a long prompt does not drive the rollouts that share it apart. A rollout without
+    a scored token is in none.
     """
     rollouts = [learned(rollout) for rollout in rollouts]
     paths = iter(_paths([t for rollout in rollouts for t in rollout]))

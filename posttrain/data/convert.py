@@ -289,7 +289,7 @@ def _check_stop(stop: Any) -> None:
         return
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list | tuple):
-        raise UserError(f"stop must be text or a list of texts, and is a {type(stop).__name__}; leave it out for none")
+        raise UserError(f"stop must be text or a list of texts, not {type(stop).__name__}; leave it out for none")
     for each in stops:
         if not _text(each, "stop" if stops is not stop else "each stop"):
             raise UserError("stop holds an empty text, at which every reply would end; leave it out for none")

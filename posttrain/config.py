@@ -207,7 +207,7 @@ class RL(Training):
     env_workers: int | None = option(None, least=0)
     """Processes that play and score; default: one per CPU core (0: none; everything runs here, without
     limits, for debuggers)."""
-    env_seconds: float = option(10.0, above=0)
+    env_seconds: float = option(10.0, above=0, most=86_400)
     """Time limit of one call of the environment; beyond it the reward is invalid."""
     env_memory: float = option(4.0, least=0)
     """Memory limit of each of these processes, in GiB; beyond it the reward is invalid (0: no limit)."""
@@ -217,7 +217,7 @@ class RL(Training):
     """What samples: local, with the learner's own weights, or vLLM in a process of its own."""
     engine_cache: float = option(4.0, above=0)
     """vLLM: limit of its key-value cache, in GiB."""
-    engine_seconds: float = option(120.0, above=0)
+    engine_seconds: float = option(120.0, above=0, most=86_400)
     """vLLM: time limit of a hand-over of weights, and of one decoding step; beyond it the run stops."""
 
 
@@ -260,7 +260,7 @@ class Evaluation(Data):
     """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.jsonl."""
     env_workers: int | None = option(None, least=0)
     """Processes that play and score; default: one per CPU core."""
-    env_seconds: float = option(10.0, above=0)
+    env_seconds: float = option(10.0, above=0, most=86_400)
     """Time limit of one call of the environment."""
     env_memory: float = option(4.0, least=0)
     """Memory limit of each of these processes, in GiB (0: no limit)."""
@@ -285,7 +285,7 @@ class Check(Data):
     """Read only the first so many rows; the first few tasks are tried."""
     replies: str | None = None
     """A text file of sample replies, one a line; default: the task's own answer and some hostile ones."""
-    env_seconds: float = option(10.0, above=0)
+    env_seconds: float = option(10.0, above=0, most=86_400)
     """Time limit of one call of the environment, as in training."""
     env_memory: float = option(4.0, least=0)
     """Memory limit of the environment's process, in GiB, as in training."""
@@ -312,6 +312,8 @@ def validate(config: Training | Evaluation | Check) -> None:
         for text in (value,) if isinstance(value, str) else value:
             if text != text.encode("utf-8", "replace").decode():
                 raise UserError(f"--{name.replace('_', '-')} {text!r:.60} is not valid text: write it in UTF-8")
+    if not all(getattr(config, "stop", ())):
+        raise UserError("--stop holds an empty text, at which every reply would end: leave it out for none")
     if not config.tasks:
         raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
     if not isinstance(config, SFT) and not config.env:

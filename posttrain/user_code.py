@@ -46,10 +46,20 @@ def describe_error(error: BaseException, file: str | None) -> str:
     else:
         frames = traceback.extract_tb(error.__traceback__)
         inner = [frame for frame in frames if frame.filename == file] or frames
-        message, at = str(error), f" ({Path(inner[-1].filename).name}:{inner[-1].lineno})" if inner else ""
+        message, at = message_of(error), f" ({Path(inner[-1].filename).name}:{inner[-1].lineno})" if inner else ""
     message = " ".join(message.split())
     message = message if len(message) <= 300 else message[:300] + "..."
     return type(error).__name__ + (f": {message}" if message else "") + at
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says; "" where even that raises."""
+    try:
+        return str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # the user's own __str__
+        return ""
 
 
 def source_file(function: Callable[..., Any]) -> str | None:

@@ -185,6 +185,8 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "missing function": (words("rl", env="env.py:rewrad"), ("has no 'rewrad'", "did you mean 'reward'?")),
     "reward file that does not import": (words("rl", env="unfinished.py:reward"), ("SyntaxError", "unfinished.py:1")),
     "reward that judges only right answers": (words("eval", env="strict.py:reward"), ("no number", "--env")),
+    "empty stop text": ([*words("rl"), "--stop", ""], ("--stop holds an empty text", "leave it out")),
+    "endless step of an environment": (words("rl", env_seconds=1e300), ("--env-seconds must be", "at most 86400")),
     "pass@0": (words("eval", k=0), ("--k must be above 0, not 0",)),
     "eval file not writable": (words("eval", out="rows.jsonl/x.json"), ("cannot be written",)),
     "missing replies": (words("check", replies="nowhere.txt"), ("--replies nowhere.txt cannot be read",)),

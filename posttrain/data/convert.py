@@ -69,7 +69,10 @@ class Conversion:
             task = _filled(task, self.patterns)
         if "response" in self.need:
             task = _with_reply(task)
-        return _met(_checked(task), self.need)
+        task = _met(_checked(task), self.need)
+        if "prompt" in self.need and "response" not in self.need:  # an environment of one turn, which asks with it
+            _check_stop(task.get("stop"))
+        return task
 
     def plain(self, rows: Sequence[Row]) -> Plain | None:
         """What the keys of rows are that are tasks as they stand; None where some may not be.
@@ -78,7 +81,7 @@ class Conversion:
         columns of text and numbers, those that are needed all of text that is not blank.
         """
         columns = self._columns(rows)
-        if columns is None or self.convert is not None or self.patterns or "messages" in columns:
+        if columns is None or self.convert is not None or self.patterns or {"messages", "stop"} & columns.keys():
             return None
         kinds = {name: set(map(type, values)) for name, values in columns.items()}
         texts = {name for name, kind in kinds.items() if kind == {str}}
@@ -154,7 +157,10 @@ def own_id(task: Task) -> str | None:
         return None
     if isinstance(id, bool) or not isinstance(id, str | int):
         raise UserError(f"the id must be text or a whole number, and is a {type(id).__name__}")
-    return str(id)
+    try:
+        return _text(id if isinstance(id, str) else str(id), "the id")
+    except ValueError as error:  # a number of thousands of digits
+        raise error if isinstance(error, UserError) else UserError("the id is too long a number") from error
 
 
 def key_of(task: Task) -> int:
@@ -253,8 +259,10 @@ def _checked(task: Task) -> Task:
         task = {key: value for key, value in task.items() if value is not None or key not in ("prompt", "messages")}
     if isinstance(task.get("prompt"), list):
         task = {key: value for key, value in task.items() if key != "prompt"} | {"messages": task["prompt"]}
-    if "prompt" in task and not _text(task["prompt"], "prompt").strip():
-        raise UserError("the prompt is empty")
+    if "prompt" in task:
+        task = {**task, "prompt": (prompt := _text(task["prompt"], "prompt"))}
+        if not prompt.strip():
+            raise UserError("the prompt is empty")
     if "messages" in task:
         task = {**task, "messages": _messages(task["messages"])}
     return task
@@ -269,15 +277,29 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
             raise UserError(f'message {number} must be an object with "role" and "content"')
         if message["role"] not in ROLES:
             raise UserError(f"message {number}: role {message['role']!r} is not one of {', '.join(ROLES)}")
-        _text(message["content"], f"message {number}: content")
+        message = {**message, "content": _text(message["content"], f"message {number}: content")}
         # Table formats give every message the keys of all; templates ask whether a key is there, so nulls must go.
         checked.append({key: value for key, value in message.items() if value is not None})
     return checked
 
 
+def _check_stop(stop: Any) -> None:
+    """Null, or one stop string or several, as a turn may have them."""
+    if stop is None:
+        return
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple):
+        raise UserError(f"stop must be text or a list of texts, not {type(stop).__name__}; leave it out for none")
+    for each in stops:
+        if not _text(each, "stop" if stops is not stop else "each stop"):
+            raise UserError("stop holds an empty text, at which every reply would end; leave it out for none")
+
+
 def _text(value: Any, name: str) -> str:
+    """It as a plain string: what a converter made may be of a class with methods of its own."""
     if not isinstance(value, str):
         raise UserError(f"{name} must be text, and is a {type(value).__name__}")
+    value = str.__str__(value)
     if not _is_text(value):
         raise UserError(f"{name} holds half a surrogate pair, which is not a character; remove it")
     return value
@@ -310,7 +332,7 @@ def _met(task: Task, need: Sequence[str]) -> Task:
         named = " ".join(f"--fields.{name} COLUMN" for name in missing)
         raise UserError(f"no {' and no '.join(missing)}; the row has: {has}; say which column it is: {named}")
     if "response" in need:
-        _text(task["response"], "response")
+        task = {**task, "response": _text(task["response"], "response")}
     if "messages" in task and "prompt" in task:
         task = {key: value for key, value in task.items() if key != "messages"}
     return task
@@ -322,7 +344,10 @@ def _hash(value: Any) -> str:
 
 
 def _dumps(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=_json)
+    try:
+        return json.dumps(value, sort_keys=True, default=_json)
+    except (ValueError, RecursionError) as error:
+        raise UserError("a value holds itself, or lists within lists without end: rows hold plain values") from error
 
 
 def _written(value: Any) -> str:
@@ -358,4 +383,4 @@ def _name(function: Any) -> str:
 
 
 def _blank(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip())
+    return value is None or (isinstance(value, str) and not str.strip(value))

@@ -167,7 +167,9 @@ class Stream(Sequence[Task]):
                         yield number, row, task
             except UserError as error:
                 raise UserError(f"row {number}: {error}") from error
-            except Exception as error:  # the function is the user's and may fail in any way
+            except (KeyboardInterrupt, GeneratorExit):
+                raise
+            except BaseException as error:  # the function is the user's and may fail in any way, or call exit()
                 raise UserError(f"what makes the rows failed after {number}: {describe_error(error, None)}") from error
             if kept == before:
                 raise UserError(f"what makes the rows ended after {number}, and none of them makes a task")
@@ -368,11 +370,15 @@ def _without_repetitions(tasks: Tasks, keys: Integers, own: NDArray[np.bool_]) -
         elif own[place] or own[first[id]]:
             other = tasks.where(first[id])
             raise UserError(
-                f"{tasks.where(place)}: id {id!r} is already that of {other}; give every row an id of its own"
+                f"{tasks.where(place)}: id {_shown(id)} is already that of {other}; give every row an id of its own"
             )
         else:
             kept[place] = False
     return kept
+
+
+def _shown(id: str) -> str:
+    return repr(id) if len(id) <= 60 else f"{id[:60]!r}... ({len(id):,} characters)"
 
 
 def _asked(task: Task) -> str:

@@ -62,7 +62,8 @@ class Stage:
         """What becomes of an episode whose code raised."""
         try:
             reason = describe_error(error, self._file)
-        except Exception:  # the user's __str__, or no memory is left for the message
+        except BaseException as failed:  # the user's __str__, or no memory is left for the message
+            self._let_through(failed)
             reason = type(error).__name__
         if isinstance(error, MemoryError) and self._memory:
             reason += f"; a worker may take {self._memory:g} GiB: see --env-memory"

@@ -92,7 +92,7 @@ def load_tasks(
     if callable(rows):
         if config.limit is None:
             return Stream(rows, Conversion(**options))
-        rows = islice(rows(), config.limit)
+        rows = (row for make in [rows] for row in islice(make(), config.limit))  # not called before it is read
     return to_tasks(load_rows(rows, config.split, config.limit), **options, split_seed=split_seed)
 
 

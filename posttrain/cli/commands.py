@@ -99,8 +99,6 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
         print(f"difference in {name}, task by task: {_interval(difference)} (95% interval)")
     for note in found.notes:
         print(note)
-    if found.invalid:
-        print(f"{found.invalid} rewards were invalid and left out")
     if config.out:
         evaluation.save(found, Path(config.out))
     return 0

@@ -26,7 +26,7 @@ from posttrain.runs.health import Health
 from posttrain.runs.opening import RunFolder
 from posttrain.runs.reading import read_metrics, read_run
 from posttrain.training.loop import Trained, interruptible, train
-from posttrain.types import SpanKind, UserError
+from posttrain.types import Invalid, SpanKind, UserError
 
 WAITING = 0.3  # share of the steps' time from which on waiting for environments is worth a message
 LATELY = 5  # steps that it is measured over
@@ -79,6 +79,7 @@ class Trainer:
         self.whole: tuple[int, dict[str, Any]] = (0, {})  # the learner's version and the source's state after that step
         self.lately: deque[tuple[float, float]] = deque(maxlen=LATELY)  # seconds: of waiting, of the whole step
         self.told = False  # whether something was said of waiting
+        self.told_invalid = False  # and of invalid rewards
 
     def run(self, objective: Objective, sizes: list[str], formula: list[str]) -> Run:
         """Train to the end or to an interruption. `sizes` and `formula` say of what and how; shown and recorded."""
@@ -171,6 +172,7 @@ class Trainer:
             self._look(number, metrics)
         self.done, self.whole = number, (self.learner.version, self.source.state())
         self.display.step(number, metrics, timing)
+        self._mind_invalid(trained)
         self._mind_waiting(timing.get("seconds/waiting", 0.0), sum(trained.seconds.values()))
         if trained.last or self.ill or number % config.save_every == 0:
             self._save()
@@ -187,6 +189,16 @@ class Trainer:
                 self.display.note(f"health, step {number}: {finding.message}")
             if finding.fatal or (self.config.health == "stop" and not finding.good):
                 self.ill = finding.message
+
+    def _mind_invalid(self, trained: Trained) -> None:
+        """Say once why a reward was invalid: a few of them do not end a run, and are shown as a share alone."""
+        reasons = [r.reward.reason for r, _ in trained.step.rollouts if isinstance(r.reward, Invalid)]
+        if reasons and not self.told_invalid:
+            self.told_invalid = True
+            self.display.note(
+                f"step {trained.step.number}: {len(reasons)} of {len(trained.step.rollouts)} rewards are invalid, the first "
+                f"because: {reasons[0]}"
+            )
 
     def _mind_waiting(self, waiting: float, whole: float) -> None:
         """Say once that steps spend their time on environments, with the option that helps."""

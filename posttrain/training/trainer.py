@@ -87,7 +87,7 @@ class Trainer:
             self._restore(self.saved)
         self.record = self.opened.open({"sizes": sizes, "objective": formula})
         try:
-            self._begin([*sizes, *formula, *_options(self.config)])
+            self._begin([*formula, *_options(self.config), *sizes])  # what scrolls away last is what matters most
             with interruptible(self.display.note) as interrupted:
                 self._train(objective, interrupted)
                 stopped = interrupted() and self.done < self.steps and self.ill is None
@@ -132,7 +132,7 @@ class Trainer:
             with writing(self.folder):
                 self.record.health(((f.step, f.name, f.message) for f in self.health.findings), anew=True)
         if self.saved:
-            self.display.note(f"resuming {self.folder} after step {self.done}")
+            self.display.note(f"resumed from step {self.done}: {self.saved}")
         self.display.start(f"{self.config.verb} {self.folder}", self.steps, lines, self.done)
 
     def _train(self, objective: Objective, interrupted: Callable[[], bool]) -> None:
@@ -248,14 +248,12 @@ def _timing(trained: Trained) -> dict[str, float]:
 
 
 def _options(config: Training) -> list[str]:
-    """The whole configuration: the options that were chosen, then those at their default; a line each."""
+    """The options that were chosen, in a line. What the others are stands in run.json."""
     default, chosen = as_dict(type(config)()), as_dict(config)
-    lines: dict[str, list[str]] = {"options": [], "defaults": []}
+    named: list[str] = []
     for name, value in chosen.items():
-        if value is None and default[name] is None:
-            continue  # an axis left to the algorithm, whose parts are told beside
         if isinstance(value, dict):
-            lines["options"] += [f"{place} {chosen}" for place, chosen in value.items()]
-            continue
-        lines["defaults" if value == default[name] else "options"].append(f"{name} {value}")
-    return [f"{title}: {', '.join(named)}" for title, named in lines.items()]
+            named += [f"{place} {setting}" for place, setting in value.items()]
+        elif value != default[name] and value not in (None, "", []):
+            named.append(f"{name} {value}")
+    return [f"options: {', '.join(named)}"]

@@ -46,7 +46,7 @@ class Data:
     limit: int | None = option(None, above=0)
     """Read only this many rows, the first ones."""
     fields: dict[str, str] = field(default_factory=dict)
-    """Names of columns: --fields.prompt question --fields.answer solution."""
+    """Names of columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
     prompt_template: str | None = None
     """A prompt made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the
     command line \\n and \\t are read as a new line and a tab."""

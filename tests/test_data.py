@@ -36,7 +36,21 @@ def test_fields_rename_and_keep_the_other_columns(tmp_path: Path) -> None:
         tmp_path / "a.jsonl", [{"id": 7, "question": "1+1", "final": "2", "answer": "1+1=2", "level": 3}]
     )
     [task] = to_tasks(load_rows(path), fields={"prompt": "question", "answer": "final"})
-    assert task == {"id": "7", "prompt": "1+1", "answer": "2", "level": 3}
+    assert task == {"id": "7", "prompt": "1+1", "question": "1+1", "answer": "2", "final": "2", "level": 3}
+
+
+def test_a_columns_old_name_stays_and_changes_no_id() -> None:
+    rows = [{"question": "1+1", "final": "2"}, {"question": "2+2", "final": "4"}, {"question": "1+1", "final": "2"}]
+    fields = {"prompt": "question", "answer": "final"}
+    plain = to_tasks([{"prompt": r["question"], "answer": r["final"]} for r in rows])
+    for limited in (rows, [*rows, {"question": "3", "final": [3]}]):  # by columns, and one by one
+        tasks = to_tasks(limited, fields=fields)
+        assert [t["id"] for t in tasks][:2] == [t["id"] for t in plain] and tasks.merged == 1
+        assert tasks[0]["final"] == tasks[0]["answer"] == "2"
+    [swapped] = to_tasks([{"response": "p", "prompt": "r"}], fields={"prompt": "response", "response": "prompt"})
+    assert (swapped["prompt"], swapped["response"]) == ("p", "r")
+    [one] = to_tasks([{"q": "p", "completion": "r"}], fields={"prompt": "completion", "response": "q"})
+    assert one.keys() == {"id", "prompt", "response", "q"}  # what is read stands under one name only
 
 
 def test_unknown_column_is_refused_with_place_columns_and_suggestion(tmp_path: Path) -> None:

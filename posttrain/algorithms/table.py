@@ -141,7 +141,7 @@ _ROWS = (
         shaping=(SoftOverlong(),),
         minibatches=16,
         stated="16, arXiv 2503.14476, section 4.1",
-        idea="Clip-higher, dynamic sampling, token mean, overlong penalty",
+        idea="Clip-higher, dynamic sampling, token mean, soft overlong",
     ),
     Algorithm(
         "gspo",
@@ -271,7 +271,7 @@ _ROWS = (
         imitation=Imitation(0.1),
         minibatches=16,
         stated="16, arXiv 2504.05118, section 5.1",
-        idea="Pre-trained critic, length-adaptive GAE, imitation of successes",
+        idea="Pre-trained critic, length-adaptive GAE, imitation",
     ),
     Algorithm(
         "sac",

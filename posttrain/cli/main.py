@@ -46,7 +46,7 @@ for _name, _function, _help in (
     ("rl", "rl", "Reinforcement learning from a reward function, a verifier or an environment."),
     ("eval", "evaluate", "Mean reward, accuracy and pass@k on a set of tasks; --against compares two checkpoints."),
     ("chat", "chat", "Talk to a checkpoint (to one without a chat template: give it text to continue)."),
-    ("algorithms", "algorithms", "The table of algorithms, or one of them in plain mathematics."),
+    ("algorithms", "algorithms", "The algorithms and the idea of each, or one of them in plain mathematics."),
     ("check", "check", "Run a reward or an environment against sample replies, before any training."),
     ("reproduce", "reproduce", "Test what a paper claims in a small experiment: table, plot, verdict with intervals."),
 ):

@@ -10,7 +10,7 @@ import json
 import string
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -29,6 +29,7 @@ Pattern = list[tuple[str, str | None]]  # a template: literal text, and the colu
 Convert = Callable[[Row], Task | None]
 
 ROLES = ("system", "user", "assistant", "tool")
+READ = ("id", "prompt", "messages", "response", "completion", "stop")  # columns that are read wherever they stand
 REPLIES = ("response", "completion")  # what a row may call the text to imitate; the second is TRL's word
 SCALARS = {str, int, float, bool, type(None)}
 quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii  # a text as JSON
@@ -51,6 +52,11 @@ class Conversion:
     response_template: str | None = None
     convert: Convert | None = None
     need: Sequence[str] = ("prompt",)
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """Columns that a task has under their old names too, for the user's code. They are no part of its identity."""
+        return frozenset() if self.convert else frozenset(self.fields.values()) - {*self.fields, *READ}
 
     @cached_property
     def patterns(self) -> dict[str, Pattern]:
@@ -128,11 +134,11 @@ class Conversion:
         return words or "the environment makes the prompts"
 
     def _renamed(self, row: Row) -> Row:
-        """The row with the names of `fields`. A converter finds its columns under their old names too."""
+        """The row with the names of `fields`. The columns stay under their old names too: see `kept`."""
         for column in self.fields.values():
             if column not in row:
                 raise UserError(no_column(column, row))
-        moved = set(self.fields) if self.convert else {*self.fields, *self.fields.values()}
+        moved = set(self.fields) if self.convert else {*self.fields, *self.fields.values()} - self.kept
         return {key: row[column] for key, column in self.fields.items()} | {
             name: value for name, value in row.items() if name not in moved
         }
@@ -144,10 +150,12 @@ class Conversion:
         return code and digest(code, *options)
 
 
-def identified(task: Task) -> Task:
-    """The task with its id: the row's own as text, or a hash of all its columns."""
+def identified(task: Task, copies: Set[str] = frozenset()) -> Task:
+    """The task with its id: the row's own as text, or a hash of all its columns but these copies of others."""
     id, rest = own_id(task), {key: value for key, value in task.items() if key != "id"}
-    return {"id": _hash(rest) if id is None else id, **rest}
+    if id is None:
+        id = _hash({key: value for key, value in rest.items() if key not in copies} if copies else rest)
+    return {"id": id, **rest}
 
 
 def own_id(task: Task) -> str | None:
@@ -163,13 +171,13 @@ def own_id(task: Task) -> str | None:
         raise error if isinstance(error, UserError) else UserError("the id is too long a number") from error
 
 
-def key_of(task: Task) -> int:
+def key_of(task: Task, copies: Set[str] = frozenset()) -> int:
     """A number that is equal for tasks with equal ids, except where one of them is its row's own; cheaper than an id."""
     id = own_id(task)
     if id is not None:
         return hash(id)
     try:
-        names = sorted(name for name in task if name != "id")
+        names = sorted(name for name in task if name != "id" and name not in copies)
         return hash((tuple(names), *(_written(task[name]) for name in names)))
     except TypeError as error:
         raise UserError(f"{error}; give the rows an id") from error

@@ -361,7 +361,10 @@ def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
     differing = [f"{name} was {old!r}" for name, new, old in sorted(pairs) if new != old]
     if differing:
         other = ", ".join(differing)
-        raise UserError(f"cannot resume {config.out} with other options ({other}): leave them out, or change --out")
+        raise UserError(
+            f"cannot resume {config.out} with other options ({other}): leave them out, or start "
+            "a new run without --resume in another --out"
+        )
     ours = OF_ONE_CALL | (config.given & FREE_TO_CHANGE)
     kept = {name: tuple(v) if isinstance(v, list) else v for name, v in recorded.items() if name not in ours}
     chosen: Any = {**kept, **{name: getattr(config, name) for name in ours}}

@@ -17,13 +17,17 @@ import pytest
 import torch
 from conftest import tiny
 
+import posttrain
+from posttrain.algorithms.table import find
 from posttrain.cli.main import main
 from posttrain.envs import arithmetic
 from posttrain.learners.local import LocalLearner
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.names import suggestion
 from posttrain.runs.reading import read_run
 from posttrain.runs.record import Record
+from posttrain.types import UserError
 
 GOOD = """
 def reward(task, reply):
@@ -357,3 +361,13 @@ def test_own_crash_is_shown_as_such_and_the_record_is_closed(place: Path, monkey
     monkeypatch.setattr(Record, "close", full)  # what fails while cleaning up hides nothing
     with pytest.raises(AssertionError, match="our own mistake"):
         main(words("rl", out="crashed"))
+
+
+def test_names_of_other_trainers_and_of_another_case_are_understood() -> None:
+    with pytest.raises(UserError, match="did you mean 'grpo'; there are"):
+        find("GRPO")
+    with pytest.raises(UserError, match="unknown option 'reward'; here it is env"):
+        posttrain.rl([{"prompt": "a"}], model="x", reward=len)  # type: ignore[call-arg]
+    with pytest.raises(UserError, match="--env is missing"):
+        posttrain.rl([{"prompt": "a"}], model="x")
+    assert suggestion("warmup_ratio", ["warmup"]) == "; here it is warmup (a number of updates)"

@@ -303,5 +303,6 @@ def find(name: str) -> Algorithm:
         check_parts(row)
         return row
     raise UserError(
-        f"unknown algorithm {name!r}{near(name, TABLE)}; there are {', '.join(TABLE)}; your own is my.py:row"
+        f"unknown algorithm {name!r}{near(name.lower(), TABLE).rstrip('?')}; "
+        f"there are {', '.join(TABLE)}; your own is my.py:row"
     )

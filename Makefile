@@ -20,7 +20,7 @@ test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest tests/test_vllm.py
 
 <<<<<<< HEAD
-# An hour on one core: some 700 small mistakes, one at a time, each against the tests that run its line.
+# An hour or two on one core: some 800 small mistakes, one at a time, each against the tests that run its line.
 mutants: .venv/ready
 	mkdir -p runs
 	-$(BIN)/python tests/mutants.py --log runs/mutants.jsonl --resume

@@ -112,7 +112,7 @@ def _try(chosen: argparse.Namespace, drawn: dict[str, tuple[int, list[Mutant]]])
     survivors = chosen.wider is not None or chosen.again
     known = _read(chosen.log, every) if chosen.resume or survivors or chosen.only else {}
     if survivors:
-        every = [m for m in every if known.get(m.id, {}).get("status") == "survived"]
+        every = [m for m in every if known.get(m.id, {}).get("status") == "survived" and not reason(m)]
     elif not chosen.only:
         every = [m for m in every if m.id not in known]
     if not (chosen.resume or survivors or chosen.only):

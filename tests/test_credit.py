@@ -320,6 +320,19 @@ def test_optimal_baseline_has_the_least_variance_of_all() -> None:
     assert variance(b) < min(variance(b + d) for d in (-0.05, 0.05)) and variance(b) < variance(float(reward @ p))
 
 
+def test_gradients_are_asked_for_where_rewards_are_weighed_by_them() -> None:
+    assert Need.GRADIENT_NORM in Baselined(weight="gradient").needs and not Baselined("none").needs
+    source = new_source("reinforce-baseline", baseline_weight="gradient")
+    source.produce(1)
+    assert source._watched is not None
+    scores = source._watched.scores
+    norms = source.learner.squared_gradients([pack([r.transcripts], [0]) for r in source._watched.rollouts])
+    assert scores.squared_gradient_norm is not None and torch.allclose(scores.squared_gradient_norm, norms)
+    base = (norms * scores.reward).sum() / norms.sum()
+    told = torch.stack([a[0] for a in source._watched.per_token["advantage"]])
+    assert torch.allclose(told.double(), scores.reward - base, atol=1e-6)
+
+
 def test_squared_gradients_equal_those_of_each_sequence_alone() -> None:
     case = new_case(chosen_row(find("reinforce-baseline"), baseline_weight="gradient"), groups=2, size=2)
     model, found = case.learner.model, []

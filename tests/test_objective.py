@@ -326,7 +326,7 @@ def test_equal_rewards_give_exactly_zero() -> None:
     assert equal_rewards(scores).tolist() == [True] * 7 + [False] * 2
 
 
-@pytest.mark.parametrize("size", [1.0, 1e9 / 7, 1e-9])
+@pytest.mark.parametrize("size", [1.0, 1e9 / 3, 1e-9])
 def test_equal_step_rewards_give_exactly_zero(size: float) -> None:
     rollouts = make_rollouts(torch.Generator().manual_seed(0), 1, 2, WORDS.vocab_size)
     for rollout in rollouts:

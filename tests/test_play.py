@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from posttrain.types import (
     Invalid,
     PlayedTurn,
     Reply,
+    Rollout,
     Sampling,
     SpanKind,
     SpanReward,
@@ -241,6 +243,78 @@ def test_the_budget_of_an_episode_holds_over_all_its_replies(tokenizer: Tokenize
     assert max(r.n_sampled for r in rollouts) == 11
     cut = [r for r in rollouts if r.n_sampled == 11]
     assert {r.stop for r in cut} == {StopReason.LENGTH} and not any(isinstance(r.reward, Invalid) for r in rollouts)
+
+
+def watched(env: Any, tokenizer: Tokenizer, count: int, **limits: Any) -> tuple[list[Rollout], list[Any], EnvPool]:
+    """Rollouts; what the engine and the pool were asked; and the pool, which tells its answers last one first."""
+    engine, asked = LocalEngine(tiny(tokenizer, context=256), tokenizer, slots=5), list[Any]()
+    pool = EnvPool(env, 0)
+    submit, drop, poll = engine.submit, pool.drop, pool.poll
+
+    def submitted(id: int, prompt: Any, sampling: Sampling) -> None:
+        asked.append((id, sampling.max_tokens))
+        submit(id, prompt, sampling)
+
+    def dropped(index: int) -> None:
+        asked.append(("drop", index))
+        drop(index)
+
+    engine.submit, pool.drop = submitted, dropped  # type: ignore[method-assign]
+    pool.poll = lambda seconds: poll(seconds)[::-1]  # type: ignore[method-assign]
+    with pool:
+        return play(episodes(count), pool, engine, tokenizer, Sampling(max_tokens=9), 256, **limits), asked, pool
+
+
+def test_a_reply_may_have_what_its_turn_the_run_and_the_episode_leave_it(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Generator[Turn | str, Reply, float]:
+        yield task["prompt"]
+        yield Turn("2 ", max_tokens=3)
+        reply = yield "3 "
+        while reply.stop not in (StopReason.LENGTH,) or reply:
+            reply = yield "on "
+        return 1.0
+
+    rollouts, asked, _ = watched(env, tokenizer, 6, episode_tokens=14)
+    for index, rollout in enumerate(rollouts):
+        lengths = [span.length for span in rollout.transcripts[0].spans if span.kind is SpanKind.SAMPLED]
+        budgets = [tokens for id, tokens in asked if id == index]
+        left = [14 - sum(lengths[:i]) for i in range(len(lengths))]
+        most = [9, 3, *[9] * len(lengths)]
+        assert budgets == [min(a, b) for a, b in zip(most, left, strict=False)]
+        assert sum(lengths) == 14 and rollout.reward == 1.0
+    assert any(tokens not in (3, 9) for _, tokens in asked)
+
+
+def test_answers_are_heard_in_the_order_of_the_episodes_and_a_lost_episode_is_dropped(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Generator[str, Reply, float]:
+        yield task["prompt"]
+        while True:
+            yield "on "
+
+    rollouts, asked, pool = watched(env, tokenizer, 5, turns=2)
+    assert [id for id, _ in asked[:5]] == [0, 1, 2, 3, 4]
+    assert sorted(index for what, index in asked if what == "drop") == [0, 1, 2, 3, 4]
+    assert all(isinstance(r.reward, Invalid) for r in rollouts) and pool.waited >= 0
+
+
+def test_time_without_anything_to_sample_is_time_spent_waiting(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, waits = 0.0, 0
+    monkeypatch.setattr("posttrain.envs.play.time", SimpleNamespace(perf_counter=lambda: now))
+    pool = EnvPool(asking, 0)
+    poll = pool.poll
+
+    def polled(seconds: float | None) -> Any:
+        nonlocal now, waits
+        now, waits = now + (5.0 if seconds is None else 100.0), waits + (seconds is None)
+        return poll(seconds)
+
+    pool.poll = polled  # type: ignore[method-assign]
+    with pool:
+        engine = LocalEngine(tiny(tokenizer, context=256), tokenizer, slots=5)
+        play(episodes(3), pool, engine, tokenizer, Sampling(max_tokens=9), 256)
+    assert waits >= 2 and pool.waited == pytest.approx(5.0 * waits, abs=4.0)  # the pool itself takes a moment
 
 
 def test_a_fresh_turn_begins_a_transcript_that_knows_nothing_of_the_others(tokenizer: Tokenizer) -> None:

@@ -320,6 +320,8 @@ def test_figures_of_a_step_are_of_all_of_its_rollouts() -> None:
     looked = [[[t.tokens[i] for t in r.transcripts for i in t.scored] for r in own] for own in groups]
     expected = diversity(looked)
     assert {name: stats[name] for name in expected} == expected
+    pair = describe(rollouts[:2], None)
+    assert {name: pair[name] for name in expected} == diversity([looked[0][:2]])
     alone = describe(rollouts[: MEMBERS + 2], None)  # the second group has one member: nothing to compare
     assert {name: alone[name] for name in expected} == diversity(looked[:1]) and "accuracy" not in alone
 

@@ -110,8 +110,9 @@ def test_thread_that_gets_no_signals_trains_without_them() -> None:
     def work() -> None:
         with interruptible(found.append) as asked:
             found.append(asked())
+        found.append("left")
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [False]
+    assert found == [False, "left"]

@@ -26,6 +26,7 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("engines/request.py", "len(s.encode())", "4", "5"): "a wider window finds the same stop strings",
     ("models/likelihood.py", "return in_chunks(kl,", "0", "1"): "it decides only how large the chunks are",
     ("sources/packing.py", "last = ", "s.learned and s.length", "s.learned"): "a transcript has no empty spans",
+    ("sources/views.py", "torch.zeros(0)", "0", "1"): "every place is written to",
 }  # fmt: skip
 """(module, a piece of the statement, what is replaced, by what) -> why it is none."""
 

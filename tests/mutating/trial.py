@@ -40,7 +40,7 @@ OPTIONS = [
 LONG = (
     "tests/test_axes.py::test_row_with_the_option_takes_a_step"  # hundreds, each a whole step of which little is told
 )
-QUICK = ["-m", "not slow", f"--deselect={LONG}"]
+QUICK = ["-o", f"timeout={TEST_SECONDS}", "-m", "not slow", f"--deselect={LONG}"]
 
 
 @dataclass(frozen=True)

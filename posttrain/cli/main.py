@@ -137,7 +137,9 @@ def _recipe(arguments: list[str]) -> list[str]:
 
 def _refuse_fractions(arguments: list[str]) -> list[str]:
     """The arguments, if no whole number among them is written as a fraction, which would be rounded."""
-    whole = _whole_numbers(arguments[0]) if arguments else frozenset()
+    if not any(_FRACTION.search(word) for word in arguments):
+        return arguments
+    whole = _whole_numbers(arguments[0])
     for before, word in pairwise(["", *arguments]):
         name, equals, value = word.partition("=")
         name, value = (name, value) if equals and name.startswith("--") else (before, word)

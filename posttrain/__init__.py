@@ -69,7 +69,9 @@ def sft(tasks: Rows, **options: Unpack[SFTOptions]) -> Run:
     return assembly.sft(_fill(SFT, {**options, "tasks": named}), rows)
 
 
-def rl(tasks: Rows, env: str | Callable[..., Any], model: str | PathLike[str], **options: Unpack[RLOptions]) -> Run:
+def rl(
+    tasks: Rows, env: str | Callable[..., Any] = "", model: str | PathLike[str] = "", **options: Unpack[RLOptions]
+) -> Run:
     """Reinforcement learning. `env`: a reward function (task, reply) -> float, an environment, or the name of one.
 
     The options are those of `posttrain rl --help`, such as algorithm="grpo", steps=200, group=8, clip_high=0.28; any

@@ -46,7 +46,7 @@ class Data:
     limit: int | None = option(None, above=0)
     """Read only this many rows, the first ones."""
     fields: dict[str, str] = field(default_factory=dict)
-    """Names of columns: --fields.prompt question --fields.answer solution."""
+    """Names of columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
     prompt_template: str | None = None
     """A prompt made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the
     command line \\n and \\t are read as a new line and a tab."""
@@ -76,7 +76,7 @@ class Training(Data):
     """Resume even though tasks or model have changed, or part of the record is lost; run.json notes it."""
     overwrite: bool = False
     """Delete a run that is already in --out."""
-    seed: int = 0
+    seed: int = option(0, least=-(2**62), most=2**62)
     """Decides data order, sampling and initial weights."""
     held_out: float = option(0.0, least=0, below=1)
     """Share of the tasks kept out of training and used for evaluation."""
@@ -191,7 +191,7 @@ class RL(Training):
     """Strings that end a reply."""
     top_p: float = option(1.0, above=0, most=1)
     """Must stay 1 in training: it would change the distribution that is sampled."""
-    top_k: int = option(0, least=0)
+    top_k: int = option(0, least=0, most=10**9)
     """Must stay 0 in training."""
     lr: float = option(1e-6, above=0)
     """Peak learning rate of AdamW."""
@@ -207,7 +207,7 @@ class RL(Training):
     env_workers: int | None = option(None, least=0)
     """Processes that play and score; default: one per CPU core (0: none; everything runs here, without
     limits, for debuggers)."""
-    env_seconds: float = option(10.0, above=0)
+    env_seconds: float = option(10.0, above=0, most=86_400)
     """Time limit of one call of the environment; beyond it the reward is invalid."""
     env_memory: float = option(4.0, least=0)
     """Memory limit of each of these processes, in GiB; beyond it the reward is invalid (0: no limit)."""
@@ -217,7 +217,7 @@ class RL(Training):
     """What samples: local, with the learner's own weights, or vLLM in a process of its own."""
     engine_cache: float = option(4.0, above=0)
     """vLLM: limit of its key-value cache, in GiB."""
-    engine_seconds: float = option(120.0, above=0)
+    engine_seconds: float = option(120.0, above=0, most=86_400)
     """vLLM: time limit of a hand-over of weights, and of one decoding step; beyond it the run stops."""
 
 
@@ -238,7 +238,7 @@ class Evaluation(Data):
     """Of sampling; 0: greedy."""
     top_p: float = option(1.0, above=0, most=1)
     """Sample from the smallest set of tokens with this probability."""
-    top_k: int = option(0, least=0)
+    top_k: int = option(0, least=0, most=10**9)
     """Sample from this many likeliest tokens (0: all)."""
     max_tokens: int = option(256, above=0)
     """Token budget of a reply."""
@@ -250,7 +250,7 @@ class Evaluation(Data):
     """Strings that end a reply."""
     success: float | None = None
     """Replies with at least this reward are right, as in training."""
-    seed: int = 0
+    seed: int = option(0, least=-(2**62), most=2**62)
     """Decides the samples."""
     held_out: float = option(0.0, least=0, below=1)
     """Use only this held-out share of the tasks, as training with the same --held-out and --split-seed does."""
@@ -260,7 +260,7 @@ class Evaluation(Data):
     """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.jsonl."""
     env_workers: int | None = option(None, least=0)
     """Processes that play and score; default: one per CPU core."""
-    env_seconds: float = option(10.0, above=0)
+    env_seconds: float = option(10.0, above=0, most=86_400)
     """Time limit of one call of the environment."""
     env_memory: float = option(4.0, least=0)
     """Memory limit of each of these processes, in GiB (0: no limit)."""
@@ -285,7 +285,7 @@ class Check(Data):
     """Read only the first so many rows; the first few tasks are tried."""
     replies: str | None = None
     """A text file of sample replies, one a line; default: the task's own answer and some hostile ones."""
-    env_seconds: float = option(10.0, above=0)
+    env_seconds: float = option(10.0, above=0, most=86_400)
     """Time limit of one call of the environment, as in training."""
     env_memory: float = option(4.0, least=0)
     """Memory limit of the environment's process, in GiB, as in training."""
@@ -307,6 +307,13 @@ def validate(config: Training | Evaluation | Check) -> None:
     """Refuse numbers that make no sense, in one line each. What depends on data or model is checked elsewhere."""
     for f in fields(config):
         knob_of(f).bounds.check(f"--{f.name.replace('_', '-')}", getattr(config, f.name))
+    for name in ("stop", "prompt_template", "response_template"):
+        value = getattr(config, name, None) or ()
+        for text in (value,) if isinstance(value, str) else value:
+            if text != text.encode("utf-8", "replace").decode():
+                raise UserError(f"--{name.replace('_', '-')} {text!r:.60} is not valid text: write it in UTF-8")
+    if not all(getattr(config, "stop", ())):
+        raise UserError("--stop holds an empty text, at which every reply would end: leave it out for none")
     if not config.tasks:
         raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
     if not isinstance(config, SFT) and not config.env:
@@ -340,6 +347,8 @@ def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
     now = as_dict(config)
     if unknown := sorted(recorded.keys() - now.keys()):
         raise UserError(f"cannot resume {config.out}: another version wrote it, with options {', '.join(unknown)}")
+    if missing := sorted(now.keys() - recorded.keys()):
+        raise UserError(f"{config.out}/run.json is damaged (it lacks {', '.join(missing)}): put a copy of it back")
     kinds = get_type_hints(type(config))
     for name, value in recorded.items():
         if not _fits(value, kinds[name]):
@@ -352,7 +361,10 @@ def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
     differing = [f"{name} was {old!r}" for name, new, old in sorted(pairs) if new != old]
     if differing:
         other = ", ".join(differing)
-        raise UserError(f"cannot resume {config.out} with other options ({other}): leave them out, or change --out")
+        raise UserError(
+            f"cannot resume {config.out} with other options ({other}): leave them out, or start "
+            "a new run without --resume in another --out"
+        )
     ours = OF_ONE_CALL | (config.given & FREE_TO_CHANGE)
     kept = {name: tuple(v) if isinstance(v, list) else v for name, v in recorded.items() if name not in ours}
     chosen: Any = {**kept, **{name: getattr(config, name) for name in ours}}

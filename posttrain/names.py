@@ -54,7 +54,7 @@ ELSEWHERE = {
     "advantage_estimator": "algorithm, or advantage",
     "loss_type": "algorithm, or aggregate",
     "loss_agg_mode": "aggregate",
-    "scale_rewards": "scale",
+    "scale_rewards": "scale (none, batch or group)",
     "entropy_coeff": "entropy",
     "top_entropy_quantile": "top_entropy",
     "mask_truncated_completions": "overlong_filter",
@@ -68,6 +68,7 @@ ELSEWHERE = {
     "max_prompt_length": "too_long",
     "max_length": "context (from scratch), or too_long",
     "max_seq_length": "context (from scratch), or too_long",
+    "reward": "env",
     "reward_funcs": "env",
     "reward_function": "env",
     "reward_fn": "env",
@@ -107,6 +108,10 @@ ELSEWHERE = {
     "assistant_only_loss": "mask_prompt",
     "resume_from_checkpoint": "resume",
     "correct": "success",
+    "logging_steps": "not needed: every step is logged, in metrics.jsonl and for TensorBoard",
+    "report_to": "not needed: every run writes metrics.jsonl and a folder for TensorBoard",
+    "warmup_ratio": "warmup (a number of updates)",
+    "importance_sampling_level": "ratio (token, or sequence-mean as in GSPO)",
 }
 """A name in TRL, verl, OpenRLHF or Search-R1 -> what to use here."""
 

@@ -16,7 +16,7 @@ class SFTOptions(TypedDict, total=False):
     limit: int | None
     """Read only this many rows, the first ones."""
     fields: dict[str, str]
-    """Names of columns: --fields.prompt question --fields.answer solution."""
+    """Names of columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
     prompt_template: str | None
     """A prompt made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n and
     \\t are read as a new line and a tab."""
@@ -113,7 +113,7 @@ class RLOptions(TypedDict, total=False):
     limit: int | None
     """Read only this many rows, the first ones."""
     fields: dict[str, str]
-    """Names of columns: --fields.prompt question --fields.answer solution."""
+    """Names of columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
     prompt_template: str | None
     """A prompt made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n and
     \\t are read as a new line and a tab."""
@@ -317,7 +317,7 @@ class EvaluationOptions(TypedDict, total=False):
     limit: int | None
     """Read only this many rows, the first ones."""
     fields: dict[str, str]
-    """Names of columns: --fields.prompt question --fields.answer solution."""
+    """Names of columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
     prompt_template: str | None
     """A prompt made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n and
     \\t are read as a new line and a tab."""

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -22,9 +23,17 @@ def load_named(spec: str) -> Any:
     """Whatever "my.py:name" or "package.module:name" names. Raises UserError, with the fix, if it cannot be found."""
     target, name = split_name(spec)
     module = import_target(target)
-    if not hasattr(module, name):
-        raise UserError(f"{target} has no {name!r}{hint(name, [n for n in vars(module) if not n.startswith('_')])}")
-    return getattr(module, name)
+    return named_in(module, name, target, [n for n in vars(module) if not n.startswith("_")])
+
+
+def named_in(module: ModuleType, name: str, target: str, known: list[str]) -> Any:
+    """What a module calls so. Raises UserError with what comes near among `known`."""
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise UserError(f"{target} has no {name!r}{hint(name, known)}") from None
+    except (Exception, SystemExit) as error:  # a module may have a __getattr__ of its own
+        raise UserError(f"{target} does not give its {name!r}: {describe_error(error, None)}") from error
 
 
 def describe_error(error: BaseException, file: str | None) -> str:
@@ -37,10 +46,20 @@ def describe_error(error: BaseException, file: str | None) -> str:
     else:
         frames = traceback.extract_tb(error.__traceback__)
         inner = [frame for frame in frames if frame.filename == file] or frames
-        message, at = str(error), f" ({Path(inner[-1].filename).name}:{inner[-1].lineno})" if inner else ""
+        message, at = message_of(error), f" ({Path(inner[-1].filename).name}:{inner[-1].lineno})" if inner else ""
     message = " ".join(message.split())
     message = message if len(message) <= 300 else message[:300] + "..."
     return type(error).__name__ + (f": {message}" if message else "") + at
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says; "" where even that raises."""
+    try:
+        return str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # the user's own __str__
+        return ""
 
 
 def source_file(function: Callable[..., Any]) -> str | None:
@@ -82,7 +101,7 @@ def _import_file(path: Path) -> ModuleType:
         near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
         raise UserError(f"there is no file {path}{hint(path.name, near)}")
     path = path.resolve()
-    stamp = hashlib.sha256(f"{path} {path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
+    stamp = hashlib.sha256(os.fsencode(path) + str(path.stat().st_mtime_ns).encode()).hexdigest()[:12]
     name = f"{PRIVATE}{path.stem}_{stamp}"
     if name in sys.modules:
         return sys.modules[name]
@@ -94,12 +113,12 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script may well call exit()
-        del sys.modules[name]
-        raise UserError(f"{path.name} does not import: {describe_error(error, str(path))}") from error
-    except BaseException:
+    except KeyboardInterrupt:
         del sys.modules[name]
         raise
+    except BaseException as error:  # a script may well call exit(), or raise what is no Exception
+        del sys.modules[name]
+        raise UserError(f"{path.name} does not import: {describe_error(error, str(path))}") from error
     return module
 
 

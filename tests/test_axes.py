@@ -458,9 +458,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "grpo: --baseline-weight weighs a baseline that --baseline none leaves out",
     ),
     ("lite-ppo", {"baseline": "none"}, "lite-ppo: .*set --scale none, or choose a --baseline"),
-    ("reinforce", {"group": 1, "length_reward": 0.1}, "shaping compare .*--group must be at least 2"),
+    ("reinforce", {"group": 1, "length_reward": 0.1}, "shaping compares .*--group must be at least 2"),
     ("grpo", {"group": 1}, "--group must be at least 2, not 1"),
-    ("reinforce", {"group": 1, "dynamic_sampling": 2}, "sampling compare .*--group must be at least 2"),
+    ("reinforce", {"group": 1, "dynamic_sampling": 2}, "sampling compares .*--group must be at least 2"),
     # the critic
     ("grpo", {"critic": "shared"}, "grpo: it has no critic, --critic .*--advantage gae"),
     ("grpo", {"critic_lr": 1e-3}, "grpo: it has no critic, --critic-lr .*--advantage gae"),
@@ -496,6 +496,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "grpo",
         {"settings": {"surrogate.hihg": 1}},
         "surrogate has no setting 'hihg'; did you mean 'high'.*low, high, dual",
+    ),
+    (
+        "grpo",
+        {"minibatches": 4, "clip_high": 0.2, "settings": {"surrogate.high": 0.3}},
+        "--clip-high 0.2 and --set surrogate.high=0.3 are the same setting: leave one of them out",
     ),
     ("grpo", {"settings": {"surogate.high": 1}}, "no part .*'surogate'; did you mean 'surrogate.high'"),
     ("grpo", {"settings": {"surrogate.high": "much"}}, "surrogate.high is a number, not 'much'"),
@@ -647,3 +652,8 @@ def test_row_of_one_s_own_differs_in_what_it_says() -> None:
     )
     assert differences(own, TABLE["grpo"]) == []
     assert len(differences(replace(own, kl=None), TABLE["grpo"])) == 1
+
+
+@pytest.mark.parametrize("value", ["none", None, "0", 0])
+def test_none_removes_a_part_as_0_does(value: Any) -> None:
+    assert change(TABLE["grpo"], {"kl": value}).kl is None

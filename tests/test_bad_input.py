@@ -17,13 +17,17 @@ import pytest
 import torch
 from conftest import tiny
 
+import posttrain
+from posttrain.algorithms.table import find
 from posttrain.cli.main import main
 from posttrain.envs import arithmetic
 from posttrain.learners.local import LocalLearner
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.names import suggestion
 from posttrain.runs.reading import read_run
 from posttrain.runs.record import Record
+from posttrain.types import UserError
 
 GOOD = """
 def reward(task, reply):
@@ -54,6 +58,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Ite
     for name, body in REWARDS.items():
         (folder / f"{name}.py").write_text(f"from posttrain import Invalid\ndef reward(task, reply):\n    {body}\n")
     (folder / "unfinished.py").write_text("def reward(task, reply:\n")
+    (folder / "base.py").write_text("class Odd(BaseException): ...\nraise Odd('boo')\n")
+    (folder / "hides.py").write_text("def __getattr__(name):\n    raise RuntimeError(name)\n")
     recipes = {
         "typo.toml": "[rl]\nstesp = 3\n",
         "table.toml": "[train]\nsteps = 3\n",
@@ -150,6 +156,14 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown option": (words("rl", stesp=3), ("--stesp", "did you mean --steps?")),
     "unknown verb": (["trian"], ("trian", "sft, rl, eval")),
     "wrong type": (words("rl", steps="many"), ("--steps", "many")),
+    "fraction of a step": (words("rl", steps=1.6), ("--steps is a whole number, not 1.6",)),
+    "seed beyond all": (words("rl", seed=2**64), ("--seed must be at least",)),
+    "more threads than a system has": ([*words("eval"), "--threads", "100000"], ("--threads 100000 is too many",)),
+    "folder that cannot be": (words("sft", out="x" * 300), ("--out 'xxx", "File name too long")),
+    "stop that is no text": (words("rl", stop="\udc80"), ("--stop '\\udc80' is not valid text",)),
+    "device without numbers": (words("eval", device="meta"), ("--device meta cannot be used",)),
+    "reward file that raises no Exception": (words("rl", env="base.py:reward"), ("base.py does not import", "Odd")),
+    "reward file that hides its reward": (words("rl", env="hides.py:reward"), ("does not give", "RuntimeError")),
     "columns in one word": (words("rl", fields="prompt=question"), ("--fields", "--fields.NAME VALUE")),
     "impossible number": (words("rl", steps=0), ("--steps must be above 0, not 0",)),
     "share above one": (words("sft", held_out=2), ("--held-out must be at least 0 and below 1, not 2",)),
@@ -175,6 +189,8 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "missing function": (words("rl", env="env.py:rewrad"), ("has no 'rewrad'", "did you mean 'reward'?")),
     "reward file that does not import": (words("rl", env="unfinished.py:reward"), ("SyntaxError", "unfinished.py:1")),
     "reward that judges only right answers": (words("eval", env="strict.py:reward"), ("no number", "--env")),
+    "empty stop text": ([*words("rl"), "--stop", ""], ("--stop holds an empty text", "leave it out")),
+    "endless step of an environment": (words("rl", env_seconds=1e300), ("--env-seconds must be", "at most 86400")),
     "pass@0": (words("eval", k=0), ("--k must be above 0, not 0",)),
     "eval file not writable": (words("eval", out="rows.jsonl/x.json"), ("cannot be written",)),
     "missing replies": (words("check", replies="nowhere.txt"), ("--replies nowhere.txt cannot be read",)),
@@ -345,3 +361,13 @@ def test_own_crash_is_shown_as_such_and_the_record_is_closed(place: Path, monkey
     monkeypatch.setattr(Record, "close", full)  # what fails while cleaning up hides nothing
     with pytest.raises(AssertionError, match="our own mistake"):
         main(words("rl", out="crashed"))
+
+
+def test_names_of_other_trainers_and_of_another_case_are_understood() -> None:
+    with pytest.raises(UserError, match="did you mean 'grpo'; there are"):
+        find("GRPO")
+    with pytest.raises(UserError, match="unknown option 'reward'; here it is env"):
+        posttrain.rl([{"prompt": "a"}], model="x", reward=len)  # type: ignore[call-arg]
+    with pytest.raises(UserError, match="--env is missing"):
+        posttrain.rl([{"prompt": "a"}], model="x")
+    assert suggestion("warmup_ratio", ["warmup"]) == "; here it is warmup (a number of updates)"

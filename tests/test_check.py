@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain.envs.check import TASKS, TURNS, Report, check
-from posttrain.types import Reply, UserError
+from posttrain.types import Graded, Reply, SpanReward, Turn, UserError
 
 TASKS_OF_TWO: list[dict[str, Any]] = [
     {"id": "a", "prompt": "1+1=", "answer": "2"},
@@ -110,3 +110,38 @@ def test_the_users_mistakes_are_refused(tmp_path: Path) -> None:
         check(f"{tmp_path}/my.py:reward", TASKS_OF_TWO)
     with pytest.raises(UserError, match='needs "prompt"'):
         check(lambda task, reply: 1.0, [{"id": "a"}])
+
+
+def test_without_a_known_right_reply_equal_rewards_are_told_and_not_judged() -> None:
+    tasks = [{"prompt": "1+1=", "solution": "2"}]
+    report = check(lambda task, reply: float(reply == task["solution"]), tasks)
+    assert report.ok and report.lines()[-1] == "in order"
+    assert "the same for every reply (0), and no right reply is known" in said(report)
+    assert "--fields.answer COLUMN" in said(report) and "--replies FILE" in said(report)
+
+
+def test_of_the_users_own_replies_it_says_so() -> None:
+    report = check(lambda task, reply: 0.0, TASKS_OF_TWO, ["5", "6"])
+    assert report.ok and "the same for every one of these replies (0)" in said(report)
+
+
+def test_step_rewards_are_part_of_the_total_and_no_zero_is_negative() -> None:
+    def env(task: Any) -> Generator[Any, Reply, Graded]:
+        reply = yield "start"
+        reply = yield Turn(text="more", reward=0.25)
+        return Graded({"speed": -0.0}, [SpanReward(end=1, reward=0.5)] if reply else [])
+
+    report = check(env, TASKS_OF_TWO[:1], ["x", ""])
+    assert report.rewards == [0.75, 0.25]
+    assert "reward 0.75 (speed 0, steps 0.75)" in said(report)
+
+
+def test_turns_that_are_not_shown_are_counted_and_what_was_expected_is_said_once() -> None:
+    def env(task: Any) -> Generator[str, Reply, None]:
+        for turn in range(5):
+            yield f"turn {turn}"
+
+    text = said(check(env, TASKS_OF_TWO[:1], ["a", "b"]))
+    cases, verdicts = text.split("\n\n")
+    assert "'turn 2'" in cases and "'turn 3'" not in cases and cases.count("... and 2 more") == 2
+    assert cases.count("; expected ") == 1 and cases.count("invalid: ") == 2 and verdicts.count("; expected ") == 1

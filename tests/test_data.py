@@ -22,7 +22,8 @@ from posttrain.data.convert import Conversion
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import ENDLESS, Stream, draw, hold_out, order, to_tasks
 from posttrain.envs import gsm8k
-from posttrain.types import UserError
+from posttrain.envs.load import opening
+from posttrain.types import Task, UserError
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data files are not at {DATA}")
@@ -35,7 +36,21 @@ def test_fields_rename_and_keep_the_other_columns(tmp_path: Path) -> None:
         tmp_path / "a.jsonl", [{"id": 7, "question": "1+1", "final": "2", "answer": "1+1=2", "level": 3}]
     )
     [task] = to_tasks(load_rows(path), fields={"prompt": "question", "answer": "final"})
-    assert task == {"id": "7", "prompt": "1+1", "answer": "2", "level": 3}
+    assert task == {"id": "7", "prompt": "1+1", "question": "1+1", "answer": "2", "final": "2", "level": 3}
+
+
+def test_a_columns_old_name_stays_and_changes_no_id() -> None:
+    rows = [{"question": "1+1", "final": "2"}, {"question": "2+2", "final": "4"}, {"question": "1+1", "final": "2"}]
+    fields = {"prompt": "question", "answer": "final"}
+    plain = to_tasks([{"prompt": r["question"], "answer": r["final"]} for r in rows])
+    for limited in (rows, [*rows, {"question": "3", "final": [3]}]):  # by columns, and one by one
+        tasks = to_tasks(limited, fields=fields)
+        assert [t["id"] for t in tasks][:2] == [t["id"] for t in plain] and tasks.merged == 1
+        assert tasks[0]["final"] == tasks[0]["answer"] == "2"
+    [swapped] = to_tasks([{"response": "p", "prompt": "r"}], fields={"prompt": "response", "response": "prompt"})
+    assert (swapped["prompt"], swapped["response"]) == ("p", "r")
+    [one] = to_tasks([{"q": "p", "completion": "r"}], fields={"prompt": "completion", "response": "q"})
+    assert one.keys() == {"id", "prompt", "response", "q"}  # what is read stands under one name only
 
 
 def test_unknown_column_is_refused_with_place_columns_and_suggestion(tmp_path: Path) -> None:
@@ -507,3 +522,66 @@ def test_reading_data_imports_no_torch() -> None:
     code = "import sys, posttrain.data.tasks as t; t.to_tasks([{'prompt': 'a'}]); sys.exit('torch' in sys.modules)"
     root = Path(__file__).resolve().parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("stop", [5, "", [""], [5], "\ud800", ["a", "\udfff"], {"a": 1}])
+def test_a_stop_that_is_no_text_is_refused_with_its_row_before_it_is_played(tmp_path: Path, stop: Any) -> None:
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2", "stop": stop}]
+    with pytest.raises(UserError, match=r"row 2: (each )?stop "):
+        to_tasks(rows)
+    with pytest.raises(UserError, match=r"row 2: (each )?stop "):
+        Stream(lambda: rows, Conversion())[:2]
+    assert len(to_tasks(rows, need=())) == 2  # an environment's own column
+
+
+@pytest.mark.parametrize("stop", [None, "\n", ["x", "y"], []])
+def test_a_row_may_have_no_stop_one_or_several(stop: Any) -> None:
+    [task] = to_tasks([{"prompt": "a", "stop": stop}])
+    expected = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    assert opening(task).stop == expected
+
+
+@pytest.mark.parametrize("id", ["\ud800", 10**5000], ids=["half a pair", "long"])
+def test_an_id_that_cannot_be_written_is_refused_with_its_row(id: Any) -> None:
+    rows = [{"prompt": "a", "id": "1"}, {"prompt": "b", "id": id}]
+    with pytest.raises(UserError, match="row 2: the id "):
+        to_tasks(rows)
+    with pytest.raises(UserError, match="row 2: the id "):
+        Stream(lambda: rows, Conversion())[:2]
+
+
+def test_a_long_id_that_comes_twice_is_shown_by_its_beginning() -> None:
+    with pytest.raises(UserError) as caught:
+        to_tasks([{"prompt": "a", "id": "x" * 100_000}, {"prompt": "b", "id": "x" * 100_000}])
+    assert len(str(caught.value)) < 200 and "100,000 characters" in str(caught.value)
+
+
+def test_a_generator_of_rows_that_exits_is_told_from_one_that_ends() -> None:
+    def rows() -> Iterator[dict[str, str]]:
+        yield {"prompt": "a"}
+        sys.exit(0)
+
+    with pytest.raises(UserError, match="what makes the rows failed after 1: SystemExit: 0"):
+        Stream(rows, Conversion())[:2]
+    with pytest.raises(UserError, match="what makes the rows failed after 1: SystemExit: 0"):
+        load_rows(rows())
+
+
+def test_a_row_that_holds_itself_is_refused_with_its_place() -> None:
+    def circular(row: Task) -> Task:
+        row["x"] = row
+        return row
+
+    with pytest.raises(UserError, match="row 1: a value holds itself"):
+        to_tasks([{"prompt": "a"}], convert=circular)
+
+
+def test_texts_of_classes_with_methods_of_their_own_become_plain() -> None:
+    class Odd(str):
+        def strip(self, chars: str | None = None, /) -> str:
+            raise RuntimeError
+
+        isascii = encode = __str__ = strip  # type: ignore[assignment]
+
+    [task] = to_tasks([{"q": "a"}], convert=lambda row: {"id": Odd("i"), "prompt": Odd("a")})
+    assert type(task["prompt"]) is str and type(task["id"]) is str and task["prompt"] == "a"

@@ -126,6 +126,18 @@ def test_a_terminal_gets_a_live_panel_with_the_last_state_left_on_it(terminal: T
     assert text.endswith("\x1b[?25h"), "the cursor is back"
 
 
+def test_what_a_run_was_asked_to_do_is_broken_between_words_on_a_terminal_alone(terminal: Terminal) -> None:
+    line = "  steps " + ", ".join(["1,234,567 tokens"] * 12)
+    for stream, indent in ((terminal, 4), (io.StringIO(), 4)):
+        display = Display(stream=stream)
+        display.start("GRPO", 3, [line])
+        display.close()
+        shown = [row for row in stream.getvalue().splitlines() if "1,234,567" in row]
+        assert all(row.startswith(" " * indent) for row in shown)
+        assert sum(row.count("1,234,567 ") for row in shown) >= 8 and sum(row.count("1,234,567") for row in shown) == 12
+        assert (len(shown) > 2 and max(map(len, shown)) < 80) if stream is terminal else shown == ["  " + line]
+
+
 def screen(text: str, columns: int = 80) -> list[str]:
     """What a terminal shows after this text: the codes that move up and erase are carried out, lines wrap."""
     lines, row = [""], 0

@@ -24,9 +24,11 @@ from posttrain.envs.load import (
     load_converter,
     load_env,
     pack_env,
+    success_of,
     unpack_env,
 )
 from posttrain.envs.reading import LONGEST_TEXT, Done, read_turn, read_verdict
+from posttrain.envs.worker import Stage
 from posttrain.types import Graded, Invalid, InvalidKind, Reply, SpanReward, Turn, UserError
 
 MY = """
@@ -99,6 +101,35 @@ def test_a_converter_beside_the_environment_is_found(my: Path) -> None:
     assert convert is not None and convert({"question": "q"}) == {"prompt": "q"}
     assert load_converter(load_env(f"{my}:reward")) is convert
     assert load_converter("operator:add") is None
+
+
+@pytest.mark.parametrize("success", ['float("nan")', 'float("inf")', '"x"', "[1]", "10**400"])
+def test_a_success_beside_the_environment_that_is_no_finite_number_is_refused(tmp_path: Path, success: str) -> None:
+    (tmp_path / "my.py").write_text(f"SUCCESS = {success}\ndef reward(task, reply): return 1.0\n")
+    for spec in (f"{tmp_path}/my.py:reward", load_env(f"{tmp_path}/my.py:reward")):
+        with pytest.raises(UserError, match=r"^SUCCESS beside the environment is .*; it must be a finite number"):
+            success_of(spec, None)
+        assert success_of(spec, 0.5) == 0.5
+
+
+def test_a_converter_beside_the_environment_that_is_no_function_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text("row_to_task = 5\ndef reward(task, reply): return 1.0\n")
+    with pytest.raises(UserError, match=r"^row_to_task beside the environment is 5 \(int\)"):
+        load_converter(f"{tmp_path}/my.py:reward")
+
+
+def test_an_exception_that_cannot_say_what_it_is_is_named_by_its_type() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise SystemExit
+
+    def reward(task: Any, reply: str) -> float:
+        raise Silent
+
+    stage = Stage(reward, alone=True)
+    stage.start(0, {"prompt": "a"})
+    done = stage.send(0, Reply("b"))
+    assert isinstance(done, Done) and isinstance(done.reward, Invalid) and done.reward.reason.startswith("Silent (")
 
 
 def test_a_missing_file_is_refused_with_a_suggestion(my: Path) -> None:

@@ -228,3 +228,33 @@ def test_nothing_after_the_last_scored_token_is_needed_though_a_reply_after_it_i
     assert needed_length(transcript) == 3
     transcript.sample(Completion(0, [], [], "", StopReason.EOS, 0))
     assert needed_length(transcript) == 3
+
+
+@pytest.mark.parametrize("unlearned_first", [True, False])
+def test_contexts_without_learned_tokens_change_no_gradient(unlearned_first: bool) -> None:
+    """A rollout may hold contexts that are only played, and trains with its others; one of such alone is in no batch."""
+    rng = random.Random(5)
+    model = tiny(WORDS, dtype=torch.float64)
+    plain: list[list[Transcript]] = []
+    mixed: list[list[Transcript]] = []
+    for _ in range(4):
+        taught, played, shown = Transcript(), Transcript(), Transcript()
+        for transcript, learn in ((taught, True), (played, False)):
+            transcript.observe(drawn(rng, 3))
+            transcript.sample(said(rng, 4), learn=learn)
+        shown.observe(drawn(rng, 2))
+        plain.append([taught])
+        mixed.append([played, shown, taught] if unlearned_first else [taught, played, shown])
+    mixed.insert(2, [played])
+
+    def gradient(rollouts: list[list[Transcript]]) -> tuple[Tensor, ...]:
+        total = torch.zeros((), dtype=torch.float64)
+        for index in split_microbatches(rollouts, 20):
+            assert all(any(t.n_scored for t in rollouts[i]) for i in index)
+            batch = collate([rollouts[i] for i in index], index, weight=torch.ones(len(rollouts)))
+            assert batch.sampler_logp is not None and len(batch.sampler_logp) == len(batch.target)
+            total = total + token_logp(model.hidden(batch.layout, batch.at), model.head, batch.target).sum()
+        return torch.autograd.grad(total, list(model.parameters()))
+
+    for own, other in zip(gradient(mixed), gradient(plain), strict=True):
+        assert torch.equal(own, other)

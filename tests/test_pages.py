@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.algorithms.describe import as_data, describe, differences, objective, page, parts, settings
+from posttrain.algorithms.describe import as_data, cited, describe, differences, objective, page, parts, settings
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.settings import change
 from posttrain.algorithms.table import TABLE
@@ -77,3 +77,16 @@ def test_algorithms_verb_prints_the_table_a_row_and_data(capsys: pytest.CaptureF
     assert "differences from grpo:" in capsys.readouterr().out
     assert main(["algorithms"]) == 0
     assert all(name in capsys.readouterr().out for name in ("dapo",))
+
+
+@pytest.mark.parametrize(("columns", "papers"), [(80, False), (200, True)])
+def test_table_of_algorithms_is_as_wide_as_the_screen(
+    columns: int, papers: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["algorithms"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(TABLE) + 2 and max(map(len, lines)) <= columns
+    for row in TABLE.values():
+        [line] = [line for line in lines if line.split()[0] == row.name]
+        assert row.idea in line and (cited(row) in line) == papers

@@ -224,6 +224,10 @@ def test_resuming_takes_recorded_options_and_refuses_others(
     assert main(["rl", "--out", "longer", "--resume", "--quiet"]) == 0  # 12 are the run's steps from now on
     run = json.loads((place / "longer" / "run.json").read_text())
     assert run["config"]["steps"] == 12 and run["config"]["lr"] == 0.01 and run["final"]["step"] == 12
+    del run["config"]["prompts"]
+    (place / "longer" / "run.json").write_text(json.dumps(run))
+    assert main(["rl", "--out", "longer", "--resume", "--quiet"]) == 2
+    assert "run.json is damaged (it lacks prompts)" in capsys.readouterr().err
 
 
 def test_resumed_run_keeps_the_reference_it_began_with(place: Path, uninterrupted: Left, tokenizer: Tokenizer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -36,7 +36,19 @@ from posttrain.sources.scores import describe, refuse_broken, scoreboard, usable
 from posttrain.sources.sft import demonstrate
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
-from posttrain.types import Completion, Invalid, InvalidKind, Rollout, Sampling, StopReason, Task, Transcript, UserError
+from posttrain.types import (
+    Completion,
+    Invalid,
+    InvalidKind,
+    Reply,
+    Rollout,
+    Sampling,
+    StopReason,
+    Task,
+    Transcript,
+    Turn,
+    UserError,
+)
 
 TASKS = [{"id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
 
@@ -616,3 +628,28 @@ def test_every_row_learns_what_the_reward_asks_for(tokenizer: Tokenizer, name: s
     _, seen = run(experience, steps=40)
     first, last = seen[0]["reward"], sum(m["reward"] for m in seen[-5:]) / 5
     assert first < 0.5 and last > 0.85, (first, last)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("learned_first", [True, False])
+def test_rollouts_train_with_the_contexts_that_are_learned_from(
+    tokenizer: Tokenizer, name: str, learned_first: bool
+) -> None:
+    def judged(task: Task) -> Generator[Turn | str, Reply, float]:
+        reply = yield Turn(text=task["prompt"], learn=learned_first)
+        yield Turn(text="Right? ", fresh=True, learn=not learned_first, max_tokens=4)
+        return len(set(reply)) / 10
+
+    experience = source(tokenizer, row(name), judged)
+    before = weights(experience.learner)
+    after, seen = run(experience, steps=1)
+    assert seen[0]["dropped"] == 0.0 and not torch.equal(before, after)
+
+
+def test_rollouts_without_any_learned_token_are_dropped(tokenizer: Tokenizer) -> None:
+    def watched(task: Task) -> Generator[Turn | str, Reply, float]:
+        reply = yield Turn(text=task["prompt"], learn=False)
+        return len(set(reply)) / 10
+
+    _, seen = run(source(tokenizer, row("grpo"), watched), steps=1)
+    assert seen[0]["dropped"] == 1.0

@@ -10,6 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from row_files import ROWS, refused, write_jsonl, write_parquet, write_table
 
@@ -186,6 +187,55 @@ def test_missing_source_is_refused_with_the_nearest_name(tmp_path: Path) -> None
     refused(lambda: load_rows({"train": ROWS}), "not a mapping", "train")  # type: ignore[dict-item]
     refused(lambda: load_rows([ROWS[0], "text"]), "row 2", "must be an object")  # type: ignore[list-item]
     refused(lambda: load_rows([]), "the list of rows has no rows")
+
+
+def odd_columns() -> dict[str, Any]:
+    """Columns whose second value cannot become Python's, as files of other writers have them."""
+    pa = pytest.importorskip("pyarrow")
+    invalid = pa.Array.from_buffers(
+        pa.string(), 2, [None, pa.py_buffer(np.array([0, 1, 3], np.int32)), pa.py_buffer(b"a\xff\xfe")]
+    )
+    twice = pa.StructArray.from_arrays([pa.array([1, 1]), pa.array([2, 2])], names=["a", "a"])
+    return {
+        "far": pa.array([0, 10**18], pa.timestamp("us")),
+        "day": pa.array([0, 2**31 - 1], pa.int32()).cast(pa.date32()),
+        "zone": pa.array([None, 0], pa.timestamp("us", "Nowhere/Bad")),
+        "text": invalid,
+        "list": pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), invalid),
+        "category": pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int32()), invalid),
+        "twice": twice,
+    }
+
+
+@pytest.mark.parametrize("column", ["far", "day", "zone", "text", "list", "category", "twice"])
+def test_parquet_values_that_python_cannot_hold_are_refused_with_row_and_column(
+    size: str, tmp_path: Path, column: str
+) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = pa.table({"prompt": ["a", "b"], column: odd_columns()[column]})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    row = 1 if column == "twice" else 2
+    refused(lambda: to_tasks(load_rows(tmp_path / "x.parquet")), f"x.parquet row {row}: column {column} ")
+
+
+def test_a_parquet_file_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    parquet.write_table(table, tmp_path / "x.parquet")
+    refused(lambda: load_rows(tmp_path / "x.parquet"), "x.parquet has the column 'prompt' twice")
+
+
+def test_what_is_there_but_no_file_is_called_what_it_is(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    (tmp_path / "gone.jsonl").symlink_to("nowhere")
+    refused(lambda: load_rows(tmp_path / "pipe.jsonl"), "pipe.jsonl is a pipe or a device")
+    for name in ("loop.jsonl", "gone.jsonl"):
+        refused(lambda name=name: load_rows(tmp_path / name), f"{name} is a link that leads to no file")
 
 
 def test_unreachable_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,9 @@ def constant(place: Path, tokenizer: Tokenizer, out: str, **options: Any) -> Run
         "threads": 1,
         "steps": 14,
     }
-    rows = arithmetic.tasks(20, seed=0, digits=1)
+    sums = arithmetic.tasks(20, seed=0, digits=1)
     start = str(place / "start")
-    return posttrain.rl(rows, same, start, out=str(place / out), env_workers=0, **{**given, **options})
+    return posttrain.rl(sums, same, start, out=str(place / out), env_workers=0, **{**given, **options})
 
 
 def test_a_finding_is_told_and_written_down_and_the_run_goes_on(
@@ -68,3 +68,45 @@ def test_a_resumed_run_finds_what_the_whole_one_finds(tmp_path: Path, tokenizer:
     constant(tmp_path, tokenizer, "late", quiet=True, steps=12)
     late = constant(tmp_path, tokenizer, "late", quiet=True, steps=14, resume=True)
     assert read_health(late.path) == read_health(whole.path)
+
+
+def flaky(task: Any, reply: str) -> float:
+    """Fails for one task of five."""
+    if task["id"].endswith("0"):
+        raise ValueError("no such unit")
+    return 1.0
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"id": f"t{i}", "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(count)]
+
+
+def test_the_first_invalid_reward_of_a_run_is_told_once_with_its_place(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tiny(tokenizer), tmp_path / "start", tokenizer)
+    options: dict[str, Any] = {"prompts": 5, "group": 2, "max_tokens": 2, "threads": 1, "steps": 2, "env_workers": 0}
+    posttrain.rl(rows(5), flaky, str(tmp_path / "start"), algorithm="dr-grpo", out=str(tmp_path / "run"), **options)
+    out = capsys.readouterr().out
+    assert out.count("rewards are invalid") == 1
+    assert "step 1: 2 of 10 rewards are invalid, the first because: ValueError: no such unit" in out
+    assert "test_trainer_health.py" in out
+
+
+def test_an_evaluation_says_of_which_model_and_tasks_its_figures_are(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    save_model(tiny(tokenizer), tmp_path / "start", tokenizer)
+    options: dict[str, Any] = {"max_tokens": 2, "threads": 1, "env_workers": 0, "success": 1.0}
+    found = posttrain.evaluate(rows(5), flaky, str(tmp_path / "start"), samples=2, k=(1, 2), **options)
+    invalid, fewer = found.notes
+    assert found.invalid == 2 and invalid.startswith(f"{tmp_path / 'start'}: 2 of 10 rewards were invalid")
+    assert "over the others alone; the first: ValueError: no such unit" in invalid
+    assert "reward over 4, accuracy over 4, pass@1 over 4, pass@2 over 4 of 5 tasks" in fewer
+    calls: dict[str, int] = {}
+
+    def every_other(task: Any, reply: str) -> Any:
+        calls[task["id"]] = calls.get(task["id"], 0) + 1
+        return 1.0 if calls[task["id"]] % 2 else posttrain.Invalid("even")
+
+    found = posttrain.evaluate(rows(3), every_other, str(tmp_path / "start"), samples=2, k=(1, 2), **options)
+    assert "pass@2 left out: no task has more than 1 valid rewards" in found.notes
+    assert found.figures["pass@1"]["tasks"] == 3 and "pass@2" not in found.figures

@@ -26,7 +26,7 @@ RIVALS = (Rival("5m"), Rival("27m"))
 SERVED: dict[str, dict[str, Any]] = {
     **{f"sampling, {case}": {"do": "sample", "case": case} for case in CASES},
     "update": {"do": "update"},
-    "sampling, 8 replies of 16 to a prompt of 1,024": {"do": "prompt", "length": 1024, "reply": 16, "group": 8},
+    "sampling, 8 replies of 16 to a prompt of 900": {"do": "prompt", "length": 900, "reply": 16, "group": 8},
 }
 """Piece of work -> what is asked of a side that serves."""
 

@@ -57,7 +57,7 @@ def _of_ratio(row: Algorithm) -> str:
     """What one update per step makes of the ratio."""
     if not (row.on_policy and row.surrogate.uses_ratio):
         return ""
-    return "; r is exactly 1" + (", so the clip has no effect" if row.surrogate.clips else "")
+    return " (so r is exactly 1" + (" and nothing is clipped)" if row.surrogate.clips else ")")
 
 
 def objective(row: Algorithm) -> str:
@@ -94,11 +94,15 @@ def differences(row: Algorithm, other: Algorithm) -> list[str]:
     return found
 
 
+def cited(row: Algorithm) -> str:
+    """The paper of a row without what it is about."""
+    found = re.search(r"\((.*)\)", row.paper)
+    return found[1] if found else row.paper
+
+
 def line(row: Algorithm) -> str:
     """The row as one line of the README's table: name and page, idea, paper."""
-    cited = re.search(r"\((.*)\)", row.paper)
-    paper = cited[1] if cited else row.paper
-    linked = re.sub(r"(?:arXiv )?\b(\d{4}\.\d{5})", r"[\g<0>](https://arxiv.org/abs/\1)", paper)
+    linked = re.sub(r"(?:arXiv )?\b(\d{4}\.\d{5})", r"[\g<0>](https://arxiv.org/abs/\1)", cited(row))
     return f"| [`{row.name}`](docs/algorithms/{row.name}.md) | {row.idea} | {linked} |"
 
 

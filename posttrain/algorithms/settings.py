@@ -47,9 +47,10 @@ def change(row: Algorithm, settings: Mapping[str, Any]) -> Algorithm:
 
     Whole parts are chosen first, then made or removed, then changed, so the order of settings does not matter.
 
-    Raises UserError, in one line, for a name that does not exist, a value that does not fit, and a flag whose setting no
-    part of the row has.
+    Raises UserError, in one line, for a name that does not exist, a value that does not fit, a flag whose setting no
+    part of the row has, and one setting with two values.
     """
+    _refuse_two_values(settings)
     for name in sorted(settings, key=_rank):
         flag = flags().get(name.replace("-", "_"))
         if flag is None:
@@ -63,6 +64,18 @@ def change(row: Algorithm, settings: Mapping[str, Any]) -> Algorithm:
         for place in there:
             row = _assigned(row, place, settings[name], told, ".".join(place))
     return row
+
+
+def _refuse_two_values(settings: Mapping[str, Any]) -> None:
+    """Raise UserError where a setting is given by its flag and by its place, with different values."""
+    by_name = {name.replace("-", "_"): name for name in settings}
+    for plain, name in by_name.items():
+        flag = flags().get(plain)
+        for place, _ in flag.places if flag else ():
+            other = by_name.get(".".join(place).replace("-", "_"))
+            if other not in (None, name) and str(settings[other]) != str(settings[name]):
+                told = f"--{plain.replace('_', '-')} {settings[name]} and --set {other}={settings[other]}"
+                raise UserError(f"{told} are the same setting: leave one of them out")
 
 
 @cache
@@ -81,6 +94,22 @@ def flags() -> dict[str, Flag]:
 def settings_of(row: Algorithm) -> dict[str, Any]:
     """Every setting that a row has: place -> value; of a whole part that can be chosen, its name."""
     return dict(_values(row, ()))
+
+
+def check_parts(row: Algorithm) -> None:
+    """Raise UserError where a row of a user's own holds something else than the parts that it is made of."""
+    for f in dataclasses.fields(row):
+        value, hint = getattr(row, f.name), _hints(Algorithm)[f.name]
+        kind, several = _part_in(hint)
+        if kind is None or (value is None and type(None) in get_args(hint)):
+            continue
+        if (
+            not all(isinstance(part, kind) for part in value)
+            if isinstance(value, tuple)
+            else several or not isinstance(value, kind)
+        ):
+            wanted = f"a tuple of parts of kind {kind.__name__}" if several else f"a part of kind {kind.__name__}"
+            raise UserError(f"{row.name}: {f.name} must be {wanted}, not {value!r:.60}")
 
 
 def check_ranges(row: Algorithm) -> None:
@@ -267,10 +296,12 @@ def _read(value: Any, hint: Any, known: Knob, told: str) -> Any:
     return new
 
 
-def _is_absent(value: Any, known: Knob) -> bool:
+def _is_absent(value: Any, known: Knob, hint: Any) -> bool:
     """Whether this value says that the part is not there at all."""
     if known.absent is NEVER:
         return False
+    if value is None or (isinstance(value, str) and value.lower() == "none"):
+        return type(None) not in get_args(hint)  # None is no value of the setting itself
     if isinstance(known.absent, str):
         return bool(value == known.absent)
     try:
@@ -286,7 +317,7 @@ def _in_one(current: Any, kind: type[Part], place: Sequence[str], value: Any, to
     fields = _fields(owner)
     if len(place) == 1 and name in fields:
         known = knob_of(fields[name])
-        if _is_absent(value, known):
+        if _is_absent(value, known, _hints(owner)[name]):
             return None
         if current is None and known.creates:
             current = owner()

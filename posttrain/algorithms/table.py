@@ -9,6 +9,7 @@ from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay
 from posttrain.algorithms.penalty import KL, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining
 from posttrain.algorithms.ratio import Causal, OverSequence, PessimisticClip, SequenceValueTokenGradient
+from posttrain.algorithms.settings import check_parts
 from posttrain.algorithms.shaping import SoftOverlong
 from posttrain.algorithms.surrogate import Clip, ExpectedQ, ImportanceRatio, LogProbability, WeightedLogProbability
 from posttrain.learners.natural import TrustRegion
@@ -140,7 +141,7 @@ _ROWS = (
         shaping=(SoftOverlong(),),
         minibatches=16,
         stated="16, arXiv 2503.14476, section 4.1",
-        idea="Clip-higher, dynamic sampling, token mean, overlong penalty",
+        idea="Clip-higher, dynamic sampling, token mean, soft overlong",
     ),
     Algorithm(
         "gspo",
@@ -270,7 +271,7 @@ _ROWS = (
         imitation=Imitation(0.1),
         minibatches=16,
         stated="16, arXiv 2504.05118, section 5.1",
-        idea="Pre-trained critic, length-adaptive GAE, imitation of successes",
+        idea="Pre-trained critic, length-adaptive GAE, imitation",
     ),
     Algorithm(
         "sac",
@@ -297,10 +298,11 @@ def find(name: str) -> Algorithm:
     if ":" in name:
         row = load_named(name)
         if not isinstance(row, Algorithm):
-            raise UserError(
-                f"{name} is {row!r:.80}, not a row: make it an Algorithm(...) of posttrain.algorithms.policy"
-            )
+            given = f"the class {row.__name__}" if isinstance(row, type) else f"{row!r:.80}"
+            raise UserError(f"{name} is {given}, not a row: make it an Algorithm(...) of posttrain.algorithms.policy")
+        check_parts(row)
         return row
     raise UserError(
-        f"unknown algorithm {name!r}{near(name, TABLE)}; there are {', '.join(TABLE)}; your own is my.py:row"
+        f"unknown algorithm {name!r}{near(name.lower(), TABLE).rstrip('?')}; "
+        f"there are {', '.join(TABLE)}; your own is my.py:row"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields
 from json import dumps
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
@@ -99,8 +100,6 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
         print(f"difference in {name}, task by task: {_interval(difference)} (95% interval)")
     for note in found.notes:
         print(note)
-    if found.invalid:
-        print(f"{found.invalid} rewards were invalid and left out")
     if config.out:
         evaluation.save(found, Path(config.out))
     return 0
@@ -131,7 +130,7 @@ def chat(
 
 
 def algorithms(name: str | None = None, *, json: bool = False, pages: str | None = None) -> int:
-    """The table of algorithms, or one of them: formula, parts with their sources, what differs from grpo, settings.
+    """The algorithms with their ideas, or one of them: formula, parts with their sources, what differs from grpo, settings.
 
     Parameters
     ----------
@@ -142,7 +141,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
     pages
         Write a page for every row into this folder.
     """
-    from posttrain.algorithms.describe import SYMBOLS, as_data, describe, differences, page, settings
+    from posttrain.algorithms.describe import SYMBOLS, as_data, cited, describe, differences, page, settings
     from posttrain.algorithms.table import TABLE, find
     from posttrain.runs.printing import table
 
@@ -165,12 +164,12 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
         print("\n".join(f"    {line}" for line in settings(rows[0])))
         print(SYMBOLS)
     else:
-        columns = ["name", "advantage", "objective per token", "weight of a token", "paper"]
-        table(
-            "Algorithms",
-            columns,
-            [[r.name, r.advantage.formula, r.surrogate.formula, r.aggregate.formula, r.paper] for r in rows],
-        )
+        ideas = [[r.name, r.idea] for r in rows]
+        whole = [[r.name, r.idea, cited(r)] for r in rows]
+        widest = sum(max(map(len, column)) for column in zip(*whole, strict=True)) + 8  # between and beside the columns
+        fits = get_terminal_size().columns >= widest
+        title = "Algorithms (one of them in full: posttrain algorithms NAME)"
+        table(title, ["name", "idea", "paper"] if fits else ["name", "idea"], whole if fits else ideas)
     return 0
 
 

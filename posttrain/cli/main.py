@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -23,9 +24,11 @@ from posttrain.types import UserError
 if TYPE_CHECKING:
     from posttrain.runs.output import Output
 
+LONGEST = 450  # characters of a message
 TEMPLATES = ("--prompt-template", "--response-template")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}
 """What stands after a backslash in a template on the command line; any other backslash stays as it is."""
+_FRACTION = re.compile(r"[+-]?\d*\.\d+(e[+-]?\d+)?|[+-]?\d+\.\d*", re.IGNORECASE)
 _ESCAPE = re.compile(r"\\([ntr\\{}])")
 
 app = App(
@@ -43,7 +46,7 @@ for _name, _function, _help in (
     ("rl", "rl", "Reinforcement learning from a reward function, a verifier or an environment."),
     ("eval", "evaluate", "Mean reward, accuracy and pass@k on a set of tasks; --against compares two checkpoints."),
     ("chat", "chat", "Talk to a checkpoint (to one without a chat template: give it text to continue)."),
-    ("algorithms", "algorithms", "The table of algorithms, or one of them in plain mathematics."),
+    ("algorithms", "algorithms", "The algorithms and the idea of each, or one of them in plain mathematics."),
     ("check", "check", "Run a reward or an environment against sample replies, before any training."),
     ("reproduce", "reproduce", "Test what a paper claims in a small experiment: table, plot, verdict with intervals."),
 ):
@@ -54,7 +57,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        result = app(_unescaped(_recipe(words)), exit_on_error=False, print_error=False, result_action="return_value")
+        result = app(
+            _unescaped(_refuse_fractions(_recipe(words))),
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_value",
+        )
         return result if isinstance(result, int) else 0
     except (UserError, CycloptsError) as error:
         said = " ".join(str(error).split())
@@ -62,16 +70,28 @@ def main(arguments: list[str] | None = None) -> int:
             said = f"unknown option {error.token.keyword}{_suggested(str(error.token.keyword), words[0])}"
         if isinstance(error, CoercionError) and get_origin(error.target_type) is dict and error.token is not None:
             said += f" Name one entry at a time: {error.token.keyword}.NAME VALUE"
-        print("posttrain:", said, file=sys.stderr)
+        print("posttrain:", _presentable(said), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("posttrain: stopped", file=sys.stderr)
         return 130
+    except SystemExit as error:  # nothing of ours calls it
+        print(f"posttrain: code of yours ended the process (sys.exit({error.code!r})): let it return", file=sys.stderr)
+        return 2
+
+
+def _presentable(said: str) -> str:
+    """What is written in any encoding, and read: whatever a user wrote may be in it."""
+    said = said.encode("utf-8", "backslashreplace").decode()
+    return said if len(said) <= LONGEST else f"{said[: LONGEST * 2 // 3]} ... {said[-LONGEST // 3 :]}"
 
 
 def entry() -> None:
     """The command as a process. Streams that are closed, full, or of a narrow encoding never end a run."""
     out = _prepare_streams()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # training has handlers of its own
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     code = main()
     out.flush()
     lost = getattr(out.lost, "errno", None)
@@ -113,6 +133,30 @@ def _recipe(arguments: list[str]) -> list[str]:
             _take_defaults(Path(path), arguments[0])
             return arguments[:place] + rest
     return arguments
+
+
+def _refuse_fractions(arguments: list[str]) -> list[str]:
+    """The arguments, if no whole number among them is written as a fraction, which would be rounded."""
+    whole = _whole_numbers(arguments[0]) if arguments else frozenset()
+    for before, word in pairwise(["", *arguments]):
+        name, equals, value = word.partition("=")
+        name, value = (name, value) if equals and name.startswith("--") else (before, word)
+        if name.startswith("--") and name[2:].replace("-", "_") in whole and _FRACTION.fullmatch(value):
+            raise UserError(f"{name} is a whole number, not {value}")
+    return arguments
+
+
+def _whole_numbers(verb: str) -> frozenset[str]:
+    """The options of a verb that are whole numbers."""
+    from typing import get_args, get_type_hints
+
+    from posttrain.algorithms.settings import flags
+    from posttrain.config import VERBS
+
+    if verb not in VERBS:
+        return frozenset()
+    kinds = get_type_hints(VERBS[verb]) | ({n: f.type for n, f in flags().items()} if verb == "rl" else {})
+    return frozenset(name for name, kind in kinds.items() if kind is int or int in get_args(kind))
 
 
 def _unescaped(arguments: list[str]) -> list[str]:
@@ -162,7 +206,10 @@ def _read_recipe(file: Path) -> dict[str, Any]:
             raise UserError(
                 f"{file}: [{table:.60}] is not a table of a recipe; there are {', '.join(f'[{v}]' for v in VERBS)}"
             )
+        whole = _whole_numbers(table)
         for name in options:
+            if name.replace("-", "_") in whole and isinstance(options[name], float):
+                raise UserError(f"{file}: [{table}] {name} is a whole number, not {options[name]:g}")
             if name.replace("-", "_") not in _known(table):
                 raise UserError(f"{file}: [{table}] has an unknown option {name!r:.60}{_suggested(name, table)}")
         if not isinstance(options.get("settings", {}), dict):

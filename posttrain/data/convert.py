@@ -10,7 +10,7 @@ import json
 import string
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -29,6 +29,7 @@ Pattern = list[tuple[str, str | None]]  # a template: literal text, and the colu
 Convert = Callable[[Row], Task | None]
 
 ROLES = ("system", "user", "assistant", "tool")
+READ = ("id", "prompt", "messages", "response", "completion", "stop")  # columns that are read wherever they stand
 REPLIES = ("response", "completion")  # what a row may call the text to imitate; the second is TRL's word
 SCALARS = {str, int, float, bool, type(None)}
 quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii  # a text as JSON
@@ -53,6 +54,11 @@ class Conversion:
     need: Sequence[str] = ("prompt",)
 
     @cached_property
+    def kept(self) -> frozenset[str]:
+        """Columns that a task has under their old names too, for the user's code. They are no part of its identity."""
+        return frozenset() if self.convert else frozenset(self.fields.values()) - {*self.fields, *READ}
+
+    @cached_property
     def patterns(self) -> dict[str, Pattern]:
         templates = {"prompt": self.prompt_template, "response": self.response_template}
         return {key: _parse_template(text, f"{key}_template") for key, text in templates.items() if text is not None}
@@ -69,7 +75,10 @@ class Conversion:
             task = _filled(task, self.patterns)
         if "response" in self.need:
             task = _with_reply(task)
-        return _met(_checked(task), self.need)
+        task = _met(_checked(task), self.need)
+        if "prompt" in self.need and "response" not in self.need:  # an environment of one turn, which asks with it
+            _check_stop(task.get("stop"))
+        return task
 
     def plain(self, rows: Sequence[Row]) -> Plain | None:
         """What the keys of rows are that are tasks as they stand; None where some may not be.
@@ -78,7 +87,7 @@ class Conversion:
         columns of text and numbers, those that are needed all of text that is not blank.
         """
         columns = self._columns(rows)
-        if columns is None or self.convert is not None or self.patterns or "messages" in columns:
+        if columns is None or self.convert is not None or self.patterns or {"messages", "stop"} & columns.keys():
             return None
         kinds = {name: set(map(type, values)) for name, values in columns.items()}
         texts = {name for name, kind in kinds.items() if kind == {str}}
@@ -125,11 +134,11 @@ class Conversion:
         return words or "the environment makes the prompts"
 
     def _renamed(self, row: Row) -> Row:
-        """The row with the names of `fields`. A converter finds its columns under their old names too."""
+        """The row with the names of `fields`. The columns stay under their old names too: see `kept`."""
         for column in self.fields.values():
             if column not in row:
                 raise UserError(no_column(column, row))
-        moved = set(self.fields) if self.convert else {*self.fields, *self.fields.values()}
+        moved = set(self.fields) if self.convert else {*self.fields, *self.fields.values()} - self.kept
         return {key: row[column] for key, column in self.fields.items()} | {
             name: value for name, value in row.items() if name not in moved
         }
@@ -141,10 +150,12 @@ class Conversion:
         return code and digest(code, *options)
 
 
-def identified(task: Task) -> Task:
-    """The task with its id: the row's own as text, or a hash of all its columns."""
+def identified(task: Task, copies: Set[str] = frozenset()) -> Task:
+    """The task with its id: the row's own as text, or a hash of all its columns but these copies of others."""
     id, rest = own_id(task), {key: value for key, value in task.items() if key != "id"}
-    return {"id": _hash(rest) if id is None else id, **rest}
+    if id is None:
+        id = _hash({key: value for key, value in rest.items() if key not in copies} if copies else rest)
+    return {"id": id, **rest}
 
 
 def own_id(task: Task) -> str | None:
@@ -154,16 +165,19 @@ def own_id(task: Task) -> str | None:
         return None
     if isinstance(id, bool) or not isinstance(id, str | int):
         raise UserError(f"the id must be text or a whole number, and is a {type(id).__name__}")
-    return str(id)
+    try:
+        return _text(id if isinstance(id, str) else str(id), "the id")
+    except ValueError as error:  # a number of thousands of digits
+        raise error if isinstance(error, UserError) else UserError("the id is too long a number") from error
 
 
-def key_of(task: Task) -> int:
+def key_of(task: Task, copies: Set[str] = frozenset()) -> int:
     """A number that is equal for tasks with equal ids, except where one of them is its row's own; cheaper than an id."""
     id = own_id(task)
     if id is not None:
         return hash(id)
     try:
-        names = sorted(name for name in task if name != "id")
+        names = sorted(name for name in task if name != "id" and name not in copies)
         return hash((tuple(names), *(_written(task[name]) for name in names)))
     except TypeError as error:
         raise UserError(f"{error}; give the rows an id") from error
@@ -187,7 +201,9 @@ def _converted(row: Row, convert: Convert) -> Task | None:
         task = convert(row)
     except UserError:
         raise
-    except Exception as error:  # the function may be the user's and fail in any way; what helps is to know the row
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the function may be the user's and fail in any way; what helps is to know the row
         problem = f"{type(error).__name__}: {one_line(error)}"
         if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in row:
             problem = no_column(error.args[0], row)
@@ -251,8 +267,10 @@ def _checked(task: Task) -> Task:
         task = {key: value for key, value in task.items() if value is not None or key not in ("prompt", "messages")}
     if isinstance(task.get("prompt"), list):
         task = {key: value for key, value in task.items() if key != "prompt"} | {"messages": task["prompt"]}
-    if "prompt" in task and not _text(task["prompt"], "prompt").strip():
-        raise UserError("the prompt is empty")
+    if "prompt" in task:
+        task = {**task, "prompt": (prompt := _text(task["prompt"], "prompt"))}
+        if not prompt.strip():
+            raise UserError("the prompt is empty")
     if "messages" in task:
         task = {**task, "messages": _messages(task["messages"])}
     return task
@@ -267,15 +285,29 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
             raise UserError(f'message {number} must be an object with "role" and "content"')
         if message["role"] not in ROLES:
             raise UserError(f"message {number}: role {message['role']!r} is not one of {', '.join(ROLES)}")
-        _text(message["content"], f"message {number}: content")
+        message = {**message, "content": _text(message["content"], f"message {number}: content")}
         # Table formats give every message the keys of all; templates ask whether a key is there, so nulls must go.
         checked.append({key: value for key, value in message.items() if value is not None})
     return checked
 
 
+def _check_stop(stop: Any) -> None:
+    """Null, or one stop string or several, as a turn may have them."""
+    if stop is None:
+        return
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple):
+        raise UserError(f"stop must be text or a list of texts, not {type(stop).__name__}; leave it out for none")
+    for each in stops:
+        if not _text(each, "stop" if stops is not stop else "each stop"):
+            raise UserError("stop holds an empty text, at which every reply would end; leave it out for none")
+
+
 def _text(value: Any, name: str) -> str:
+    """It as a plain string: what a converter made may be of a class with methods of its own."""
     if not isinstance(value, str):
         raise UserError(f"{name} must be text, and is a {type(value).__name__}")
+    value = str.__str__(value)
     if not _is_text(value):
         raise UserError(f"{name} holds half a surrogate pair, which is not a character; remove it")
     return value
@@ -303,11 +335,12 @@ def _met(task: Task, need: Sequence[str]) -> Task:
             raise UserError("the messages end with an assistant turn; drop it, the model is to write it")
         return {key: value for key, value in task.items() if key != "prompt"}
     if missing:
-        has = ", ".join(key for key, value in task.items() if not _blank(value)) or "nothing"
+        there = [str(key)[:40] for key, value in task.items() if not _blank(value)]
+        has = ", ".join([*there[:12], *(["..."] if len(there) > 12 else [])]) or "nothing"
         named = " ".join(f"--fields.{name} COLUMN" for name in missing)
         raise UserError(f"no {' and no '.join(missing)}; the row has: {has}; say which column it is: {named}")
     if "response" in need:
-        _text(task["response"], "response")
+        task = {**task, "response": _text(task["response"], "response")}
     if "messages" in task and "prompt" in task:
         task = {key: value for key, value in task.items() if key != "messages"}
     return task
@@ -319,7 +352,10 @@ def _hash(value: Any) -> str:
 
 
 def _dumps(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=_json)
+    try:
+        return json.dumps(value, sort_keys=True, default=_json)
+    except (ValueError, RecursionError) as error:
+        raise UserError("a value holds itself, or lists within lists without end: rows hold plain values") from error
 
 
 def _written(value: Any) -> str:
@@ -355,4 +391,4 @@ def _name(function: Any) -> str:
 
 
 def _blank(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip())
+    return value is None or (isinstance(value, str) and not str.strip(value))

@@ -9,12 +9,14 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.types import UserError
+from posttrain.user_code import message_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -72,18 +74,62 @@ def read_parquet(path: Path, size: int) -> tuple[pa.Schema, Callable[[], Iterato
     def batches() -> Iterator[pa.RecordBatch]:
         try:
             with parquet.ParquetFile(path) as file:
+                first = 0
                 for batch in file.iter_batches(batch_size=size):
-                    columns = [_as(field.type, column) for field, column in zip(schema, batch.columns, strict=True)]
-                    yield pa.RecordBatch.from_arrays(columns, schema=schema)
+                    yield _plainly(batch, schema, f"{path.name} row ", first)
+                    first += batch.num_rows
         except (pa.ArrowException, OSError) as error:
             raise refused(error) from error
 
     try:
         stored = parquet.read_schema(path)
-    except (pa.ArrowException, OSError) as error:
+        schema = pa.schema([(field.name, _plain(field.type)) for field in stored])
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: the name of a column
         raise refused(error) from error
-    schema = pa.schema([(field.name, _plain(field.type)) for field in stored])
+    if twice := sorted({name for name in schema.names if schema.names.count(name) > 1}):
+        raise UserError(f"{path.name} has the column {twice[0]!r} twice; rename one")
     return schema, batches
+
+
+def rows_of(batch: pa.RecordBatch, prefix: str, first: int) -> list[Row]:
+    """The rows of a batch, of which `first` stand before it; `prefix` is what stands before the number of a row."""
+    columns = [
+        _values(column, name, prefix, first) for name, column in zip(batch.schema.names, batch.columns, strict=True)
+    ]
+    return [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _plainly(batch: pa.RecordBatch, schema: pa.Schema, prefix: str, first: int) -> pa.RecordBatch:
+    """The batch with the types of `schema`: those of its own without dictionaries."""
+    import pyarrow as pa
+
+    columns = [
+        column if column.type == field.type else pa.array(_values(column, field.name, prefix, first), field.type)
+        for field, column in zip(schema, batch.columns, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _values(column: pa.Array, name: str, prefix: str, first: int) -> list[Any]:
+    """A column as Python's values. Raises UserError with the first row whose value cannot be one."""
+    try:
+        values: list[Any] = column.to_pylist()
+        return values
+    except Exception as error:  # of Arrow's types, Python's, or those of whoever made the file: each in its own way
+        for number, value in enumerate(column, first + 1):
+            read_value(value, name, f"{prefix}{number}")
+        raise UserError(f"{prefix}{first + 1}: column {name} cannot be read: {one_line(error)}") from error
+
+
+def read_value(value: pa.Scalar, column: str, where: str) -> Any:
+    """A value of Arrow's as one of Python's."""
+    try:
+        return value.as_py()
+    except Exception as error:  # as above
+        fix = "write it as text or a number"
+        raise UserError(
+            f"{where}: column {column} has a value that Python cannot hold: {one_line(error)}; {fix}"
+        ) from error
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
@@ -95,12 +141,6 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_struct(kind):
         return pa.struct([(field.name, _plain(field.type)) for field in kind])
     return pa.list_(_plain(kind.value_type)) if pa.types.is_list(kind) else kind
-
-
-def _as(kind: pa.DataType, column: pa.Array) -> pa.Array:
-    import pyarrow as pa
-
-    return column if column.type == kind else pa.array(column.to_pylist(), kind)
 
 
 def _lines(path: Path) -> Iterator[Text]:
@@ -187,5 +227,7 @@ TEXTS: dict[str, tuple[Callable[[Path], Iterator[Text]], str]] = {
 READ = (*TEXTS, ".parquet")
 
 
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def one_line(error: BaseException) -> str:
+    """An exception's message as part of one: no line ends, no number that only the system understands."""
+    text = re.sub(r"\[Errno \d+\] ", "", " ".join(message_of(error).split()))
+    return text if text and " object at 0x" not in text else type(error).__name__

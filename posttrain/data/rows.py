@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,9 +29,12 @@ from posttrain.data.files import (
     parse_row,
     read_parquet,
     read_texts,
+    read_value,
+    rows_of,
 )
 from posttrain.data.store import Table, digest, fingerprint, keep_table
 from posttrain.types import UserError
+from posttrain.user_code import describe_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -84,16 +88,17 @@ class Columns:
 
     def __getitem__(self, index: int, /) -> Row:
         whole = self.table.whole
-        return {name: column[index].as_py() for name, column in zip(whole.column_names, whole.columns, strict=True)}
+        pairs = zip(whole.column_names, whole.columns, strict=True)
+        return {name: read_value(column[index], name, self.where(index)) for name, column in pairs}
 
     def where(self, index: int) -> str:
         return f"{self.prefix}{index + 1}"
 
     def blocks(self) -> Iterator[list[Row]]:
+        first = 0
         for batch in self.table.batches(BLOCK):
-            names = batch.schema.names
-            columns = [column.to_pylist() for column in batch.columns]
-            yield [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+            yield rows_of(batch, self.prefix, first)
+            first += batch.num_rows
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,13 @@ def load_rows(
         name, rows = path.name, _of_files([path], limit)
     elif path.is_dir():
         name, rows = str(source), _in_folder(path, split, limit)
+    elif os.path.lexists(path):
+        kind = (
+            "a link that leads to no file"
+            if path.is_symlink()
+            else "a pipe or a device, and rows are read more than once"
+        )
+        raise UserError(f"{source} is {kind}: name a file of rows, such as train.jsonl")
     else:
         name, rows = str(source), _on_hub(source, path, split, limit)
     if not len(rows):
@@ -199,7 +211,14 @@ def _in_memory(source: Iterable[Mapping[str, Any]], split: str | None, limit: in
         )
     if split is not None:
         raise UserError(f"rows in memory have no split {split!r}; leave split out")
-    rows = [check_row(row, f"row {number}") for number, row in enumerate(islice(source, limit), 1)]
+    rows: list[Row] = []
+    try:
+        for row in islice(source, limit):
+            rows.append(check_row(row, f"row {len(rows) + 1}"))
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a generator is the user's and may fail in any way, or call exit()
+        raise UserError(f"what makes the rows failed after {len(rows)}: {describe_error(error, None)}") from error
     return Rows([Listed(rows, "row ", range(1, len(rows) + 1))])
 
 
@@ -298,7 +317,9 @@ def _batches(texts: Iterator[Text], schema: pa.Schema) -> Iterator[pa.RecordBatc
 def _of_parquet(path: Path, limit: int | None, key: str | None) -> Part:
     schema, batches = read_parquet(path, BLOCK)
     if key is None:
-        rows = list(islice((row for batch in batches() for row in batch.to_pylist()), limit))
+        rows: list[Row] = []
+        for batch in _first(batches(), limit):
+            rows += rows_of(batch, f"{path.name} row ", len(rows))
         return Listed(rows, f"{path.name} row ", range(1, len(rows) + 1))
     return Columns(keep_table(key, schema, lambda: _first(batches(), limit)), f"{path.name} row ")
 

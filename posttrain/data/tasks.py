@@ -93,7 +93,7 @@ class Tasks(Sequence[Task]):
             task = self.conversion(row)
             if task is None:
                 raise UserError("this row was not left out before: row_to_task must depend on the row alone")
-            return identified(task)
+            return identified(task, self.conversion.kept)
         except UserError as error:
             raise UserError(f"{self.rows.where(number)}: {error}") from error
 
@@ -162,12 +162,14 @@ class Stream(Sequence[Task]):
                     number += 1
                     row = check_row(given, "it")
                     task = self.conversion(row)
-                    if task is not None and self.keep(task := identified(task)):
+                    if task is not None and self.keep(task := identified(task, self.conversion.kept)):
                         kept += 1
                         yield number, row, task
             except UserError as error:
                 raise UserError(f"row {number}: {error}") from error
-            except Exception as error:  # the function is the user's and may fail in any way
+            except (KeyboardInterrupt, GeneratorExit):
+                raise
+            except BaseException as error:  # the function is the user's and may fail in any way, or call exit()
                 raise UserError(f"what makes the rows failed after {number}: {describe_error(error, None)}") from error
             if kept == before:
                 raise UserError(f"what makes the rows ended after {number}, and none of them makes a task")
@@ -186,7 +188,8 @@ def to_tasks(
     """Make each row a Task, in this order.
 
     1. `fields` renames: {"prompt": "question"} makes the column "question" the key "prompt", in place of a
-       column already called so; other columns are kept. `convert` gets the column under both names.
+       column already called so. The column stays under its old name too, except where that name is read here
+       ("id", "prompt", "messages", "response", "completion", "stop"). Other columns are kept.
     2. `convert` makes the row a task, or returns None to leave it out (counted in `.left_out`). Where a response is
        needed, tasks without one are left out too: a problem without a worked solution is not a demonstration.
     3. Templates such as "Question: {question}\nAnswer:" make "prompt" and "response" of the columns there are now.
@@ -342,10 +345,10 @@ def _each(rows: Rows, conversion: Conversion, block: Sequence[Row], first: int, 
             task = conversion(row)
             if task is None:
                 continue
-            keys.append(key_of(task))
+            keys.append(key_of(task, conversion.kept))
             own.append(own_id(task) is not None)
             if split_seed is not None:
-                asked.append(question(task) or quoted(identified(task)["id"]))
+                asked.append(question(task) or quoted(identified(task, conversion.kept)["id"]))
         except UserError as error:
             raise UserError(f"{rows.where(number)}: {error}") from error
         at.append(number)
@@ -368,11 +371,15 @@ def _without_repetitions(tasks: Tasks, keys: Integers, own: NDArray[np.bool_]) -
         elif own[place] or own[first[id]]:
             other = tasks.where(first[id])
             raise UserError(
-                f"{tasks.where(place)}: id {id!r} is already that of {other}; give every row an id of its own"
+                f"{tasks.where(place)}: id {_shown(id)} is already that of {other}; give every row an id of its own"
             )
         else:
             kept[place] = False
     return kept
+
+
+def _shown(id: str) -> str:
+    return repr(id) if len(id) <= 60 else f"{id[:60]!r}... ({len(id):,} characters)"
 
 
 def _asked(task: Task) -> str:

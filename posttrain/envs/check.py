@@ -2,11 +2,13 @@
 
 Each task is played with its own answer, if it has one, and with replies of the kinds that models do produce: nothing,
 junk, very much, other scripts. Each case is played twice. An environment is in order if every case has a reward, the
-rewards differ, and the second time gives what the first gave.
+second time gives what the first gave, and a right reply earns another reward than a wrong one. Where no right reply is
+known, equal rewards are told and not judged.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ STANDARD = {
     "unicode": "答えは４２ です \N{GRINNING FACE} \u0661\u0662 \u200b\x00 \N{LATIN SMALL LETTER E WITH ACUTE}",
 }
 TASKS = 4  # more only take longer to read
+OWN = ("response", "answer")  # what a task may call its right reply
+SHOWN = 2  # turns of an episode that are printed beside the first
 TURNS = 8  # the reply is repeated that often; many environments wait for a word that it does not contain
 
 
@@ -34,6 +38,7 @@ class Case:
     reply: str
     shown: tuple[str, ...]  # what the environment showed, turn by turn
     result: Done | None  # None: it still asked after `TURNS` turns
+    steps: tuple[float, ...]  # rewards of its turns
     seconds: float  # of its slowest call
     repeats: bool  # whether the second time went the same way
 
@@ -43,6 +48,12 @@ class Report:
     """The cases in the order they were played, task by task."""
 
     cases: tuple[Case, ...]
+    given: bool = False  # whether the replies are the user's own
+
+    @property
+    def known(self) -> bool:
+        """Whether one of the replies is a task's own, which ought to be right."""
+        return any(case.kind in OWN for case in self.cases)
 
     @property
     def invalid(self) -> list[Case]:
@@ -50,8 +61,8 @@ class Report:
 
     @property
     def rewards(self) -> list[float]:
-        found = [case.result.reward for case in self.cases if case.result]
-        return [reward for reward in found if not isinstance(reward, Invalid)]
+        """What training counts of each case with a valid reward: step rewards included."""
+        return [total for case in self.cases if (total := _total(case)) is not None]
 
     @property
     def constant(self) -> bool:
@@ -60,24 +71,30 @@ class Report:
             return False  # a different complaint
         by_task: dict[str, set[float]] = {}
         for case in self.cases:
-            if case.result and not isinstance(case.result.reward, Invalid):
-                by_task.setdefault(case.task, set()).add(case.result.reward)
+            if (total := _total(case)) is not None:
+                by_task.setdefault(case.task, set()).add(total)
         return len({case.kind for case in self.cases}) > 1 and all(len(seen) == 1 for seen in by_task.values())
 
     @property
     def ok(self) -> bool:
-        return bool(self.rewards) and not self.invalid and not self.constant and all(c.repeats for c in self.cases)
+        useless = self.constant and self.known
+        return bool(self.rewards) and not self.invalid and not useless and all(c.repeats for c in self.cases)
 
     def lines(self) -> list[str]:
         """The cases, then what they amount to."""
         lines: list[str] = []
         task = None
+        told: set[str] = set()  # what was expected instead of what is invalid
         for case in self.cases:
             if case.task != task:
                 task = case.task
                 lines.append(f"task {task}: {_cut(case.shown[0], 90) if case.shown else 'shows nothing'}")
-            lines.append(f"  {case.kind:<12} {_cut(case.reply, 30):<32} {_outcome(case)}   {_duration(case.seconds)}")
-            lines.extend(f"  {'':<12} then shows {_cut(text, 90)}" for text in case.shown[1:3])
+            lines.append(
+                f"  {case.kind:<12} {_cut(case.reply, 30):<32} {_outcome(case, told)}   {_duration(case.seconds)}"
+            )
+            lines.extend(f"  {'':<12} then shows {_cut(text, 90)}" for text in case.shown[1 : 1 + SHOWN])
+            if more := len(case.shown) - 1 - SHOWN:
+                lines.extend([f"  {'':<12} ... and {more} more"] if more > 0 else [])
         return [*lines, "", *self._verdicts()]
 
     def _verdicts(self) -> list[str]:
@@ -89,7 +106,9 @@ class Report:
             lines.append(f"invalid on {len(self.invalid)} of {total}: {reason}")
         if self.constant:
             same = f" ({self.rewards[0]:g})" if len(set(self.rewards)) == 1 else ""
-            lines.append(f"the reward is the same for every reply{same}: nothing can be learned from it")
+            lines.append(
+                f"the reward is the same for every {'one of these replies' if self.given else 'reply'}{same}{self._advice()}"
+            )
         if different := [case for case in self.cases if not case.repeats]:
             where = f"task {different[0].task}, {different[0].kind}"
             lines.append(
@@ -97,6 +116,8 @@ class Report:
             )
         if unfinished := sum(case.result is None for case in self.cases):
             lines.append(f"still asking after {TURNS} turns on {unfinished} of {total}")
+        if not self.cases:
+            return ["nothing was tried: there are no replies", "not in order"]
         slowest = max(self.cases, key=lambda case: case.seconds)
         lines.append(f"slowest call {_duration(slowest.seconds)} (task {slowest.task}, {slowest.kind})")
         if self.rewards:
@@ -104,6 +125,17 @@ class Report:
             lines.append(f"rewards from {low:g} to {high:g} over {len(self.rewards)} of {total} cases")
         lines.append("in order" if self.ok else "not in order")
         return lines
+
+    def _advice(self) -> str:
+        """What equal rewards amount to."""
+        if self.known:
+            return ": nothing can be learned from it"
+        if self.given:
+            return ": if one of them is right, the reward does not see it"
+        return (
+            ", and no right reply is known for these tasks: name the column that has it with --fields.answer COLUMN, "
+            "or give replies of your own with --replies FILE"
+        )
 
 
 def check(
@@ -131,14 +163,15 @@ def check(
                     repeats = (shown, result) == (shown_again, result_again)
                     slowest = max(slowest, slowest_again)
                 name = str(task.get("id", number))
-                cases.append(Case(name, kind, reply, tuple(map(_text, shown)), result, slowest, repeats))
-    return Report(tuple(cases))
+                steps = tuple(turn.reward for turn in shown if turn.reward)
+                cases.append(Case(name, kind, reply, tuple(map(_text, shown)), result, steps, slowest, repeats))
+    return Report(tuple(cases), replies is not None)
 
 
 def _sample_replies(task: Task, replies: Sequence[str] | None) -> list[tuple[str, str]]:
     if replies is not None:
         return [(f"reply {number}", reply) for number, reply in enumerate(replies, 1)]
-    own = [(key, str(task[key])) for key in ("response", "answer") if isinstance(task.get(key), str | int | float)]
+    own = [(key, str(task[key])) for key in OWN if isinstance(task.get(key), str | int | float)]
     return [*own, *STANDARD.items()]
 
 
@@ -170,14 +203,32 @@ def _text(turn: Turn) -> str:
     return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in turn.messages)
 
 
-def _outcome(case: Case) -> str:
+def _steps(case: Case) -> list[float]:
+    """What the turns and parts of the replies of a finished episode earned besides."""
+    assert case.result is not None
+    return [*case.steps, *(span.reward for span in case.result.spans if span.reward)]
+
+
+def _total(case: Case) -> float | None:
+    """The reward that training counts; None: there is none."""
+    if case.result is None or isinstance(case.result.reward, Invalid):
+        return None
+    return case.result.reward + math.fsum(_steps(case)) + 0.0  # never -0
+
+
+def _outcome(case: Case, told: set[str]) -> str:
+    """`told`: what was already said to be expected; added to."""
     if case.result is None:
         return "no end"
-    reward = case.result.reward
-    if isinstance(reward, Invalid):
-        return f"invalid: {reward.reason}"
-    parts = ", ".join(f"{name} {value:g}" for name, value in case.result.rewards.items())
-    return f"reward {reward:g}" + (f" ({parts})" if parts else "")
+    if isinstance(case.result.reward, Invalid):
+        reason, expected, rest = case.result.reward.reason.partition("; expected ")
+        known = bool(expected) and rest in told
+        told.add(rest)
+        return f"invalid: {reason}" + ("" if known else expected + rest)
+    parts = [f"{name} {value + 0.0:g}" for name, value in case.result.rewards.items()]
+    if steps := _steps(case):
+        parts.append(f"steps {math.fsum(steps) + 0.0:g}")
+    return f"reward {_total(case):g}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def _cut(text: str, width: int) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
-from posttrain.envs.reading import short
-from posttrain.types import Env, Reply, Reward, Task, Turn, UserError, Verdict
-from posttrain.user_code import PRIVATE, describe_error, hint, import_target, importable, split_name
+from posttrain.envs.reading import read_number, short
+from posttrain.types import Env, Invalid, Reply, Reward, Task, Turn, UserError, Verdict
+from posttrain.user_code import PRIVATE, describe_error, hint, import_target, importable, named_in, split_name
 
 BUILTIN = {
     "arithmetic": "posttrain.envs.arithmetic:reward",
@@ -30,9 +30,7 @@ def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
         return _checked(spec, getattr(spec, "__qualname__", repr(spec)))
     target, name = _split(spec)
     module = import_target(target)
-    if not hasattr(module, name):
-        raise UserError(f"{target} has no {name!r}{hint(name, _functions(module))}")
-    return _checked(getattr(module, name), spec)
+    return _checked(named_in(module, name, target, _functions(module)), spec)
 
 
 def load_converter(spec: str | Callable[..., Any]) -> Callable[[Task], Task] | None:
@@ -41,7 +39,10 @@ def load_converter(spec: str | Callable[..., Any]) -> Callable[[Task], Task] | N
         module: ModuleType | None = import_target(_split(spec)[0])
     else:
         module = sys.modules.get(getattr(spec, "__module__", None) or "")
-    return getattr(module, "row_to_task", None)
+    found = getattr(module, "row_to_task", None)
+    if found is not None and not callable(found):
+        raise UserError(f"row_to_task beside the environment is {short(found)}; it must be a function of a row")
+    return found
 
 
 def success_of(spec: str | Callable[..., Any], given: float | None) -> float | None:
@@ -53,7 +54,12 @@ def success_of(spec: str | Callable[..., Any], given: float | None) -> float | N
     else:
         module = sys.modules.get(getattr(spec, "__module__", None) or "")
     found = getattr(module, "SUCCESS", None)
-    return None if found is None else float(found)
+    if found is None:
+        return None
+    number = read_number(found, "SUCCESS is")
+    if isinstance(number, Invalid):
+        raise UserError(f"SUCCESS beside the environment is {short(found)}; it must be a finite number, such as 1.0")
+    return number
 
 
 def is_generator_env(function: Callable[..., Any]) -> bool:
@@ -64,7 +70,7 @@ def is_generator_env(function: Callable[..., Any]) -> bool:
 
 def opening(task: Task) -> Turn:
     """The only turn of a plain reward: the task's messages, or else its prompt."""
-    stop = task.get("stop", ())
+    stop = task.get("stop") or ()  # null: none
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if task.get("messages") is not None:
         return Turn(messages=task["messages"], stop=stop)

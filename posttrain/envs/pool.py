@@ -45,6 +45,7 @@ from posttrain.types import Invalid, InvalidKind, Reply, Task, Turn, UserError
 __all__ = ["Done", "EnvPool", "Event", "Turn"]
 
 IMPORT_SECONDS = 60.0  # for a worker to start and import the environment, which may read an index or a model
+LONGEST_STEP = 86_400.0  # seconds of a limit: the system cannot wait much longer at once
 IMPORT_TRIES = 3  # of a worker that takes the place of a lost one
 CLOSE_SECONDS = 1.0  # for idle workers to leave by themselves
 READ_BYTES = 1 << 18  # at once
@@ -145,6 +146,8 @@ class EnvPool:
             raise UserError(
                 f"workers and memory must be 0 or more and seconds above 0, not {workers}, {memory:g} and {seconds:g}"
             )
+        if seconds > LONGEST_STEP:
+            raise UserError(f"a step may take {LONGEST_STEP:g} seconds, one day, at most, not {seconds:g}")
         self.size = workers
         self.waited = 0.0  # seconds that whoever plays had nothing to do but wait for an answer
         self._name = env if isinstance(env, str) else getattr(env, "__qualname__", type(env).__name__)

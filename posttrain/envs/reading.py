@@ -191,4 +191,8 @@ def short(value: Any) -> str:
         shown = " ".join(repr(value).split())
     except Exception:  # the user's __repr__
         shown = "?"
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself"
+    if shown.startswith("<"):  # an object without a text of its own: where it lies in memory helps nobody
+        return f"a value of type {type(value).__name__}"
     return f"{shown if len(shown) <= 60 else shown[:60] + '...'} ({type(value).__name__})"

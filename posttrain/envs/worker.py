@@ -36,7 +36,6 @@ class Stage:
         self._file = source_file(function)
         self._memory = memory
         self._alone = alone
-        self._caught: tuple[type[BaseException], ...] = (BaseException,) if alone else (Exception, SystemExit)
         self._episodes: dict[int, Generator[Any, Any, Any]] = {}
 
     def start(self, id: int, task: Task) -> Event:
@@ -51,14 +50,20 @@ class Stage:
         try:
             if episode is not None:
                 episode.close()  # may run code of the user's
-        except self._caught:
-            pass
+        except BaseException as error:
+            self._let_through(error)
+
+    def _let_through(self, error: BaseException) -> None:
+        """Raise what is the user's at the keyboard; everything else that an environment raises is its own."""
+        if isinstance(error, KeyboardInterrupt) and not self._alone:
+            raise error
 
     def raised(self, error: BaseException) -> Done:
         """What becomes of an episode whose code raised."""
         try:
             reason = describe_error(error, self._file)
-        except Exception:  # the user's __str__, or no memory is left for the message
+        except BaseException as failed:  # the user's __str__, or no memory is left for the message
+            self._let_through(failed)
             reason = type(error).__name__
         if isinstance(error, MemoryError) and self._memory:
             reason += f"; a worker may take {self._memory:g} GiB: see --env-memory"
@@ -77,7 +82,8 @@ class Stage:
             turn = read_turn(episode.send(reply))
         except StopIteration as end:
             return self._verdict(end.value)
-        except self._caught as error:
+        except BaseException as error:
+            self._let_through(error)
             return self.raised(error)
         if isinstance(turn, Invalid):
             return Done(turn)
@@ -87,7 +93,8 @@ class Stage:
     def _verdict(self, value: Any) -> Done:
         try:
             return read_verdict(value)
-        except self._caught as error:  # types of the user's
+        except BaseException as error:  # types of the user's
+            self._let_through(error)
             return self.raised(error)
 
 

@@ -59,8 +59,8 @@ def rollout_file(folder: Path, step: int) -> Path:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run, or anything that a run leaves, is in the folder; empty folders are nothing."""
-    return any(path.name not in _INSIDE or path.is_symlink() for path in made_by_run(folder))
+    """Whether a run, or anything that a run leaves, is in the folder; empty folders and unfinished files are nothing."""
+    return any((p.name not in _INSIDE or p.is_symlink()) and p.suffix != ".tmp" for p in made_by_run(folder))
 
 
 def made_by_run(folder: Path) -> list[Path]:
@@ -116,11 +116,16 @@ def writing(folder: Path) -> Iterator[None]:
 def replace(path: Path, content: bytes) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new one."""
     unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError:  # no room: what is not whole is of no use
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
     sync(path.parent)
 
 

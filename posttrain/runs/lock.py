@@ -140,7 +140,7 @@ def _read(descriptor: int) -> Owner | None:
     try:
         content = json.loads(os.pread(descriptor, 4096, 0))
         return Owner(int(content.pop("pid")), **{name: str(value) for name, value in content.items()})
-    except (OSError, ValueError, TypeError, AttributeError, LookupError):
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
         return None
 
 

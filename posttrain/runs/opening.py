@@ -38,7 +38,13 @@ class RunFolder(Generic[AnyTraining]):
         self._lock: Lock | None = None
         if config.resume and config.overwrite:
             raise UserError("--resume continues the run in --out and --overwrite deletes it: give one of them")
-        if self.path.exists() and not self.path.is_dir():
+        try:
+            taken = self.path.exists() and not self.path.is_dir()
+        except (OSError, ValueError) as error:  # a name that no file system takes
+            raise UserError(
+                f"--out {str(self.path)[:60]!r} cannot be a folder: {getattr(error, 'strerror', error)}"
+            ) from None
+        if taken:
             raise UserError(f"{self.path} is a file: pass a folder as --out")
         try:
             if self.path.is_dir():

@@ -159,6 +159,8 @@ def _shown(value: Any) -> str:
 
 
 def _content(path: Path) -> bytes:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise UserError(f"{path} is not a file: put a copy of it back")
     try:
         return path.read_bytes()
     except OSError as error:

@@ -50,7 +50,7 @@ class Region:
     def print(self, text: str) -> None:
         """Print lines above the region (none, if there is no text) and draw it anew."""
         with self._lock:
-            lines = self._compose(*_size(self._stream))
+            lines = self._compose(*size(self._stream))
             painted = "\n".join("".join(self._paint(*piece) for piece in line) for line in lines)
             self._stream.write(self._erase() + (text + "\n" if text else "") + painted)
             self._stream.flush()
@@ -68,7 +68,7 @@ class Region:
 
     def _erase(self) -> str:
         """To the first row of what was drawn, and all from there on gone. A window that was made narrower has wrapped it."""
-        columns = max(1, _size(self._stream)[0])
+        columns = max(1, size(self._stream)[0])
         above = sum(max(1, -(-width // columns)) for width in self._drawn) - 1
         return "\r" + (f"\x1b[{above}A" if above > 0 else "") + ERASE_BELOW
 
@@ -122,7 +122,7 @@ def fitted(text: str, width: int) -> str:
     return set_cell_size(text, width - 1).rstrip() + "…" if width > 1 else ""
 
 
-def _size(stream: Output) -> tuple[int, int]:
+def size(stream: Output) -> tuple[int, int]:
     """Columns and rows."""
     try:
         found = os.get_terminal_size(stream.fileno())

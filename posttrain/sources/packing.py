@@ -37,17 +37,26 @@ def needed_length(transcript: Transcript) -> int:
     return last.start + last.length - 1
 
 
+def learned(rollout: Sequence[Transcript]) -> list[Transcript]:
+    """Its transcripts that have a scored token. The others, contexts that are only played, have no gradient."""
+    return [t for t in rollout if t.n_scored]
+
+
 def split_microbatches(rollouts: Sequence[Sequence[Transcript]], tokens_per_microbatch: int) -> list[list[int]]:
     """Indices of the rollouts of each micro-batch. Rollouts stay whole and in order; what they share counts once.
 
     A micro-batch holds at most `tokens_per_microbatch` tokens beside the prompts of its first rollout, or a single
-    rollout that is longer than that: so a long prompt does not drive the rollouts that share it apart.
+    rollout that is longer than that: so a long prompt does not drive the rollouts that share it apart. A rollout without
+    a scored token is in none.
     """
+    rollouts = [learned(rollout) for rollout in rollouts]
     paths = iter(_paths([t for rollout in rollouts for t in rollout]))
     batches: list[list[int]] = []
     used, laid = 0, set[_Key]()
     for index, rollout in enumerate(rollouts):
         own = [next(paths) for _ in rollout]
+        if not own:
+            continue
         pieces = {piece.key: piece.length for path in own for piece in path}
         cost = sum(length for key, length in pieces.items() if key not in laid)
         if not batches or used + cost > tokens_per_microbatch:
@@ -68,6 +77,7 @@ def pack(rollouts: Sequence[Sequence[Transcript]], index: Sequence[int], device:
     """
     import torch
 
+    rollouts = [learned(rollout) for rollout in rollouts]
     transcripts = [t for rollout in rollouts for t in rollout]
     owner = [place for place, rollout in zip(index, rollouts, strict=True) for _ in rollout]
     tree = _Tree.of(transcripts)
@@ -118,7 +128,7 @@ def collate(
     import torch
 
     packed = pack(rollouts, index, device)
-    logp = [t.sampler_logp for rollout in rollouts for t in rollout]
+    logp = [t.sampler_logp for rollout in rollouts for t in learned(rollout)]
     sampled = all(x is not None for x in logp)
     return Batch(
         layout=packed.layout,

@@ -30,9 +30,10 @@ def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
         row = replace(row, minibatches=min(row.minibatches, run.prompts))
     row = row.configured(Limits(_episode_tokens(run, single_turn)))
     if Need.EPISODE_TOKENS in row.needs:
-        parts = " and ".join(row.needing(Need.EPISODE_TOKENS))
+        counting = row.needing(Need.EPISODE_TOKENS)
+        parts = f"{' and '.join(counting)} {'counts' if len(counting) == 1 else 'count'}"
         raise UserError(
-            f"{row.name}: its {parts} count the tokens of an episode, which in this environment may have several replies: "
+            f"{row.name}: its {parts} the tokens of an episode, which in this environment may have several replies: "
             "say with --episode-tokens how many there are at most"
         )
     check_ranges(row)
@@ -75,9 +76,10 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     """(whether it holds, why it cannot be) of all that no single setting can see."""
     soft, updates = isinstance(row.critic, SoftQ), row.epochs * row.minibatches
     baselined = row.advantage if isinstance(row.advantage, Baselined) else None
+    comparing = row.needing(Need.GROUP)
     yield (
         Need.GROUP in row.needs and run.group < 2,
-        f"its {' and '.join(row.needing(Need.GROUP))} compare the rollouts of a group: "
+        f"its {' and '.join(comparing)} {'compares' if len(comparing) == 1 else 'compare'} the rollouts of a group: "
         f"--group must be at least 2, not {run.group}",
     )
     yield (

@@ -34,8 +34,8 @@ class Evaluated:
     ]  # of `intervals.summary`: mean, low, high of reward and, where there is a success threshold, accuracy, pass@k
     rewards: dict[str, list[float]]  # task id -> valid rewards of its samples
     rollouts: list[Rollout] = field(repr=False)
-    invalid: int = 0
-    notes: tuple[str, ...] = ()  # what was asked for and left out, and why
+    invalid: int = 0  # rewards of the first checkpoint that are left out
+    notes: tuple[str, ...] = ()  # what was left out, and why
     against: dict[str, Any] | None = None  # figures of the second checkpoint
     differences: dict[str, dict[str, float]] | None = None  # of reward and accuracy: the first minus the second
     against_rollouts: list[Rollout] = field(default_factory=list, repr=False)
@@ -86,15 +86,16 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
 
         rollouts = played(config.model)
         others = played(config.against) if config.against is not None else []
-    ks, notes = _of_samples(config)
-    notes = (*notes, *dict.fromkeys(said))
-    rewards = _rewards(data, rollouts)
+    ks, left_out = _of_samples(config)
+    rewards, other_rewards = _rewards(data, rollouts), _rewards(data, others)
+    ks, too_few = _of_valid(ks, [rewards, other_rewards] if others else [rewards])
     own = summary(list(rewards.values()), ks, success)
     invalid = sum(isinstance(r.reward, Invalid) for r in rollouts)
+    notes = (*left_out, *dict.fromkeys(said), *too_few, *_of_invalid(config.model, rollouts, own))
     if config.against is None:
         return Evaluated(own, rewards, rollouts, invalid, notes)
-    other_rewards = _rewards(data, others)
     other = summary(list(other_rewards.values()), ks, success)
+    notes = (*notes, *_of_invalid(config.against, others, other))
     return Evaluated(
         own, rewards, rollouts, invalid, notes, other, _differences(rewards, other_rewards, success), others
     )
@@ -129,6 +130,30 @@ def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:
     left_out = [f"pass@{k}" for k in config.k if k > most]
     told = f"{', '.join(left_out)} left out: more than the {most} samples of each task (--samples)"
     return [k for k in config.k if k <= most], (told,) if left_out else ()
+
+
+def _of_valid(ks: list[int], sides: Sequence[dict[str, list[float]]]) -> tuple[list[int], tuple[str, ...]]:
+    """The k of pass@k that each side has a task with enough valid rewards for, and a note on the others."""
+    most = min(max(map(len, rewards.values()), default=0) for rewards in sides)
+    few = [f"pass@{k}" for k in ks if k > most]
+    told = f"{', '.join(few)} left out: no task has more than {most} valid rewards"
+    return [k for k in ks if k <= most], (told,) if few else ()
+
+
+def _of_invalid(name: str, rollouts: Sequence[Rollout], figures: dict[str, Any]) -> tuple[str, ...]:
+    """What the invalid rewards of a checkpoint do to its figures: a note, if there are any."""
+    reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
+    if not reasons:
+        return ()
+    notes = [
+        f"{name}: {len(reasons)} of {len(rollouts)} rewards were invalid, so its figures are over the others alone; "
+        f"the first: {reasons[0]}"
+    ]
+    tasks = len({r.task["id"] for r in rollouts})
+    fewer = [f"{n} over {f['tasks']}" for n, f in figures.items() if isinstance(f, dict) and f["tasks"] < tasks]
+    if fewer:
+        notes.append(f"{name}: {', '.join(fewer)} of {tasks} tasks: the others have too few valid rewards")
+    return tuple(notes)
 
 
 def measured(rollouts: Sequence[Rollout], success: float | None, stats: Stats) -> None:

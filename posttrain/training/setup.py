@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -35,6 +36,9 @@ def _warn(text: str) -> None:
 def prepare(config: Training | Evaluation) -> torch.device:
     """Threads, seed of the global generator (nothing should draw from it) and the device."""
     if config.threads:
+        cores = os.cpu_count() or 1
+        if config.threads > max(64, 4 * cores):
+            raise UserError(f"--threads {config.threads} is too many: this machine has {cores} processors")
         torch.set_num_threads(config.threads)
     build.use(config.compiled)
     torch.manual_seed(config.seed)
@@ -46,7 +50,9 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=name).device
+        probe = torch.zeros(1, device=name)
+        probe.item()  # "meta" holds no numbers
+        return probe.device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
 
@@ -86,7 +92,7 @@ def load_tasks(
     if callable(rows):
         if config.limit is None:
             return Stream(rows, Conversion(**options))
-        rows = islice(rows(), config.limit)
+        rows = (row for make in [rows] for row in islice(make(), config.limit))  # not called before it is read
     return to_tasks(load_rows(rows, config.split, config.limit), **options, split_seed=split_seed)
 
 

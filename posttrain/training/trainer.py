@@ -26,7 +26,7 @@ from posttrain.runs.health import Health
 from posttrain.runs.opening import RunFolder
 from posttrain.runs.reading import read_metrics, read_run
 from posttrain.training.loop import Trained, interruptible, train
-from posttrain.types import SpanKind, UserError
+from posttrain.types import Invalid, SpanKind, UserError
 
 WAITING = 0.3  # share of the steps' time from which on waiting for environments is worth a message
 LATELY = 5  # steps that it is measured over
@@ -79,6 +79,7 @@ class Trainer:
         self.whole: tuple[int, dict[str, Any]] = (0, {})  # the learner's version and the source's state after that step
         self.lately: deque[tuple[float, float]] = deque(maxlen=LATELY)  # seconds: of waiting, of the whole step
         self.told = False  # whether something was said of waiting
+        self.told_invalid = False  # and of invalid rewards
 
     def run(self, objective: Objective, sizes: list[str], formula: list[str]) -> Run:
         """Train to the end or to an interruption. `sizes` and `formula` say of what and how; shown and recorded."""
@@ -86,7 +87,7 @@ class Trainer:
             self._restore(self.saved)
         self.record = self.opened.open({"sizes": sizes, "objective": formula})
         try:
-            self._begin([*sizes, *formula, *_options(self.config)])
+            self._begin([*formula, *_options(self.config), *sizes])  # what scrolls away last is what matters most
             with interruptible(self.display.note) as interrupted:
                 self._train(objective, interrupted)
                 stopped = interrupted() and self.done < self.steps and self.ill is None
@@ -131,7 +132,7 @@ class Trainer:
             with writing(self.folder):
                 self.record.health(((f.step, f.name, f.message) for f in self.health.findings), anew=True)
         if self.saved:
-            self.display.note(f"resuming {self.folder} after step {self.done}")
+            self.display.note(f"resumed from step {self.done}: {self.saved}")
         self.display.start(f"{self.config.verb} {self.folder}", self.steps, lines, self.done)
 
     def _train(self, objective: Objective, interrupted: Callable[[], bool]) -> None:
@@ -171,6 +172,7 @@ class Trainer:
             self._look(number, metrics)
         self.done, self.whole = number, (self.learner.version, self.source.state())
         self.display.step(number, metrics, timing)
+        self._mind_invalid(trained)
         self._mind_waiting(timing.get("seconds/waiting", 0.0), sum(trained.seconds.values()))
         if trained.last or self.ill or number % config.save_every == 0:
             self._save()
@@ -187,6 +189,16 @@ class Trainer:
                 self.display.note(f"health, step {number}: {finding.message}")
             if finding.fatal or (self.config.health == "stop" and not finding.good):
                 self.ill = finding.message
+
+    def _mind_invalid(self, trained: Trained) -> None:
+        """Say once why a reward was invalid: a few of them do not end a run, and are shown as a share alone."""
+        reasons = [r.reward.reason for r, _ in trained.step.rollouts if isinstance(r.reward, Invalid)]
+        if reasons and not self.told_invalid:
+            self.told_invalid = True
+            self.display.note(
+                f"step {trained.step.number}: {len(reasons)} of {len(trained.step.rollouts)} rewards are invalid, the first "
+                f"because: {reasons[0]}"
+            )
 
     def _mind_waiting(self, waiting: float, whole: float) -> None:
         """Say once that steps spend their time on environments, with the option that helps."""
@@ -236,14 +248,12 @@ def _timing(trained: Trained) -> dict[str, float]:
 
 
 def _options(config: Training) -> list[str]:
-    """The whole configuration: the options that were chosen, then those at their default; a line each."""
+    """The options that were chosen, in a line. What the others are stands in run.json."""
     default, chosen = as_dict(type(config)()), as_dict(config)
-    lines: dict[str, list[str]] = {"options": [], "defaults": []}
+    named: list[str] = []
     for name, value in chosen.items():
-        if value is None and default[name] is None:
-            continue  # an axis left to the algorithm, whose parts are told beside
         if isinstance(value, dict):
-            lines["options"] += [f"{place} {chosen}" for place, chosen in value.items()]
-            continue
-        lines["defaults" if value == default[name] else "options"].append(f"{name} {value}")
-    return [f"{title}: {', '.join(named)}" for title, named in lines.items()]
+            named += [f"{place} {setting}" for place, setting in value.items()]
+        elif value != default[name] and value not in (None, "", []):
+            named.append(f"{name} {value}")
+    return [f"options: {', '.join(named)}"]

@@ -181,8 +181,8 @@ BASE: dict[str, dict[str, Any]] = {
             "threads": 1, "betas": [0.9, 0.99], "lr": 1e-3},
     "rl": {"tasks": "rows.jsonl", "model": "plain", "env": "env.py:reward", "steps": 1, "prompts": 2, "group": 2,
            "max_tokens": 2, "quiet": True, "threads": 1, "env_workers": 0, "stop": ["x"], "fields": {"prompt": "prompt"}},
-    "eval": {"tasks": "rows.jsonl", "model": "plain", "env": "env.py:reward", "samples": 1, "success": 1, "k": [1], "max_tokens": 2,
-             "limit": 2, "threads": 1, "env_workers": 0},
+    "eval": {"tasks": "rows.jsonl", "model": "plain", "env": "env.py:reward", "samples": 1, "success": 1, "k": [1],
+             "max_tokens": 2, "limit": 2, "threads": 1, "env_workers": 0},
 }  # fmt: skip
 VALUES: tuple[Any, ...] = (
     *(

@@ -47,6 +47,7 @@ def _judge_refusal(case: Case, said: str) -> tuple[str, str] | None:
     if case.words[:1] == ["check"] and not said.strip():
         return None  # its report stands on standard output
     lines = said.splitlines() if not case.prints else said.splitlines()[-1:]
+    lines = [line for line in lines if not line.startswith("posttrain: warning: ")] or lines[-1:]
     if len(lines) != 1 or not lines[0].startswith("posttrain: "):
         return "lines", said
     if case.broken is False:

@@ -13,7 +13,10 @@ RL = (
     "--tasks rows.jsonl --env env.py:reward --steps 1 --prompts 2 --group 2 --max-tokens 2 --quiet --threads 1 "
     "--env-workers 0"
 )
-EVAL = "--tasks rows.jsonl --env env.py:reward --samples 1 --success 1 --k 1 --max-tokens 2 --limit 2 --threads 1 --env-workers 0"
+EVAL = (
+    "--tasks rows.jsonl --env env.py:reward --samples 1 --success 1 --k 1 --max-tokens 2 --limit 2 --threads 1 "
+    "--env-workers 0"
+)
 CHECK = "--tasks rows.jsonl --env env.py:reward --limit 1"
 CHAT = "--max-tokens 2"
 

@@ -79,6 +79,9 @@ def one_of_two(rank: int, folder: str) -> None:
         world = Processes()
         assert (world.rank, world.size) == (rank, 2)
         assert world.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+        own = torch.full((2,), rank + 1.0, requires_grad=True)
+        total = world.sum(own)
+        assert total.tolist() == [3.0, 3.0] and own.tolist() == [rank + 1.0] * 2 and not total.requires_grad
         found = {name: updated(row, world, end, warm) for name, row, end, warm in cases()}
         torch.save(found, Path(folder) / f"{rank}.pt")
     finally:

@@ -42,8 +42,7 @@ def write(file: Path, rows: Rows, drawn: Drawn, command: str) -> None:
     text = [
         "# Mistakes that tests notice",
         "",
-        f"`{command}`, {date.today()}, commit {commit}, {platform.processor() or platform.machine()}, "
-        f"Python {platform.python_version()}.",
+        f"`{command}`, {date.today()}, commit {commit}, {_machine()}, Python {platform.python_version()}.",
         "",
         "Each mistake is one small change of one place, tried alone against the tests that run its line: see",
         "`tests/mutants.py`. Places are drawn by seed, every kind of mistake in turn.",
@@ -60,6 +59,13 @@ def write(file: Path, rows: Rows, drawn: Drawn, command: str) -> None:
         "",
     ]
     file.write_text("\n".join(text))
+
+
+def _machine() -> str:
+    """The processor's name, where the system says it."""
+    told = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in told if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.machine()
 
 
 def _list(rows: Sequence[dict[str, Any]]) -> list[str]:

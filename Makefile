@@ -4,11 +4,7 @@ BIN := .venv/bin
 # Idle threads that spin would take the processor from the rest of the run.
 export OMP_WAIT_POLICY := passive
 
-<<<<<<< HEAD
-.PHONY: demo test test-vllm mutants bench check format recipes clean
-=======
-.PHONY: demo test test-vllm fuzz sanitize wheel versions bench check format clean
->>>>>>> main
+.PHONY: demo test test-vllm mutants fuzz sanitize wheel versions bench check format clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -19,13 +15,12 @@ test: .venv/ready
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest tests/test_vllm.py
 
-<<<<<<< HEAD
 # An hour or two on one core: some 800 small mistakes, one at a time, each against the tests that run its line.
 mutants: .venv/ready
 	mkdir -p runs
 	-$(BIN)/python tests/mutants.py --log runs/mutants.jsonl --resume
 	$(BIN)/python tests/mutants.py --log runs/mutants.jsonl --report docs/results/mutation.md
-=======
+
 # 10,000 malformed inputs, some 15 minutes on two idle cores.
 fuzz: .venv/ready
 	$(BIN)/python tests/fuzz.py
@@ -60,7 +55,6 @@ versions: .venv-oldest/ready .venv-newest/ready
 	.venv-newest/bin/pip install --quiet --index-url $(TORCH_INDEX) "torch==$(TORCH_NEWEST)"
 	.venv-newest/bin/pip install --quiet --editable ".[dev]"
 	touch .venv-newest/ready
->>>>>>> main
 
 # 20 to 30 minutes on two idle cores; appends what it finds to docs/results/speed.md.
 bench: .venv/ready .venv-vllm/ready

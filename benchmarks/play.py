@@ -41,7 +41,7 @@ def measure(episodes: int, workers: int, runs: int, max_tokens: int, compiled: b
     import torch
 
     from posttrain.engines.local import LocalEngine
-    from posttrain.envs.play import Episode, play
+    from posttrain.envs.play import Episode, Player
     from posttrain.envs.pool import EnvPool
     from posttrain.kernels import build
     from posttrain.models.decoder import DecoderConfig, new_decoder
@@ -62,10 +62,8 @@ def measure(episodes: int, workers: int, runs: int, max_tokens: int, compiled: b
     def timed(pool: EnvPool, ids: Sequence[int], scale: float = 1.0) -> tuple[float, list[Rollout]]:
         tasks = [{"id": str(i), "prompt": f"task {i} ", "scale": scale} for i in ids]
         begin = time.perf_counter()
-        rollouts = play(
-            [Episode(task, task["id"], seed_of(task["id"])) for task in tasks], pool, engine, tokenizer,
-            Sampling(max_tokens=max_tokens), config.context,
-        )  # fmt: skip
+        player = Player(pool, engine, tokenizer, Sampling(max_tokens=max_tokens), config.context)
+        rollouts = player.play([Episode(task, task["id"], seed_of(task["id"])) for task in tasks])
         return time.perf_counter() - begin, rollouts
 
     def waits(i: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from posttrain.values import near
+from posttrain.messages import near
 
 ELSEWHERE = {
     "learning_rate": "lr",

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, Literal, TypedDict
 
 
-class SFTOptions(TypedDict, total=False):
-    """Options of posttrain sft."""
+class DataOptions(TypedDict, total=False):
+    """Options of several verbs."""
 
     split: str | None
     """Which split of a dataset that has several."""
@@ -26,12 +26,11 @@ class SFTOptions(TypedDict, total=False):
     """What happens to rows that do not fit the model's context (in rl: prompts that leave no room for a reply). skip:
     they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all are
     measured before the first step, and one of them ends the run."""
-    env: str
-    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, word-
-    problems). In sft only its row_to_task is used, if it has one."""
-    model: str | None
-    """Folder of a Hugging Face checkpoint, of one of our runs, or a model's name. In sft: leave it out to start from
-    scratch with the sizes below."""
+
+
+class TrainingOptions(DataOptions, total=False):
+    """Options of several verbs."""
+
     out: str
     """The run directory to make."""
     resume: bool
@@ -79,6 +78,11 @@ class SFTOptions(TypedDict, total=False):
     were all skipped because their gradients were not finite, the run stops, unless this is off."""
     quiet: bool
     """No progress display."""
+
+
+class SFTOptions(TrainingOptions, total=False):
+    """Options of posttrain sft."""
+
     epochs: float
     """Passes over the rows."""
     steps: int | None
@@ -103,73 +107,17 @@ class SFTOptions(TypedDict, total=False):
     """From scratch: bpe or characters, trained on the rows; or a folder to take one from."""
     vocab: int
     """From scratch: most entries of the tokenizer to train."""
+    model: str | None
+    """Folder of a Hugging Face checkpoint, of one of our runs, or a model's name. In sft: leave it out to start from
+    scratch with the sizes below."""
+    env: str
+    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, word-
+    problems). In sft only its row_to_task is used, if it has one."""
 
 
-class RLOptions(TypedDict, total=False):
+class RLOptions(TrainingOptions, total=False):
     """Options of posttrain rl."""
 
-    split: str | None
-    """Which split of a dataset that has several."""
-    limit: int | None
-    """Read only this many rows, the first ones."""
-    fields: dict[str, str]
-    """Names of columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
-    prompt_template: str | None
-    """A prompt made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n and
-    \\t are read as a new line and a tab."""
-    response_template: str | None
-    """A response made from columns, in the same way (sft)."""
-    too_long: Literal["skip", "truncate", "refuse"]
-    """What happens to rows that do not fit the model's context (in rl: prompts that leave no room for a reply). skip:
-    they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all are
-    measured before the first step, and one of them ends the run."""
-    out: str
-    """The run directory to make."""
-    resume: bool
-    """Continue the run in --out from its newest undamaged checkpoint, exactly."""
-    accept_changes: bool
-    """Resume even though tasks or model have changed, or part of the record is lost; run.json notes it."""
-    overwrite: bool
-    """Delete a run that is already in --out."""
-    seed: int
-    """Decides data order, sampling and initial weights."""
-    held_out: float
-    """Share of the tasks kept out of training and used for evaluation."""
-    eval_every: int
-    """Steps between evaluations on the held-out tasks (0: before and after training only)."""
-    save_every: int
-    """Steps between checkpoints; one more is made at the end."""
-    keep: int
-    """How many checkpoints to keep."""
-    tokens_per_microbatch: int | None
-    """How many tokens go through the model at once, beside a prompt: the memory of an update. No result depends on it.
-    Default: 1024 on a CPU, 8192 elsewhere."""
-    lr: float
-    """Peak learning rate of AdamW."""
-    schedule: Literal["constant", "linear", "cosine"]
-    """How the learning rate falls after the warm-up; linear and cosine end at 0."""
-    warmup: int
-    """Updates over which the learning rate rises."""
-    weight_decay: float
-    """Decoupled weight decay of matrices."""
-    betas: tuple[float, float]
-    """AdamW's moment decay rates."""
-    max_grad_norm: float
-    """Gradients are clipped to this norm (0: no clipping)."""
-    precision: Literal["float32", "bfloat16"]
-    """Arithmetic of forward and backward passes; weights and moments stay in float32."""
-    device: str
-    """auto, cpu, cuda, cuda:1 ..."""
-    threads: int | None
-    """CPU threads; default: PyTorch's choice."""
-    compiled: bool
-    """On a CPU, compile the inner loops where a C compiler is found; --no-compiled: use torch's operations alone."""
-    health: Literal["warn", "stop", "log", "off"]
-    """What to do when something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps,
-    skipped updates): warn, stop with a checkpoint, only log it, or do not check. After 5 steps in a row whose updates
-    were all skipped because their gradients were not finite, the run stops, unless this is off."""
-    quiet: bool
-    """No progress display."""
     algorithm: str
     """A row of the table (see `posttrain algorithms`), or your own: my.py:row."""
     settings: dict[str, Any]
@@ -309,24 +257,9 @@ class RLOptions(TypedDict, total=False):
     """Optimizer updates per pass."""
 
 
-class EvaluationOptions(TypedDict, total=False):
+class EvaluationOptions(DataOptions, total=False):
     """Options of posttrain eval."""
 
-    split: str | None
-    """Which split of a dataset that has several."""
-    limit: int | None
-    """Read only this many rows, the first ones."""
-    fields: dict[str, str]
-    """Names of columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
-    prompt_template: str | None
-    """A prompt made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n and
-    \\t are read as a new line and a tab."""
-    response_template: str | None
-    """A response made from columns, in the same way (sft)."""
-    too_long: Literal["skip", "truncate", "refuse"]
-    """What happens to rows that do not fit the model's context (in rl: prompts that leave no room for a reply). skip:
-    they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all are
-    measured before the first step, and one of them ends the run."""
     against: str | None
     """A second checkpoint: the two are compared task by task."""
     samples: int

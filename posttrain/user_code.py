@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from posttrain.messages import message_of, near_or_all
 from posttrain.types import UserError
 
 PRIVATE = "_posttrain_user_"  # prefix of the names under which the user's files are imported: they shadow nothing
@@ -31,7 +32,7 @@ def named_in(module: ModuleType, name: str, target: str, known: list[str]) -> An
     try:
         return getattr(module, name)
     except AttributeError:
-        raise UserError(f"{target} has no {name!r}{hint(name, known)}") from None
+        raise UserError(f"{target} has no {name!r}{near_or_all(name, known)}") from None
     except (Exception, SystemExit) as error:  # a module may have a __getattr__ of its own
         raise UserError(f"{target} does not give its {name!r}: {describe_error(error, None)}") from error
 
@@ -50,16 +51,6 @@ def describe_error(error: BaseException, file: str | None) -> str:
     message = " ".join(message.split())
     message = message if len(message) <= 300 else message[:300] + "..."
     return type(error).__name__ + (f": {message}" if message else "") + at
-
-
-def message_of(error: BaseException) -> str:
-    """What an exception says; "" where even that raises."""
-    try:
-        return str(error)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # the user's own __str__
-        return ""
 
 
 def source_file(function: Callable[..., Any]) -> str | None:
@@ -99,7 +90,7 @@ def _import_file(path: Path) -> ModuleType:
     """The module of a file, imported once for each content (its name is made of place and time of change)."""
     if not path.is_file():
         near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        raise UserError(f"there is no file {path}{hint(path.name, near)}")
+        raise UserError(f"there is no file {path}{near_or_all(path.name, near)}")
     path = path.resolve()
     stamp = hashlib.sha256(os.fsencode(path) + str(path.stat().st_mtime_ns).encode()).hexdigest()[:12]
     name = f"{PRIVATE}{path.stem}_{stamp}"
@@ -132,14 +123,3 @@ def importable(name: str) -> bool:
     """Whether another process finds the module: being in `sys.modules` here proves nothing."""
     top = name.partition(".")[0]
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
-
-
-def hint(wrong: str, known: list[str]) -> str:
-    """ "; did you mean ...? (there are: ...)", as far as there is anything to say."""
-    import difflib
-
-    if not known:
-        return ""
-    close = difflib.get_close_matches(wrong, known, n=1)
-    listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
-    return (f"; did you mean {close[0]!r}?" if close else "") + f" (there are: {listed})"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Iterable
 from typing import Any, Literal, Union, get_args, get_origin
 
+from posttrain.messages import near
 from posttrain.types import UserError
 
 TRUE, FALSE = ("true", "yes", "on"), ("false", "no", "off")
@@ -44,15 +44,6 @@ def convert(value: Any, hint: Any, name: str) -> Any:
 def said(hint: Any) -> str:
     """A type in words."""
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(hint, str(hint))
-
-
-def near(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean ...?" where a known word is like this one."""
-    close = difflib.get_close_matches(word, list(known), 5)
-    close.sort(
-        key=lambda candidate: sorted(candidate) != sorted(word)
-    )  # letters in another order are the likeliest slip
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _like(value: Any, inner: Iterable[Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from conftest import tiny
 
 from posttrain.engines.local import LocalEngine
-from posttrain.envs.play import Episode, play
+from posttrain.envs.play import Episode, Player
 from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.seeds import seed_of
@@ -30,11 +30,11 @@ def played(
     limits: dict[str, Any] | None = None,
     **how: Any,
 ) -> list[Rollout]:
-    """Rollouts of `count` episodes. `limits`: of `play`; `how`: of sampling."""
+    """Rollouts of `count` episodes. `limits`: of `Player`; `how`: of sampling."""
     engine = LocalEngine(tiny(tokenizer, context=context), tokenizer, slots=slots)
     sampling = Sampling(**{"max_tokens": 9, **how})
     with EnvPool(env, workers) as pool:
-        return play(episodes(count), pool, engine, tokenizer, sampling, context, **limits or {})
+        return Player(pool, engine, tokenizer, sampling, context, **limits or {}).play(episodes(count))
 
 
 def said(rollouts: list[Rollout]) -> list[Any]:

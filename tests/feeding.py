@@ -20,15 +20,19 @@ from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.table import TABLE
 from posttrain.batch import Batch, Scores, Stats
 from posttrain.config import RL, filled
+from posttrain.engines.local import LocalEngine
+from posttrain.envs.play import Player
+from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel
+from posttrain.models.decoder import Decoder
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.part import Need
 from posttrain.protocols import World
 from posttrain.sources.packing import collate, pack
 from posttrain.sources.scores import scoreboard
 from posttrain.training.adjust import adjust
-from posttrain.types import Completion, Rollout, StopReason, Transcript
+from posttrain.types import Completion, Env, Rollout, Sampling, StopReason, Transcript
 
 WORDS = Tokenizer.train(["0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>"], 64, "characters")
 SUCCESS = 0.75  # rewards from here on are successes
@@ -73,6 +77,12 @@ def new_critic_of(row: Algorithm, dtype: torch.dtype) -> Critic | None:
             for slow in critic.slow_backbone.parameters():
                 slow.mul_(0.9)
     return critic.to(dtype)
+
+
+def new_player(env: Env, model: Decoder, max_tokens: int) -> Player:
+    """One that plays `env` in this process."""
+    how = Sampling(max_tokens=max_tokens)
+    return Player(EnvPool(env, 0), LocalEngine(model, WORDS), WORDS, how, model.config.context)
 
 
 def new_learner(row: Algorithm, dtype: torch.dtype = torch.float64, world: World | None = None) -> LocalLearner:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
-from feeding import WORDS, new_learner
+from feeding import WORDS, new_learner, new_player
 
 from posttrain.algorithms.aggregate import AGGREGATES, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.credit import ADVANTAGES, GAE, Baselined, Process, ToGo
@@ -36,8 +36,6 @@ from posttrain.algorithms.surrogate import SURROGATES, Clip, ImportanceRatio, Lo
 from posttrain.algorithms.table import TABLE, find
 from posttrain.cli.main import main
 from posttrain.config import RL, filled, validate
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.folder import save_model
 from posttrain.part import NEVER, Need, knob_of
@@ -46,7 +44,7 @@ from posttrain.sources.rl import Experience
 from posttrain.sources.sft import demonstrate
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
-from posttrain.types import Sampling, Task, UserError
+from posttrain.types import Task, UserError
 
 Part = Callable[[Algorithm], Any]
 
@@ -278,8 +276,8 @@ def test_row_with_the_option_takes_a_step(name: str, how: dict[str, Any], where:
     texts = [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": "1"}, WORDS, [0]) for t in TASKS]
     length = 20 if row.filters else 6  # some replies must end by themselves to be learned from
     source = Experience(
-        tasks=TASKS, pool=EnvPool(digits, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
-        algorithm=row, sampling=Sampling(max_tokens=length), size=Size(2, 3, 60), seed=0, success=0.25, texts=texts,
+        tasks=TASKS, player=new_player(digits, learner.model, length),
+        learner=learner, algorithm=row, size=Size(2, 3, 60), seed=0, success=0.25, texts=texts,
     )  # fmt: skip
     figures: list[dict[str, float]] = []
     steps = 2 if row.replay or row.refresh else 1

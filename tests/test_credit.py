@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_rollouts
-from feeding import WORDS, chosen_row, new_case, new_learner
+from feeding import WORDS, chosen_row, new_case, new_learner, new_player
 from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
@@ -26,8 +26,6 @@ from posttrain.algorithms.shaping import GroupLength, SoftOverlong
 from posttrain.algorithms.surrogate import Clip, WeightedLogProbability
 from posttrain.algorithms.table import TABLE, find
 from posttrain.batch import Batch, Outputs, Scores, Stats
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.pool import EnvPool
 from posttrain.models.decoder import causal
 from posttrain.models.likelihood import Hidden, exact_kl, soft_values
 from posttrain.part import Limits, Need
@@ -36,7 +34,7 @@ from posttrain.sources.packing import pack
 from posttrain.sources.rl import Experience
 from posttrain.sources.scores import scoreboard
 from posttrain.training.loop import train
-from posttrain.types import Completion, Rollout, Sampling, StopReason, Task, Transcript, UserError
+from posttrain.types import Completion, Rollout, StopReason, Task, Transcript, UserError
 
 
 def scores_of(
@@ -422,8 +420,8 @@ def new_source(name: str, env: Any = digits, tokens: int = 200, prompts: int = 3
     row = chosen_row(find(name), **{"max_tokens": 8, "prompts": prompts, **settings})
     learner = new_learner(row, torch.float32)
     return Experience(
-        tasks=TASKS, pool=EnvPool(env, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
-        algorithm=row, sampling=Sampling(max_tokens=8), size=Size(prompts, 4, tokens), seed=0, success=1.0,
+        tasks=TASKS, player=new_player(env, learner.model, 8),
+        learner=learner, algorithm=row, size=Size(prompts, 4, tokens), seed=0, success=1.0,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
-from feeding import SUCCESS, WORDS, Case, board, chosen_row, credit, feed, gradient, new_case, new_learner
+from feeding import SUCCESS, WORDS, Case, board, chosen_row, credit, feed, gradient, new_case, new_learner, new_player
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -17,8 +17,6 @@ from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.table import find
 from posttrain.batch import Stats
 from posttrain.config import RL
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, ValueModel, new_critic
 from posttrain.models.decoder import DecoderConfig, causal, new_decoder
@@ -30,7 +28,7 @@ from posttrain.sources.rl import Experience
 from posttrain.sources.sft import demonstrate
 from posttrain.training.assembly import rl
 from posttrain.training.loop import train
-from posttrain.types import Completion, Sampling, StopReason, Task, Transcript, UserError
+from posttrain.types import Completion, StopReason, Task, Transcript, UserError
 
 VALUE, Q = frozenset({"value"}), frozenset({"q", "entropy"})
 
@@ -58,8 +56,8 @@ def new_source(name: str, critic: Any = None, env: Any = digits, **settings: Any
         learner = LocalLearner(learner.model, Optimization(lr=1e-2), critic=critic, reference=learner.reference)
     texts = [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": t["id"]}, WORDS, [0]) for t in TASKS]
     return Experience(
-        tasks=TASKS, pool=EnvPool(env, 0), engine=LocalEngine(learner.model, WORDS), learner=learner, tokenizer=WORDS,
-        algorithm=row, sampling=Sampling(max_tokens=8), size=Size(3, 4, 200), seed=0, texts=texts,
+        tasks=TASKS, player=new_player(env, learner.model, 8),
+        learner=learner, algorithm=row, size=Size(3, 4, 200), seed=0, texts=texts,
         success=SUCCESS,
     )  # fmt: skip
 

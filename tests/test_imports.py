@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "posttrain"
 RANKS = (
-    {"types", "deferred"},
+    {"types", "deferred", "messages"},
     {"values"},
     {"names"},
     {"user_code", "seeds", "part", "batch", "children"},
@@ -51,7 +51,7 @@ HOMES = {
 
 LIGHT = ("envs/", "verify/", "runs/", "training/intervals.py",
          "sources/diversity.py", "algorithms/", "config.py", "types.py", "batch.py", "protocols.py", "part.py",
-         "seeds.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py", "cli/main.py",
+         "seeds.py", "messages.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py", "cli/main.py",
          "cli/commands.py", "cli/typed.py",
          "data/", "sources/packing.py")  # fmt: skip
 """What imports no torch when it is imported itself, so that --help and check start at once."""

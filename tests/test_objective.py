@@ -23,6 +23,7 @@ from feeding import (
     gradient,
     new_case,
     new_learner,
+    new_player,
     new_texts,
 )
 from hypothesis import given, settings
@@ -40,8 +41,6 @@ from posttrain.algorithms.surrogate import Clip
 from posttrain.algorithms.table import TABLE, find
 from posttrain.batch import Batch, Outputs, Packed, Scores, Stats
 from posttrain.config import RL
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner
 from posttrain.models.critic import ActionValueModel, ValueModel
 from posttrain.models.decoder import Decoder, causal
@@ -52,7 +51,7 @@ from posttrain.sources.rl import Experience
 from posttrain.sources.scores import scoreboard
 from posttrain.sources.sft import Likelihood
 from posttrain.training.adjust import adjust
-from posttrain.types import Rollout, Sampling, StopReason, Task, UserError
+from posttrain.types import Rollout, StopReason, Task, UserError
 
 
 def scores_of(reward: Sequence[float], group: Sequence[int], length: Sequence[int]) -> Scores:
@@ -390,10 +389,10 @@ def test_first_update_of_a_real_step_is_the_transcription_of_its_rollouts(row: A
     row = replace(row, epochs=1, minibatches=1)
     learner = new_learner(row)
     tasks = [{"id": str(i), "prompt": f"{i}+1="} for i in range(4)]
+    texts = new_texts(torch.Generator().manual_seed(0), 4)  # 16 are drawn: each of them four times
+    player = new_player(shares_of_digits, learner.model, 20)
     experience = Experience(
-        tasks=tasks, pool=EnvPool(shares_of_digits, 0), engine=LocalEngine(learner.model, WORDS), learner=learner,
-        tokenizer=WORDS, algorithm=row, sampling=Sampling(max_tokens=20), size=Size(3, 4, 100), seed=5, success=0.2,
-        texts=new_texts(torch.Generator().manual_seed(0), 4),  # 16 are drawn: each of them four times
+        tasks=tasks, player=player, learner=learner, algorithm=row, size=Size(3, 4, 100), seed=5, success=0.2, texts=texts
     )  # fmt: skip
     step = experience.produce(1)
     loss, grad = gradient(Case(row, learner, [], [], {}, {}, {}), step.updates[0]())

@@ -16,7 +16,7 @@ import posttrain
 from posttrain.algorithms.credit import earnings
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.chat import Conversation
-from posttrain.envs.play import Episode, play
+from posttrain.envs.play import Episode, Player
 from posttrain.envs.playing import Playing
 from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.kernels import binder, build
@@ -132,7 +132,7 @@ def test_compiled_sampling_waits_for_no_environment(tokenizer: Tokenizer) -> Non
     late: list[tuple[int, Event]] = []
     engine = LocalEngine(tiny(tokenizer, context=256), tokenizer)
     with Late(env, 0) as pool:
-        rollouts = play(episodes(4)[::3], pool, engine, tokenizer, Sampling(max_tokens=5), 256)
+        rollouts = Player(pool, engine, tokenizer, Sampling(max_tokens=5), 256).play(episodes(4)[::3])
     assert [r.reward for r in rollouts] == [0.0, 0.0] and ended == ["1", "0"]
 
 
@@ -199,7 +199,7 @@ def test_loops_that_do_not_look_at_the_stop_end_by_themselves_and_earn_no_more(t
             yield Turn("again", reward=0.5)
         return 2.0
 
-    for rollout in played(env, tokenizer, max_tokens=2, limits={"turns": 3}):
+    for rollout in played(env, tokenizer, max_tokens=2, limits={"max_turns": 3}):
         assert rollout.stop is StopReason.TURNS
         assert rollout.reward == 2.0 + 3 * 0.5, "one for each reply that the policy gave"
 
@@ -210,14 +210,14 @@ def test_environment_that_asks_on_without_an_end_is_invalid(tokenizer: Tokenizer
         while True:
             yield "again"
 
-    for rollout in played(env, tokenizer, max_tokens=2, limits={"turns": 3}):
+    for rollout in played(env, tokenizer, max_tokens=2, limits={"max_turns": 3}):
         assert isinstance(rollout.reward, Invalid) and "stop was turns" in rollout.reward.reason
         assert len([t for t in rollout.turns if t.kind is SpanKind.SAMPLED]) == 3
 
 
 @pytest.mark.parametrize("out_of", ["turns", "length", "context"])
 def test_an_episode_that_runs_out_is_told_and_keeps_its_reward(tokenizer: Tokenizer, out_of: str) -> None:
-    limits: dict[str, Any] = {"turns": {"turns": 2}, "length": {"episode_tokens": 11}, "context": {}}[out_of]
+    limits: dict[str, Any] = {"turns": {"max_turns": 2}, "length": {"episode_tokens": 11}, "context": {}}[out_of]
     context = 40 if out_of == "context" else 256
 
     def env(task: Task) -> Generator[Turn | str, Reply, dict[str, float]]:
@@ -262,7 +262,8 @@ def watched(env: Any, tokenizer: Tokenizer, count: int, **limits: Any) -> tuple[
     engine.submit, pool.drop = submitted, dropped  # type: ignore[method-assign]
     pool.poll = lambda seconds: poll(seconds)[::-1]  # type: ignore[method-assign]
     with pool:
-        return play(episodes(count), pool, engine, tokenizer, Sampling(max_tokens=9), 256, **limits), asked, pool
+        player = Player(pool, engine, tokenizer, Sampling(max_tokens=9), 256, **limits)
+        return player.play(episodes(count)), asked, pool
 
 
 def test_a_reply_may_have_what_its_turn_the_run_and_the_episode_leave_it(tokenizer: Tokenizer) -> None:
@@ -291,7 +292,7 @@ def test_answers_are_heard_in_the_order_of_the_episodes_and_a_lost_episode_is_dr
         while True:
             yield "on "
 
-    rollouts, asked, pool = watched(env, tokenizer, 5, turns=2)
+    rollouts, asked, pool = watched(env, tokenizer, 5, max_turns=2)
     assert [id for id, _ in asked[:5]] == [0, 1, 2, 3, 4]
     assert sorted(index for what, index in asked if what == "drop") == [0, 1, 2, 3, 4]
     assert all(isinstance(r.reward, Invalid) for r in rollouts) and pool.waited >= 0
@@ -313,7 +314,7 @@ def test_time_without_anything_to_sample_is_time_spent_waiting(
     pool.poll = polled  # type: ignore[method-assign]
     with pool:
         engine = LocalEngine(tiny(tokenizer, context=256), tokenizer, slots=5)
-        play(episodes(3), pool, engine, tokenizer, Sampling(max_tokens=9), 256)
+        Player(pool, engine, tokenizer, Sampling(max_tokens=9), 256).play(episodes(3))
     assert waits >= 2 and pool.waited == pytest.approx(5.0 * waits, abs=4.0)  # the pool itself takes a moment
 
 

@@ -21,6 +21,7 @@ from posttrain.batch import Batch, Outputs, Stats
 from posttrain.config import RL, filled
 from posttrain.data.tasks import draw, order, to_tasks
 from posttrain.engines.local import LocalEngine
+from posttrain.envs.play import Player
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel
@@ -78,8 +79,7 @@ def source(
     ]
     return Experience(
         tasks=TASKS,
-        pool=EnvPool(env, 0),
-        engine=LocalEngine(model, tokenizer, slots=7),
+        player=Player(EnvPool(env, 0), LocalEngine(model, tokenizer, slots=7), tokenizer, Sampling(max_tokens=8), 64),
         learner=LocalLearner(
             model,
             Optimization(**{"lr": 1e-3, **optimization}),
@@ -89,9 +89,7 @@ def source(
             trust_region=row.trust_region,
             follow=0.1,
         ),
-        tokenizer=tokenizer,
         algorithm=row,
-        sampling=Sampling(max_tokens=8),
         size=Size(*size, tokens_per_microbatch=budget),
         seed=seed,
         success=1.0,
@@ -351,7 +349,8 @@ def test_all_that_counts_the_tokens_of_an_episode_counts_the_same() -> None:
 
 def test_more_prompts_than_tasks_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="--prompts 7.*6"):
-        Collector(TASKS, EnvPool(digits, 0), None, tokenizer, Sampling(), 64, Size(7, 4, 64), 0, None)  # type: ignore[arg-type]
+        player = Player(EnvPool(digits, 0), LocalEngine(tiny(tokenizer), tokenizer), tokenizer, Sampling(), 64)
+        Collector(TASKS, player, Size(7, 4, 64), 0, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", ["skip", "truncate"])
@@ -361,19 +360,9 @@ def test_step_has_the_next_task_for_one_whose_prompt_does_not_fit(tokenizer: Tok
 
     def collector() -> Collector:
         too_long = TooLong(policy, 64, said.append)
-        engine, size = LocalEngine(tiny(tokenizer), tokenizer), Size(3, 2, 64)
-        return Collector(
-            to_tasks(rows),
-            EnvPool(digits, 0),
-            engine,
-            tokenizer,
-            Sampling(max_tokens=4),
-            64,
-            size,
-            0,
-            None,
-            too_long=too_long,
-        )
+        engine = LocalEngine(tiny(tokenizer), tokenizer)
+        player = Player(EnvPool(digits, 0), engine, tokenizer, Sampling(max_tokens=4), 64, policy)
+        return Collector(to_tasks(rows), player, Size(3, 2, 64), 0, None, too_long)
 
     def play(collector: Collector, number: int) -> tuple[list[str], float, int]:
         stats = Stats()
@@ -587,7 +576,7 @@ def test_gradients_of_policy_and_critic_are_clipped_apart_by_the_norm_that_is_lo
 
 def test_mismatch_to_the_sampler_is_measured_over_the_whole_step(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("dr-grpo"), budget=20)
-    generator, exact = torch.Generator().manual_seed(0), experience.engine.poll
+    generator, exact = torch.Generator().manual_seed(0), experience.player.engine.poll
     noise: list[float] = []
 
     def distorted() -> list[Completion]:
@@ -598,7 +587,7 @@ def test_mismatch_to_the_sampler_is_measured_over_the_whole_step(tokenizer: Toke
             completion.logp[:] = (torch.tensor(completion.logp) - off).tolist()  # type: ignore[index]
         return done
 
-    experience.engine.poll = distorted  # type: ignore[method-assign]
+    experience.player.engine.poll = distorted  # type: ignore[method-assign]
     _, (seen,) = run(experience, steps=1)
     gap = torch.tensor(noise, dtype=torch.float64)  # learner minus sampler
     assert seen["groups/no_signal"] == 0, "every token is to be fed"

@@ -18,7 +18,7 @@ import posttrain
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.vllm import VLLMEngine
 from posttrain.engines.vllm_worker import PREFILL_TOKENS
-from posttrain.envs.play import Episode, play
+from posttrain.envs.play import Episode, Player
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
@@ -186,7 +186,7 @@ def test_episode_of_two_turns_is_played_as_with_the_embedded_engine(
     rollouts = [
         [(r.transcripts[0].tokens, r.transcripts[0].spans, r.reward, r.stop, r.text) for r in played]
         for played in (
-            play(episodes, EnvPool(echo, 0), each, tokenizer, how, 64)
+            Player(EnvPool(echo, 0), each, tokenizer, how, 64).play(episodes)
             for each in (engine, LocalEngine(policy, tokenizer))
         )
     ]

@@ -16,10 +16,11 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from posttrain.algorithms.policy import Algorithm
+from posttrain.messages import near
 from posttrain.part import NEVER, Bounds, Knob, Part, knob_of
 from posttrain.types import UserError
 from posttrain.user_code import load_named
-from posttrain.values import convert, near
+from posttrain.values import convert
 
 Place = tuple[str, ...]
 

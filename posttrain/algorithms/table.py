@@ -13,9 +13,9 @@ from posttrain.algorithms.settings import check_parts
 from posttrain.algorithms.shaping import SoftOverlong
 from posttrain.algorithms.surrogate import Clip, ExpectedQ, ImportanceRatio, LogProbability, WeightedLogProbability
 from posttrain.learners.natural import TrustRegion
+from posttrain.messages import near
 from posttrain.types import UserError
 from posttrain.user_code import load_named
-from posttrain.values import near
 
 _ROWS = (
     # -- the reward of the whole response, no critic -------------------------------------------------------------------

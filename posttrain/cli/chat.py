@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Generator
 
 from posttrain.engines.embedded import embedded
-from posttrain.envs.play import MAX_TURNS, Episode, play
+from posttrain.envs.play import MAX_TURNS, Episode, Player
 from posttrain.envs.pool import EnvPool
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ def converse(model: str, system: str | None, temperature: float, max_tokens: int
     episode = Episode({"id": "dialogue"}, "dialogue", secrets.randbits(62))
     with EnvPool(dialogue(_ask, print, system, chat), workers=0) as pool:
         engine = embedded(decoder, tokenizer, slots=1)
-        play([episode], pool, engine, tokenizer, sampling, decoder.config.context)
+        Player(pool, engine, tokenizer, sampling, decoder.config.context).play([episode])
 
 
 def dialogue(ask: Callable[[], str], say: Callable[[str], None], system: str | None, chat: bool) -> Env:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from posttrain.algorithms.settings import flags
-from posttrain.config import RL, SFT, Data, Evaluation
+from posttrain.config import RL, SFT, Data, Evaluation, Training
 
-GIVEN = {"sft": {"tasks"}, "rl": {"tasks", "env", "model"}, "eval": {"tasks", "env", "model"}}
-"""What the functions of the front door take by position, by verb."""
+GIVEN = {"tasks", "env", "model"}
+"""What the functions of the front door take by position, if at all."""
 
 HEAD = '''"""The options of the front door, for editors.
 
@@ -28,22 +28,23 @@ from typing import Any, Literal, TypedDict
 
 def text() -> str:
     """The whole file."""
-    return HEAD + "\n\n".join(_of(kind) for kind in (SFT, RL, Evaluation))
+    return HEAD + "\n\n".join(_of(kind) for kind in (Data, Training, SFT, RL, Evaluation))
 
 
 def _of(kind: type[Data]) -> str:
-    hints = get_type_hints(kind)
-    lines = [
-        f"class {kind.__name__}Options(TypedDict, total=False):",
-        f'    """Options of posttrain {kind.verb}."""',
-        "",
-    ]
-    told = {f.name: (_said(hints[f.name]), _help(kind, f.name)) for f in fields(kind)}
+    """The options that `kind` adds to those of the class it extends."""
+    hints, above = get_type_hints(kind), kind.__mro__[1]
+    known = {f.name for f in fields(above)} if above is not object else set()
+    names = [f.name for f in fields(kind) if f.name not in known | GIVEN]
+    names += [name for name in ("model", "env") if kind is SFT]  # `sft` takes the tasks alone
+    told = {name: (_said(hints[name]), _help(kind, name)) for name in names}
     if "settings" in told:
         told |= {flag.name: (_said(flag.type), flag.help) for flag in flags().values()}
+    extended = "TypedDict" if above is object else f"{above.__name__}Options"
+    verbs = "several verbs" if kind in (Data, Training) else f"posttrain {kind.verb}"
+    lines = [f"class {kind.__name__}Options({extended}, total=False):", f'    """Options of {verbs}."""', ""]
     for name, (hint, help) in told.items():
-        if name not in GIVEN[kind.verb]:
-            lines += [f"    {name}: {hint}", textwrap.indent(textwrap.fill(f'"""{help}"""', 116), "    ")]
+        lines += [f"    {name}: {hint}", textwrap.indent(textwrap.fill(f'"""{help}"""', 116), "    ")]
     return "\n".join(lines) + "\n"
 
 

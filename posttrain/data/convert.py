@@ -20,9 +20,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from posttrain.data.files import Row, one_line
+from posttrain.data.files import Row
 from posttrain.data.rows import no_column
 from posttrain.data.store import digest
+from posttrain.messages import one_line
 from posttrain.types import Task, UserError
 
 Pattern = list[tuple[str, str | None]]  # a template: literal text, and the column to put after it

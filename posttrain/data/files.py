@@ -9,14 +9,13 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.messages import one_line
 from posttrain.types import UserError
-from posttrain.user_code import message_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -225,9 +224,3 @@ TEXTS: dict[str, tuple[Callable[[Path], Iterator[Text]], str]] = {
 """Ending of a file -> (what reads it, what stands between its name and the number of a row)."""
 
 READ = (*TEXTS, ".parquet")
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's message as part of one: no line ends, no number that only the system understands."""
-    text = re.sub(r"\[Errno \d+\] ", "", " ".join(message_of(error).split()))
-    return text if text and " object at 0x" not in text else type(error).__name__

@@ -25,7 +25,6 @@ from posttrain.data.files import (
     Text,
     check_row,
     kind_of,
-    one_line,
     parse_row,
     read_parquet,
     read_texts,
@@ -33,6 +32,7 @@ from posttrain.data.files import (
     rows_of,
 )
 from posttrain.data.store import Table, digest, fingerprint, keep_table
+from posttrain.messages import one_line
 from posttrain.types import UserError
 from posttrain.user_code import describe_error
 

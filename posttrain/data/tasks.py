@@ -21,6 +21,7 @@ from posttrain.data.convert import Conversion, identified, key_of, own_id, quest
 from posttrain.data.files import Row, check_row
 from posttrain.data.rows import Listed, Rows, load_rows
 from posttrain.data.store import Arrays, digest, keep_arrays
+from posttrain.messages import clip
 from posttrain.types import Task, UserError
 from posttrain.user_code import describe_error
 
@@ -371,15 +372,11 @@ def _without_repetitions(tasks: Tasks, keys: Integers, own: NDArray[np.bool_]) -
         elif own[place] or own[first[id]]:
             other = tasks.where(first[id])
             raise UserError(
-                f"{tasks.where(place)}: id {_shown(id)} is already that of {other}; give every row an id of its own"
+                f"{tasks.where(place)}: id {clip(repr(id))} is already that of {other}; give every row an id of its own"
             )
         else:
             kept[place] = False
     return kept
-
-
-def _shown(id: str) -> str:
-    return repr(id) if len(id) <= 60 else f"{id[:60]!r}... ({len(id):,} characters)"
 
 
 def _asked(task: Task) -> str:

@@ -10,8 +10,9 @@ from types import ModuleType
 from typing import Any
 
 from posttrain.envs.reading import read_number, short
+from posttrain.messages import near_or_all
 from posttrain.types import Env, Invalid, Reply, Reward, Task, Turn, UserError, Verdict
-from posttrain.user_code import PRIVATE, describe_error, hint, import_target, importable, named_in, split_name
+from posttrain.user_code import PRIVATE, describe_error, import_target, importable, named_in, split_name
 
 BUILTIN = {
     "arithmetic": "posttrain.envs.arithmetic:reward",
@@ -159,5 +160,5 @@ def _split(spec: str) -> tuple[str, str]:
     if ":" in spec or spec.endswith(".py"):
         return split_name(spec)
     raise UserError(
-        f"there is no built-in environment {spec!r}{hint(spec, sorted(BUILTIN))}; one of your own is my.py:reward"
+        f"there is no built-in environment {spec!r}{near_or_all(spec, sorted(BUILTIN))}; one of your own is my.py:reward"
     )

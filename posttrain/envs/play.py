@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from posttrain.envs.chat import Texts
@@ -20,7 +20,7 @@ from posttrain.protocols import Engine
 from posttrain.seeds import seed_of
 from posttrain.types import Completion, Invalid, InvalidKind, Reply, Rollout, Sampling, StopReason, Turn, UserError
 
-__all__ = ["MAX_TURNS", "Episode", "play"]
+__all__ = ["MAX_TURNS", "Episode", "Player"]
 
 MAX_TURNS = 64  # an environment that never returns would play for ever
 PATIENCE = 64  # empty replies to one that asks on after its episode has run out: loops end by themselves
@@ -28,54 +28,45 @@ PATIENCE = 64  # empty replies to one that asks on after its episode has run out
 TooLong = Literal["skip", "truncate", "refuse"]
 
 
-def play(
-    episodes: Sequence[Episode],
-    pool: EnvPool,
-    engine: Engine,
-    tokenizer: Texts,
-    sampling: Sampling,
-    context: int,
-    too_long: TooLong = "refuse",
-    *,
-    episode_tokens: int | None = None,
-    turns: int = MAX_TURNS,
-) -> list[Rollout]:
-    """The rollouts of these episodes, in their order.
+@dataclass(frozen=True)
+class Player:
+    """Who plays episodes, and within which bounds.
 
-    `context`: tokens of prompt and replies together that fit; `episode_tokens`: most tokens that may be sampled in an
-    episode, over all its replies (None: no bound); `turns`: most replies of an episode. An episode that runs out of one of
-    these is told so by empty replies with the stop reason, and may still score what there is.
-
-    A first prompt that leaves no room for a reply is Invalid ("skip"), loses its beginning ("truncate") or raises
-    UserError ("refuse"), as one of no tokens always does.
+    An episode that runs out of context, tokens or turns is told so by empty replies with the stop reason, and may still
+    score what there is.
     """
-    return _Play(episodes, pool, engine, tokenizer, sampling, context, too_long, episode_tokens, turns).played()
+
+    pool: EnvPool
+    engine: Engine
+    tokenizer: Texts
+    sampling: Sampling
+    context: int
+    """Tokens of prompt and replies together that fit."""
+    too_long: TooLong = "refuse"
+    """What becomes of an episode whose first prompt leaves no room for a reply: it is Invalid ("skip"), the prompt loses its
+    beginning ("truncate"), or UserError is raised ("refuse"), as it always is for a prompt of no tokens."""
+    episode_tokens: int | None = None
+    """Most tokens that may be sampled in an episode, over all its replies."""
+    max_turns: int = MAX_TURNS
+    """Most replies of an episode."""
+
+    def play(self, episodes: Sequence[Episode]) -> list[Rollout]:
+        """The rollouts of these episodes, in their order."""
+        return _Play(self, episodes).played()
 
 
 class _Play:
-    """One call of `play`. Episodes are known by their place."""
+    """One call of `Player.play`. Episodes are known by their place."""
 
-    def __init__(
-        self,
-        episodes: Sequence[Episode],
-        pool: EnvPool,
-        engine: Engine,
-        tokenizer: Texts,
-        sampling: Sampling,
-        context: int,
-        too_long: TooLong,
-        episode_tokens: int | None,
-        turns: int,
-    ) -> None:
-        self.pool, self.engine, self.tokenizer, self.sampling = pool, engine, tokenizer, sampling
-        self.context, self.too_long, self.episode_tokens, self.turns = context, too_long, episode_tokens, turns
+    def __init__(self, by: Player, episodes: Sequence[Episode]) -> None:
+        self.by, self.pool, self.engine = by, by.pool, by.engine
         self.prompts: dict[str, list[int]] = {}  # a group's prompt is tokenised once
-        self.playing = [Playing(episode, tokenizer) for episode in episodes]
+        self.playing = [Playing(episode, by.tokenizer) for episode in episodes]
         self.finished: dict[int, Rollout] = {}
         self.sampled = 0  # requests that the engine has
         self.asked = [0.0] * len(episodes)  # when the engine or the environment was
         self.heard: list[tuple[int, Event, float]] = []  # what environments answered, and the seconds it took
-        self.in_any_order = engine.batch_invariant or pool.single_turn  # a reward asks for nothing more
+        self.in_any_order = by.engine.batch_invariant or by.pool.single_turn  # a reward asks for nothing more
 
     def played(self) -> list[Rollout]:
         for index, p in enumerate(self.playing):
@@ -134,13 +125,13 @@ class _Play:
 
     def _submit(self, index: int, turn: Turn) -> None:
         p = self.playing[index]
-        budget = min(self.sampling.max_tokens, turn.max_tokens or self.sampling.max_tokens)
-        if self.episode_tokens is not None:
-            budget = min(budget, self.episode_tokens - p.n_sampled)
+        budget = min(self.by.sampling.max_tokens, turn.max_tokens or self.by.sampling.max_tokens)
+        if self.by.episode_tokens is not None:
+            budget = min(budget, self.by.episode_tokens - p.n_sampled)
         asked = len(p.replies) + 1
         seed = p.episode.seed if asked == 1 else seed_of(p.episode.seed, asked)
-        stop = turn.stop or self.sampling.stop
-        sampling = replace(self.sampling, max_tokens=budget, stop=stop, seed=seed)
+        stop = turn.stop or self.by.sampling.stop
+        sampling = replace(self.by.sampling, max_tokens=budget, stop=stop, seed=seed)
         self.asked[index] = time.perf_counter()
         self.engine.submit(index, p.transcripts[-1].tokens, sampling)
         self.sampled += 1
@@ -156,18 +147,18 @@ class _Play:
                 self.prompts[turn.text] = p.read(turn)
             p.conversation.first = False
             tokens = self.prompts[turn.text]
-        if len(tokens) >= self.context and self.too_long == "truncate":
-            return cut_prompt(tokens, self.context, self.sampling.max_tokens)
+        if len(tokens) >= self.by.context and self.by.too_long == "truncate":
+            return cut_prompt(tokens, self.by.context, self.by.sampling.max_tokens)
         return tokens
 
     def _problem(self, p: Playing, tokens: Sequence[int]) -> str | None:
         """Why a context cannot begin with these tokens. Raises UserError where that is to end the run."""
         first = not p.turns
-        if tokens and (not first or len(tokens) < self.context):
+        if tokens and (not first or len(tokens) < self.by.context):
             return None
         what = f"has {len(tokens)} tokens" if tokens else "is empty"
-        holds = f"the model's context holds {self.context} tokens with the reply"
-        if not first or (tokens and self.too_long == "skip"):
+        holds = f"the model's context holds {self.by.context} tokens with the reply"
+        if not first or (tokens and self.by.too_long == "skip"):
             return f"the prompt {what}; {holds}"
         raise UserError(
             f"the prompt of task {p.episode.task.get('id')!r} {what}; {holds}: shorten it or leave the row out"
@@ -175,12 +166,12 @@ class _Play:
 
     def _exhausted(self, p: Playing, turn: Turn, tokens: Sequence[int]) -> StopReason | None:
         """What the episode has run out of, if anything."""
-        if len(p.replies) >= self.turns:
+        if len(p.replies) >= self.by.max_turns:
             return StopReason.TURNS
-        if self.episode_tokens is not None and p.n_sampled >= self.episode_tokens:
+        if self.by.episode_tokens is not None and p.n_sampled >= self.by.episode_tokens:
             return StopReason.LENGTH
         before = 0 if turn.fresh or not p.turns else len(p.transcripts[-1])
-        full = before + len(tokens) >= self.context or (p.told and not turn.fresh)
+        full = before + len(tokens) >= self.by.context or (p.told and not turn.fresh)
         return StopReason.CONTEXT if full else None
 
     def _end(self, index: int, problem: str) -> None:

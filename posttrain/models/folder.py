@@ -20,9 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from posttrain.messages import one_line
 from posttrain.models.config_json import ARCHITECTURES, read_config, read_eos_ids, unsupported, written_config
 from posttrain.models.decoder import Decoder, DecoderConfig
-from posttrain.models.json_files import one_line, read_json, shown, write_json
+from posttrain.models.json_files import read_json, shown, write_json
 from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
 from posttrain.protocols import Model
 from posttrain.types import UserError

@@ -7,11 +7,11 @@ must have, so that a mistake is told where it stands and not where it is first c
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from posttrain.messages import one_line
 from posttrain.types import UserError
 
 MISSING: Any = object()  # no default: the key must be there
@@ -125,9 +125,3 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     path.write_bytes(text.encode("utf-8", "backslashreplace"))  # half a surrogate pair: its escape is JSON's own
-
-
-def one_line(error: BaseException, longest: int = 300) -> str:
-    """An exception's message as part of one: no line ends, and not a page."""
-    text = re.sub(r" \(os error \d+\)", "", " ".join(str(error).split())) or type(error).__name__
-    return text if len(text) <= longest else text[:longest] + "..."

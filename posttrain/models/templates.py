@@ -32,7 +32,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.tests import TESTS as DEFAULT_TESTS
 from jinja2.utils import Namespace, _PassArg
 
-from posttrain.models.json_files import one_line
+from posttrain.messages import one_line
 from posttrain.models.template_budget import (
     BUDGET,
     INTEGER_BITS,

@@ -23,7 +23,8 @@ from tokenizers import Regex, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 
-from posttrain.models.json_files import Fields, one_line, read_json, read_text, write_json
+from posttrain.messages import one_line
+from posttrain.models.json_files import Fields, read_json, read_text, write_json
 from posttrain.types import UserError
 
 PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unk|>"

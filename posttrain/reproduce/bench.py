@@ -14,6 +14,7 @@ from posttrain.batch import Packed
 from posttrain.config import RL, filled
 from posttrain.data.tasks import to_tasks
 from posttrain.engines.embedded import embedded
+from posttrain.envs.play import Player
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import Critic, ValueModel, new_critic
@@ -43,15 +44,13 @@ def bench(
     sizes = {name: settings[name] for name in ("prompts", "group", "max_tokens")}
     row = adjust(find(options.pop("algorithm")), filled(RL, {"model": arena.start, **sizes, **options}))
     value: Critic | None = new_critic(ValueModel, critic, model, seed) if critic else None
+    sampling = Sampling(max_tokens=settings["max_tokens"])
     with EnvPool(arena.env, 0) as pool:
         yield Experience(
             tasks=to_tasks(arena.tasks),
-            pool=pool,
-            engine=embedded(model, tokenizer),
+            player=Player(pool, embedded(model, tokenizer), tokenizer, sampling, model.config.context),
             learner=LocalLearner(model, Optimization(lr=settings.get("lr", 1e-5), betas=(0.9, 0.95)), critic=value),
-            tokenizer=tokenizer,
             algorithm=row,
-            sampling=Sampling(max_tokens=settings["max_tokens"]),
             size=Size(settings["prompts"], settings["group"], TOKENS),
             seed=seed,
             success=1.0,

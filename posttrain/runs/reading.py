@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from posttrain.messages import clip
 from posttrain.runs.files import HEALTH, METRICS, ROLLOUTS, RUN, TIMING, Folder, rollout_file, step_of
 from posttrain.types import UserError
 
@@ -94,10 +95,10 @@ def read_steps(path: Path, last: int | None = None) -> Iterator[tuple[Row, int]]
         step = row.get("step")
         if type(step) is not int or step <= before:
             raise _damaged(
-                where, f"its step is {_shown(step)}, after step {before}" if before >= 0 else "no valid step"
+                where, f"its step is {clip(repr(step), 40)}, after step {before}" if before >= 0 else "no valid step"
             )
         if wrong := [name for name, value in row.items() if value is not None and not _finite(value)]:
-            raise _damaged(where, f"{wrong[0]} is {_shown(row[wrong[0]])}, not a number")
+            raise _damaged(where, f"{wrong[0]} is {clip(repr(row[wrong[0]]), 40)}, not a number")
         if last is not None and step > last:
             return
         yield row, end
@@ -127,7 +128,7 @@ _ROLLOUT: dict[str, Any] = {
 def _checked(row: Row, kinds: dict[str, Any], where: str) -> Row:
     for name, kind in kinds.items():
         if name not in row or not isinstance(row[name], kind):
-            raise _damaged(where, f"{name} is {_shown(row[name])}" if name in row else f"it has no {name!r}")
+            raise _damaged(where, f"{name} is {clip(repr(row[name]), 40)}" if name in row else f"it has no {name!r}")
     return row
 
 
@@ -151,11 +152,6 @@ def _finite(value: Any) -> bool:
         return type(value) in (int, float) and math.isfinite(value)
     except OverflowError:  # an integer beyond every float
         return False
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _content(path: Path) -> bytes:

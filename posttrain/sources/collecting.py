@@ -8,14 +8,11 @@ from posttrain.algorithms.credit import equal_rewards
 from posttrain.algorithms.filters import DynamicSampling
 from posttrain.batch import Stats
 from posttrain.data.tasks import draw
-from posttrain.envs.chat import Texts
-from posttrain.envs.play import MAX_TURNS, Episode, play
-from posttrain.envs.pool import EnvPool
-from posttrain.protocols import Engine
+from posttrain.envs.play import Episode, Player
 from posttrain.seeds import seed_of
 from posttrain.sources.lengths import Placed, Prompts, TooLong
 from posttrain.sources.scores import describe, refuse_broken, scoreboard, usable
-from posttrain.types import Rollout, Sampling, UserError
+from posttrain.types import Rollout, UserError
 
 
 @dataclass(frozen=True)
@@ -40,17 +37,11 @@ class Collector:
     """Plays the steps' episodes. All it remembers is how many tasks it has played."""
 
     tasks: Placed
-    pool: EnvPool
-    engine: Engine
-    tokenizer: Texts
-    sampling: Sampling
-    context: int  # tokens of prompt and replies together that fit
+    player: Player
     size: Size
     seed: int
     success: float | None  # rewards from it on are successes
-    episode_tokens: int | None = None  # most that may be sampled in an episode
-    max_turns: int = MAX_TURNS  # most replies of an episode
-    too_long: TooLong | None = None  # what becomes of prompts that do not fit; left out: they end the run
+    too_long: TooLong | None = None  # takes note of prompts that do not fit; left out: the player alone sees to them
     cursor: int = field(default=0, init=False)  # tasks drawn so far
 
     def __post_init__(self) -> None:
@@ -69,17 +60,7 @@ class Collector:
         while (missing := min(self.size.prompts - len({r.group for r in kept}), budget)) > 0:
             episodes, self.cursor = self.episodes(number, self.cursor, missing)
             budget -= missing
-            rollouts = play(
-                episodes,
-                self.pool,
-                self.engine,
-                self.tokenizer,
-                self.sampling,
-                self.context,
-                self.too_long.policy if self.too_long else "refuse",
-                episode_tokens=self.episode_tokens,
-                turns=self.max_turns,
-            )
+            rollouts = self.player.play(episodes)
             played += rollouts
             fit = usable(rollouts, stats)
             if fit:
@@ -101,9 +82,9 @@ class Collector:
 
     def _fits(self, place: int) -> bool:
         """Whether a prompt does, where that can be told before it is played."""
-        if self.too_long is None or not self.pool.single_turn:
+        if self.too_long is None or not self.player.pool.single_turn:
             return True
-        return Prompts(self.tasks, self.tokenizer, self.too_long).fits(place)
+        return Prompts(self.tasks, self.player.tokenizer, self.too_long).fits(place)
 
     def episodes(self, number: int, first: int, count: int) -> tuple[list[Episode], int]:
         """What step `number` plays: `count` tasks, each once per member of its group; and the cursor after them.

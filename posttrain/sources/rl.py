@@ -15,18 +15,16 @@ import torch
 from posttrain.algorithms.penalty import KL
 from posttrain.algorithms.policy import Algorithm
 from posttrain.batch import Stats, Step
-from posttrain.envs.chat import Texts
-from posttrain.envs.play import MAX_TURNS
-from posttrain.envs.pool import EnvPool
+from posttrain.envs.play import Player
 from posttrain.part import Need
-from posttrain.protocols import Engine, Learner, Source
+from posttrain.protocols import Learner, Source
 from posttrain.sources.collecting import Collector, Size
 from posttrain.sources.crediting import Credited, credit
 from posttrain.sources.lengths import Placed, TooLong
 from posttrain.sources.minibatches import Minibatches
 from posttrain.sources.replay import ReplayBuffer
 from posttrain.sources.views import view
-from posttrain.types import Sampling, Transcript
+from posttrain.types import Transcript
 
 
 class Experience:
@@ -40,30 +38,19 @@ class Experience:
         self,
         *,
         tasks: Placed,
-        pool: EnvPool,
-        engine: Engine,
+        player: Player,
         learner: Learner,
-        tokenizer: Texts,
         algorithm: Algorithm,
-        sampling: Sampling,
         size: Size,
         seed: int,
         success: float | None = None,
-        episode_tokens: int | None = None,
-        max_turns: int = MAX_TURNS,
         texts: Sequence[Transcript | None] = (),
         too_long: TooLong | None = None,
     ) -> None:
-        """`success`: rewards from it on are successes; `texts`: what a row with a pretraining term imitates.
-
-        `episode_tokens`, `max_turns`: of an episode, as in `play`.
-        """
+        """`success`: rewards from it on are successes; `texts`: what a row with a pretraining term imitates."""
         assert success is not None or Need.SUCCESS not in algorithm.needs, "what is a success?"
-        self.engine, self.learner, self.algorithm, self.size, self.success = engine, learner, algorithm, size, success
-        context = learner.weights().config.context
-        self.collector = Collector(
-            tasks, pool, engine, tokenizer, sampling, context, size, seed, success, episode_tokens, max_turns, too_long
-        )
+        self.learner, self.algorithm, self.size, self.success = learner, algorithm, size, success
+        self.player, self.collector = player, Collector(tasks, player, size, seed, success, too_long)
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.minibatches = Minibatches(algorithm, learner, size, seed, success, texts, self.buffer)
         kl, entropy = algorithm.kl, algorithm.entropy
@@ -75,8 +62,8 @@ class Experience:
 
     def produce(self, number: int) -> Step:
         row = self.algorithm
-        self.engine.load(self.learner.weights(), self.learner.version)
-        stats, waited = Stats(), self.collector.pool.waited
+        self.player.engine.load(self.learner.weights(), self.learner.version)
+        stats, waited = Stats(), self.player.pool.waited
         collected = self.collector.collect(number, row.sampling, stats)
         tokens, kept = self.size.tokens_per_microbatch, collected.kept
         credited = credit(row, kept, self.learner, tokens, self.coefficients, self.success, stats)
@@ -92,7 +79,7 @@ class Experience:
         updates = self.minibatches.updates(number, credited, self.coefficients)
         sampled = sum(r.n_sampled for r in collected.played)
         rollouts = [(r, means.get(id(r), 0.0)) for r in collected.played]
-        return Step(number, updates, stats, sampled, rollouts, {"waiting": self.collector.pool.waited - waited})
+        return Step(number, updates, stats, sampled, rollouts, {"waiting": self.player.pool.waited - waited})
 
     def learned(self, step: Step, stats: Stats) -> None:
         """Let what changes from step to step do so: coefficients, the reference."""

@@ -24,7 +24,7 @@ from posttrain.data.tasks import Stream, Tasks, to_tasks
 from posttrain.engines.embedded import embedded
 from posttrain.engines.vllm import VLLMEngine
 from posttrain.envs.load import is_generator_env, load_env, success_of
-from posttrain.envs.play import play
+from posttrain.envs.play import Player
 from posttrain.kernels import build
 from posttrain.learners.local import LocalLearner
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
@@ -139,37 +139,23 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
         learner = _learner(config, algorithm, model, start)
         engine = opened.enter_context(closing(_engine(config, model, tokenizer)))
         sampling = Sampling(config.temperature, max_tokens=config.max_tokens, stop=config.stop)
+        bounds = model.config.context, config.too_long, config.episode_tokens, config.max_turns
+        player = Player(pool, engine, tokenizer, sampling, *bounds)
         source = Experience(
             tasks=train_tasks,
-            pool=pool,
-            engine=engine,
+            player=player,
             learner=learner,
-            tokenizer=tokenizer,
             algorithm=algorithm,
-            sampling=sampling,
             size=Size(config.prompts, config.group, microbatch_tokens(config, device)),
             seed=config.seed,
             success=success,
-            episode_tokens=config.episode_tokens,
-            max_turns=config.max_turns,
             texts=_texts_to_imitate(config, tokenizer, model, too_long) if algorithm.pretraining else (),
             too_long=too_long,
         )
 
         def measure(stats: Stats) -> None:
             engine.load(learner.weights(), learner.version)
-            rollouts = play(
-                repeated(played, config.eval_samples, config.seed),
-                pool,
-                engine,
-                tokenizer,
-                sampling,
-                model.config.context,
-                config.too_long,
-                episode_tokens=config.episode_tokens,
-                turns=config.max_turns,
-            )
-            measured(rollouts, success, stats)
+            measured(player.play(repeated(played, config.eval_samples, config.seed)), success, stats)
 
         sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)
         trainer = Trainer(run, learner, source, tokenizer, measure if played else None, config.steps)

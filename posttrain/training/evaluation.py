@@ -13,7 +13,7 @@ from posttrain.config import Evaluation, validate
 from posttrain.data.tasks import Stream, hold_out
 from posttrain.engines.embedded import embedded
 from posttrain.envs.load import success_of
-from posttrain.envs.play import Episode, play
+from posttrain.envs.play import Episode, Player
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
@@ -68,17 +68,9 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
             some = fitting(data, pool, tokenizer, TooLong(config.too_long, context, said.append))
             if not some:
                 raise UserError(f"no prompt fits into the context of {folder}: {said[0]}")
-            rollouts = play(
-                repeated(some, config.samples, config.seed),
-                pool,
-                engine,
-                tokenizer,
-                sampling,
-                context,
-                config.too_long,
-                episode_tokens=config.episode_tokens,
-                turns=config.max_turns,
-            )
+            bounds = context, config.too_long, config.episode_tokens, config.max_turns
+            player = Player(pool, engine, tokenizer, sampling, *bounds)
+            rollouts = player.play(repeated(some, config.samples, config.seed))
             reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
             if len(reasons) == len(rollouts):
                 raise UserError(f"no reward of {folder} is valid: look at --env {config.env}; the first: {reasons[0]}")

@@ -1,0 +1,44 @@
+"""Pieces of what is said to a user: exceptions on one line, values cut short, the nearest known word."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+SYSTEM = re.compile(r"\[Errno \d+\] | \(os error \d+\)")  # numbers that only the system understands
+
+
+def clip(text: str, longest: int = 60) -> str:
+    """The text, or its beginning and "..."."""
+    return text if len(text) <= longest else text[:longest] + "..."
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says; "" where even that raises."""
+    try:
+        return str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # the user's own __str__
+        return ""
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message as part of one: no line ends, and not a page."""
+    text = SYSTEM.sub("", " ".join(message_of(error).split()))
+    return clip(text, 300) if text and " object at 0x" not in text else type(error).__name__
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean ...?" where a known word is like this one."""
+    import difflib
+
+    close = difflib.get_close_matches(word, list(known), 5)
+    close.sort(key=lambda c: sorted(c) != sorted(word))  # letters in another order are the likeliest slip
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def near_or_all(word: str, known: list[str]) -> str:
+    """ "; did you mean ...? (there are: ...)", as far as there is anything to say."""
+    listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+    return f"{near(word, known)} (there are: {listed})" if known else ""

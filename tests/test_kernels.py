@@ -24,7 +24,7 @@ from posttrain.models.attention import SegmentAttention, filled
 from posttrain.models.decoder import Decoder, causal, new_decoder
 from posttrain.models.fused import rms_norm, swiglu
 from posttrain.models.likelihood import token_logp, token_logp_entropy
-from posttrain.models.linear import Linear, accumulating
+from posttrain.models.linear import Linear, accumulating, in_blocks, product
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Sampling
 
@@ -231,3 +231,26 @@ print([m for m in ("torch._dynamo", "torch._inductor", "transformers") if m in s
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("library_agrees", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_of_a_product_as_in_blocks_depends_on_no_other_row(
+    library_agrees: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(320, 48, generator=generator)
+    weight, bias = torch.randn(96, 48, generator=generator), torch.randn(96, generator=generator)
+    if not library_agrees:
+        monkeypatch.setattr("posttrain.models.linear._as_in_blocks", lambda *_: False)
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16), in_blocks(64):
+        together = product(x, weight, bias)
+        assert together.dtype == dtype
+        for start in range(0, 320, 64):
+            rows = slice(start, start + 64)
+            assert torch.equal(together[rows], product(x[rows], weight, bias))
+        assert torch.allclose(
+            together.float(), x @ weight.t() + bias, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.3
+        )
+        with pytest.raises(AssertionError, match="whole blocks"):
+            product(x[:63], weight, None)

@@ -289,13 +289,20 @@ class LocalEngine:
 
 
 def _each_alone(layout: Layout, prompts: int) -> Attend:
-    """Attention of the first so many segments, each in a call of its own; what fills the layout up looks at nothing."""
+    """Attention of the first so many segments, as if each were in a call of its own.
+
+    Compiled code goes through them one by one, whatever they are. Torch's operations are called for each; what fills the
+    layout up then looks at nothing.
+    """
     alone: dict[int, SegmentAttention] = {}
     for length in set(layout.length[:prompts]):
         tokens = torch.zeros(length, dtype=torch.int64, device=layout.tokens.device)
         alone[length] = SegmentAttention(Layout(tokens, tokens, (0,), (length,), (-1,)))
+    together = SegmentAttention(layout)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if all(one.compiled.covers(k.shape[1], k.shape[2], q.dtype) for one in alone.values()):
+            return together(layer, q, k, v)
         out = torch.zeros_like(q)
         for start, length in zip(layout.start[:prompts], layout.length[:prompts], strict=True):
             own = slice(start, start + length)

@@ -24,7 +24,9 @@ from posttrain.runs.reading import read_metrics, read_rollouts, read_run
 from posttrain.training.setup import load_tasks, split_tasks
 
 SMALL = "--tokenizer characters --hidden 16 --layers 1 --heads 2 --context 40 --rows 4 --threads 1 --quiet".split()
-PLAY = "--model start --prompts 2 --group 2 --max-tokens 4 --threads 1 --quiet --kl 0 --health off".split()
+PLAY = (
+    "--model start --prompts 2 --group 2 --max-tokens 4 --env-workers 0 --threads 1 --quiet --kl 0 --health off".split()
+)
 
 USER_CODE = """
 import itertools

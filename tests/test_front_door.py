@@ -16,7 +16,16 @@ from posttrain.training.assembly import Run
 
 TASKS = arithmetic.tasks(60, 0, digits=1)
 SMALL: dict[str, Any] = {"threads": 1, "quiet": True}
-STEPS: dict[str, Any] = {"steps": 4, "prompts": 4, "group": 4, "max_tokens": 4, "lr": 1e-3, "kl": 0.0, **SMALL}
+STEPS: dict[str, Any] = {
+    "steps": 4,
+    "prompts": 4,
+    "group": 4,
+    "max_tokens": 4,
+    "lr": 1e-3,
+    "kl": 0.0,
+    "env_workers": 0,
+    **SMALL,
+}
 
 
 def even(task: posttrain.Task, reply: str) -> dict[str, float]:
@@ -65,7 +74,9 @@ def test_function_as_reward_gives_a_run_that_can_be_read(imitated: Run, tmp_path
 
 @pytest.mark.slow
 def test_group_advantages_in_the_record_sum_to_zero(imitated: Run, tmp_path: Path) -> None:
-    run = posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / "run"), algorithm="dr-grpo", **STEPS)
+    run = posttrain.rl(
+        TASKS, even, str(imitated.path), out=str(tmp_path / "run"), algorithm="dr-grpo", **{**STEPS, "env_workers": 1}
+    )
     groups: dict[str, list[float]] = {}
     for rollout in read_rollouts(run.path, 1):
         groups.setdefault(rollout["group"], []).append(rollout["advantage"])
@@ -113,6 +124,7 @@ def test_evaluation_compares_two_checkpoints_on_the_same_tasks(imitated: Run, tm
         even,
         str(run.path),
         against=str(imitated.path),
+        env_workers=0,
         samples=8,
         k=(1, 4),
         success=1.5,
@@ -128,7 +140,7 @@ def test_evaluation_compares_two_checkpoints_on_the_same_tasks(imitated: Run, tm
         == pytest.approx(found.figures["accuracy"]["mean"])
     )
     itself = posttrain.evaluate(
-        TASKS[:10], even, str(run.path), against=str(run.path), samples=2, max_tokens=4, threads=1
+        TASKS[:10], even, str(run.path), against=str(run.path), samples=2, max_tokens=4, threads=1, env_workers=0
     )
     assert itself.differences == {"reward": {"mean": 0.0, "low": 0.0, "high": 0.0}}
 

@@ -55,7 +55,7 @@ SFT = "sft --tasks rows.jsonl --tokenizer characters --hidden 32 --layers 2 --co
 SFT += "--eval-every 3 --epochs 4 --rows 8 --lr 1e-2 --warmup 2 --save-every 2".split()
 SFT += "--tokens-per-microbatch 40 --threads 1".split()
 RL = "rl --tasks rows.jsonl --model start --held-out 0.1 --eval-every 4 --group 3 --prompts 4 --max-tokens 10".split()
-RL += "--steps 10 --lr 1e-2 --save-every 2 --tokens-per-microbatch 60 --threads 1".split()
+RL += "--steps 10 --lr 1e-2 --save-every 2 --tokens-per-microbatch 60 --threads 1 --env-workers 1".split()
 ONE_TURN = [*RL, "--env", "env.py:reward", "--algorithm", "grpo"]
 TURNS = [*RL, *"--env env.py:dialogue --algorithm dr-grpo --epochs 2 --minibatches 2 --episode-tokens 21".split()]
 

@@ -607,12 +607,12 @@ def test_every_row_learns_what_the_reward_asks_for(tokenizer: Tokenizer, name: s
     if find(name).filters:  # long replies are the good ones here
         how |= {"overlong_filter": False, "overlong_cache": 0}
     if find(name).trust_region:
-        how |= {"trust_region": 0.2}
+        how |= {"trust_region": 0.2, "settings": {"trust_region.iterations": 4}}
     lr = 1e-2
     if find(name).replay:  # the policy must not outrun its action values
         how, lr = {"critic_warmup": 10, "critic_tau": 0.2}, 1e-3
     # A trust region goes to its border in each step, so it needs a direction with less noise.
-    much: dict[str, Any] = {"size": (6, 16), "budget": 1000} if find(name).trust_region else {}
+    much: dict[str, Any] = {"size": (4, 12), "budget": 1000} if find(name).trust_region else {}
     experience = source(tokenizer, row(name, **how), lr=lr, **much)
     _, seen = run(experience, steps=40)
     first, last = seen[0]["reward"], sum(m["reward"] for m in seen[-5:]) / 5

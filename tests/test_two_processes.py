@@ -21,6 +21,7 @@ from posttrain.learners.world import Processes
 from posttrain.protocols import Alone, World
 from posttrain.types import Rollout
 
+pytestmark = pytest.mark.xdist_group("two processes")  # their updates are computed once, and kept
 GROUPS, SIZE = 3, 2
 SPLITS = {"two groups and one": 4, "all and none": 6, "none and all": 0}
 """How many of the rollouts are process 0's."""

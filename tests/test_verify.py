@@ -130,10 +130,10 @@ def test_numbers_are_equal_exactly_unless_the_gold_was_rounded_by_a_computer() -
 
 
 def test_every_gold_of_math_is_reached_by_its_own_solution_and_not_by_its_neighbour() -> None:
-    problems = rows(DATA / "math" / "math_test.jsonl")[::13]
+    problems = rows(DATA / "math" / "math_test.jsonl")[::26]
     golds = [last_boxed(problem["solution"]) or "" for problem in problems]
     own = [verify(problem["solution"], gold) for problem, gold in zip(problems, golds, strict=True)]
-    assert len(own) > 300
+    assert len(own) > 150
     assert set(own) == {1.0}
     foreign = [
         (golds[i], other, verify(problems[i]["solution"], other))
@@ -156,12 +156,12 @@ def test_every_gold_of_gsm8k_verifies_and_its_successor_does_not() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_reply_takes_longer_than_its_length_explains() -> None:
-    """Replies of 100,000 characters, under a limit of processor time that one quadratic expression would exceed."""
+    """Replies of 50,000 characters, under a limit of processor time that one quadratic expression would exceed."""
     code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (90, 90)); "
+        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (45, 45)); "
         "from posttrain.verify import math; import answers; "
         "math.limited = lambda name, *_, seconds: name.endswith('readable'); "  # what runs there has a limit of its own
-        "print(answers.judge_hostile(100_000))"
+        "print(answers.judge_hostile(50_000))"
     )
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(PACKAGE), str(PACKAGE / "tests")]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
@@ -169,7 +169,7 @@ def test_no_reply_takes_longer_than_its_length_explains() -> None:
 
 
 def test_answers_of_every_kind_get_the_verdict_of_an_independent_oracle() -> None:
-    assert [pair for pair in map(answers.judge, answers.cases(150, 0)) if answers.differs(*pair)] == []
+    assert [pair for pair in map(answers.judge, answers.cases(100, 0)) if answers.differs(*pair)] == []
 
 
 @pytest.mark.parametrize(

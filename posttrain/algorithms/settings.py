@@ -175,6 +175,7 @@ def _fields(kind: type[Any]) -> dict[str, dataclasses.Field[Any]]:
     return {f.name: f for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
 
 
+@cache
 def _hints(kind: type[Any]) -> dict[str, Any]:
     fields = _fields(kind)
     return {name: hint for name, hint in get_type_hints(kind).items() if name in fields}

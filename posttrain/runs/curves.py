@@ -32,6 +32,9 @@ PANELS = {
 }
 """Metric -> title in `curves`, in the order in which they are drawn."""
 
+WIDTH, HEIGHT = 4.2, 2.5  # of a panel with its margins, in inches
+LEFT, TOP, BOTTOM = 0.6, 0.3, 0.2  # inches for labels of an axis, for a legend, for the name of the steps
+
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's, for the colour-blind
 
 
@@ -42,7 +45,6 @@ def curves(runs: Folder | Mapping[str, Folder], out: Folder | None = None) -> Pa
     Writes `out`, a PNG; by default curves.png in the folder of the run, the first of several.
     """
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     folders = dict(runs) if isinstance(runs, Mapping) else {"": runs}
     recorded = {label: _series(folder) for label, folder in folders.items()}
@@ -51,7 +53,14 @@ def curves(runs: Folder | Mapping[str, Folder], out: Folder | None = None) -> Pa
         raise UserError(f"{', '.join(map(str, folders.values()))}: no metric was recorded yet, so nothing can be drawn")
     columns = 2 if len(names) == 4 else min(len(names), 3)
     rows = math.ceil(len(names) / columns)
-    figure = Figure((4.2 * columns, 2.7 * rows + 0.3), 150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    above = TOP if len(folders) > 1 else 0.0
+    width, height = WIDTH * columns, HEIGHT * rows + above + BOTTOM
+    figure = Figure((width, height), 150)
+    # Stated, not measured: matplotlib draws everything twice to find out, which takes longer than many a short run.
+    figure.subplots_adjust(
+        LEFT / width, (BOTTOM + 0.3) / height, 1 - 0.15 / width, 1 - (above + 0.25) / height,
+        wspace=LEFT / (WIDTH - LEFT), hspace=0.28,
+    )  # fmt: skip
     axes: Axes | None = None
     for place, name in enumerate(names, 1):
         axes = figure.add_subplot(rows, columns, place, sharex=axes)
@@ -61,7 +70,7 @@ def curves(runs: Folder | Mapping[str, Folder], out: Folder | None = None) -> Pa
         _dress(axes, name, bottom=place + columns > len(names))
     if len(folders) > 1:
         lines = {str(line.get_label()): line for panel in figure.axes for line in panel.get_legend_handles_labels()[0]}
-        figure.legend(lines.values(), lines.keys(), loc="outside upper left", ncols=6, frameon=False, fontsize=9)
+        figure.legend(lines.values(), lines.keys(), loc="upper left", ncols=6, frameon=False, fontsize=9)
     path = Path(out) if out is not None else Path(next(iter(folders.values()))) / CURVES
     figure.savefig(path)
     return path

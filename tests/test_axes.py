@@ -655,3 +655,26 @@ def test_row_of_one_s_own_differs_in_what_it_says() -> None:
 @pytest.mark.parametrize("value", ["none", None, "0", 0])
 def test_none_removes_a_part_as_0_does(value: Any) -> None:
     assert change(TABLE["grpo"], {"kl": value}).kl is None
+
+
+@pytest.mark.parametrize("place", ["ratio", "filters"])
+def test_choice_is_known_by_its_name_again_whatever_the_settings_within_it(place: str) -> None:
+    for name in WHOLE[place]:
+        row = change(TABLE["grpo"], {place: name})
+        assert settings_of(row)[place] == name
+        if name == "geometric":
+            assert settings_of(change(row, {"ratio.pessimistic-clip.width": "0.7"}))[place] == name
+
+
+def test_none_leaves_no_part_where_there_may_be_several_or_one_and_is_no_word_where_there_must_be_one() -> None:
+    assert change(TABLE["dapo"], {"filters": "none"}).filters == ()
+    assert change(TABLE["dapo"], {"filters": None}).filters == ()
+    with pytest.raises(UserError, match="kl.control is one of fixed, adaptive, halving-doubling, none, my.py:NAME"):
+        change(TABLE["grpo"], {"kl.control": "adaptiv"})
+    with pytest.raises(UserError, match=r"aggregate is one of [^:]*constant, prompt-mean, my.py:NAME, not 'none'"):
+        change(TABLE["grpo"], {"aggregate": "none"})
+
+
+def test_word_that_names_no_part_is_answered_with_those_there_are_and_looked_for_in_no_file() -> None:
+    with pytest.raises(UserError, match="aggregate is one of .*, not 'tokenmean'; did you mean 'token-mean'"):
+        change(TABLE["grpo"], {"aggregate": "tokenmean"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from conftest import tiny
 
 from posttrain.cli import typed
 from posttrain.cli.chat import converse, dialogue
-from posttrain.cli.main import main
+from posttrain.cli.main import _stop, main
 from posttrain.config import RL, SFT, Check, Data, Evaluation, as_dict, continued, filled
 from posttrain.envs import arithmetic
 from posttrain.models.folder import save_model
@@ -27,7 +28,7 @@ from posttrain.types import Reply, StopReason, Turn, UserError
 
 def loaded_by(*arguments: str) -> tuple[int, set[str], str]:
     """Exit code, names of the modules, output of the command in a fresh process."""
-    code = f"import sys; from posttrain.cli.main import main; code = main({list(arguments)!r}); "
+    code = f"import sys; from posttrain.cli.main import _stop, main; code = main({list(arguments)!r}); "
     code += "print('\\n'.join(sys.modules), file=sys.stderr); sys.exit(code)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     return ran.returncode, set(ran.stderr.split()), ran.stdout
@@ -126,6 +127,26 @@ def test_version_algorithms_and_exit_codes(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(assembly, "rl", interrupt)
     assert main(["rl"]) == 130
     assert capsys.readouterr().err == "posttrain: stopped\n"
+
+
+def test_import_that_a_signal_breaks_in_its_own_way_is_a_stop_and_anything_else_is_a_crash(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def importing(*_: Any, **__: Any) -> None:
+        try:
+            if pressed:
+                _stop(signal.SIGINT, None)
+        except KeyboardInterrupt:
+            raise ImportError("a library was half there") from None
+        raise ImportError("a library was half there")
+
+    pressed = False
+    monkeypatch.setattr("posttrain.cli.main.app", importing)
+    monkeypatch.setattr("posttrain.cli.main._asked_to_stop", False)
+    with pytest.raises(ImportError):
+        main(["check"])
+    pressed = True
+    assert main(["check"]) == 130 and capsys.readouterr().err == "posttrain: stopped\n"
 
 
 @pytest.fixture

@@ -175,10 +175,14 @@ def _fields(kind: type[Any]) -> dict[str, dataclasses.Field[Any]]:
     return {f.name: f for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
 
 
-@cache
 def _hints(kind: type[Any]) -> dict[str, Any]:
-    fields = _fields(kind)
-    return {name: hint for name, hint in get_type_hints(kind).items() if name in fields}
+    if kind not in _evaluated:
+        fields = _fields(kind)
+        _evaluated[kind] = {name: hint for name, hint in get_type_hints(kind).items() if name in fields}
+    return _evaluated[kind]
+
+
+_evaluated: dict[type[Any], dict[str, Any]] = {}  # hints are text until they are evaluated, which takes its time
 
 
 def _part_in(hint: Any) -> tuple[type[Part] | None, bool]:

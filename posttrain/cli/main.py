@@ -13,6 +13,7 @@ import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, cast, get_origin
 
 from cyclopts import App
@@ -53,6 +54,9 @@ for _name, _function, _help in (
     app.command(f"posttrain.cli.commands:{_function}", name=_name, help=_help, help_format="markdown")
 
 
+_asked_to_stop = False  # by a signal
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
@@ -73,11 +77,26 @@ def main(arguments: list[str] | None = None) -> int:
         print("posttrain:", _presentable(said), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("posttrain: stopped", file=sys.stderr)
-        return 130
+        return _stopped()
+    except Exception:
+        if not _asked_to_stop:
+            raise
+        return _stopped()  # an import that Ctrl-C interrupts may fail in any way
     except SystemExit as error:  # nothing of ours calls it
         print(f"posttrain: code of yours ended the process (sys.exit({error.code!r})): let it return", file=sys.stderr)
         return 2
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """What a signal does until training has begun, and after it."""
+    global _asked_to_stop
+    _asked_to_stop = True
+    raise KeyboardInterrupt
+
+
+def _stopped() -> int:
+    print("posttrain: stopped", file=sys.stderr)
+    return 130
 
 
 def _presentable(said: str) -> str:
@@ -89,9 +108,9 @@ def _presentable(said: str) -> str:
 def entry() -> None:
     """The command as a process. Streams that are closed, full, or of a narrow encoding never end a run."""
     out = _prepare_streams()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # training has handlers of its own
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # training has handlers of its own
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _stop)
     code = main()
     out.flush()
     lost = getattr(out.lost, "errno", None)

@@ -10,7 +10,7 @@ demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready
-	$(BIN)/python -m pytest tests -n 2 --dist loadgroup
+	$(BIN)/python -m pytest tests -n 2
 
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest tests/test_vllm.py
@@ -41,8 +41,8 @@ PYTHON_OLDEST ?= $(PYTHON)
 PYTHON_NEWEST ?= $(PYTHON)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 versions: .venv-oldest/ready .venv-newest/ready
-	.venv-oldest/bin/python -m pytest tests -m "not slow" -n 2 --dist loadgroup
-	.venv-newest/bin/python -m pytest tests -m "not slow" -n 2 --dist loadgroup
+	.venv-oldest/bin/python -m pytest tests -m "not slow" -n 2
+	.venv-newest/bin/python -m pytest tests -m "not slow" -n 2
 
 .venv-oldest/ready: pyproject.toml
 	$(PYTHON_OLDEST) -m venv .venv-oldest
@@ -65,7 +65,7 @@ check: .venv/ready
 	$(BIN)/ruff format --check posttrain tests examples recipes benchmarks
 	$(BIN)/ruff check posttrain tests examples recipes benchmarks
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests -m "not slow" -n 2 --dist loadgroup
+	$(BIN)/python -m pytest tests -m "not slow" -n 2
 
 format: .venv/ready
 	$(BIN)/ruff format posttrain tests examples recipes benchmarks

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from feeding import ROWS, Case, board, chosen_row, credit, feed, gathered, new_case
@@ -21,7 +20,6 @@ from posttrain.learners.world import Processes
 from posttrain.protocols import Alone, World
 from posttrain.types import Rollout
 
-pytestmark = pytest.mark.xdist_group("two processes")  # their updates are computed once, and kept
 GROUPS, SIZE = 3, 2
 SPLITS = {"two groups and one": 4, "all and none": 6, "none and all": 0}
 """How many of the rollouts are process 0's."""
@@ -89,25 +87,20 @@ def one_of_two(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
-    """What each of the two processes came to, by case; one pair of processes runs them all."""
-    folder = tmp_path_factory.mktemp("processes")
-    spawn(one_of_two, (str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
-
-
-@pytest.mark.parametrize(("name", "row", "end", "warm"), cases(), ids=[c[0].replace(" ", "-") for c in cases()])
-def test_update_of_two_processes_is_that_of_one(
-    found: list[dict[str, dict[str, Tensor]]], name: str, row: Algorithm, end: int, warm: bool
-) -> None:
-    alone = updated(row, Alone(), end, warm)
-    for process in found:
-        assert (process[name]["gradient"] - alone["gradient"]).abs().max() < 1e-10
-        assert (process[name]["weights"] - alone["weights"]).abs().max() < 1e-8
-        assert torch.allclose(process[name]["norms"], alone["norms"], rtol=1e-10)
-        assert torch.equal(process[name]["moments"], alone["moments"])  # the same parts were moved
-    assert torch.equal(found[0][name]["weights"], found[1][name]["weights"])  # bit for bit: they never drift apart
+def test_update_of_two_processes_is_that_of_one_for_every_row(tmp_path: Path) -> None:
+    spawn(one_of_two, (str(tmp_path),), nprocs=2)  # one pair of processes runs all cases
+    two = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    assert list(two[0]) == [name for name, *_ in cases()]
+    for name, row, end, warm in cases():
+        alone = updated(row, Alone(), end, warm)
+        for process in two:
+            assert (process[name]["gradient"] - alone["gradient"]).abs().max() < 1e-10, name
+            assert (process[name]["weights"] - alone["weights"]).abs().max() < 1e-8, name
+            assert torch.allclose(process[name]["norms"], alone["norms"], rtol=1e-10), name
+            assert torch.equal(process[name]["moments"], alone["moments"]), f"{name}: the same parts were moved"
+        assert torch.equal(two[0][name]["weights"], two[1][name]["weights"]), (
+            f"{name}: bit for bit: they never drift apart"
+        )
 
 
 def test_joined_scoreboards_keep_groups_apart_and_order() -> None:

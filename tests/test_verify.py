@@ -130,10 +130,10 @@ def test_numbers_are_equal_exactly_unless_the_gold_was_rounded_by_a_computer() -
 
 
 def test_every_gold_of_math_is_reached_by_its_own_solution_and_not_by_its_neighbour() -> None:
-    problems = rows(DATA / "math" / "math_test.jsonl")[::26]
+    problems = rows(DATA / "math" / "math_test.jsonl")[::13]
     golds = [last_boxed(problem["solution"]) or "" for problem in problems]
     own = [verify(problem["solution"], gold) for problem, gold in zip(problems, golds, strict=True)]
-    assert len(own) > 150
+    assert len(own) > 300
     assert set(own) == {1.0}
     foreign = [
         (golds[i], other, verify(problems[i]["solution"], other))

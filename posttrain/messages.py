@@ -23,10 +23,15 @@ def message_of(error: BaseException) -> str:
         return ""
 
 
+def inline(text: str) -> str:
+    """A text as part of a message: no line ends, and not a page."""
+    return clip(SYSTEM.sub("", " ".join(text.split())), 300)
+
+
 def one_line(error: BaseException) -> str:
-    """An exception's message as part of one: no line ends, and not a page."""
-    text = SYSTEM.sub("", " ".join(message_of(error).split()))
-    return clip(text, 300) if text and " object at 0x" not in text else type(error).__name__
+    """An exception's message as part of another; its type where it says nothing that helps."""
+    text = inline(message_of(error))
+    return text if text and " object at 0x" not in text else type(error).__name__
 
 
 def near(word: str, known: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from posttrain.messages import message_of, near_or_all
+from posttrain.messages import inline, message_of, near_or_all
 from posttrain.types import UserError
 
 PRIVATE = "_posttrain_user_"  # prefix of the names under which the user's files are imported: they shadow nothing
@@ -48,14 +48,21 @@ def describe_error(error: BaseException, file: str | None) -> str:
         frames = traceback.extract_tb(error.__traceback__)
         inner = [frame for frame in frames if frame.filename == file] or frames
         message, at = message_of(error), f" ({Path(inner[-1].filename).name}:{inner[-1].lineno})" if inner else ""
-    message = " ".join(message.split())
-    message = message if len(message) <= 300 else message[:300] + "..."
+    message = inline(message)
     return type(error).__name__ + (f": {message}" if message else "") + at
+
+
+def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What decorators were put around; the function itself where these lead round in a circle."""
+    try:
+        return inspect.unwrap(function)
+    except ValueError:
+        return function
 
 
 def source_file(function: Callable[..., Any]) -> str | None:
     """The file that a function was written in, as it stands in tracebacks."""
-    inner = inspect.unwrap(function)
+    inner = unwrapped(function)
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     return getattr(code, "co_filename", None)
 

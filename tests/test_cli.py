@@ -292,3 +292,10 @@ def test_options_told_to_editors_are_those_that_are_declared() -> None:
     written = Path(typed.__file__).parents[1] / "typed.py"
     told = ast.dump(ast.parse(written.read_text(encoding="utf-8")))
     assert told == ast.dump(ast.parse(typed.text())), "run python -m posttrain.cli.typed"
+
+
+def test_pages_that_cannot_be_written_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (str(tmp_path / "file" / "pages"), "x" * 5000, "a\x00b"):
+        assert main(["algorithms", "--pages", place]) == 2
+        assert "cannot be written" in capsys.readouterr().err

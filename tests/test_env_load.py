@@ -7,6 +7,7 @@ import operator
 import subprocess
 import sys
 import threading
+from collections.abc import Generator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from posttrain.envs.load import (
 )
 from posttrain.envs.reading import LONGEST_TEXT, Done, read_turn, read_verdict
 from posttrain.envs.worker import Stage
-from posttrain.types import Graded, Invalid, InvalidKind, Reply, SpanReward, Turn, UserError
+from posttrain.types import Graded, Invalid, InvalidKind, Reply, SpanReward, Task, Turn, UserError
 
 MY = """
 from neighbour import SCORE
@@ -287,3 +288,26 @@ def test_what_cannot_travel_is_refused_with_the_fix() -> None:
 def test_environments_need_no_torch_to_be_loaded_and_played() -> None:
     code = "import sys; import posttrain.envs.check; sys.exit('torch' in sys.modules or 'cloudpickle' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
+
+
+def test_environment_that_is_refused_is_closed_and_may_fail_at_that(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = []
+
+    def play(task: Task) -> Generator[Any, Reply, float]:
+        try:
+            yield None
+        finally:
+            ended.append(task["id"])
+            raise RuntimeError("at its end")
+
+    event = Stage(play).start(1, {"id": "a"})
+    assert isinstance(event, Done) and isinstance(event.reward, Invalid) and "yielded None" in event.reward.reason
+    assert ended == ["a"] and capsys.readouterr().err == ""
+
+
+def test_decorators_that_lead_round_in_a_circle_are_looked_through_no_further() -> None:
+    def reward(task: Task, reply: str) -> float:
+        return 1.0
+
+    reward.__wrapped__ = reward  # type: ignore[attr-defined]
+    assert not is_generator_env(reward) and Stage(reward).single_turn

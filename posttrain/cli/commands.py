@@ -15,6 +15,7 @@ from cyclopts import Parameter
 
 from posttrain.algorithms.settings import flags
 from posttrain.config import RL, SFT, Check, Evaluation, validate
+from posttrain.messages import clip, one_line
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
@@ -148,9 +149,12 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
     beside = TABLE["grpo"]
     if pages is not None:
         folder = Path(pages)
-        folder.mkdir(parents=True, exist_ok=True)
-        for row in TABLE.values():
-            (folder / f"{row.name}.md").write_text(page(row, beside), encoding="utf-8")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for row in TABLE.values():
+                (folder / f"{row.name}.md").write_text(page(row, beside), encoding="utf-8")
+        except (OSError, ValueError) as error:  # of a name that no system takes
+            raise UserError(f"--pages {clip(pages)} cannot be written: {one_line(error)}") from error
         return 0
     rows = list(TABLE.values()) if name is None else [find(name)]
     if json:

@@ -12,7 +12,7 @@ from typing import Any
 from posttrain.envs.reading import read_number, short
 from posttrain.messages import near_or_all
 from posttrain.types import Env, Invalid, Reply, Reward, Task, Turn, UserError, Verdict
-from posttrain.user_code import PRIVATE, describe_error, import_target, importable, named_in, split_name
+from posttrain.user_code import PRIVATE, describe_error, import_target, importable, named_in, split_name, unwrapped
 
 BUILTIN = {
     "arithmetic": "posttrain.envs.arithmetic:reward",
@@ -65,7 +65,7 @@ def success_of(spec: str | Callable[..., Any], given: float | None) -> float | N
 
 def is_generator_env(function: Callable[..., Any]) -> bool:
     """True for an environment (generator function, or object whose call is one), False for a plain reward."""
-    inner = inspect.unwrap(function)
+    inner = unwrapped(function)
     return inspect.isgeneratorfunction(inner) or inspect.isgeneratorfunction(type(inner).__call__)
 
 

@@ -85,9 +85,10 @@ class Stage:
         except BaseException as error:
             self._let_through(error)
             return self.raised(error)
-        if isinstance(turn, Invalid):
-            return Done(turn)
         self._episodes[id] = episode
+        if isinstance(turn, Invalid):
+            self.drop(id)
+            return Done(turn)
         return turn
 
     def _verdict(self, value: Any) -> Done:

@@ -57,7 +57,8 @@ def _judge_refusal(case: Case, said: str) -> tuple[str, str] | None:
         return "message", f"{len(line)} characters: {said}"
     if re.search(r"object at 0x|<class |\[Errno|\(os error|PanicException", line):
         return "message", f"not for people: {said}"
-    if case.names and not any(name in line for name in case.names):
+    options = [word.partition("=")[0] for word in case.words if word.startswith("--")]  # one may be wrong too
+    if case.names and not any(name in line for name in (*case.names, *options)):
         return "message", f"names none of {', '.join(case.names)}: {said}"
     return None
 

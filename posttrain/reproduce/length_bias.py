@@ -143,8 +143,8 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
 
 EXPERIMENT = Experiment(
     "length-bias",
-    "A mean over each reply's tokens (GRPO) makes wrong replies longer; a constant, or a mean over all tokens, does "
-    "not.",
+    "A mean over each reply's tokens (GRPO) makes wrong replies longer, and more so than right ones; with a constant, or "
+    "a mean over all tokens, right and wrong replies come less far apart.",
     "Dr. GRPO, arXiv 2503.20783, section 3.1",
     {"steps": 220, "prompts": 32, "group": 8, "minibatches": 2, "lr": 3e-4, "max_tokens": 48, "filler": 12,
      "wrong": 0.35, "imitation_epochs": 4.0},

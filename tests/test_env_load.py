@@ -311,3 +311,15 @@ def test_decorators_that_lead_round_in_a_circle_are_looked_through_no_further() 
 
     reward.__wrapped__ = reward  # type: ignore[attr-defined]
     assert not is_generator_env(reward) and Stage(reward).single_turn
+
+
+def test_reward_of_another_trainer_is_told_from_one_of_ours() -> None:
+    def of_trl(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return [1.0]
+
+    def of_verl(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None) -> float:
+        return 1.0
+
+    for function, whose in ((of_trl, "TRL"), (of_verl, "verl")):
+        with pytest.raises(UserError, match=rf"as a reward of {whose} does; here it is def reward\(task, reply\)"):
+            load_env(function)

@@ -130,6 +130,10 @@ def unpack_env(packed: str | bytes) -> Callable[..., Any]:
     return load_env(packed if isinstance(packed, str) else pickle.loads(packed))
 
 
+OTHERS = {"completions": "TRL", "solution_str": "verl", "queries": "OpenRLHF"}
+"""A parameter of rewards -> whose they are."""
+
+
 def _checked(function: object, label: str) -> Callable[..., Any]:
     if not callable(function):
         raise UserError(f"{label} is {short(function)}, not a function")
@@ -142,6 +146,11 @@ def _checked(function: object, label: str) -> Callable[..., Any]:
         signature = inspect.signature(function)
     except ValueError:  # a built-in function may not tell
         return function
+    if elsewhere := next((name for word, name in OTHERS.items() if word in signature.parameters), None):
+        raise UserError(
+            f"{label} takes {signature}, as a reward of {elsewhere} does; here it is def reward(task, reply): one reply "
+            "at a time, the row's columns in task, such as task['answer']"
+        )
     try:
         signature.bind(*given)
     except TypeError as error:

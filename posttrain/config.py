@@ -204,7 +204,7 @@ class RL(Training):
     success: float | None = None
     """Replies with at least this reward are right, for accuracy, pass@k and whatever learns from right replies; default:
     what a built-in environment, or SUCCESS = ... beside your own, says."""
-    env_workers: int | None = option(None, least=0)
+    env_workers: int | None = option(None, least=0, most=1024)
     """Processes that play and score; default: one per CPU core (0: none; everything runs here, without
     limits, for debuggers)."""
     env_seconds: float = option(10.0, above=0, most=86_400)
@@ -258,7 +258,7 @@ class Evaluation(Data):
     """The --seed of the training run that held them out."""
     out: str | None = None
     """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.jsonl."""
-    env_workers: int | None = option(None, least=0)
+    env_workers: int | None = option(None, least=0, most=1024)
     """Processes that play and score; default: one per CPU core."""
     env_seconds: float = option(10.0, above=0, most=86_400)
     """Time limit of one call of the environment."""

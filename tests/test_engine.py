@@ -345,3 +345,16 @@ def test_what_requests_ask_of_sampling_is_forgotten_when_they_end() -> None:
     assert noted() == (False, False, False, False, None)
     rows.append([Request(9, (5,), Sampling(top_k=2))], 64)
     assert noted() == (False, False, False, True, [1])
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_probabilities_that_are_no_numbers_are_told_in_one_line(tokenizer: Tokenizer, weight: float) -> None:
+    model = tiny(tokenizer)
+    with torch.no_grad():
+        model.head.mul_(weight)
+    for sampling in (Sampling(max_tokens=3), Sampling(max_tokens=3, top_k=5), Sampling(temperature=0.7, max_tokens=3)):
+        engine = LocalEngine(model, tokenizer)
+        engine.submit(0, tokenizer.encode("1+2="), sampling)
+        with pytest.raises(UserError, match="probabilities are not finite"):
+            for _ in range(4):
+                engine.poll()

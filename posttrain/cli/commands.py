@@ -188,7 +188,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
         try:
             lines = Path(config.replies).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--replies {config.replies} cannot be read as text: {error}") from error
+            raise UserError(f"--replies {config.replies} cannot be read as text: {one_line(error)}") from error
     report = run_check(config.env, load_tasks(config, None), lines, config.env_seconds, config.env_memory)
     print("\n".join(report.lines()))
     return 0 if report.ok else 2

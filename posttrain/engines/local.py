@@ -35,7 +35,7 @@ from posttrain.models.fused import compiles
 from posttrain.models.linear import ROUND, in_blocks, rounds
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
-from posttrain.types import Completion, Sampling
+from posttrain.types import Completion, Sampling, UserError
 
 PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
 POLL_STEPS = 4  # of decoding, after which the caller may look at what else has happened
@@ -273,7 +273,11 @@ class LocalEngine:
     def _completion(self, slot: int, stopped: bool) -> Completion:
         state, count = self._rows, int(self._rows.count[slot])
         logp = state.logp[slot, :count].tolist()
-        assert math.isfinite(sum(logp)), "log-probabilities are not finite: the weights hold NaN or infinities"
+        if not math.isfinite(sum(logp)):
+            raise UserError(
+                "the model's probabilities are not finite: its weights are damaged or too large, or training drove them "
+                "there (a smaller --lr, or --max-grad-norm)"
+            )
         return complete(
             self.running[slot],
             state.tokens[slot, :count].tolist(),

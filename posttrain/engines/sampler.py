@@ -53,7 +53,7 @@ def sample(
     total = each.sum(-1)
     block, before = _invert(each, draw * total)
     token, _ = _invert(mass[torch.arange(len(block), device=block.device), block], draw * total - before)
-    token = block * BLOCK + token
+    token = (block * BLOCK + token).clamp_max_(logits.shape[-1] - 1)  # beyond it only where nothing is a number
     if greedy is not None:
         token = torch.where(greedy, logits.argmax(-1), token)
     logp = logits.gather(-1, token[:, None]).squeeze(-1) - top - total.log()
@@ -67,7 +67,7 @@ def _invert(mass: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
     """
     running = mass.cumsum(-1)
     found = torch.searchsorted(running, draw[:, None], right=True)
-    last = torch.searchsorted(running, running[:, -1:].contiguous())
+    last = torch.searchsorted(running, running[:, -1:].contiguous()).clamp_max_(mass.shape[-1] - 1)  # of NaN: none
     found = torch.minimum(found, last)
     # the very number the search compared with: what is left of the draw is never below 0
     before = running.gather(-1, (found - 1).clamp_min_(0)).masked_fill_(found == 0, 0.0)

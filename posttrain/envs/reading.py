@@ -47,7 +47,8 @@ def read_verdict(value: Any) -> Done:
     reward, and is not listed again among the parts.
     """
     if isinstance(value, Invalid):
-        return Done(Invalid(cleaned(value.reason), InvalidKind(value.kind)))
+        reason: Any = value.reason
+        return Done(Invalid(cleaned(reason if isinstance(reason, str) else short(reason)), InvalidKind(value.kind)))
     if not isinstance(value, Graded):
         return _read_reward(value)
     done = _read_reward(value.reward)

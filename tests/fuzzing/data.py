@@ -106,7 +106,7 @@ def dataset(random: Random, place: Path, samples: Path) -> Case:
         inside = random.choice(sorted(p for p in file.rglob("*") if p.is_file())) if file.is_dir() else file
         what += f", {damage_file(inside, random)}"
     if file.suffix == ".jsonl" and file.is_file():
-        broken = True if _unreadable_lines(file) else None
+        broken = True if _unreadable_lines(file, {"check": 1, "eval": 2}.get(use)) else None
     elif not file.exists():
         broken = True
     if use in ("rl", "eval") and any(isinstance(row, dict) and row.get("messages") for row in content):
@@ -121,13 +121,13 @@ def dataset(random: Random, place: Path, samples: Path) -> Case:
     return Case([*words, *options], f"{use} {form}: {what}", broken, said)
 
 
-def _unreadable_lines(file: Path) -> bool:
-    """Whether some line is not UTF-8, or not a JSON object: by Python's reader, on whole lines."""
+def _unreadable_lines(file: Path, limit: int | None) -> bool:
+    """Whether some line of those that are read is not UTF-8, or not a JSON object: by Python's reader, on whole lines."""
     try:
         text = file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
         return True
-    for line in text.split("\n"):
+    for line in [line for line in text.split("\n") if line.strip()][:limit]:
         if line.strip():
             try:
                 if not isinstance(json.loads(line), dict):

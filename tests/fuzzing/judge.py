@@ -44,7 +44,7 @@ def judge(case: Case, ended: Ended, place: Path) -> tuple[str, str] | None:
 
 
 def _judge_refusal(case: Case, said: str) -> tuple[str, str] | None:
-    if case.words[:1] == ["check"] and not said.strip():
+    if case.words[:1] == ["check"] and (case.prints or not said.strip()):
         return None  # its report stands on standard output
     lines = said.splitlines() if not case.prints else said.splitlines()[-1:]
     lines = [line for line in lines if not line.startswith("posttrain: warning: ")] or lines[-1:]

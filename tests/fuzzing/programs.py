@@ -311,6 +311,11 @@ def _some(random: Random, body: str) -> str:
     )
 
 
+def _prints(body: str) -> bool:
+    """Whether the code writes to the terminal: of itself, or since it takes the interpreter apart."""
+    return "print" in body or "sys.modules" in body
+
+
 def reward(random: Random, place: Path, samples: Path) -> Case:
     how = random.randrange(8)
     if how < 4:
@@ -323,7 +328,9 @@ def reward(random: Random, place: Path, samples: Path) -> Case:
     verb, workers = _place(random, place, samples, code)
     workers = max(workers, 1) if how >= 6 else workers  # in this very process an endless loop is the user's own
     return Case(
-        _command(verb, "own.py:reward", workers), f"{verb}, {workers} workers: {body[:100]}", prints="print" in body
+        _command(verb, "own.py:reward", workers),
+        f"{verb}, {workers} workers: {body[:100]}",
+        prints=_prints(body),
     )
 
 
@@ -347,7 +354,9 @@ def environment(random: Random, place: Path, samples: Path) -> Case:
     verb, workers = _place(random, place, samples, f"def play(task):\n{body}")
     workers = max(workers, 1) if any(act in body for act in ACTS) else workers
     return Case(
-        _command(verb, "own.py:play", workers), f"{verb}, {workers} workers: {body!r:.300}", prints="print" in body
+        _command(verb, "own.py:play", workers),
+        f"{verb}, {workers} workers: {body!r:.300}",
+        prints=_prints(body),
     )
 
 

@@ -24,6 +24,7 @@ OPENINGS = (
     'Mom said, "Look, there is a {}!"',
 )
 END = "<s>"  # between stories, this model begins a new one
+SUCCESS = 1.0  # all three
 
 
 def reward(task: dict[str, Any], reply: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ import pytest
 from posttrain.algorithms.table import find
 from posttrain.config import RL, VERBS, filled, validate
 from posttrain.data.tasks import hold_out, to_tasks
-from posttrain.envs.load import load_env
+from posttrain.envs.load import load_env, success_of
 from posttrain.envs.word_problems import evaluate, row_to_task
 from posttrain.training.adjust import adjust
 
@@ -39,6 +39,8 @@ def test_options_of_every_recipe_are_valid(path: Path, monkeypatch: pytest.Monke
             adjust(find(config.algorithm), config)
         if config.env:
             load_env(config.env)
+        if "k" in config.given:  # how often one of several replies is right needs to know which are
+            assert success_of(config.env, config.success) is not None
 
 
 def test_renumbered_problems_keep_their_expression_true() -> None:

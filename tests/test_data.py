@@ -585,3 +585,15 @@ def test_texts_of_classes_with_methods_of_their_own_become_plain() -> None:
 
     [task] = to_tasks([{"q": "a"}], convert=lambda row: {"id": Odd("i"), "prompt": Odd("a")})
     assert type(task["prompt"]) is str and type(task["id"]) is str and task["prompt"] == "a"
+
+
+def test_a_converted_row_is_taken_as_the_plain_dict_that_it_is() -> None:
+    class Mutable(dict[str, Any]):
+        def items(self) -> Any:
+            raise ValueError("no items")
+
+        def __bool__(self) -> bool:
+            raise ValueError("no truth")
+
+    tasks = to_tasks([{"q": "a"}], convert=lambda row: Mutable(prompt=row["q"]))
+    assert tasks[0]["prompt"] == "a" and type(tasks[0]) is dict

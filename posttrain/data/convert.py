@@ -211,7 +211,7 @@ def _converted(row: Row, convert: Convert) -> Task | None:
         raise UserError(f"{_name(convert)}: {problem}") from error
     if task is not None and not isinstance(task, dict):
         raise UserError(f"{_name(convert)} returned a {type(task).__name__}; it must return a dict or None")
-    return task
+    return dict.copy(task) if task is not None else None  # a subclass may do anything when it is read
 
 
 def _parse_template(template: str, name: str) -> Pattern:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
@@ -123,17 +124,13 @@ def dataset(random: Random, place: Path, samples: Path) -> Case:
 
 def _unreadable_lines(file: Path, limit: int | None) -> bool:
     """Whether some line of those that are read is not UTF-8, or not a JSON object: by Python's reader, on whole lines."""
-    try:
-        text = file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return True
-    for line in [line for line in text.split("\n") if line.strip()][:limit]:
-        if line.strip():
-            try:
-                if not isinstance(json.loads(line), dict):
-                    return True
-            except (ValueError, RecursionError):
+    whole = file.read_bytes().removeprefix(codecs.BOM_UTF8)
+    for line in [line for line in whole.split(b"\n") if line.strip()][:limit]:
+        try:
+            if not isinstance(json.loads(line.decode("utf-8")), dict):
                 return True
+        except (ValueError, RecursionError):
+            return True
     return False
 
 

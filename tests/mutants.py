@@ -32,8 +32,9 @@ from mutating.trial import ROOT, Copy, Outcome, Record, Server, attempt_afresh
 
 PACKAGE = ROOT / "posttrain"
 MODULES = (
-    "algorithms/*.py", "sources/*.py", "envs/play.py", "engines/sampler.py", "engines/request.py", "models/likelihood.py",
-    "learners/*.py", "training/loop.py", "batch.py",
+    "algorithms/*.py", "sources/*.py", "envs/play.py", "envs/playing.py", "engines/sampler.py", "engines/request.py",
+    "engines/running.py", "engines/local.py", "models/likelihood.py", "models/linear.py", "learners/*.py",
+    "training/loop.py", "batch.py", "types.py",
 )  # fmt: skip
 FILES = (  # those whose tests run in this very process; the quickest of them are tried first
     "pairs", "credit", "objective", "critic", "trust_region", "packing", "sft_source", "rl_source", "play", "engine",

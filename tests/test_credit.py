@@ -16,12 +16,12 @@ from feeding import WORDS, chosen_row, new_case, new_learner, new_player
 from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
-from posttrain.algorithms.credit import GAE, Baselined, ToGo, earnings
+from posttrain.algorithms.credit import GAE, Baselined, Process, ToGo, earnings
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import policy_objective
-from posttrain.algorithms.ratio import Correction
+from posttrain.algorithms.ratio import Causal, Correction
 from posttrain.algorithms.shaping import GroupLength, SoftOverlong
 from posttrain.algorithms.surrogate import Clip, WeightedLogProbability
 from posttrain.algorithms.table import TABLE, find
@@ -30,9 +30,11 @@ from posttrain.models.decoder import causal
 from posttrain.models.likelihood import Hidden, exact_kl, soft_values
 from posttrain.part import Limits, Need
 from posttrain.sources.collecting import Size
-from posttrain.sources.packing import pack
+from posttrain.sources.crediting import credit
+from posttrain.sources.packing import collate, pack
 from posttrain.sources.rl import Experience
 from posttrain.sources.scores import scoreboard
+from posttrain.sources.views import view
 from posttrain.training.loop import train
 from posttrain.types import Completion, Rollout, StopReason, Task, Transcript, UserError
 
@@ -675,3 +677,87 @@ def test_advantages_of_a_batch_are_whitened_over_all_of_its_tokens() -> None:
     every = torch.cat(GAE(whiten=True)(scoreboard(rollouts, value=value))).tolist()
     assert mean(every) == pytest.approx(0.0, abs=1e-9)
     assert torch.tensor(every).std().item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_penalty_is_taken_once_off_what_is_left_to_go() -> None:
+    scores = Scores(
+        doubles(1.0, 0.0), torch.tensor([0, 0]), doubles(2.0, 2.0), penalty=(doubles(0.1, 0.2), doubles(0.0, 0.4))
+    )  # fmt: skip
+    one, other = ToGo("group")(scores)  # less the mean of 0.7 and -0.4
+    assert one.tolist() == pytest.approx([0.2, 0.3]) and other.tolist() == pytest.approx([-0.9, -0.9])
+
+
+def test_step_reward_before_the_first_learned_token_is_earned_by_none() -> None:
+    scores = scores_of([1.5], [3], steps=(((0, 0.5),),))
+    (earned,) = earnings(scores)
+    assert earned.tolist() == [0.0, 0.0, 1.0]
+    (to_go,) = ToGo()(scores)
+    assert to_go.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_final_reward_belongs_to_the_step_that_ends_with_the_reply() -> None:
+    """Steps that all earned the same have no advantage, however many there are."""
+    steps = (((3, 0.9),), ((1, 0.9), (2, 0.9), (3, 0.9)))
+    for found in Process()(scores_of([0.9, 2.7], [3, 3], steps=steps)):
+        assert found.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_ratios_of_one_rollout_say_nothing_of_those_of_the_next() -> None:
+    log_ratio = doubles(-math.inf, 0.0, 0.1, 0.2)
+    batch = flat_batch(log_ratio, rollout=torch.tensor([0, 0, 1, 1]))
+    found = Causal()(log_ratio, batch)
+    assert found[:2].tolist() == [-math.inf, -math.inf] and found[2:].tolist() == pytest.approx([0.1, 0.3])
+
+
+@pytest.mark.parametrize("part", [{"entropy": Entropy(0.3)}, {"kl": KL("exact", 0.3)}, {"kl": KL("k3", 0.3)}], ids=str)
+def test_coefficient_of_a_step_holds_and_not_that_of_the_row(part: dict[str, Any]) -> None:
+    rollouts = make_rollouts(torch.Generator().manual_seed(0), 1, 2, 40)
+    values = torch.linspace(0.1, 1, sum(r.n_scored for r in rollouts))
+    (name,) = part
+    objective = policy_objective(replace(find("dr-grpo"), **part))
+
+    def loss(coefficient: float) -> float:
+        fields = {
+            "advantage": [torch.ones(r.n_scored) for r in rollouts],
+            "ref_logp": [torch.full((r.n_scored,), -1.0) for r in rollouts],
+        }
+        batch = collate(
+            [r.transcripts for r in rollouts], [0, 1], weight=torch.ones(2), coefficients={name: coefficient},
+            fields=fields,
+        )  # fmt: skip
+        return objective(Outputs(-values, entropy=values, kl=values), batch, Stats()).item()
+
+    assert loss(1.4) - loss(0.0) == pytest.approx(2 * (loss(0.7) - loss(0.0))) != 0
+
+
+def test_share_of_uncertain_tokens_is_of_the_step_and_not_of_each_rollout() -> None:
+    source = new_source("dr-grpo", top_entropy=0.2)
+    rollouts = [r for r, _ in source.produce(1).rollouts]
+    found = credit(source.algorithm, rollouts, source.learner, 64, {}, None, Stats())
+    own = view(source.learner, rollouts, 64, want=frozenset({"entropy"}))["entropy"]
+    every = torch.cat(own)
+    least = every.topk(round(0.2 * len(every))).values[-1]
+    for entropy, advantage in zip(own, found.per_token["advantage"], strict=True):
+        assert not advantage[entropy < least].any()
+
+
+def test_kl_in_the_reward_weighs_the_coefficient_of_the_step() -> None:
+    source = new_source("rloo")
+    rollouts = [r for r, _ in source.produce(1).rollouts]
+
+    def penalty(beta: float) -> Tensor:
+        return torch.cat(
+            credit(source.algorithm, rollouts, source.learner, 64, {"kl": beta}, None, Stats()).scores.penalty
+        )
+
+    assert torch.allclose(penalty(0.3), 3 * penalty(0.1)) and penalty(0.3).any()
+
+
+def test_nothing_is_steered_while_a_critic_warms_up_alone() -> None:
+    how: dict[str, Any] = {"kl_control": "adaptive", "kl_target": 0.05, "kl_horizon": 10.0}
+    source = new_source("ppo", critic_warmup=2, entropy=0.3, entropy_target=9.0, **how)
+    before = dict(source.coefficients)
+    for number in (1, 2, 3):
+        step = source.produce(number)
+        source.learned(step, Stats(step.stats))
+        assert [source.coefficients[name] == value for name, value in before.items()] == [number <= 2] * len(before)

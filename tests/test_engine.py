@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -358,3 +359,15 @@ def test_probabilities_that_are_no_numbers_are_told_in_one_line(tokenizer: Token
         with pytest.raises(UserError, match="probabilities are not finite"):
             for _ in range(4):
                 engine.poll()
+
+
+def test_every_setting_of_a_request_moves_with_it() -> None:
+    rows = RunningBatch(torch.device("cpu"))
+    asked: list[dict[str, Any]] = [{}, {"top_k": 7, "top_p": 0.5, "temperature": 0.3, "seed": 9, "max_tokens": 5}]
+    rows.append([Request(i, (5,) * (i + 1), Sampling(**how)) for i, how in enumerate(asked)], 64)
+    columns = {name: value for name, value in vars(rows).items() if isinstance(value, torch.Tensor) and name != "slot"}
+    names = [name for name, value in columns.items() if value.shape[:1] == (2,)]
+    assert {"top_k", "top_p", "temperature", "seed", "count"} <= set(names)
+    moved = {name: getattr(rows, name)[1].tolist() for name in names}
+    rows.keep(1, [1], [0])
+    assert {name: getattr(rows, name)[0].tolist() for name in names} == moved and rows.top_k[0] == 7

@@ -254,3 +254,28 @@ def test_row_of_a_product_as_in_blocks_depends_on_no_other_row(
         )
         with pytest.raises(AssertionError, match="whole blocks"):
             product(x[:63], weight, None)
+
+
+def test_entropy_has_its_own_gradient_at_any_temperature() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    head = torch.randn(50, 8, generator=generator, dtype=torch.float64)
+    entropy = token_logp_entropy(hidden, head, torch.arange(5), 0.6)[1]
+    logp = (hidden @ head.t() / 0.6).log_softmax(-1)
+    plain = -(logp.exp() * logp).sum(-1)
+    (ours,), (theirs,) = (torch.autograd.grad(x.sum(), hidden) for x in (entropy, plain))
+    assert torch.allclose(entropy, plain) and torch.allclose(ours, theirs)
+
+
+def test_gradient_of_a_bias_is_the_same_where_gradients_are_accumulated() -> None:
+    layer = Linear(3, 2, True)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter)
+    x = torch.randn(7, 3)
+    layer(x).square().sum().backward()
+    plain = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+    layer.zero_grad()
+    with accumulating():
+        layer(x).square().sum().backward()
+    assert all(p.grad is not None and torch.allclose(p.grad, g) for p, g in zip(layer.parameters(), plain, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -446,3 +446,75 @@ def test_chat_turns_add_exactly_what_the_template_says(tmp_path: Path, ended: st
 def test_seeds_differ_in_every_part_and_fit_an_int64() -> None:
     seeds = {seed_of(a, b, c) for a in range(5) for b in ("x", "y") for c in range(20)}
     assert len(seeds) == 200 and all(0 <= s < 2**63 for s in seeds)
+
+
+def test_part_of_a_reply_that_is_not_learned_from_counts_for_the_tokens_before_it(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Generator[Turn | str, Reply, Graded]:
+        yield task["prompt"]
+        judged = yield Turn("judge ", learn=False)
+        yield Turn("then ")
+        return Graded(1.0, [SpanReward(len(judged), 0.5, 1)] if judged else [])
+
+    found = [r for r in played(env, tokenizer, max_tokens=5) if r.steps]
+    assert found
+    for rollout in found:
+        first = next(span for span in rollout.transcripts[0].spans if span.learned)
+        assert rollout.steps == [(first.length, 0.5)]
+
+
+@pytest.mark.parametrize("limits", [{"episode_tokens": 14}, {"max_turns": 3}], ids=["tokens", "turns"])
+def test_bounds_are_those_of_the_episode_over_all_contexts_learned_from_or_not(
+    tokenizer: Tokenizer, limits: dict[str, int]
+) -> None:
+    def env(task: Task) -> Generator[Turn, Reply, float]:
+        reply = yield Turn(task["prompt"], learn=False)
+        for _ in range(20):
+            if reply == "" and reply.stop.truncated:
+                break
+            reply = yield Turn("on ", fresh=True, learn=False)
+        return 1.0
+
+    rollouts, _, _ = watched(env, tokenizer, 6, **limits)
+    for rollout in rollouts:
+        if "max_turns" in limits:
+            assert len([t for t in rollout.turns if t.kind is SpanKind.SAMPLED]) == 3
+            assert rollout.stop is StopReason.TURNS
+        else:
+            assert rollout.n_sampled == 14 and rollout.stop is StopReason.LENGTH
+
+
+def test_reward_for_a_reply_that_was_not_sampled_is_not_counted_in_a_fresh_context_either(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Generator[Turn | str, Reply, float]:
+        yield task["prompt"]
+        yield "x" * 40
+        yield Turn("again ", fresh=True, reward=0.5)
+        return 1.0
+
+    for rollout in played(env, tokenizer, 6, context=32, max_tokens=3):
+        assert rollout.steps == [] and rollout.reward == 1.0
+
+
+def test_stop_string_of_the_run_holds_where_a_turn_has_none(tokenizer: Tokenizer) -> None:
+    rollouts = played(lambda task, reply: float(len(reply)), tokenizer, stop=("7", "e"), max_tokens=60)
+    assert any(rollout.stop is StopReason.STOP for rollout in rollouts)
+
+
+def test_first_messages_of_a_fresh_context_are_read_as_those_of_an_episode() -> None:
+    class Text:
+        chat_template = "x"
+
+        def encode(self, text: str, start: bool = False) -> list[int]:
+            return [1] * start + [ord(c) for c in text]
+
+        def decode(self, tokens: Sequence[int]) -> str:
+            return "".join(map(chr, tokens))
+
+        def render(self, messages: Sequence[Any], generation: bool = True) -> str:
+            return "".join(f"<{m['role']}>{m['content']}\n" for m in messages) + "<assistant>" * generation
+
+    playing = Playing(Episode({"id": "0"}, "0", 0), Text())  # type: ignore[arg-type]
+    messages = ({"role": "user", "content": "a"},)
+    first = playing.read(Turn(messages=messages))
+    playing.show(Turn(messages=messages), first, 0.0)
+    playing.reply(Completion(0, [98], [0.0], "b", StopReason.LENGTH, 0), 0.0)
+    assert playing.read(Turn(messages=messages, fresh=True)) == first

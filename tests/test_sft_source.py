@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,19 @@ def test_steps_are_numbered_and_their_order_is_of_the_seed_and_the_epoch(tokeniz
 
     every = [*read(0), *read(1)]
     assert all(sorted(own) == list(range(8)) for own in every) and len(set(map(tuple, every))) == 4
+
+
+def test_an_end_token_within_a_reply_is_imitated() -> None:
+    class Text:
+        eos_id = 10
+
+        def encode(self, text: str, start: bool = False) -> list[int]:
+            return [ord(c) for c in text]
+
+        def render(self, messages: Sequence[Any], generation: bool = True) -> str:
+            said = "".join(f"{message['role'][0]}:{message['content']}\n " for message in messages)
+            return said + "a:" * generation
+
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x\ny"}]
+    transcript = demonstrate({"messages": messages}, Text(), [10])  # type: ignore[arg-type]
+    assert [transcript.tokens[i] for i in transcript.scored] == [ord(c) for c in "x\ny\n"]

@@ -209,7 +209,8 @@ class Earned(Advantage):
 class Process(Advantage):
     """Credits the steps of a reply apart from each other, without a critic: GRPO with process supervision.
 
-    All step rewards of the group, the final reward among them as the last step, are normalised together; the advantage of
+    All step rewards of the group are normalised together, the final reward among them: with the step that ends at the last
+    token, or else as a step of its own; the advantage of
     a token is the sum of the normalised rewards of the steps that end at it or after it (DeepSeekMath, arXiv 2402.03300,
     section 4.1.3).
     """
@@ -238,7 +239,9 @@ class Process(Advantage):
     def _steps(scores: Scores, i: int) -> list[tuple[int, float]]:
         """(tokens up to its end, reward) of each step of rollout i; the final reward is what the steps did not give."""
         own = list(scores.steps[i]) if scores.steps else []
-        return [*own, (int(scores.length[i]), scores.reward[i].item() - sum(r for _, r in own))]
+        length, final = int(scores.length[i]), scores.reward[i].item() - sum(r for _, r in own)
+        last = own.pop()[1] if own and own[-1][0] == length else 0.0
+        return [*own, (length, last + final)]
 
 
 @dataclass(frozen=True)
@@ -321,16 +324,18 @@ def total_reward(scores: Scores) -> Tensor:
 
 
 def earnings(scores: Scores) -> list[Tensor]:
-    """float64 [n_i] for each rollout: what each token earns. Adds up to its total reward.
+    """float64 [n_i] for each rollout: what each token earns.
 
-    A step's reward is earned by the last token before it, the final reward by the last token.
+    A step's reward is earned by the last token before it, and by none where it came before the first; the final reward is
+    earned by the last token.
     """
     out = []
     for i, length in enumerate(scores.length.long().tolist()):
         earned = torch.zeros(length, dtype=torch.float64)
         steps = scores.steps[i] if scores.steps else ()
         for before, reward in steps:
-            earned[max(before - 1, 0)] += reward
+            if before:
+                earned[before - 1] += reward
         earned[-1] += scores.reward[i].double() - sum(reward for _, reward in steps)
         if scores.penalty:
             earned -= scores.penalty[i].double().cpu()

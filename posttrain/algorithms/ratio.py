@@ -100,11 +100,8 @@ class Causal(RatioStep):
     source = "Precup et al. 2000; Degris et al. 2012"
 
     def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
-        running = log_ratio.cumsum(0)
         _, sizes = batch.rollout.unique_consecutive(return_counts=True)
-        ends = sizes.cumsum(0)
-        before = torch.cat([running.new_zeros(1), running[ends[:-1] - 1]])  # what ran up in the rollouts ahead
-        return running - before.repeat_interleave(sizes)
+        return torch.cat([own.cumsum(0) for own in log_ratio.split(sizes.tolist())])
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ _ROWS = (
     ),
     Algorithm(
         "grpo-sequence",
-        "GRPO with the ratio of the whole response (DeepSeek-R1, arXiv 2501.12948, eq. 1)",
+        "GRPO with the ratio of the whole response (DeepSeek-R1, arXiv 2501.12948, eq. 1); KL by token, not as in eq. 2",
         advantage=Baselined("group", "group"),
         ratio=(OverSequence("sum"),),
         surrogate=Clip(0.2, 0.2),

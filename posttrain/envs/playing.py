@@ -73,12 +73,12 @@ class Playing:
 
     def show(self, turn: Turn, tokens: Sequence[int], seconds: float) -> None:
         """The policy sees these tokens of the turn: none where it is not asked any more."""
+        if turn.reward and not self.told:  # an empty reply after the end earns nothing
+            self.steps.append((self.n_scored, turn.reward))
         if turn.fresh and self.turns and tokens:
             self.transcripts.append(Transcript())
             self.told = False
         transcript = self.transcripts[-1]
-        if turn.reward and not self.told:  # an empty reply after the end earns nothing
-            self.steps.append((self.n_scored, turn.reward))
         messages = turn.messages or ()
         tool = turn.tool or (bool(messages) and all(message["role"] == "tool" for message in messages))
         kind = SpanKind.OBSERVATION if len(transcript) else SpanKind.PROMPT

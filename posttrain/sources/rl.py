@@ -104,7 +104,7 @@ class Experience:
                 other = views["reference"]
             measured = KL("k3")(torch.cat(views["old"]), torch.cat(other)).mean().item()
             stats.add("kl/measured", measured)
-            self.coefficients["kl"] = kl.control(self.coefficients["kl"], measured, len(step.rollouts))
+            self.coefficients["kl"] = kl.control(self.coefficients["kl"], measured, len(rollouts))
         if entropy is not None and stats["entropy"][1]:
             total, count = stats["entropy"]
             self.coefficients["entropy"] = entropy.next(self.coefficients["entropy"], total / count)

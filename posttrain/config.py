@@ -175,9 +175,9 @@ class RL(Training):
     """Rows of text, or of prompts and responses, whose likelihood is part of every update (ppo-ptx)."""
     steps: int = option(200, above=0)
     """Training steps."""
-    prompts: int = option(16, above=0)
+    prompts: int = option(16, above=0, most=1_000_000)
     """Tasks per step."""
-    group: int = option(8, above=0)
+    group: int = option(8, above=0, most=1_000_000)
     """Rollouts per task."""
     max_tokens: int = option(256, above=0)
     """Token budget of a reply."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
-SYSTEM = re.compile(r"\[Errno \d+\] | \(os error \d+\)")  # numbers that only the system understands
+SYSTEM = re.compile(r"\[Errno \d+\] | \(os error \d+\)| at 0x[0-9a-f]+")  # numbers that only the system understands
 
 
 def clip(text: str, longest: int = 60) -> str:
@@ -31,7 +32,7 @@ def inline(text: str) -> str:
 def one_line(error: BaseException) -> str:
     """An exception's message as part of another; its type where it says nothing that helps."""
     text = inline(message_of(error))
-    return text if text and " object at 0x" not in text else type(error).__name__
+    return text if text and "object>" not in text else type(error).__name__
 
 
 def near(word: str, known: Iterable[str]) -> str:
@@ -47,3 +48,16 @@ def near_or_all(word: str, known: list[str]) -> str:
     """ "; did you mean ...? (there are: ...)", as far as there is anything to say."""
     listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
     return f"{near(word, known)} (there are: {listed})" if known else ""
+
+
+def short(value: Any) -> str:
+    """A value as a reason shows it."""
+    try:
+        shown = " ".join(repr(value).split())
+    except Exception:  # the user's __repr__
+        shown = "?"
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself"
+    if shown.startswith("<"):  # an object without a text of its own: where it lies in memory helps nobody
+        return f"a value of type {type(value).__name__}"
+    return f"{shown if len(shown) <= 60 else shown[:60] + '...'} ({type(value).__name__})"

@@ -615,7 +615,7 @@ def test_row_of_one_s_own_is_described_and_trained_with_like_any_other(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("mine.py:number", "7, not a row: make it an Algorithm"),
+        ("mine.py:number", "7 (int), not a row: make it an Algorithm"),
         ("mine.py:absent", "absent"),
         ("nowhere.py:mine", "nowhere.py"),
         ("grop", "did you mean 'grpo'"),
@@ -678,3 +678,12 @@ def test_none_leaves_no_part_where_there_may_be_several_or_one_and_is_no_word_wh
 def test_word_that_names_no_part_is_answered_with_those_there_are_and_looked_for_in_no_file() -> None:
     with pytest.raises(UserError, match="aggregate is one of .*, not 'tokenmean'; did you mean 'token-mean'"):
         change(TABLE["grpo"], {"aggregate": "tokenmean"})
+
+
+@pytest.mark.parametrize("wrong", [{"epochs": "2"}, {"minibatches": 1.5}, {"surrogate": Clip("0.2", 0.2)}], ids=str)  # type: ignore[arg-type]
+def test_row_of_one_s_own_with_a_setting_of_another_type_is_refused(
+    wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.algorithms.table.load_named", lambda name: replace(TABLE["grpo"], **wrong))
+    with pytest.raises(UserError, match="grpo: (epochs|minibatches|surrogate.low) must be a (whole )?number, not"):
+        find("own.py:row")

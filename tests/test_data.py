@@ -597,3 +597,10 @@ def test_a_converted_row_is_taken_as_the_plain_dict_that_it_is() -> None:
 
     tasks = to_tasks([{"q": "a"}], convert=lambda row: Mutable(prompt=row["q"]))
     assert tasks[0]["prompt"] == "a" and type(tasks[0]) is dict
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/rows.jsonl"])
+def test_what_can_be_no_name_of_a_file_is_told_shortly(name: str) -> None:
+    with pytest.raises(UserError, match="can be no name of rows") as caught:
+        load_rows(name)
+    assert len(str(caught.value)) < 200

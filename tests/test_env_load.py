@@ -323,3 +323,26 @@ def test_reward_of_another_trainer_is_told_from_one_of_ours() -> None:
     for function, whose in ((of_trl, "TRL"), (of_verl, "verl")):
         with pytest.raises(UserError, match=rf"as a reward of {whose} does; here it is def reward\(task, reply\)"):
             load_env(function)
+
+
+def test_object_whose_call_is_none_is_no_function() -> None:
+    class Five:
+        __call__ = 5
+
+    with pytest.raises(UserError, match="not a function"):
+        load_env(Five())  # type: ignore[arg-type]
+
+
+def test_messages_that_are_no_list_of_dicts_are_told_and_the_environment_is_closed() -> None:
+    ended = []
+
+    def play(task: Task) -> Generator[Any, Reply, float]:
+        try:
+            yield Turn(messages={"role": "user"})  # type: ignore[arg-type]
+        finally:
+            ended.append(True)
+            raise BaseException("at its end")
+
+    event = Stage(play).start(1, {"id": "a"})
+    assert isinstance(event, Done) and isinstance(event.reward, Invalid) and ended == [True]
+    assert "whose messages are" in event.reward.reason and "expected a list" in event.reward.reason

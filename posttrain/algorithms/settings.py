@@ -16,11 +16,11 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from posttrain.algorithms.policy import Algorithm
-from posttrain.messages import near
+from posttrain.messages import near, short
 from posttrain.part import NEVER, Bounds, Knob, Part, knob_of
 from posttrain.types import UserError
 from posttrain.user_code import load_named
-from posttrain.values import convert
+from posttrain.values import convert, said
 
 Place = tuple[str, ...]
 
@@ -110,7 +110,23 @@ def check_parts(row: Algorithm) -> None:
             else several or not isinstance(value, kind)
         ):
             wanted = f"a tuple of parts of kind {kind.__name__}" if several else f"a part of kind {kind.__name__}"
-            raise UserError(f"{row.name}: {f.name} must be {wanted}, not {value!r:.60}")
+            raise UserError(f"{row.name}: {f.name} must be {wanted}, not {short(value)}")
+    for place, part, name in _settings_at(row, ()):
+        value, hint = getattr(part, name), _hints(type(part))[name]
+        if not _fits(value, hint):
+            raise UserError(f"{row.name}: {place} must be {said(hint)}, not {short(value)}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain setting is of its type."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is Literal:
+        return value in inner
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is hint if hint in (bool, int, str, type(None)) else True
 
 
 def check_ranges(row: Algorithm) -> None:

@@ -13,7 +13,7 @@ from posttrain.algorithms.settings import check_parts
 from posttrain.algorithms.shaping import SoftOverlong
 from posttrain.algorithms.surrogate import Clip, ExpectedQ, ImportanceRatio, LogProbability, WeightedLogProbability
 from posttrain.learners.natural import TrustRegion
-from posttrain.messages import near
+from posttrain.messages import near, short
 from posttrain.types import UserError
 from posttrain.user_code import load_named
 
@@ -298,7 +298,7 @@ def find(name: str) -> Algorithm:
     if ":" in name:
         row = load_named(name)
         if not isinstance(row, Algorithm):
-            given = f"the class {row.__name__}" if isinstance(row, type) else f"{row!r:.80}"
+            given = f"the class {row.__name__}" if isinstance(row, type) else short(row)
             raise UserError(f"{name} is {given}, not a row: make it an Algorithm(...) of posttrain.algorithms.policy")
         check_parts(row)
         return row

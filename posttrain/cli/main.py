@@ -74,6 +74,9 @@ def main(arguments: list[str] | None = None) -> int:
             said = f"unknown option {error.token.keyword}{_suggested(str(error.token.keyword), words[0])}"
         if isinstance(error, CoercionError) and get_origin(error.target_type) is dict and error.token is not None:
             said += f" Name one entry at a time: {error.token.keyword}.NAME VALUE"
+        if said.startswith("Dictionary of tokens"):  # cyclopts does not say which
+            dotted = next((word for word in words if word.startswith("--") and word.count(".") > 1), "an option")
+            said = f"{dotted} has one dot too many: name a single entry, as in --fields.prompt COLUMN"
         print("posttrain:", _presentable(said), file=sys.stderr)
         return 2
     except KeyboardInterrupt:

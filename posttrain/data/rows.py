@@ -32,7 +32,7 @@ from posttrain.data.files import (
     rows_of,
 )
 from posttrain.data.store import Table, digest, fingerprint, keep_table
-from posttrain.messages import one_line
+from posttrain.messages import clip, one_line
 from posttrain.types import UserError
 from posttrain.user_code import describe_error
 
@@ -179,7 +179,7 @@ def load_rows(
         raise UserError(f"limit is {limit}; it must be at least 1, or left out to read every row")
     if not isinstance(source, str | Path):
         name, rows = "the list of rows", _in_memory(source, split, limit)
-    elif (path := Path(source).expanduser()).is_file():
+    elif (path := _place(source)).is_file():
         if split is not None:
             raise UserError(f"{source} is a single file and has no split {split!r}; leave split out")
         name, rows = path.name, _of_files([path], limit)
@@ -200,6 +200,16 @@ def load_rows(
 
 
 # From a source to rows
+
+
+def _place(source: str | Path) -> Path:
+    """Where the rows may lie. Raises UserError for what can be no name."""
+    try:
+        path = Path(source).expanduser()
+        path.is_file()
+    except (OSError, RuntimeError) as error:  # too long; the home of somebody that there is not
+        raise UserError(f"{clip(str(source))} can be no name of rows: {clip(one_line(error))}") from error
+    return path
 
 
 def _in_memory(source: Iterable[Mapping[str, Any]], split: str | None, limit: int | None) -> Rows:

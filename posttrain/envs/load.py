@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
-from posttrain.envs.reading import read_number, short
-from posttrain.messages import near_or_all
+from posttrain.envs.reading import read_number
+from posttrain.messages import near_or_all, short
 from posttrain.types import Env, Invalid, Reply, Reward, Task, Turn, UserError, Verdict
 from posttrain.user_code import PRIVATE, describe_error, import_target, importable, named_in, split_name, unwrapped
 
@@ -146,6 +146,8 @@ def _checked(function: object, label: str) -> Callable[..., Any]:
         signature = inspect.signature(function)
     except ValueError:  # a built-in function may not tell
         return function
+    except TypeError as error:
+        raise UserError(f"{label} is {short(function)}, not a function") from error
     if elsewhere := next((name for word, name in OTHERS.items() if word in signature.parameters), None):
         raise UserError(
             f"{label} takes {signature}, as a reward of {elsewhere} does; here it is def reward(task, reply): one reply "

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.messages import short
 from posttrain.types import Graded, Invalid, InvalidKind, SpanReward, Turn
 
 MOST_REWARD = 1e6
@@ -106,7 +107,12 @@ def read_turn(value: Any) -> Turn | Invalid:
         return unreadable("yielded a Turn that needs one of text and messages")
     if value.text is not None and not isinstance(value.text, str):
         return unreadable(f"yielded a Turn whose text is {short(value.text)}; expected a string")
-    messages = None if value.messages is None else [dict(message) for message in value.messages]
+    given: Any = value.messages
+    if given is not None and not (isinstance(given, (list, tuple)) and all(isinstance(m, Mapping) for m in given)):
+        return unreadable(
+            f'yielded a Turn whose messages are {short(given)}; expected a list of {{"role": ..., "content": ...}}'
+        )
+    messages = None if given is None else [dict(message) for message in given]
     if not all(isinstance(part, str) for message in messages or () for pair in message.items() for part in pair):
         return unreadable("yielded a Turn whose messages hold something other than strings")
     if messages is not None and not all({"role", "content"} <= message.keys() for message in messages):
@@ -184,16 +190,3 @@ def cleaned(text: Any) -> str:
     """A text of the user's on one line, of stated length, that can be written to a file."""
     line = " ".join(str(text)[: 2 * LONGEST_REASON].split()).encode("utf-8", "replace").decode()
     return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + "..."
-
-
-def short(value: Any) -> str:
-    """A value as a reason shows it."""
-    try:
-        shown = " ".join(repr(value).split())
-    except Exception:  # the user's __repr__
-        shown = "?"
-    if isinstance(value, type):
-        return f"the class {value.__name__} itself"
-    if shown.startswith("<"):  # an object without a text of its own: where it lies in memory helps nobody
-        return f"a value of type {type(value).__name__}"
-    return f"{shown if len(shown) <= 60 else shown[:60] + '...'} ({type(value).__name__})"

@@ -84,6 +84,8 @@ class Stage:
             return self._verdict(end.value)
         except BaseException as error:
             self._let_through(error)
+            self._episodes[id] = episode  # not ended, if what it yielded is what failed
+            self.drop(id)
             return self.raised(error)
         self._episodes[id] = episode
         if isinstance(turn, Invalid):

@@ -35,7 +35,7 @@ ROPE_TYPES = ("linear", "llama3")
 """What `rope_scaling["rope_type"]` may be; no scaling is None."""
 
 SIZE_MOST = 2**31 - 1  # token ids, and the sizes that compiled code is told, have 32 bits
-LAYERS_MOST = 10_000  # each takes a millisecond to make, however small
+LAYERS_MOST = 2_000  # each takes a millisecond to make, however small
 CONTEXT_MOST = 2**31 - 1
 THETA = (1.0, 1e15)  # smaller and larger bases leave no float32 frequencies
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import resource
 from pathlib import Path
 
 import torch
@@ -26,7 +27,8 @@ def available_memory(device: torch.device) -> float:
     for limit in LIMITS:
         if limit.exists() and (text := limit.read_text().strip()).isdigit():
             room = min(room, float(text))
-    return room
+    own = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return room if own == resource.RLIM_INFINITY else min(room, float(own))
 
 
 def in_gib(size: float) -> str:

@@ -70,7 +70,7 @@ class RunFolder(Generic[AnyTraining]):
         """The checkpoint that the run begins, or began, with (None: from scratch). A name may mean another one by now."""
         if self.config.resume:
             recorded = read_run(self.path).get("initial")
-            if not isinstance(recorded, str | None):
+            if not isinstance(recorded, str | None) or (self.config.verb == "rl" and not recorded):
                 raise UserError(f"{self.path / RUN} is damaged (no valid 'initial'): put a copy of it back")
             return Path(recorded) if recorded else None
         return checkpoints.resolve(self.config.model) if self.config.model else None

@@ -192,7 +192,8 @@ def stored_weights(random: Random, place: Path, samples: Path) -> Case:
     else:
         what, broken, said = weights.damaged(file, random)
     words, typed = use(random, place, name, random.choice(USES[5:9]))
-    return Case(words, f"{name}/{file.name}: {what}", broken, said if broken else (), typed)
+    codes = (0, 2, 3)  # 3: no update could be made, as gradients are not finite
+    return Case(words, f"{name}/{file.name}: {what}", broken, said if broken else (), typed, codes)
 
 
 def index(random: Random, place: Path, samples: Path) -> Case:

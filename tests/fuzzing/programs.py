@@ -420,7 +420,7 @@ def module(random: Random, place: Path, samples: Path) -> Case:
     verb = random.choice(["check", "eval", "rl"])
     exits = "os._exit" in body  # an import that ends its process ends ours: there is nothing to be said any more
     codes = (0, 2, 4) if exits else (0, 2, 130) if "KeyboardInterrupt" in body else (0, 2)
-    return Case(_command(verb, spec, 1), f"{verb} {spec}: {body!r:.100}", None, codes=codes)
+    return Case(_command(verb, spec, 1), f"{verb} {spec}: {body!r:.100}", None, codes=codes, prints=_prints(body))
 
 
 ROWS = (

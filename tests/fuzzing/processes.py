@@ -229,9 +229,10 @@ def _lost(kind: str, seed: int, verdict: str, details: str, worker: _Worker, sam
     place.mkdir()
     case = KINDS[kind].make(Random(f"{kind}:{seed}"), place, samples)
     shutil.rmtree(place, ignore_errors=True)
-    return Result(
-        kind, seed, case.what, case.words, None, verdict, f"{details}; {said}", time.monotonic() - worker.since
-    )
+    seconds, code = time.monotonic() - worker.since, worker.process.exitcode
+    if verdict == "crash" and code in case.codes:  # the user's code ends its process, which nobody can prevent
+        return Result(kind, seed, case.what, case.words, code, None, said, seconds)
+    return Result(kind, seed, case.what, case.words, None, verdict, f"{details}; {said}", seconds)
 
 
 def as_dict(result: Result) -> dict[str, Any]:

@@ -55,7 +55,9 @@ class Side:
     """A running process, and the answers that came from it."""
 
     def __init__(self, machine: Machine, name: str, part: str, settings: Mapping[str, Any]) -> None:
-        self.name = f"{name}-{part}-{Path(settings['model']).name}"
+        # Two of the same part may run at once, and a run's folder has one owner.
+        kinds = [str(settings[key]) for key in ("reward", "packed") if key in settings]
+        self.name = "-".join([name, part, Path(settings["model"]).name, *kinds])
         self.log = machine.place / "logs" / f"{self.name}.txt"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         reading, writing = os.pipe()

@@ -242,7 +242,7 @@ class LocalEngine:
         out = [slot for slot in range(count) if ended[slot] or slot in stopped]
         if not out:
             return []
-        completions = [self._completion(slot, slot in stopped) for slot in out]
+        completions = self._completions(out, stopped)
         keep = sorted(set(range(count)) - set(out))
         # Fill the holes among the first len(keep) slots from the slots behind them.
         holes = [slot for slot in out if slot < len(keep)]
@@ -270,23 +270,30 @@ class LocalEngine:
                 reached.add(slot)
         return reached
 
-    def _completion(self, slot: int, stopped: bool) -> Completion:
-        state, count = self._rows, int(self._rows.count[slot])
-        logp = state.logp[slot, :count].tolist()
-        if not math.isfinite(sum(logp)):
-            raise UserError(
-                "the model's probabilities are not finite: its weights are damaged or too large, or training drove them "
-                "there (a smaller --lr, or --max-grad-norm)"
+    def _completions(self, slots: list[int], stopped: set[int]) -> list[Completion]:
+        state = self._rows
+        counts = state.count[slots].tolist()
+        longest = max(counts)
+        tokens, logps = state.tokens[slots, :longest].tolist(), state.logp[slots, :longest].tolist()
+        found = []
+        for slot, count, sampled, logp in zip(slots, counts, tokens, logps, strict=True):
+            if not math.isfinite(sum(logp[:count])):
+                raise UserError(
+                    "the model's probabilities are not finite: its weights are damaged or too large, or training drove "
+                    "them there (a smaller --lr, or --max-grad-norm)"
+                )
+            found.append(
+                complete(
+                    self.running[slot],
+                    sampled[:count],
+                    logp[:count],
+                    stopped=slot in stopped,
+                    eos_ids=self.eos_ids,
+                    tokenizer=self.tokenizer,
+                    version=self.version,
+                )
             )
-        return complete(
-            self.running[slot],
-            state.tokens[slot, :count].tolist(),
-            logp,
-            stopped=stopped,
-            eos_ids=self.eos_ids,
-            tokenizer=self.tokenizer,
-            version=self.version,
-        )
+        return found
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")

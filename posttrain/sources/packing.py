@@ -9,10 +9,10 @@ text) is not laid at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -39,7 +39,7 @@ def needed_length(transcript: Transcript) -> int:
 
 def learned(rollout: Sequence[Transcript]) -> list[Transcript]:
     """Its transcripts that have a scored token. The others, contexts that are only played, have no gradient."""
-    return [t for t in rollout if t.n_scored]
+    return [t for t in rollout if any(s.learned for s in t.spans)]
 
 
 def split_microbatches(rollouts: Sequence[Sequence[Transcript]], tokens_per_microbatch: int) -> list[list[int]]:
@@ -52,7 +52,7 @@ def split_microbatches(rollouts: Sequence[Sequence[Transcript]], tokens_per_micr
     rollouts = [learned(rollout) for rollout in rollouts]
     paths = iter(_paths([t for rollout in rollouts for t in rollout]))
     batches: list[list[int]] = []
-    used, laid = 0, set[_Key]()
+    used, laid = 0, set[int]()
     for index, rollout in enumerate(rollouts):
         own = [next(paths) for _ in rollout]
         if not own:
@@ -81,32 +81,40 @@ def pack(rollouts: Sequence[Sequence[Transcript]], index: Sequence[int], device:
     transcripts = [t for rollout in rollouts for t in rollout]
     owner = [place for place, rollout in zip(index, rollouts, strict=True) for _ in rollout]
     tree = _Tree.of(transcripts)
-    at, target = [], []
-    for transcript, scored, path in zip(transcripts, (t.scored for t in transcripts), tree.paths, strict=True):
-        before = scored - 1  # a token is predicted by the one before it
-        assert len(scored) and before[0] >= 0, "a scored token needs a token before it"
-        places = np.concatenate([np.arange(s.start, s.start + s.length) for s in path])
-        at.append(places[before])
-        target.append(np.asarray(transcript.tokens, dtype=np.int64)[scored])
+    at: list[int] = []  # lists: most transcripts are short, and an array for each takes longer than what is in it
+    target: list[int] = []
+    counts: list[int] = []
+    for transcript, path in zip(transcripts, tree.paths, strict=True):
+        before = len(at)
+        for span in transcript.spans:
+            if span.learned:
+                assert span.start, "a scored token needs a token before it, which predicts it"
+                end = span.start + span.length
+                at += _laid(path, span.start - 1, end - 1)
+                target += transcript.tokens[span.start : end]
+        counts.append(len(at) - before)
 
-    def tensor(parts: Sequence[NDArray[Any]], axis: int = 0) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts, axis)).to(device)
+    def tensor(values: Sequence[int] | NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=None if isinstance(values, np.ndarray) else np.int64)).to(
+            device
+        )
 
-    counts = [len(part) for part in at]
     laid = tree.segments
     return Packed(
         layout=Layout(
-            tokens=tensor([s.tokens for s in laid]),
-            position=tensor(_positions(laid), axis=-1),
+            tokens=tensor([token for s in laid for token in s.tokens]),
+            position=tensor(_positions(laid)),
             start=tuple(s.start for s in laid),
             length=tuple(s.length for s in laid),
             prefix=tuple(s.prefix for s in laid),
             media=tuple(m for s in laid for m in s.media),
-            experts=tensor(_experts(laid)) if any(s.experts is not None for s in laid) else None,
+            experts=tensor(_experts(laid))
+            if any(s.experts is not None for t in transcripts for s in t.spans)
+            else None,
         ),
         at=tensor(at),
         target=tensor(target),
-        rollout=torch.from_numpy(np.repeat(np.asarray(owner, dtype=np.int64), counts)).to(device),
+        rollout=tensor(np.repeat(np.asarray(owner, dtype=np.int64), counts)),
     )
 
 
@@ -147,17 +155,35 @@ def collate(
 
 # -- the tree of what transcripts share --------------------------------------------------------------------------------
 
-_Key = tuple[Any, ...]
-"""What a run of tokens is told by: all that stands before it, its tokens, and the media among them."""
 
-
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A run of tokens of a transcript that others may have too."""
 
-    key: _Key
+    key: int  # equal where all that stands before it, its tokens and the media among them are
     first: int  # place in the transcript
     length: int
+
+
+class _Keys:
+    """Numbers the runs of tokens of some transcripts."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], int] = {}
+
+    def of(self, transcript: Transcript, first: int, last: int, before: int = -1) -> int:
+        """Of the run from `first` to `last` behind the one with the number `before` (-1: none)."""
+        return self._known.setdefault(self._contents(transcript, first, last, before), len(self._known))
+
+    def find(self, transcript: Transcript, first: int, last: int, before: int = -1) -> int | None:
+        """The same; None for a run that is new."""
+        return self._known.get(self._contents(transcript, first, last, before))
+
+    @staticmethod
+    def _contents(transcript: Transcript, first: int, last: int, before: int) -> tuple[Any, ...]:
+        contents = before, tuple(transcript.tokens[first:last])
+        if not transcript.media:
+            return contents
+        return *contents, *((m.start - first, m.digest) for m in transcript.media if first <= m.start < last)
 
 
 def _paths(transcripts: Sequence[Transcript]) -> list[list[_Piece]]:
@@ -165,53 +191,58 @@ def _paths(transcripts: Sequence[Transcript]) -> list[list[_Piece]]:
 
     Transcripts are cut behind their prompt, and where any that begins with the same prompt has branched off.
     """
+    keys = _Keys()
     prompts = [prompt_length(t) for t in transcripts]
-    tokens = [np.asarray(t.tokens, dtype=np.int64) for t in transcripts]
-    roots = [_contents(t, row, 0, n) for t, row, n in zip(transcripts, tokens, prompts, strict=True)]
-    cuts: dict[_Key, set[int]] = {}
+    roots = [keys.of(t, 0, n) for t, n in zip(transcripts, prompts, strict=True)]
+    cuts: dict[int, set[int]] = {}  # root -> where transcripts that begin with it branch off
     for transcript, root, prompt in zip(transcripts, roots, prompts, strict=True):
-        cuts.setdefault(root, {prompt}).update(fork for fork in transcript.forks if fork > prompt)
+        if behind := [fork for fork in transcript.forks if fork > prompt]:
+            cuts.setdefault(root, set()).update(behind)
     paths = []
-    for transcript, row, root in zip(transcripts, tokens, roots, strict=True):
+    for transcript, root, prompt in zip(transcripts, roots, prompts, strict=True):
         end = needed_length(transcript)
-        edges = [0, *sorted(cut for cut in cuts[root] if cut < end), end]
-        path: list[_Piece] = []
-        for first, last in pairwise(edges):
-            key = (path[-1].key if path else (), *_contents(transcript, row, first, last))
-            path.append(_Piece(key, first, last - first))
+        path = [_Piece(root, 0, prompt)]
+        for first, last in pairwise((prompt, *sorted(cut for cut in cuts.get(root, ()) if cut < end), end)):
+            if last > first:
+                path.append(_Piece(keys.of(transcript, first, last, path[-1].key), first, last - first))
         paths.append(path)
     for family in _families(roots, cuts):
-        _lengthen([(transcripts[i], tokens[i], paths[i]) for i in family])
+        _lengthen([(transcripts[i], paths[i]) for i in family], keys)
     return paths
 
 
-def _families(roots: Sequence[_Key], cuts: Mapping[_Key, set[int]]) -> Iterable[list[int]]:
+def _families(roots: Sequence[int], cuts: Container[int]) -> Iterable[list[int]]:
     """Which transcripts begin alike, where some of these branch off."""
-    families: dict[_Key, list[int]] = {}
+    families: dict[int, list[int]] = {}
     for number, root in enumerate(roots):
-        if len(cuts[root]) > 1:
+        if root in cuts:
             families.setdefault(root, []).append(number)
     return families.values()
 
 
-def _lengthen(family: Sequence[tuple[Transcript, Integers, list[_Piece]]]) -> None:
+def _lengthen(family: Sequence[tuple[Transcript, list[_Piece]]], keys: _Keys) -> None:
     """Let a transcript that ends within a piece of another go through the whole of it, so that it is laid once."""
-    longest = sorted({(piece.first, piece.length) for _, _, path in family for piece in path}, reverse=True)
-    known = {piece.key for _, _, path in family for piece in path}
-    for transcript, tokens, path in family:
+    longest = sorted({(piece.first, piece.length) for _, path in family for piece in path}, reverse=True)
+    for transcript, path in family:
         last = path[-1]
-        before = path[-2].key if len(path) > 1 else ()
+        before = path[-2].key if len(path) > 1 else -1
         for first, length in longest:
-            if first == last.first and last.length < length <= len(tokens) - first:
-                key = (before, *_contents(transcript, tokens, first, first + length))
-                if key in known:
+            if first == last.first and last.length < length <= len(transcript) - first:
+                key = keys.find(transcript, first, first + length, before)
+                if key is not None:
                     path[-1] = _Piece(key, first, length)
                     break
 
 
-def _contents(transcript: Transcript, tokens: Integers, first: int, last: int) -> _Key:
-    media = tuple((m.start - first, m.digest) for m in transcript.media if first <= m.start < last)
-    return tokens[first:last].tobytes(), media
+def _laid(path: Sequence[_Segment], first: int, last: int) -> list[int]:
+    """Where the tokens from `first` to `last` of a transcript are laid that goes through these segments."""
+    places: list[int] = []
+    begin = 0
+    for segment in path:
+        end = begin + segment.length
+        places += range(segment.start + max(first - begin, 0), segment.start + min(last, end) - begin)
+        begin = end
+    return places
 
 
 @dataclass
@@ -231,8 +262,8 @@ class _Segment:
         return slice(self.first, self.first + self.length)
 
     @property
-    def tokens(self) -> Integers:
-        return np.asarray(self.transcript.tokens[self.slice], dtype=np.int64)
+    def tokens(self) -> list[int]:
+        return self.transcript.tokens[self.slice]
 
     @property
     def position(self) -> Integers:
@@ -269,7 +300,7 @@ class _Tree:
 
     @staticmethod
     def of(transcripts: Sequence[Transcript]) -> _Tree:
-        nodes: dict[_Key, int] = {}
+        nodes: dict[int, int] = {}
         found: list[_Segment] = []
         walks: list[list[int]] = []
         for transcript, path in zip(transcripts, _paths(transcripts), strict=True):
@@ -314,15 +345,18 @@ class _Tree:
         return _Tree(segments, paths)
 
 
-def _positions(segments: Sequence[_Segment]) -> list[Integers]:
-    """[n] of each segment; [3, n] where any has three rows: text alone stands at one place in all of them."""
-    found = [s.position for s in segments]
-    if all(x.ndim == 1 for x in found):
-        return found
-    return [np.broadcast_to(x, (3, x.shape[-1])) for x in found]
+def _positions(segments: Sequence[_Segment]) -> Sequence[int] | Integers:
+    """[T]; [3, T] where any transcript has three rows: text alone stands at one place in all of them."""
+    if all(s.transcript.positions is None for s in segments):
+        return [place for s in segments for place in range(s.first, s.first + s.length)]
+    return np.concatenate([np.broadcast_to(s.position, (3, s.length)) for s in segments], axis=-1)
 
 
-def _experts(segments: Sequence[_Segment]) -> list[NDArray[np.int16]]:
+def _experts(segments: Sequence[_Segment]) -> NDArray[np.int16]:
+    """[T, layers, k]"""
     known = [s.experts for s in segments]
     shape = next(x.shape[1:] for x in known if x is not None)
-    return [np.full((s.length, *shape), -1, np.int16) if x is None else x for s, x in zip(segments, known, strict=True)]
+    whole = [
+        np.full((s.length, *shape), -1, np.int16) if x is None else x for s, x in zip(segments, known, strict=True)
+    ]
+    return np.concatenate(whole)

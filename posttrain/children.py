@@ -13,6 +13,8 @@ has no `__main__` guard. POSIX only.
 
 from __future__ import annotations
 
+import atexit
+import codecs
 import os
 import secrets
 import select
@@ -20,12 +22,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from posttrain.messages import safe
+
+LAST_WORDS_SECONDS = 1.0  # for what children printed to be passed on, at our end
 END_SECONDS = 10.0  # for a keeper to kill what descends from it
 MARK = "POSTTRAIN_CHILD"  # the environment variable that all descendants of a child have, unless they drop it
 
@@ -51,11 +58,11 @@ class Child:
         output: int | IO[Any] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`output`: where what it prints goes; None: to our standard error."""
+        """`output`: where what it prints goes; None: to our standard error, on a terminal by way of `sys.stderr`."""
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._life, theirs = pair()
         if output is None:
-            output = 2 if _is_open(2) else subprocess.DEVNULL
+            output = subprocess.DEVNULL if not _is_open(2) else _passed_on() if os.isatty(2) else 2
         here = folder or os.getcwd()
         numbers = ",".join(map(str, descriptors))
         with theirs:
@@ -124,6 +131,33 @@ def _is_open(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@cache
+def _passed_on() -> int:
+    """A descriptor for children to print to while standard error is a terminal.
+
+    A thread writes what comes there to `sys.stderr`: by themselves they would write into what we draw on that terminal.
+    """
+    reading, writing = os.pipe()
+
+    def copy() -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        while more := os.read(reading, 1 << 16):
+            with suppress(OSError, ValueError):  # the terminal has gone
+                print(
+                    safe(decoder.decode(more).replace("\r\n", "\n").expandtabs()), end="", file=sys.stderr, flush=True
+                )
+
+    thread = threading.Thread(target=copy, name="what children print", daemon=True)
+    thread.start()
+
+    @atexit.register
+    def finish() -> None:
+        os.close(writing)
+        thread.join(LAST_WORDS_SECONDS)
+
+    return writing
 
 
 # -- the other side ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Pieces of what is said to a user: exceptions on one line, values cut short, the nearest known word."""
+"""Pieces of what is said to a user: exceptions on one line, values cut short, control codes shown, the nearest word."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ def one_line(error: BaseException) -> str:
     """An exception's message as part of another; its type where it says nothing that helps."""
     text = inline(message_of(error))
     return text if text and "object>" not in text else type(error).__name__
+
+
+def safe(text: str) -> str:
+    """The text with control codes made visible: printed as they stand they could rewrite the screen."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def near(word: str, known: Iterable[str]) -> str:

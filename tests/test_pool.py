@@ -6,11 +6,14 @@ Real worker processes throughout.
 from __future__ import annotations
 
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -412,6 +415,37 @@ def test_what_the_environment_prints_goes_to_standard_error(my: str) -> None:
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert run.stdout == "1.0\n"
     assert "for the eyes\n" in run.stderr and "from a child\n" in run.stderr
+
+
+def test_what_the_environment_prints_on_a_terminal_stands_above_what_is_drawn_there(my: str) -> None:
+    script = (
+        "import sys\nfrom posttrain.envs.pool import EnvPool\nfrom posttrain.runs.display import Display\n"
+        "from posttrain.types import Reply\n"
+        "display = Display()\n"
+        f"with EnvPool({my + ':prints'!r}, 2) as pool:\n"
+        "    pool.ready(); display.start('run', 3, [])\n"
+        "    for n in range(3):\n"
+        "        pool.start(n, {'prompt': 'p'}); pool.poll(20); pool.send(n, Reply('x')); pool.poll(20)\n"
+        "        display.step(n + 1, {'reward': 1.0}, {})\n"
+        "display.close()\n"
+    )
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    ) as run:
+        os.close(theirs)
+        seen = b""
+        with suppress(OSError):  # how the end of a terminal shows
+            while more := os.read(ours, 1 << 16):
+                seen += more
+        os.close(ours)
+    assert run.returncode == 0, seen
+    text = seen.decode().replace("\r\n", "\n")
+    for line in ("for the eyes", "from a child"):
+        places = [text[: found.start()] for found in re.finditer(line, text)]
+        assert len(places) == 3
+        assert all(re.search(r"\x1b\[J(for the eyes\n|from a child\n)*$", before) for before in places), text
 
 
 def test_a_script_without_a_main_guard_runs_its_body_once(tmp_path: Path) -> None:

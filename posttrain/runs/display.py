@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
-from posttrain.runs.output import Output, fancy, safe
+from posttrain.messages import safe
+from posttrain.runs.output import Output, fancy
 from posttrain.runs.panel import View, compose, figures
 from posttrain.runs.terminal import Line, Region, size
 

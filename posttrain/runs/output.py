@@ -1,7 +1,6 @@
 """Where text for people goes, and what may happen to it: nothing that fails here ends a run.
 
-Decides how text that a model wrote is made safe to print (it may hold anything, terminal control codes included), and what
-becomes of a stream that is closed, full, or whose terminal has gone.
+Decides what becomes of a stream that is closed, full, or whose terminal has gone.
 """
 
 from __future__ import annotations
@@ -74,11 +73,6 @@ def fancy(stream: TextIO | Output) -> bool:
     """Whether the stream is a terminal that can draw over itself."""
     utf = (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
     return stream.isatty() and os.environ.get("TERM") != "dumb" and utf
-
-
-def safe(text: str) -> str:
-    """The text with control codes made visible: printed as they stand they could rewrite the screen."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def encodable(text: str, stream: TextIO | Output) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from posttrain.runs.output import safe
+from posttrain.messages import safe
 from posttrain.runs.terminal import Line, cells, fitted
 
 SHOWN = {

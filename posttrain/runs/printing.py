@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 
-from posttrain.runs.output import Output, fancy, safe
+from posttrain.messages import safe
+from posttrain.runs.output import Output, fancy
 from posttrain.runs.record import as_row
 from posttrain.types import Rollout, SpanKind
 

@@ -9,7 +9,8 @@ import pytest
 
 from posttrain.data.tasks import to_tasks
 from posttrain.envs.pool import EnvPool
-from posttrain.training.setup import rehearse
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.training.setup import mind_unknown, rehearse
 from posttrain.types import Invalid, Reply, Task, UserError
 
 TASKS: list[Task] = [{"id": str(i), "prompt": f"{i}+1=", "answer": answer} for i, answer in enumerate(["1", "", "3"])]
@@ -20,6 +21,22 @@ def said(env: Any, seconds: float = 5.0) -> list[str]:
     with EnvPool(env, 1, seconds) as pool:
         rehearse(pool, to_tasks(TASKS, need=()), warnings.append)
     return warnings
+
+
+@pytest.mark.parametrize(("letters", "share"), [("0123456789+=", None), ("12345678+=", "12%"), ("+=", "60%")])
+def test_text_that_the_tokenizer_has_no_tokens_for_is_warned_of(letters: str, share: str | None) -> None:
+    warnings: list[str] = []
+    tasks = to_tasks([{"prompt": f"{i}+{i}=", "response": str(i)} for i in range(10)], need=("prompt", "response"))
+    mind_unknown(Tokenizer.train([letters], 50, "characters"), tasks, warnings.append)
+    assert bool(warnings) == (share is not None)
+    if share:
+        assert f"no token for {share} of the tasks' text" in warnings[0] and "'0+0='" in warnings[0]
+
+
+def test_tokenizer_that_knows_every_byte_has_nothing_to_warn_of() -> None:
+    warnings: list[str] = []
+    mind_unknown(Tokenizer.train(["abc"], 300), to_tasks([{"prompt": "\u4f60\u597d"}]), warnings.append)
+    assert warnings == []
 
 
 def test_no_sample_reply_is_empty() -> None:

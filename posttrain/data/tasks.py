@@ -73,9 +73,10 @@ class Tasks(Sequence[Task]):
     def first(self, count: int) -> Tasks:
         return self[:count]
 
-    def examples(self) -> list[Task]:
-        """Three of them, from all over."""
-        return [self[0], self[len(self) // 2], self[-1]]
+    def examples(self, count: int = 3) -> list[Task]:
+        """So many of them, if there are as many, from all over."""
+        last, gaps = len(self) - 1, max(1, count - 1)
+        return [self[place] for place in sorted({i * last // gaps for i in range(count)})]
 
     def taken(self) -> str:
         """What was taken for what, in words: "prompt from 'question', response from 'answer'"."""
@@ -138,8 +139,9 @@ class Stream(Sequence[Task]):
         self[place]
         return f"row {self._last[0]}"
 
-    def examples(self) -> list[Task]:
-        return self[:3]
+    def examples(self, count: int = 3) -> list[Task]:
+        """The first so many."""
+        return self[:count]
 
     def taken(self) -> str:
         task = self[0]

@@ -62,6 +62,7 @@ class Tokenizer:
         self._continuation = _continuation(backend)
         self._opening = _opening(backend)
         self.eos_id, self.bos_id, self.pad_id = (self._id(name) for name in ("eos_token", "bos_token", "pad_token"))
+        self.unknown_id = self._id("unk_token")  # what stands for text that it has no token for
 
     def _id(self, name: str) -> int | None:
         return self.backend.token_to_id(self.special[name]) if name in self.special else None

@@ -50,6 +50,7 @@ from posttrain.training.setup import (
     fitting,
     load_tasks,
     microbatch_tokens,
+    mind_unknown,
     open_pool,
     optimization,
     parameters,
@@ -78,6 +79,7 @@ def _sft(run: RunFolder[SFT], rows: Any) -> Run:
     if isinstance(train_tasks, Stream) and config.steps is None:
         raise UserError("these rows have no end, so --epochs has no meaning: give --steps")
     model, tokenizer = _start(config, train_tasks, run.checkpoint or run.start, device)
+    mind_unknown(tokenizer, train_tasks)
     too_long = TooLong(config.too_long, model.config.context, _silent if config.quiet else print)
 
     def transcripts(tasks: Tasks | Stream) -> Transcripts:
@@ -132,6 +134,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
         assert start
         model, tokenizer = _start(config, train_tasks, run.checkpoint or start, device)
         end_tokens(model, tokenizer)  # there must be one, or no reply would end
+        mind_unknown(tokenizer, train_tasks)
         too_long = TooLong(config.too_long, model.config.context, _silent if config.quiet else print)
         if pool.single_turn:
             Prompts(train_tasks, tokenizer, too_long).check()

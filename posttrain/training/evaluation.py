@@ -21,7 +21,16 @@ from posttrain.runs.record import as_row, write_rollouts
 from posttrain.seeds import seed_of
 from posttrain.sources.lengths import TooLong
 from posttrain.training.intervals import paired_interval, summary
-from posttrain.training.setup import beyond, end_tokens, fitting, load_tasks, open_pool, prepare, rehearse
+from posttrain.training.setup import (
+    beyond,
+    end_tokens,
+    fitting,
+    load_tasks,
+    mind_unknown,
+    open_pool,
+    prepare,
+    rehearse,
+)
 from posttrain.types import Invalid, Rollout, Sampling, Task, UserError, succeeds
 
 
@@ -62,6 +71,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
             path = resolve(folder)
             model, tokenizer = load_model(path, device=device), Tokenizer.load(path)
             end_tokens(model, tokenizer)
+            mind_unknown(tokenizer, data, said.append)
             engine = embedded(model, tokenizer, config.slots, config.precision)
             context = model.config.context
             said.extend(beyond(config.max_tokens, context))

@@ -19,6 +19,7 @@ from posttrain.envs.load import is_generator_env, load_converter, load_env
 from posttrain.envs.pool import Done, EnvPool
 from posttrain.kernels import build
 from posttrain.learners.local import Optimization
+from posttrain.messages import clip
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Model
 from posttrain.sources.lengths import Prompts, TooLong
@@ -26,6 +27,8 @@ from posttrain.types import Invalid, InvalidKind, Reply, Task, UserError
 from posttrain.user_code import load_named
 
 TRIAL_TURNS = 8  # of a sample reply to an environment that may wait for a word which it does not contain
+READ_FOR_UNKNOWN = 20  # tasks
+MOST_UNKNOWN = 0.01  # share of their tokens that may be unknown to the tokenizer
 SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}")
 
 
@@ -145,6 +148,28 @@ def _sample_replies(task: Task) -> list[str]:
     """What a model might say: the task's own answer, where it has one, and some usual forms."""
     own = [str(task[name]) for name in ("response", "answer") if isinstance(task.get(name), str | int | float)]
     return [*filter(str.strip, own), *SAMPLE_REPLIES]
+
+
+def mind_unknown(tokenizer: Tokenizer, tasks: Tasks | Stream, warn: Callable[[str], None] = _warn) -> None:
+    """Warn where the tokenizer has no tokens for a good part of what some of the tasks say: the model cannot read it."""
+    if tokenizer.unknown_id is None:
+        return
+    texts = [text for task in tasks.examples(READ_FOR_UNKNOWN) for text in _texts(task)]
+    tokens = [tokenizer.encode(text) for text in texts]
+    count = sum(own.count(tokenizer.unknown_id) for own in tokens)
+    if count > MOST_UNKNOWN * sum(map(len, tokens)):
+        example = next(text for text, own in zip(texts, tokens, strict=True) if tokenizer.unknown_id in own)
+        share = count / sum(map(len, tokens))
+        warn(
+            f"the model's tokenizer has no token for {share:.0%} of the tasks' text, as in {clip(repr(example))}: it reads "
+            "all of that as one and the same; train with a tokenizer that knows these characters"
+        )
+
+
+def _texts(task: Task) -> list[str]:
+    """What a task says to the model, and what the model is to say."""
+    said = [task.get("prompt"), *(message["content"] for message in task.get("messages") or ()), task.get("response")]
+    return [text for text in said if isinstance(text, str)]
 
 
 def _rehearsed(pool: EnvPool, task: Task, reply: str) -> tuple[bool, Done | None]:

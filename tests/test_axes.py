@@ -687,3 +687,21 @@ def test_row_of_one_s_own_with_a_setting_of_another_type_is_refused(
     monkeypatch.setattr("posttrain.algorithms.table.load_named", lambda name: replace(TABLE["grpo"], **wrong))
     with pytest.raises(UserError, match="grpo: (epochs|minibatches|surrogate.low) must be a (whole )?number, not"):
         find("own.py:row")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"surrogate": (Clip(0.2, 0.2),)},
+        {"surrogate": Clip},
+        {"ratio": OverSequence("sum")},
+        {"ratio": (Clip(0.2, 0.2),)},
+    ],
+    ids=str,
+)
+def test_row_of_one_s_own_with_one_part_for_several_or_several_for_one_is_refused(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.algorithms.table.load_named", lambda name: replace(TABLE["grpo"], **wrong))
+    with pytest.raises(UserError, match="grpo: (surrogate must be a part|ratio must be a tuple of parts) of kind"):
+        find("own.py:row")

@@ -104,12 +104,12 @@ def check_parts(row: Algorithm) -> None:
         kind, several = _part_in(hint)
         if kind is None or (value is None and type(None) in get_args(hint)):
             continue
-        if (
-            not all(isinstance(part, kind) for part in value)
-            if isinstance(value, tuple)
-            else several or not isinstance(value, kind)
-        ):
-            wanted = f"a tuple of parts of kind {kind.__name__}" if several else f"a part of kind {kind.__name__}"
+        if several:
+            fits = isinstance(value, tuple) and all(isinstance(part, kind) for part in value)
+            wanted = f"a tuple of parts of kind {kind.__name__}"
+        else:
+            fits, wanted = isinstance(value, kind), f"a part of kind {kind.__name__}"
+        if not fits:
             raise UserError(f"{row.name}: {f.name} must be {wanted}, not {short(value)}")
     for place, part, name in _settings_at(row, ()):
         value, hint = getattr(part, name), _hints(type(part))[name]

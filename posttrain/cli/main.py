@@ -14,7 +14,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO, cast, get_origin
+from typing import TYPE_CHECKING, Any, TextIO, cast, get_args, get_origin, get_type_hints
 
 from cyclopts import App
 from cyclopts.exceptions import CoercionError, CycloptsError, UnknownOptionError
@@ -172,8 +172,6 @@ def _refuse_fractions(arguments: list[str]) -> list[str]:
 
 def _whole_numbers(verb: str) -> frozenset[str]:
     """The options of a verb that are whole numbers."""
-    from typing import get_args, get_type_hints
-
     from posttrain.algorithms.settings import flags
     from posttrain.config import VERBS
 

@@ -93,8 +93,8 @@ class Report:
                 f"  {case.kind:<12} {_cut(case.reply, 30):<32} {_outcome(case, told)}   {_duration(case.seconds)}"
             )
             lines.extend(f"  {'':<12} then shows {_cut(text, 90)}" for text in case.shown[1 : 1 + SHOWN])
-            if more := len(case.shown) - 1 - SHOWN:
-                lines.extend([f"  {'':<12} ... and {more} more"] if more > 0 else [])
+            if (more := len(case.shown) - 1 - SHOWN) > 0:
+                lines.append(f"  {'':<12} ... and {more} more")
         return [*lines, "", *self._verdicts()]
 
     def _verdicts(self) -> list[str]:

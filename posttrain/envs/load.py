@@ -36,11 +36,7 @@ def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
 
 def load_converter(spec: str | Callable[..., Any]) -> Callable[[Task], Task] | None:
     """The `row_to_task` that stands beside the environment, for rows of a public data set; None if there is none."""
-    if isinstance(spec, str):
-        module: ModuleType | None = import_target(_split(spec)[0])
-    else:
-        module = sys.modules.get(getattr(spec, "__module__", None) or "")
-    found = getattr(module, "row_to_task", None)
+    found = getattr(_home(spec), "row_to_task", None)
     if found is not None and not callable(found):
         raise UserError(f"row_to_task beside the environment is {short(found)}; it must be a function of a row")
     return found
@@ -50,17 +46,20 @@ def success_of(spec: str | Callable[..., Any], given: float | None) -> float | N
     """The reward from which on a reply is right: as given, or as `SUCCESS` beside the environment says; None: neither."""
     if given is not None:
         return given
-    if isinstance(spec, str):
-        module: ModuleType | None = import_target(_split(spec)[0])
-    else:
-        module = sys.modules.get(getattr(spec, "__module__", None) or "")
-    found = getattr(module, "SUCCESS", None)
+    found = getattr(_home(spec), "SUCCESS", None)
     if found is None:
         return None
     number = read_number(found, "SUCCESS is")
     if isinstance(number, Invalid):
         raise UserError(f"SUCCESS beside the environment is {short(found)}; it must be a finite number, such as 1.0")
     return number
+
+
+def _home(spec: str | Callable[..., Any]) -> ModuleType | None:
+    """The module that an environment stands in."""
+    if isinstance(spec, str):
+        return import_target(_split(spec)[0])
+    return sys.modules.get(getattr(spec, "__module__", None) or "")
 
 
 def is_generator_env(function: Callable[..., Any]) -> bool:

@@ -51,6 +51,18 @@ def test_imitation_lowers_the_held_out_loss(imitated: Run) -> None:
     assert imitated.final["eval/loss"] == losses[-1]
 
 
+def test_every_kind_of_run_says_what_its_tokenizer_cannot_read(
+    imitated: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, said = [{"prompt": f"one and {i}:", "response": "two"} for i in range(20)], "has no token for"
+    posttrain.sft(words, model=str(imitated.path), out=str(tmp_path / "sft"), steps=1, **SMALL)
+    assert said in capsys.readouterr().err
+    posttrain.rl(words, even, str(imitated.path), out=str(tmp_path / "rl"), **{**STEPS, "steps": 1})
+    assert said in capsys.readouterr().err
+    found = posttrain.evaluate(words, even, str(imitated.path), samples=1, max_tokens=2, env_workers=0, threads=1)
+    assert any(said in note for note in found.notes)
+
+
 def test_function_as_reward_gives_a_run_that_can_be_read(imitated: Run, tmp_path: Path) -> None:
     bonus = 0.25
 

@@ -63,6 +63,7 @@ def echo(task):
         reply = yield "+".join(said)
 
 def prints(task, reply):
+    print("a tab:\t\x1b[2J")
     print("for the eyes")
     os.system("echo from a child")
     return 1.0
@@ -442,10 +443,11 @@ def test_what_the_environment_prints_on_a_terminal_stands_above_what_is_drawn_th
         os.close(ours)
     assert run.returncode == 0, seen
     text = seen.decode().replace("\r\n", "\n")
+    assert "a tab:  \\x1b[2J" in text and "\x1b[2J" not in text  # tabs as spaces, and control codes visible
     for line in ("for the eyes", "from a child"):
         places = [text[: found.start()] for found in re.finditer(line, text)]
         assert len(places) == 3
-        assert all(re.search(r"\x1b\[J(for the eyes\n|from a child\n)*$", before) for before in places), text
+        assert all(re.search(r"\x1b\[J(a tab:.*\n|for the eyes\n|from a child\n)*$", before) for before in places), text
 
 
 def test_a_script_without_a_main_guard_runs_its_body_once(tmp_path: Path) -> None:

@@ -23,14 +23,24 @@ def said(env: Any, seconds: float = 5.0) -> list[str]:
     return warnings
 
 
-@pytest.mark.parametrize(("letters", "share"), [("0123456789+=", None), ("12345678+=", "12%"), ("+=", "60%")])
+@pytest.mark.parametrize(("letters", "share"), [("0123456789+=", None), ("012345678+=", "6%"), ("+=", "60%")])
 def test_text_that_the_tokenizer_has_no_tokens_for_is_warned_of(letters: str, share: str | None) -> None:
     warnings: list[str] = []
     tasks = to_tasks([{"prompt": f"{i}+{i}=", "response": str(i)} for i in range(10)], need=("prompt", "response"))
     mind_unknown(Tokenizer.train([letters], 50, "characters"), tasks, warnings.append)
     assert bool(warnings) == (share is not None)
-    if share:
-        assert f"no token for {share} of the tasks' text" in warnings[0] and "'0+0='" in warnings[0]
+    if share is not None:
+        assert (
+            f"no token for {share} of the tasks' text" in warnings[0]
+            and f"as in '{9 if '0' in letters else 0}+" in warnings[0]
+        )
+
+
+def test_a_character_that_is_rare_among_the_tasks_is_not_worth_a_warning() -> None:
+    warnings: list[str] = []
+    tasks = to_tasks([{"prompt": f"{i:030}" + "x" * (i == 7)} for i in range(20)])
+    mind_unknown(Tokenizer.train(["0123456789"], 50, "characters"), tasks, warnings.append)
+    assert warnings == []
 
 
 def test_tokenizer_that_knows_every_byte_has_nothing_to_warn_of() -> None:

@@ -705,3 +705,28 @@ def test_row_of_one_s_own_with_one_part_for_several_or_several_for_one_is_refuse
     monkeypatch.setattr("posttrain.algorithms.table.load_named", lambda name: replace(TABLE["grpo"], **wrong))
     with pytest.raises(UserError, match="grpo: (surrogate must be a part|ratio must be a tuple of parts) of kind"):
         find("own.py:row")
+
+
+REFUSED = r"""
+grpo kl.control.target=0.1 there is no kl.control to change; choose one first: --set kl.control=...
+dapo kl.coef=0.1 there is no kl to change; --set kl.beta=... makes one
+grpo shaping.soft-overlong.bufer=7 there is no shaping.soft-overlong to change; --set shaping.soft-overlong.cache=... makes one
+dapo shaping.soft-overlong.buffer=7 shaping.soft-overlong has no setting 'buffer'; it has limit, cache
+grpo filters.overlong=7 filters holds no 'overlong'; did you mean 'overlong-filter'?; there are overlong-filter
+"""
+
+
+@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
+def test_setting_that_has_no_place_is_told_where_it_is_missing(line: str) -> None:
+    row, setting, told = line.split(maxsplit=2)
+    place, _, value = setting.partition("=")
+    with pytest.raises(UserError) as refused:
+        change(TABLE[row], {place: value})
+    assert str(refused.value) == f"{place}: {told}"
+
+
+def test_one_setting_with_two_values_is_told_with_both() -> None:
+    with pytest.raises(UserError) as refused:
+        change(TABLE["grpo"], {"clip_high": 0.3, "surrogate.high": 0.4})
+    told = "--clip-high 0.3 and --set surrogate.high=0.4 are the same setting: leave one of them out"
+    assert str(refused.value) == told

@@ -241,6 +241,13 @@ def test_golden_corrections(kind: Any, expected: list[list[float]]) -> None:
     assert Correction(kind, 2.0)(gap, batch).tolist() == pytest.approx(expected[0] + expected[1])
 
 
+@pytest.mark.parametrize(("gap", "kept"), [(0.99, 1.0), (1.01, 0.0), (-0.99, 1.0), (-1.01, 0.0)])
+def test_a_sequence_is_masked_by_the_mean_gap_of_its_tokens(gap: float, kept: float) -> None:
+    logs = gap * math.log(2.0) * doubles(0.5, 1.5, 1.0)  # of this mean, whatever each token's
+    batch = flat_batch(logs, rollout=torch.tensor([0, 0, 0]))
+    assert Correction("sequence", 2.0)(logs, batch).tolist() == [kept] * 3
+
+
 def test_correction_multiplies_the_gain_outside_of_the_clip_and_has_no_gradient() -> None:
     row = chosen_row(find("dr-grpo"), correction="truncate", correction_cap=2.0)
     logp = doubles(-1.0, -2.0).requires_grad_()

@@ -599,6 +599,16 @@ def test_what_is_worked_out_in_chunks_of_tokens_is_what_it_is_as_a_whole(
     assert torch.allclose(values[1], (own.exp() * (two.states @ two.head.T)).sum(-1), atol=1e-12)
 
 
+def test_two_kinds_of_shaping_add_up() -> None:
+    def shaping(**options: Any) -> float:
+        return new_source("grpo", **options).produce(1).stats["reward/shaping"][0]
+
+    soft: dict[str, Any] = {"overlong_cache": 4}
+    length: dict[str, Any] = {"length_reward": 0.5}
+    each = shaping(**soft), shaping(**length)
+    assert all(each) and shaping(**soft, **length) == pytest.approx(sum(each))
+
+
 def test_what_credit_comes_to_is_logged_by_token_and_by_rollout() -> None:
     source = new_source("dapo", overlong_cache=4, dynamic_sampling=0)
     step, credited = source.produce(1), source._watched

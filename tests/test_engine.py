@@ -248,6 +248,18 @@ def test_reply_ends_with_its_stop_string_and_says_so(model: Decoder, tokenizer: 
         assert completion.text.endswith(stops) and sum(completion.text.count(s) for s in stops) == 1
 
 
+def test_a_stop_string_is_looked_for_in_what_was_said_and_in_no_token_twice(tokenizer: Tokenizer) -> None:
+    model = tiny(tokenizer)
+    model.eos_ids = (10**6,)  # never sampled
+    free = complete(LocalEngine(model, tokenizer), [[7, 8]] * 30, [Sampling(seed=i, max_tokens=6) for i in range(30)])
+    doubled = {i: tokenizer.decode(c.tokens[:1]) * 2 for i, c in free.items()}
+    seen = [i for i, c in free.items() if doubled[i] and doubled[i] not in c.text and doubled[i].isprintable()]
+    sampling = [Sampling(seed=i, max_tokens=6, stop=(doubled[i],)) for i in seen]
+    done = complete(LocalEngine(model, tokenizer), [[7, 8]] * len(seen), sampling)
+    assert len(seen) > 10
+    assert [done[n].tokens for n in range(len(seen))] == [free[i].tokens for i in seen]
+
+
 def test_truncation_is_told_apart_by_budget_and_context(tokenizer: Tokenizer) -> None:
     model = tiny(tokenizer, context=12)
     model.eos_ids = (10**6,)  # never sampled

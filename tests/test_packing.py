@@ -118,6 +118,17 @@ def test_rollouts_that_only_begin_alike_by_chance_share_their_prompt_alone() -> 
     assert (layout.length, layout.prefix) == ((3, 3, 5), (-1, 0, 0))
 
 
+def test_a_prompt_that_reads_like_a_reply_to_the_first_one_is_laid_by_itself() -> None:
+    transcripts = []
+    for prompt, reply in (([5, 6], [7, 8, 9]), ([7, 8], [4, 4])):
+        transcripts.append(Transcript())
+        transcripts[-1].observe(prompt)
+        transcripts[-1].sample(Completion(0, reply, [0.0] * len(reply), "", StopReason.EOS, 0))
+    packed = pack([[t] for t in transcripts], range(2))
+    assert packed.layout.tokens.tolist() == [5, 6, 7, 8, 7, 8, 4] and packed.layout.prefix == (-1, -1)
+    assert packed.at.tolist() == [1, 2, 3, 5, 6]
+
+
 @pytest.mark.parametrize("budget", [1, 7, 20, 10_000])
 def test_microbatches_hold_their_budget_beside_the_prompts_of_their_first_rollout(budget: int) -> None:
     transcripts = grown(3, 3, 5)

@@ -166,6 +166,33 @@ def test_first_prompt_beyond_the_context_is_the_users_mistake(tokenizer: Tokeniz
         played(lambda task, reply: 0.0, tokenizer, context=6)
 
 
+def test_a_first_prompt_of_no_tokens_is_the_users_mistake_even_where_long_ones_are_left_out(
+    tokenizer: Tokenizer,
+) -> None:
+    def env(task: Task) -> Generator[str, Reply, float]:
+        yield ""
+        return 1.0
+
+    with pytest.raises(UserError, match="the prompt of task '0' is empty"):
+        played(env, tokenizer, limits={"too_long": "skip"})
+
+
+def test_an_episode_without_a_turn_has_no_prompt_and_one_that_begins_with_a_tool_has_it_as_its_prompt(
+    tokenizer: Tokenizer,
+) -> None:
+    def env(task: Task) -> Generator[Turn, Reply, float]:
+        if task["id"] == "0":
+            raise ValueError("no first turn")
+        yield Turn(text="from a tool", tool=True)
+        yield Turn(text="and then", tool=True)
+        return 1.0
+
+    broken, *_, whole = played(env, tokenizer, 6)
+    assert broken.prompt == "" and isinstance(broken.reward, Invalid) and not broken.turns
+    kinds = [t.kind for t in whole.turns if t.kind is not SpanKind.SAMPLED]
+    assert whole.prompt == "from a tool" and kinds == [SpanKind.PROMPT, SpanKind.TOOL]
+
+
 def test_first_prompt_beyond_the_context_is_invalid_or_cut_where_that_is_wanted(tokenizer: Tokenizer) -> None:
     def env(task: Task) -> Generator[Turn | str, Reply, float]:
         yield "=".join(map(str, range(int(task["id"]), 40)))

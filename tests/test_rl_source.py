@@ -293,6 +293,10 @@ def test_invalid_rewards_are_counted_and_left_out_and_never_zero() -> None:
     kept = usable(rollouts, stats)
     assert [r.group for r in kept] == ["g0"] * 3 + ["g2"] * 4  # one valid of four is no group
     assert stats["invalid"] == (4.0, 12.0) and stats["reward"][1] == 8.0 and stats["dropped"] == (5.0, 12.0)
+    pairs = invalidate(make_rollouts(torch.Generator().manual_seed(0), 2, 2, 40), 3)
+    assert [r.group for r in usable(pairs, Stats())] == ["g0"] * 2  # one valid of two is none either
+    single = make_rollouts(torch.Generator().manual_seed(0), 2, 1, 40)
+    assert usable(single, Stats()) == single  # groups of one are compared with nothing
 
 
 def test_kinds_of_invalid_rewards_are_shares_of_the_step_and_timeouts_are_always_told() -> None:

@@ -233,6 +233,14 @@ print([m for m in ("torch._dynamo", "torch._inductor", "transformers") if m in s
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
+def test_blocks_are_tried_as_many_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[object] = []
+    monkeypatch.setattr("posttrain.models.linear._as_in_blocks", lambda *case: tried.append(case[:2]) or True)
+    with torch.no_grad(), in_blocks(64):
+        product(torch.zeros(192, 3), torch.zeros(5, 3), None)
+    assert tried == [(3, 64)]
+
+
 @pytest.mark.parametrize("library_agrees", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_row_of_a_product_as_in_blocks_depends_on_no_other_row(

@@ -193,6 +193,26 @@ def test_an_episode_without_a_turn_has_no_prompt_and_one_that_begins_with_a_tool
     assert whole.prompt == "from a tool" and kinds == [SpanKind.PROMPT, SpanKind.TOOL]
 
 
+def test_step_rewards_are_in_the_order_of_their_tokens_whoever_gave_them(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Generator[Turn | str, Reply, Graded]:
+        first = yield task["prompt"]
+        yield Turn(text="and ", reward=0.25)
+        return Graded(1.0, [SpanReward(1, 0.5, 0)] if first else [])
+
+    found = [r.steps for r in played(env, tokenizer, max_tokens=5)]
+    assert all(steps == sorted(steps) for steps in found) and any(len(steps) == 2 for steps in found)
+
+
+def test_the_first_reply_of_an_episode_is_that_of_its_own_seed(tokenizer: Tokenizer) -> None:
+    rollouts = played(lambda task, reply: 1.0, tokenizer, 6)
+    engine = LocalEngine(tiny(tokenizer, context=256), tokenizer)
+    for number, episode in enumerate(episodes(6)):
+        prompt = tokenizer.encode(episode.task["prompt"], start=True)
+        engine.submit(number, prompt, Sampling(max_tokens=9, seed=episode.seed))
+    alone = [completion.tokens for completion in until_done(engine)]
+    assert [list(r.transcripts[0].tokens[-r.n_sampled :]) for r in rollouts] == [list(tokens) for tokens in alone]
+
+
 def test_first_prompt_beyond_the_context_is_invalid_or_cut_where_that_is_wanted(tokenizer: Tokenizer) -> None:
     def env(task: Task) -> Generator[Turn | str, Reply, float]:
         yield "=".join(map(str, range(int(task["id"]), 40)))

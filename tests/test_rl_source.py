@@ -295,6 +295,8 @@ def test_invalid_rewards_are_counted_and_left_out_and_never_zero() -> None:
     assert stats["invalid"] == (4.0, 12.0) and stats["reward"][1] == 8.0 and stats["dropped"] == (5.0, 12.0)
     pairs = invalidate(make_rollouts(torch.Generator().manual_seed(0), 2, 2, 40), 3)
     assert [r.group for r in usable(pairs, Stats())] == ["g0"] * 2  # one valid of two is none either
+    sixes = invalidate(make_rollouts(torch.Generator().manual_seed(0), 2, 6, 40), 0, 1, 2, 3, 6, 7, 8)
+    assert [r.group for r in usable(sixes, Stats())] == ["g1"] * 3  # less than half of six is none, half is one
     single = make_rollouts(torch.Generator().manual_seed(0), 2, 1, 40)
     assert usable(single, Stats()) == single  # groups of one are compared with nothing
 

@@ -117,6 +117,15 @@ def test_rows_that_are_too_long_are_missing_from_their_step_and_no_other_changes
     assert len(said) == 3 and said[0].startswith("row ") and "tokens; the model's context holds 20" in said[0]
 
 
+def test_a_row_as_long_as_the_context_is_neither_left_out_nor_cut(tokenizer: Tokenizer) -> None:
+    whole = transcripts(tokenizer, rows(1))[0]
+    assert whole is not None
+    for policy in ("skip", "truncate", "refuse"):
+        kept = transcripts(tokenizer, rows(1), len(whole), policy)[0]
+        assert kept is not None and kept.tokens == whole.tokens
+    assert transcripts(tokenizer, rows(1), len(whole) - 1, "skip", lambda _: None)[0] is None
+
+
 def test_step_depends_on_its_number_alone_whatever_was_made_before(tokenizer: Tokenizer) -> None:
     given = rows(12, (1, 4, 6, 7, 8))
     source = Demonstrations(transcripts(tokenizer, given, 20, "truncate"), 4, 10_000, 3, CPU)

@@ -174,7 +174,7 @@ class _Keys:
         """Of the run from `first` to `last` behind the one with the number `before` (-1: none)."""
         return self._known.setdefault(self._contents(transcript, first, last, before), len(self._known))
 
-    def find(self, transcript: Transcript, first: int, last: int, before: int = -1) -> int | None:
+    def find(self, transcript: Transcript, first: int, last: int, before: int) -> int | None:
         """The same; None for a run that is new."""
         return self._known.get(self._contents(transcript, first, last, before))
 

@@ -7,7 +7,9 @@ from mutating.operators import Mutant
 SAME_LENGTHS = "strict=True is an assertion of our own: the lengths are equal"
 NO_GRAPH = ".item() is a number, with or without a graph"
 ONE_AXIS = "these tensors have one axis"
-COMMUTES = "min and max take their arguments in any order"
+COMMUTES = "it takes its arguments in any order"
+COST = "it decides how much is done at once, or looked at, and no result"
+ANNOTATION = "types are not looked at when the code runs"
 SQUARED = "the difference is squared"
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("learners/local.py", "start = ", "nn.utils.parameters_to_vector(parameters).detach().clone()",
@@ -26,6 +28,31 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("engines/request.py", "len(s.encode())", "4", "5"): "a wider window finds the same stop strings",
     ("models/likelihood.py", "return in_chunks(kl,", "0", "1"): "it decides only how large the chunks are",
     ("sources/packing.py", "last = ", "s.learned and s.length", "s.learned"): "a transcript has no empty spans",
+    ("algorithms/credit.py", ".flip(0)", "0", "(-1)"): ONE_AXIS,
+    ("algorithms/ratio.py", ".cumsum(0)", "0", "(-1)"): ONE_AXIS,
+    ("algorithms/credit.py", "groups = int(", "0", "1"): "where there are no rollouts, nothing is looked up",
+    ("algorithms/policy.py", "def ", "frozenset[str]", "frozenset"): ANNOTATION,
+    ("types.py", "Reward", "float | dict[str, float]", "float"): ANNOTATION,
+    ("types.py", "Reward", "float | dict[str, float] | Graded", "Graded"): ANNOTATION,
+    ("sources/collecting.py", "cursor: int", "False", "True"): "nobody gives it",
+    ("sources/diversity.py", "GROUPS = ", "16", "15"): COST,
+    ("sources/diversity.py", "GROUPS = ", "16", "17"): COST,
+    ("sources/sft.py", "rows = [[t]", "sorted(transcripts, key=len)", "list(transcripts)"): COST,
+    ("sources/packing.py", "logp", "x is not None", "True"): "used only where none is None",
+    ("sources/packing.py", "behind", "fork > prompt", "(fork >= prompt)"): "there is a cut behind the prompt already",
+    ("learners/natural.py", "square.item()", "square.item() <= 1e-10 * start", "(square.item() < 1e-10 * start)"):
+        "no sum of squares is that very number",
+    ("models/likelihood.py", "chunk = ", "CHUNK_LOGITS // vocabulary", "CHUNK_LOGITS"): COST,
+    ("models/linear.py", "manual_seed", "0", "1"): "any random numbers will do",
+    ("models/linear.py", "if collects(", "collects(self.weight) and torch.is_grad_enabled()", "collects(self.weight)"):
+        "without gradients it is the same product",
+    ("engines/request.py", "len(s.encode())", "4", "3"): "three bytes of a character that was cut are all there can be",
+    ("engines/local.py", "keep = ", "sorted(set(range(count)) - set(out))", "list(set(range(count)) - set(out))"):
+        "sets of small numbers are in order",
+    ("engines/local.py", "free >= max", "self.slots // 8", "self.slots"): COST,
+    ("engines/local.py", "free >= max", "not self.running or free >= max(1, self.slots // 8)",
+     "(not self.running and free >= max(1, self.slots // 8))"): COST,
+    ("engines/local.py", "self._cache.reserve", "min(self.slots, waiting)", "self.slots"): COST,
     ("sources/views.py", "torch.zeros(0)", "0", "1"): "every place is written to",
 }  # fmt: skip
 """(module, a piece of the statement, what is replaced, by what) -> why it is none."""
@@ -37,7 +64,9 @@ def reason(mutant: Mutant) -> str:
         return SAME_LENGTHS
     if mutant.kind == "detach" and ".item()" in mutant.statement and mutant.before.endswith(".detach()"):
         return NO_GRAPH
-    if mutant.kind == "arguments swapped" and mutant.before.startswith(("max(", "min(")):
+    if mutant.kind == "arguments swapped" and mutant.before.startswith(
+        ("max(", "min(", "torch.minimum(", "torch.maximum(", "torch.logaddexp(")
+    ):
         return COMMUTES
     for (module, piece, before, after), why in EQUIVALENT.items():
         if (module, before, after) == (mutant.module, mutant.before, mutant.after) and piece in mutant.statement:

@@ -13,6 +13,7 @@ from feeding import SUCCESS, WORDS, Case, board, chosen_row, credit, feed, gradi
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from posttrain.algorithms.critic import Value
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.table import find
 from posttrain.batch import Stats
@@ -345,3 +346,10 @@ def test_success_is_told_before_any_shaping() -> None:
     scores = board(case, case.rollouts)
     assert scores.success is not None
     assert scores.success.tolist() == [float(r.reward) >= SUCCESS for r in case.rollouts]  # type: ignore[arg-type]
+
+
+def test_formula_of_the_critic_s_loss_says_what_it_is_set_to() -> None:
+    assert Value(None, 0.5).formula == "0.5 x (V - R)^2 / 2"
+    assert Value(None, lam=0.9, warmup=3).formula == (
+        "0.1 x (V - R)^2 / 2, R with lambda 0.9; alone for the first 3 steps"
+    )

@@ -730,3 +730,4 @@ def test_one_setting_with_two_values_is_told_with_both() -> None:
         change(TABLE["grpo"], {"clip_high": 0.3, "surrogate.high": 0.4})
     told = "--clip-high 0.3 and --set surrogate.high=0.4 are the same setting: leave one of them out"
     assert str(refused.value) == told
+    assert change(TABLE["dapo"], {"clip_high": 0.3, "surrogate.high": 0.3}).surrogate == Clip(0.2, 0.3)

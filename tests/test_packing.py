@@ -17,7 +17,7 @@ from torch import Tensor
 from posttrain.models.decoder import Decoder, causal
 from posttrain.models.likelihood import token_logp
 from posttrain.sources.packing import collate, needed_length, pack, split_microbatches
-from posttrain.types import Completion, Media, Span, SpanKind, StopReason, Transcript
+from posttrain.types import Completion, Media, Rollout, Span, SpanKind, StopReason, Transcript
 
 CPU = torch.device("cpu")
 
@@ -116,6 +116,18 @@ def test_rollouts_that_only_begin_alike_by_chance_share_their_prompt_alone() -> 
     transcripts[1].sample(said(rng, 2))
     layout = pack([[t] for t in transcripts], range(2)).layout
     assert (layout.length, layout.prefix) == ((3, 3, 5), (-1, 0, 0))
+
+
+def test_a_rollout_is_as_old_as_the_oldest_weights_that_sampled_any_of_it() -> None:
+    def rollout(*versions: int) -> Rollout:
+        transcripts = []
+        for version in versions:
+            transcripts.append(Transcript())
+            transcripts[-1].observe([5, 6])
+            transcripts[-1].sample(Completion(0, [7], [0.0], "", StopReason.EOS, version))
+        return Rollout({}, "g", transcripts, 0.0)
+
+    assert rollout(4, 2, 3).version == 2 and rollout(7).version == 7 and rollout().version == 0
 
 
 def test_a_prompt_that_reads_like_a_reply_to_the_first_one_is_laid_by_itself() -> None:

@@ -31,9 +31,9 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("algorithms/credit.py", ".flip(0)", "0", "(-1)"): ONE_AXIS,
     ("algorithms/ratio.py", ".cumsum(0)", "0", "(-1)"): ONE_AXIS,
     ("algorithms/credit.py", "groups = int(", "0", "1"): "where there are no rollouts, nothing is looked up",
-    ("algorithms/policy.py", "def ", "frozenset[str]", "frozenset"): ANNOTATION,
-    ("types.py", "Reward", "float | dict[str, float]", "float"): ANNOTATION,
-    ("types.py", "Reward", "float | dict[str, float] | Graded", "Graded"): ANNOTATION,
+    ("algorithms/policy.py", "return frozenset[str]()", "frozenset[str]", "frozenset"): ANNOTATION,
+    ("types.py", "Verdict = ", "float | dict[str, float]", "float"): ANNOTATION,
+    ("types.py", "Verdict = ", "float | dict[str, float] | Graded", "Graded"): ANNOTATION,
     ("sources/collecting.py", "cursor: int", "False", "True"): "nobody gives it",
     ("sources/diversity.py", "GROUPS = ", "16", "15"): COST,
     ("sources/diversity.py", "GROUPS = ", "16", "17"): COST,
@@ -52,7 +52,7 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("engines/local.py", "free >= max", "self.slots // 8", "self.slots"): COST,
     ("engines/local.py", "free >= max", "not self.running or free >= max(1, self.slots // 8)",
      "(not self.running and free >= max(1, self.slots // 8))"): COST,
-    ("engines/local.py", "self._cache.reserve", "min(self.slots, waiting)", "self.slots"): COST,
+    ("engines/local.py", "min(self.slots, waiting)", "min(self.slots, waiting)", "self.slots"): COST,
     ("sources/views.py", "torch.zeros(0)", "0", "1"): "every place is written to",
 }  # fmt: skip
 """(module, a piece of the statement, what is replaced, by what) -> why it is none."""

@@ -81,10 +81,10 @@ def sft(tasks: Rows, **options: Unpack[SFTOptions]) -> Run:
     The options are those of `posttrain sft --help`. Raises UserError for a mistake of the caller's.
     """
     from posttrain.config import SFT
-    from posttrain.training import assembly
+    from posttrain.training import imitating
 
     named, rows = _named(tasks)
-    return assembly.sft(_fill(SFT, {**options, "tasks": named}), rows)
+    return imitating.sft(_fill(SFT, {**options, "tasks": named}), rows)
 
 
 def prefer(tasks: Rows, model: str | PathLike[str] = "", **options: Unpack[PreferOptions]) -> Run:
@@ -225,6 +225,6 @@ def _named(tasks: Rows) -> tuple[str, Any]:
 
 def _fill(kind: Any, options: Mapping[str, Any]) -> Any:
     """The configuration of these options. Raises UserError, with a suggestion, for one that does not exist or fit."""
-    from posttrain.config import filled
+    from posttrain.options import filled
 
     return filled(kind, options)

@@ -5,21 +5,18 @@ The command line, recipes (TOML) and the Python front door all fill in these and
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, Self, TypeVar, get_origin, get_type_hints
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Self
 
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Preference
 from posttrain.algorithms.row import Row
 from posttrain.algorithms.scoring import Scoring
 from posttrain.algorithms.settings import Flag, flags
-from posttrain.names import suggestion
-from posttrain.part import knob_of, option
+from posttrain.part import option
 from posttrain.types import UserError
-from posttrain.values import convert, fits
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -128,16 +125,26 @@ class Training(Data):
 
 
 @dataclass(frozen=True)
-class SFT(Training):
+class Passes(Training):
+    """Training on given responses, in passes over the rows."""
+
+    epochs: float = option(1.0, above=0)
+    """Passes over the rows."""
+    steps: int | None = option(None, above=0)
+    """Optimizer updates, instead of --epochs; required for rows without end."""
+    rows: int = option(32, above=0)
+    """Prompts per optimizer update, each with all its responses."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """How the learning rate falls after the warm-up; linear and cosine end at 0."""
+
+
+@dataclass(frozen=True)
+class SFT(Passes):
     """Supervised fine-tuning: imitate the responses of a dataset."""
 
     verb = "sft"
     out: str = "runs/sft"
     """The run directory to make."""
-    epochs: float = option(1.0, above=0)
-    """Passes over the rows."""
-    steps: int | None = option(None, above=0)
-    """Optimizer updates, instead of --epochs; required for rows without end."""
     rows: int = option(16, above=0)
     """Rows per optimizer update."""
     mask_prompt: bool = True
@@ -165,7 +172,7 @@ class SFT(Training):
 
 
 @dataclass(frozen=True)
-class Prefer(Training):
+class Prefer(Passes):
     """Learning from comparisons: make the better of two responses likelier, without sampling any."""
 
     verb = "prefer"
@@ -176,20 +183,12 @@ class Prefer(Training):
     """A row of the table (see `posttrain algorithms`), or your own: my.py:row."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Changes to the row, by flag or by place: {"beta": 0.2, "link.smoothing": 0.1}."""
-    epochs: float = option(1.0, above=0)
-    """Passes over the rows."""
-    steps: int | None = option(None, above=0)
-    """Optimizer updates, instead of --epochs; required for rows without end."""
-    rows: int = option(32, above=0)
-    """Prompts per optimizer update, each with all its responses."""
     lr: float = option(1e-6, above=0)
     """Peak learning rate of AdamW."""
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """How the learning rate falls after the warm-up; linear and cosine end at 0."""
 
 
 @dataclass(frozen=True)
-class RewardModelling(Training):
+class RewardModelling(Passes):
     """A reward model: a head on a language model that says how good a reply is, learned from what people prefer."""
 
     verb = "reward-model"
@@ -207,14 +206,6 @@ class RewardModelling(Training):
     """The head: one linear layer, or two with a tanh between (which transformers cannot load)."""
     epochs: float = option(1.0, above=0)
     """Passes over the rows. More than one overfits soon (InstructGPT took one)."""
-    steps: int | None = option(None, above=0)
-    """Optimizer updates, instead of --epochs; required for rows without end."""
-    rows: int = option(32, above=0)
-    """Prompts per optimizer update, each with all its responses."""
-    lr: float = option(1e-5, above=0)
-    """Peak learning rate of AdamW."""
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """How the learning rate falls after the warm-up; linear and cosine end at 0."""
 
 
 @dataclass(frozen=True)
@@ -565,102 +556,6 @@ FREE_TO_CHANGE = frozenset(
 """Options that a continued run takes over unless they are given anew."""
 
 
-def validate(config: Training | Evaluation | Check | Sample | Label) -> None:
-    """Refuse numbers that make no sense, in one line each. What depends on data or model is checked elsewhere."""
-    for f in fields(config):
-        knob_of(f).bounds.check(f"--{f.name.replace('_', '-')}", getattr(config, f.name))
-    for name in ("stop", "prompt_template", "response_template", "teacher_prompt_template"):
-        value = getattr(config, name, None) or ()
-        for text in (value,) if isinstance(value, str) else value:
-            if text != text.encode("utf-8", "replace").decode():
-                raise UserError(f"--{name.replace('_', '-')} {text!r:.60} is not valid text: write it in UTF-8")
-    if not all(getattr(config, "stop", ())):
-        raise UserError("--stop holds an empty text, at which every reply would end: leave it out for none")
-    if isinstance(config, Label):
-        return _validate_label(config)
-    if not config.tasks:
-        raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
-    if isinstance(config, RL | Evaluation | Check | Sample):
-        names = [n for kind in SERVICES for n, _ in named_services(getattr(config, kind), kind.replace("_", "-"))]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise UserError(f"two services are called {twice!r}: give them names, such as --judge strict=RECIPE")
-        if not config.env and names:
-            raise UserError(
-                f"--env is missing: one that asks {', '.join(names)} with Ask, and says what their answers are worth"
-            )
-    if isinstance(config, RL | Evaluation | Check) and not isinstance(config, Distill) and not config.env:
-        raise UserError(
-            "--env is missing: what scores the replies, such as my.py:reward or a built-in name (gsm8k); or --reward-model, "
-            "or --judge"
-        )
-    if isinstance(config, Prefer | RewardModelling | RL | Evaluation | Sample) and not config.model:
-        raise UserError("--model is missing: the folder of a checkpoint, or of a run of posttrain sft")
-    if isinstance(config, Distill) and not (config.teacher or config.teachers):
-        raise UserError("--teacher is missing: the folder of a model with the student's tokenizer, or of a run")
-    if isinstance(config, RL):
-        _validate_rl(config)
-    if isinstance(config, Sample):
-        _validate_sample(config)
-
-
-def _validate_sample(config: Sample) -> None:
-    for name in ("model", "temperature", "top_p", "seed"):
-        values = getattr(config, name)
-        if not values:
-            raise UserError(f"--{name.replace('_', '-')} is empty: give at least one value, or leave it out")
-        if twice := next((value for value in values if values.count(value) > 1), None):
-            raise UserError(f"--{name.replace('_', '-')} has {twice!r} twice: the same replies would be sampled again")
-    if config.adaptive is not None and config.adaptive <= config.samples:
-        raise UserError(
-            f"--adaptive {config.adaptive} must be more than --samples {config.samples}, with which it begins"
-        )
-    if bool(config.kind) != bool(config.kinds):
-        raise UserError(
-            "--kind names the column and --kinds the settings: give both, or none"
-            if config.kind
-            else "--kinds has settings, and --kind is missing: the column that names the kind of a prompt"
-        )
-
-
-def _validate_label(config: Label) -> None:
-    ways = [("--with", bool(config.with_)), ("--human", config.human), ("--agreement", config.agreement is not None)]
-    given = [name for name, there in ways if there]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} exclude each other: one labeller at a time")
-    if config.agreement is not None:
-        return
-    if not config.tasks:
-        raise UserError("--items is missing: a file of rows with responses, such as posttrain sample writes")
-    if config.with_ in LABELLERS or ("=" in config.with_ and not config.service):
-        raise UserError(
-            f"--with {config.with_:.60} names no labeller: reward-model=FOLDER, judge=RECIPE.toml, or my.py:reward"
-        )
-    if config.human and config.flip:
-        raise UserError(
-            "--flip is noise for experiments: first label with --human, then flip what --items LABELS holds"
-        )
-    if config.human and not config.rater.strip():
-        raise UserError("--rater is missing: the name of the person who labels")
-    if not given and not (config.flip or config.best or config.pairs):
-        raise UserError(
-            "nothing to do: say what labels (--with reward-model=FOLDER, --with judge=RECIPE.toml, --with my.py:reward, "
-            "--human), or what to write of items that have scores (--best FILE, --pairs FILE, --flip SHARE)"
-        )
-    for option_name, needs in (("top", "best"), ("at_least", "best"), ("pair", "pairs"), ("margin", "pairs")):
-        if option_name in config.given and getattr(config, needs) is None:
-            raise UserError(f"--{option_name.replace('_', '-')} has no effect without --{needs} FILE")
-
-
-def _validate_rl(config: RL) -> None:
-    if config.temperature == 0:
-        raise UserError("--temperature 0 is greedy: all rollouts of a group would be equal and teach nothing")
-    if config.top_p != 1 or config.top_k != 0:
-        raise UserError(
-            "--top-p and --top-k change the distribution that is sampled, and the gradient would be that of another: "
-            "leave them at 1 and 0 in training, no --correction can see what they cut off (evaluation takes them)"
-        )
-
-
 SERVICES = ("reward_model", "judge")
 """Options that name services."""
 
@@ -681,72 +576,3 @@ def _play_the_only_service(config: RL | Evaluation | Check | Sample) -> None:
         [(name, _)] = named_services([value], kind)
         if name == kind:
             object.__setattr__(config, "env", kind)
-
-
-AnyTraining = TypeVar("AnyTraining", bound=Training)
-AnyConfig = TypeVar("AnyConfig", bound=Data)
-
-
-def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
-    """The options of a run that is resumed: as recorded in run.json, but for what may change and is given in `config`.
-
-    Raises UserError if another option is given with another value, or if run.json holds a
-    value that its option cannot have.
-    """
-    now = as_dict(config)
-    if unknown := sorted(recorded.keys() - now.keys()):
-        raise UserError(f"cannot resume {config.out}: another version wrote it, with options {', '.join(unknown)}")
-    if missing := sorted(now.keys() - recorded.keys()):
-        raise UserError(f"{config.out}/run.json is damaged (it lacks {', '.join(missing)}): put a copy of it back")
-    kinds = get_type_hints(type(config))
-    for name, value in recorded.items():
-        if not fits(tuple(value) if isinstance(value, list) else value, kinds[name]):  # JSON has no tuples
-            raise UserError(f"{config.out}/run.json is damaged ({name} is {str(value)[:40]!r}): put a copy of it back")
-    fixed = sorted(config.given - OF_ONE_CALL - FREE_TO_CHANGE)
-    pairs = [(name, now[name], recorded.get(name)) for name in fixed if name != "settings"]
-    if "settings" in fixed:
-        before = recorded.get("settings", {})
-        pairs += [(name, value, before.get(name)) for name, value in now["settings"].items()]
-    differing = [f"{name} was {old!r}" for name, new, old in sorted(pairs) if new != old]
-    if differing:
-        other = ", ".join(differing)
-        raise UserError(
-            f"cannot resume {config.out} with other options ({other}): leave them out, or start "
-            "a new run without --resume in another --out"
-        )
-    ours = OF_ONE_CALL | (config.given & FREE_TO_CHANGE)
-    kept = {name: tuple(v) if isinstance(v, list) else v for name, v in recorded.items() if name not in ours}
-    chosen: Any = {**kept, **{name: getattr(config, name) for name in ours}}
-    return type(config)(**chosen)
-
-
-def as_dict(config: Any) -> dict[str, Any]:
-    """The options by name, as they are read back from JSON: tuples are lists, paths are text."""
-    values = {f.name: getattr(config, f.name) for f in fields(config)}
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    return plain
-
-
-def filled(kind: type[AnyConfig], options: Mapping[str, Any], where: str = "") -> AnyConfig:
-    """The configuration of these options: fields of it and, for rl, flags of its algorithm's settings, values of their type.
-
-    Raises UserError, in one line that begins with `where`, for one that does not exist or does not fit.
-    """
-    hints = get_type_hints(kind)
-    known = {f.name: hints[f.name] for f in fields(kind)}
-    settings = kind.flags()
-    given: dict[str, Any] = {}
-    chosen = dict(options.get("settings") or {})
-    for name, value in options.items():
-        if name in settings:
-            chosen[name] = value
-        elif name == "settings":
-            continue
-        elif name not in known:
-            hint = suggestion(name, [*known, *settings]) or f"; there are {', '.join([*known, *settings])}"
-            raise UserError(f"{where}unknown option {name!r}{hint}")
-        else:
-            given[name] = value if get_origin(known[name]) is dict else convert(value, known[name], f"{where}{name}")
-    if chosen:
-        given["settings"] = chosen
-    return kind(**given)

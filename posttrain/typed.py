@@ -80,15 +80,20 @@ class TrainingOptions(DataOptions, total=False):
     """No progress display."""
 
 
-class SFTOptions(TrainingOptions, total=False):
-    """Options of posttrain sft."""
+class PassesOptions(TrainingOptions, total=False):
+    """Options of several verbs."""
 
     epochs: float
     """Passes over the rows."""
     steps: int | None
     """Optimizer updates, instead of --epochs; required for rows without end."""
     rows: int
-    """Rows per optimizer update."""
+    """Prompts per optimizer update, each with all its responses."""
+
+
+class SFTOptions(PassesOptions, total=False):
+    """Options of posttrain sft."""
+
     mask_prompt: bool
     """Learn the responses only; --no-mask-prompt: the prompts too."""
     hidden: int
@@ -115,19 +120,13 @@ class SFTOptions(TrainingOptions, total=False):
     problems). In sft only its row_to_task is used, if it has one."""
 
 
-class PreferOptions(TrainingOptions, total=False):
+class PreferOptions(PassesOptions, total=False):
     """Options of posttrain prefer."""
 
     algorithm: str
     """A row of the table (see `posttrain algorithms`), or your own: my.py:row."""
     settings: dict[str, Any]
     """Changes to the row, by flag or by place: {"beta": 0.2, "link.smoothing": 0.1}."""
-    epochs: float
-    """Passes over the rows."""
-    steps: int | None
-    """Optimizer updates, instead of --epochs; required for rows without end."""
-    rows: int
-    """Prompts per optimizer update, each with all its responses."""
     link: Literal[
         "sigmoid",
         "robust",
@@ -177,7 +176,7 @@ class PreferOptions(TrainingOptions, total=False):
     """Let comparisons count by the policy's own probability of their responses."""
 
 
-class RewardModellingOptions(TrainingOptions, total=False):
+class RewardModellingOptions(PassesOptions, total=False):
     """Options of posttrain reward-model."""
 
     algorithm: str
@@ -189,12 +188,6 @@ class RewardModellingOptions(TrainingOptions, total=False):
     """What is scored: the last token of a reply, or the mean over all of them (which transformers cannot load)."""
     head: Literal["linear", "mlp"]
     """The head: one linear layer, or two with a tanh between (which transformers cannot load)."""
-    epochs: float
-    """Passes over the rows. More than one overfits soon (InstructGPT took one)."""
-    steps: int | None
-    """Optimizer updates, instead of --epochs; required for rows without end."""
-    rows: int
-    """Prompts per optimizer update, each with all its responses."""
     link: Literal["sigmoid", "plackett-luce", "cross-entropy", "squared-error"]
     """What is done with the scores of responses."""
     beta: float

@@ -27,6 +27,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+import stories
 import torch
 
 import posttrain
@@ -36,27 +37,13 @@ from posttrain.models.likelihood import token_logp
 from posttrain.reproduce.experiment import student_interval
 from posttrain.runs.checkpoint import resolve
 from posttrain.sources.packing import pack, split_microbatches
-from posttrain.training.baselines import clustered_interval
+from posttrain.training.intervals import ratio_interval
 from posttrain.types import StopReason
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 START = DATA / "models" / "stories260K"
-ANIMALS = (
-    "dog", "cat", "bird", "rabbit", "bear", "frog", "duck", "fish", "mouse", "bunny", "squirrel", "fox", "lion", "monkey",
-    "horse", "pig",
-)  # fmt: skip
-OPENINGS = (
-    "Once upon a time, there was a {} named",
-    "One day, a little {} went to the park.",
-    "Lily and her {} were playing in the garden.",
-    "There was a big {} who lived in the forest.",
-    "Tim saw a {} in the garden.",
-    "The {} was very sad because it was raining.",
-    "A little girl found a small {} under a tree.",
-    'Mom said, "Look, there is a {}!"',
-    "In the morning, the {} woke up.",
-    "A boy had a pet {}.",
-)
+ANIMALS = (*stories.ANIMALS, "lion", "monkey", "horse", "pig")
+OPENINGS = (*stories.OPENINGS, "In the morning, the {} woke up.", "A boy had a pet {}.")
 MAX_TOKENS = 160
 STORIES = 640  # that the start is fine-tuned on
 NOISE = 0.1  # share of wrong labels
@@ -69,24 +56,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "kto": {"beta": 0.1, "lr": 1e-4},
     "simpo": {"lr": 5e-5},
 }
-STILL = {
-    "is",
-    "was",
-    "were",
-    "are",
-    "be",
-    "been",
-    "and",
-    "had",
-    "has",
-    "have",
-    "named",
-    "called",
-    "who",
-    "that",
-    "in",
-    "on",
-}
+STILL = set("is was were are be been and had has have named called who that in on".split())  # noqa: SIM905
 BETWEEN = {"very", "then", "also", "always", "never", "just"}
 
 
@@ -215,7 +185,7 @@ def win_rate(own: Sequence[Rollout], start: Sequence[Rollout]) -> dict[str, floa
         a, b = float(mine.reward), float(theirs.reward)  # type: ignore[arg-type]
         won.setdefault(str(mine.task["id"]), []).append(0.5 if a == b else float(a > b))
     sums, counts = [sum(w) for w in won.values()], [float(len(w)) for w in won.values()]
-    low, high = clustered_interval(sums, counts)
+    low, high = ratio_interval(sums, counts)
     return {"mean": sum(sums) / sum(counts), "low": low, "high": high}
 
 

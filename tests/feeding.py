@@ -19,7 +19,7 @@ from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.table import TABLE
 from posttrain.batch import Batch, Scores, Stats
-from posttrain.config import RL, Distill, filled
+from posttrain.config import RL, Distill
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.play import Player
 from posttrain.envs.pool import EnvPool
@@ -27,6 +27,7 @@ from posttrain.learners.local import REFERENCE, LocalLearner, Optimization, Teac
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel
 from posttrain.models.decoder import Decoder
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.options import filled
 from posttrain.part import Need
 from posttrain.protocols import Model, World
 from posttrain.sources.packing import Taught, collate, pack

@@ -36,9 +36,10 @@ from posttrain.algorithms.surrogate import SURROGATES, Clip, ImportanceRatio, Lo
 from posttrain.algorithms.table import TABLE, find
 from posttrain.algorithms.teacher import Distillation
 from posttrain.cli.main import main
-from posttrain.config import RL, Distill, filled, validate
+from posttrain.config import RL, Distill
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.folder import save_model
+from posttrain.options import filled, validate
 from posttrain.part import NEVER, Need, knob_of
 from posttrain.sources.collecting import Size
 from posttrain.sources.rl import Experience

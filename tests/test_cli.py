@@ -18,10 +18,11 @@ from conftest import tiny
 from posttrain.cli import typed
 from posttrain.cli.chat import converse, dialogue
 from posttrain.cli.main import _stop, main
-from posttrain.config import RL, SFT, Check, Data, Evaluation, as_dict, continued, filled
+from posttrain.config import RL, SFT, Check, Data, Evaluation
 from posttrain.envs import arithmetic
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.options import as_dict, continued, filled
 from posttrain.training import assembly, evaluation
 from posttrain.types import Reply, StopReason, Turn, UserError
 

@@ -54,7 +54,7 @@ def sums():
 @pytest.fixture
 def place(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("posttrain.data.store._folder", lambda: None)  # nothing outside the test's folder is written
+    monkeypatch.setattr("posttrain.data.store.cache_folder", lambda name: None)  # nothing is written outside
     save_model(tiny(tokenizer), tmp_path / "start", tokenizer)
     (tmp_path / "my.py").write_text(USER_CODE)
     return tmp_path

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from posttrain.config import RL, SFT, filled, validate
+from posttrain.config import RL, SFT
 from posttrain.envs import arithmetic
+from posttrain.options import filled, validate
 from posttrain.types import UserError
 
 ROOT = Path(__file__).resolve().parents[1]

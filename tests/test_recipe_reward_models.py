@@ -9,9 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from posttrain.config import RewardModelling, filled, validate
+from posttrain.config import RewardModelling
 from posttrain.data.items import to_item
 from posttrain.data.tasks import hold_out, to_tasks
+from posttrain.options import filled, validate
 
 FILE = Path(__file__).resolve().parents[1] / "recipes" / "reward_models.py"
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from posttrain.algorithms.table import find
-from posttrain.config import RL, VERBS, filled, validate
+from posttrain.config import RL, VERBS
 from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.envs.load import load_env, success_of
 from posttrain.envs.word_problems import evaluate, row_to_task
+from posttrain.options import filled, validate
 from posttrain.training.adjust import adjust
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,7 +25,8 @@ from posttrain.models.folder import save_model
 from posttrain.models.reward import load_reward_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.services.reward_model import RewardModel as Service
-from posttrain.training.baselines import Compared, Perceptron, clustered_interval, longer_wins
+from posttrain.training.baselines import Compared, Perceptron, longer_wins
+from posttrain.training.intervals import ratio_interval
 from posttrain.training.scores import _area, _by_margin, _calibration_error
 from posttrain.training.trainer import Trainer
 from posttrain.types import UserError
@@ -102,7 +103,7 @@ def test_the_report_is_what_naive_code_finds_of_the_held_out_rows(
     assert figures["accuracy"]["mean"] == pytest.approx(sum(sums) / sum(counts))
     assert figures["longer wins"]["mean"] + figures["shorter wins"]["mean"] == pytest.approx(1)
     assert figures["calibration error"]["mean"] == pytest.approx(calibration(margins), abs=1e-5)
-    assert (figures["accuracy"]["low"], figures["accuracy"]["high"]) == clustered_interval(sums, counts)
+    assert (figures["accuracy"]["low"], figures["accuracy"]["high"]) == ratio_interval(sums, counts)
     assert report["offset"] == model.offset and sum(p["n"] for p in report["by_margin"]) == len(margins)
     assert run.metrics[-1]["eval/accuracy"] == figures["accuracy"]["mean"]
 
@@ -217,7 +218,7 @@ def test_intervals_draw_whole_prompts() -> None:
     for _ in range(4000):
         picked = drawn.integers(30, size=30)
         ratios.append(sum(sums[i] for i in picked) / sum(counts[i] for i in picked))
-    low, high = clustered_interval(sums, counts)
+    low, high = ratio_interval(sums, counts)
     assert (low, high) == pytest.approx(np.quantile(ratios, [0.025, 0.975]), abs=0.03)
     share, total = sum(sums) / sum(counts), sum(counts)
     assert high - low > 1.5 * 2 * 1.96 * (share * (1 - share) / total) ** 0.5

@@ -18,7 +18,7 @@ from posttrain.algorithms.policy import Algorithm, Imitation, PolicyObjective, P
 from posttrain.algorithms.shaping import SoftOverlong
 from posttrain.algorithms.table import TABLE, find
 from posttrain.batch import Batch, Outputs, Stats
-from posttrain.config import RL, Distill, filled
+from posttrain.config import RL, Distill
 from posttrain.data.tasks import draw, order, to_tasks
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.play import Player
@@ -26,6 +26,7 @@ from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import REFERENCE, LocalLearner, Optimization, Teaching
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.options import filled
 from posttrain.part import Need
 from posttrain.sources.collecting import Collector, Size
 from posttrain.sources.crediting import Credited, credit

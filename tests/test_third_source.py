@@ -8,9 +8,10 @@ import pytest
 from conftest import tiny
 from labelled import train_on_labels
 
-from posttrain.config import SFT, filled
+from posttrain.config import SFT
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.options import filled
 from posttrain.runs.reading import read_metrics
 
 TASKS = [

@@ -32,7 +32,7 @@ from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.sources.packing import collate, split_microbatches
-from posttrain.training import assembly, preferring, rewarding, setup
+from posttrain.training import assembly, imitating, preferring, rewarding, setup
 from posttrain.training import trainer as course
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import Trained
@@ -248,7 +248,7 @@ def sft(line: Line, settings: dict[str, Any]) -> None:
         return None
 
     also(after)
-    assembly.sft(config)
+    imitating.sft(config)
 
 
 def dpo(line: Line, settings: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from posttrain.algorithms.credit import ADVANTAGES, Advantage, Unrewarded
 from posttrain.algorithms.critic import CriticLoss
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import KL, Entropy
-from posttrain.algorithms.ratio import RATIOS, Correction, RatioStep
+from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, RatioStep
 from posttrain.algorithms.row import Row
 from posttrain.algorithms.shaping import Shaping
 from posttrain.algorithms.surrogate import SURROGATES, Surrogate
@@ -28,8 +28,6 @@ from posttrain.protocols import Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-LARGEST_LOG_RATIO = 40.0  # nats: e^40 = 2e17, whose square is still finite in float32
 
 
 @dataclass(frozen=True)

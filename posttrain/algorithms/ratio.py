@@ -20,6 +20,8 @@ from posttrain.part import Part, knob
 if TYPE_CHECKING:
     from torch import Tensor
 
+LARGEST_LOG_RATIO = 40.0  # nats: e^40 = 2e17, whose square is still finite in float32
+
 
 class RatioStep(Part):
     """One step. `formula` completes "r_it = ..." for a reader."""

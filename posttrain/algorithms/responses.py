@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from posttrain.algorithms.ratio import LARGEST_LOG_RATIO
 from posttrain.batch import Batch, Outputs
 from posttrain.deferred import torch
 from posttrain.part import Need, Part, knob
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 TAIL = "Weight of a response's tokens behind the length of the shorter one it is compared with (1: as the others)."
 LENGTH_DESENSITISED = "; LD-DPO, arXiv 2409.06411, eq. 10"
-LARGEST_LOG_RATIO = 40.0  # nats: above it, e to its power is no longer squared in float32
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,9 @@ def _tasks(request: Request, limit: int | None = None) -> list[Task]:
     """The first `limit` tasks: of those that the run held out, if it did and no others are named."""
     from itertools import islice
 
-    from posttrain.config import Check, filled
+    from posttrain.config import Check
     from posttrain.data.tasks import hold_out
+    from posttrain.options import filled
     from posttrain.training.setup import load_tasks
 
     chosen, recorded = _options(request), read_run(str(request.run))["config"]
@@ -132,8 +133,9 @@ def _tasks(request: Request, limit: int | None = None) -> list[Task]:
 
 def _probe(request: Request) -> Probe:
     """Play the tasks and their probed twins with the same seeds."""
-    from posttrain.config import Evaluation, filled
+    from posttrain.config import Evaluation
     from posttrain.envs.load import success_of
+    from posttrain.options import filled
     from posttrain.training.evaluation import evaluate
 
     recorded = read_run(str(request.run))["config"]

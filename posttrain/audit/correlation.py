@@ -8,12 +8,10 @@ from math import isfinite, nan, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
+from posttrain.training.intervals import clustered_interval
+
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-
-RESAMPLES = 1000
-LEVEL = 0.95
-_BLOCK = 2**22  # weights drawn at once: bounds the memory
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def correlation(x: Floats, y: Floats, prompt: Integers, seed: int = 0) -> Figure
     """Pearson's correlation with a percentile bootstrap over prompts. `prompt`: [n], from 0 on."""
     sums = _sums(x, y, prompt)
     value = float(_correlated(sums.sum(0, keepdims=True))[0])
-    return Figure(value, *_interval(sums, _correlated, seed)) if isfinite(value) else Figure(nan)
+    return Figure(value, *clustered_interval(sums, _correlated, seed=seed)) if isfinite(value) else Figure(nan)
 
 
 def rank_correlation(x: Floats, y: Floats, prompt: Integers, seed: int = 0) -> Figure:
@@ -86,7 +84,7 @@ def change(x: Floats, late: NDArray[np.bool_], prompt: Integers, seed: int = 0) 
             found: Floats = totals[:, 0] / totals[:, 1] - totals[:, 2] / totals[:, 3]
         return found
 
-    return Figure(float(difference(sums.sum(0, keepdims=True))[0]), *_interval(sums, difference, seed))
+    return Figure(float(difference(sums.sum(0, keepdims=True))[0]), *clustered_interval(sums, difference, seed=seed))
 
 
 def _sums(x: Floats, y: Floats, prompt: Integers) -> Floats:
@@ -114,24 +112,3 @@ def _correlated(totals: Floats) -> Floats:
     found[(of_x <= 1e-12 * n) | (of_y <= 1e-12 * n)] = nan
     clipped: Floats = np.clip(found, -1.0, 1.0)
     return clipped
-
-
-def _interval(sums: Floats, figure: object, seed: int) -> tuple[float, float]:
-    """Percentile bootstrap over the rows of `sums`: each resample weighs every prompt by how often it was drawn."""
-    prompts = len(sums)
-    if prompts < 2:
-        return nan, nan
-    assert callable(figure)
-    generator = np.random.default_rng(seed)
-    block = max(1, _BLOCK // prompts)
-    even = np.full(prompts, 1 / prompts)
-    found = [
-        figure(generator.multinomial(prompts, even, size=min(block, RESAMPLES - done)) @ sums)
-        for done in range(0, RESAMPLES, block)
-    ]
-    values = np.concatenate(found)
-    values = values[np.isfinite(values)]
-    if len(values) < RESAMPLES / 2:
-        return nan, nan
-    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)

@@ -14,20 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
-from posttrain.config import (
-    RL,
-    SFT,
-    AnyConfig,
-    Check,
-    Distill,
-    Evaluation,
-    Label,
-    Prefer,
-    RewardModelling,
-    Sample,
-    validate,
-)
+from posttrain.config import RL, SFT, Check, Distill, Evaluation, Label, Prefer, RewardModelling, Sample
 from posttrain.messages import clip, one_line
+from posttrain.options import AnyConfig, validate
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
@@ -46,9 +35,9 @@ Options = Parameter(
 
 def sft(*, config: Annotated[SFT, Options] = SFT()) -> int:  # noqa: B008  frozen
     """Supervised fine-tuning: imitate the responses of a dataset."""
-    from posttrain.training import assembly
+    from posttrain.training import imitating
 
-    return _ended("sft", assembly.sft(config))
+    return _ended("sft", imitating.sft(config))
 
 
 def _words(kind: type[Any]) -> type[Any]:

@@ -31,7 +31,7 @@ HELP = "best first, = for ties: 2 1=3 4   s skip   u undo   a show all   q quit"
 
 def rank(config: Label) -> int:
     """Ask until all items are ranked, or the person quits; returns the exit code."""
-    from posttrain.config import validate
+    from posttrain.options import validate
 
     validate(config)
     check_outputs(config)

@@ -8,7 +8,19 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from posttrain.config import RL, SFT, Data, Distill, Evaluation, Label, Prefer, RewardModelling, Sample, Training
+from posttrain.config import (
+    RL,
+    SFT,
+    Data,
+    Distill,
+    Evaluation,
+    Label,
+    Passes,
+    Prefer,
+    RewardModelling,
+    Sample,
+    Training,
+)
 
 GIVEN = {"tasks", "env", "model", "teacher", "items", "with_", "human", "rater", "agreement"}
 """What the functions of the front door take by position, if at all."""
@@ -27,7 +39,7 @@ from typing import Any, Literal, TypedDict
 
 def text() -> str:
     """The whole file."""
-    kinds = (Data, Training, SFT, Prefer, RewardModelling, RL, Distill, Evaluation, Sample, Label)
+    kinds = (Data, Training, Passes, SFT, Prefer, RewardModelling, RL, Distill, Evaluation, Sample, Label)
     return HEAD + "\n\n".join(_of(kind) for kind in kinds)
 
 
@@ -41,7 +53,7 @@ def _of(kind: type[Data]) -> str:
     if "settings" in told:
         told |= {flag.name: (_said(flag.type), flag.help) for flag in kind.flags().values()}
     extended = "TypedDict" if above is object else f"{above.__name__}Options"
-    verbs = "several verbs" if kind in (Data, Training) else f"posttrain {kind.verb}"
+    verbs = "several verbs" if kind in (Data, Training, Passes) else f"posttrain {kind.verb}"
     lines = [f"class {kind.__name__}Options({extended}, total=False):", f'    """Options of {verbs}."""', ""]
     for name, (hint, help) in told.items():
         lines += [f"    {name}: {hint}", textwrap.indent(textwrap.fill(f'"""{help}"""', 116), "    ")]

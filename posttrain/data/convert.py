@@ -54,6 +54,7 @@ class Conversion:
     teacher_prompt_template: str | None = None
     convert: Convert | None = None
     need: Sequence[str] = ("prompt",)
+    left_out: str = ""  # which rows `convert` leaves out, in words
 
     @cached_property
     def kept(self) -> frozenset[str]:

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from posttrain.types import UserError
+from posttrain.user_folders import cache_folder
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -111,7 +112,7 @@ def keep_arrays(name: str | None, make: Callable[[], Arrays]) -> Arrays:
 
 def _find(file: str, read: Callable[[Path], T]) -> T | None:
     """What was kept under that name; None for what cannot be read, and is made again."""
-    folder = _folder()
+    folder = cache_folder("rows")
     if folder is None or not (path := folder / file).exists():
         return None
     try:
@@ -123,7 +124,7 @@ def _find(file: str, read: Callable[[Path], T]) -> T | None:
 
 def _write(file: str, write: Callable[[IO[bytes]], None]) -> Path | None:
     """Write a file whole or not at all; None where there is no place for it. Raises UserError if the disk is full."""
-    folder = _folder()
+    folder = cache_folder("rows")
     if folder is None:
         return None
     for old in folder.iterdir():
@@ -142,17 +143,3 @@ def _write(file: str, write: Callable[[IO[bytes]], None]) -> Path | None:
     finally:
         Path(draft).unlink(missing_ok=True)
     return folder / file
-
-
-def _folder() -> Path | None:
-    """A folder that is the user's own; None where there can be none."""
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain"
-        folder = home / "rows"
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        known = folder.stat()
-    except (OSError, RuntimeError):  # RuntimeError: no home
-        return None
-    private = known.st_uid == os.getuid() and not known.st_mode & 0o022
-    return folder if private and os.access(folder, os.W_OK) else None

@@ -188,6 +188,7 @@ def to_tasks(
     convert: Callable[[Row], Task | None] | None = None,
     need: Sequence[str] = ("prompt",),
     split_seed: int | None = None,
+    left_out: str = "",
 ) -> Tasks:
     """Make each row a Task, in this order.
 
@@ -208,22 +209,24 @@ def to_tasks(
 
     All rows are looked at here; their tasks are made later, one by one, by the same steps. So `convert` is called again
     for a row, and must give the same each time. `split_seed`: that of a `hold_out` to come, whose numbers are then found
-    on the way.
+    on the way. `left_out` says in words which rows `convert` leaves out.
 
     Raises UserError, in one line that names the row.
     """
     if not isinstance(rows, Rows):
         rows = load_rows(rows)
     templates = prompt_template, response_template, teacher_prompt_template
-    conversion = Conversion(fields or {}, *templates, convert, tuple(need))
+    conversion = Conversion(fields or {}, *templates, convert, tuple(need), left_out)
     code = conversion.key() if rows.key else None
     name = code and digest("tasks", rows.key, code, split_seed)
     found = keep_arrays(name, lambda: _survey(rows, conversion, split_seed))
-    left_out, merged = len(rows) - int(found["made"]), int(found["made"]) - len(found["at"])
+    missing, merged = len(rows) - int(found["made"]), int(found["made"]) - len(found["at"])
     if not len(found["at"]):
-        raise UserError(f"no task is left: {left_out} of {len(rows)} rows were left out by convert")
+        raise UserError(
+            f"no task is left: {missing} of {len(rows)} rows were left out{f', {left_out}' if left_out else ' by convert'}"
+        )
     draws = None if split_seed is None else (split_seed, found["draws"])
-    return Tasks(rows, conversion, found["at"], left_out, merged, draws)
+    return Tasks(rows, conversion, found["at"], missing, merged, draws)
 
 
 @overload

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.algorithms.table import find
 from posttrain.batch import Packed
-from posttrain.config import RL, filled
+from posttrain.config import RL
 from posttrain.data.tasks import to_tasks
 from posttrain.engines.embedded import embedded
 from posttrain.envs.play import Player
@@ -20,6 +20,7 @@ from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import Critic, ValueModel, new_critic
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.options import filled
 from posttrain.protocols import Learner
 from posttrain.reproduce.harness import Arena
 from posttrain.sources.collecting import Size

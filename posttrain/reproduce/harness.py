@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.config import RL, SFT, filled
+from posttrain.config import RL, SFT
 from posttrain.envs import arithmetic
+from posttrain.options import filled
 from posttrain.reproduce.experiment import Estimate, Numbers, Say, over_seeds, student_interval
 from posttrain.reproduce.figure import Series
 from posttrain.runs.reading import read_rollouts, rollout_steps
-from posttrain.training import assembly as runs
+from posttrain.training import assembly, imitating
 from posttrain.training.trainer import Run
 from posttrain.types import Reply, Task
 
@@ -90,7 +91,7 @@ def imitate(demonstrations: Sequence[Task], folder: Path, seed: int, *, context:
         tasks="generated", out=str(folder / "imitation"), seed=seed, context=context, epochs=epochs, rows=32, lr=3e-3,
         warmup=20, **MODEL, **QUIET,
     )  # fmt: skip
-    run = runs.sft(config, demonstrations)
+    run = imitating.sft(config, demonstrations)
     assert run.checkpoint is not None
     return str(run.checkpoint)
 
@@ -107,7 +108,7 @@ def learn(arena: Arena, out: Path, seed: int, **options: Any) -> Run:
         "success": 1.0,
     }
     config = filled(RL, {**always, "out": str(out), "seed": seed, **QUIET, **options})
-    return runs.rl(config, arena.tasks, None if isinstance(arena.env, str) else arena.env)
+    return assembly.rl(config, arena.tasks, None if isinstance(arena.env, str) else arena.env)
 
 
 def practise(

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self
 
-from posttrain.config import RL, SERVICES, AnyTraining, Training, as_dict, continued, named_services
+from posttrain.config import RL, SERVICES, Training, named_services
+from posttrain.options import AnyTraining, as_dict, continued
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs import fingerprint
 from posttrain.runs.files import RUN, delete_run, holds_run, made_by_run, writing

@@ -11,12 +11,14 @@ import os
 import tempfile
 from pathlib import Path
 
+from posttrain.user_folders import cache_folder
+
 
 class Cache:
     """Texts by endpoint and request."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or _folder()
+        self.folder = folder or cache_folder("answers")
 
     def get(self, endpoint: str, body: bytes) -> str | None:
         """What was kept for this request."""
@@ -48,17 +50,3 @@ class Cache:
         name = hashlib.sha256(endpoint.encode() + b"\0" + body).hexdigest()
         assert self.folder is not None
         return self.folder / name[:2] / f"{name}.txt"
-
-
-def _folder() -> Path | None:
-    """A folder that is the user's own; None where there can be none."""
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain"
-        folder = home / "answers"
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        known = folder.stat()
-    except (OSError, RuntimeError):  # RuntimeError: no home
-        return None
-    private = known.st_uid == os.getuid() and not known.st_mode & 0o022
-    return folder if private and os.access(folder, os.W_OK) else None

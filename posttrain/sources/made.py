@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from posttrain.batch import Stats
+from posttrain.batch import Stats, Step
 from posttrain.data.tasks import ENDLESS, draw, order
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.sources.lengths import Placed, TooLong
@@ -78,6 +78,19 @@ class Made(Sequence["X | None"], Generic[X]):
                 made = self.make(task, self.too_long.context)
         self.too_long.meet(self.tasks.where(place), f"the {self.noun} has {length} tokens", made is not None)
         return made
+
+
+class Memoryless:
+    """The half of a `Source` that a step's number decides alone: nothing is learned from what was learned."""
+
+    def learned(self, step: Step, stats: Stats) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
 
 
 def steps_per_epoch(made: Made[X], rows: int) -> int:

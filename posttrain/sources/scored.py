@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,14 +12,14 @@ from posttrain.algorithms.scoring import Scoring
 from posttrain.batch import Batch, Stats, Step
 from posttrain.protocols import Source
 from posttrain.sources.items import Items, Told
-from posttrain.sources.made import progress, steps_per_epoch, visited
+from posttrain.sources.made import Memoryless, progress, steps_per_epoch, visited
 from posttrain.sources.packing import Read, collate, split_microbatches
 from posttrain.types import Item
 
 
 @dataclass(frozen=True)
-class Judgements:
-    """See `posttrain.protocols.Source`: `rows` items a step, one optimizer update each. It remembers nothing."""
+class Judgements(Memoryless):
+    """See `posttrain.protocols.Source`: `rows` items a step, one optimizer update each."""
 
     items: Items
     row: Scoring
@@ -61,15 +61,6 @@ class Judgements:
             )
             for index in split_microbatches(responses, self.tokens_per_microbatch, self.read)
         ]
-
-    def learned(self, step: Step, stats: Stats) -> None:
-        pass
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        pass
 
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from posttrain.batch import Batch, Outputs, Stats, Step
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Objective, Source
 from posttrain.sources.lengths import Placed, TooLong
-from posttrain.sources.made import Made, progress, steps_per_epoch, visited
+from posttrain.sources.made import Made, Memoryless, progress, steps_per_epoch, visited
 from posttrain.sources.packing import collate, split_microbatches
 from posttrain.types import Task, Transcript, UserError
 
@@ -102,7 +102,7 @@ class Transcripts(Made[Transcript]):
 
 
 @dataclass(frozen=True)
-class Demonstrations:
+class Demonstrations(Memoryless):
     """See `posttrain.protocols.Source`: `rows` demonstrations a step, see `made.visited`."""
 
     transcripts: Transcripts
@@ -130,15 +130,6 @@ class Demonstrations:
             collate([rows[i] for i in index], index, weight=share, device=self.device)
             for index in split_microbatches(rows, self.tokens_per_microbatch)
         ]
-
-    def learned(self, step: Step, stats: Stats) -> None:
-        pass
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        pass
 
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ a tie. Intervals are of the bootstrap over prompts: comparisons of a prompt are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from posttrain.training.intervals import clustered_interval
 from posttrain.types import UserError
 
-RESAMPLES = 2000
 Counts = NDArray[np.float64]  # [prompts, 3, 3]: by verdict of the first (better, worse, tie) and of the second
 
 
@@ -85,15 +85,13 @@ def agreement(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, 
 def measured(counts: Counts) -> Agreement:
     """The figures of these counts."""
     whole, decided = counts.sum(0), counts[:, :2, :2]
-    rng = np.random.default_rng(0)
-    drawn = rng.integers(len(counts), size=(RESAMPLES, len(counts)))
 
-    def figure(of: Any, tables: Counts) -> Figure:
-        resampled = np.array([of(tables[places].sum(0)) for places in drawn])
-        if np.isnan(mean := of(tables.sum(0))) or np.isnan(resampled).all():
-            return Figure(mean, math.nan, math.nan)
-        low, high = np.nanquantile(resampled, [0.025, 0.975])
-        return Figure(mean, float(low), float(high))
+    def figure(of: Callable[[Counts], float], tables: Counts) -> Figure:
+        def resampled(totals: Counts) -> Counts:
+            return np.array([of(total.reshape(tables.shape[1:])) for total in totals])
+
+        low, high = clustered_interval(tables.reshape(len(tables), -1), resampled)
+        return Figure(of(tables.sum(0)), low, high)
 
     return Agreement(
         prompts=len(counts),

@@ -1,7 +1,7 @@
 """Puts the pieces of a run together: configuration -> data, model, engine, learner, source, and off to the trainer.
 
-`sft` and `rl` here take a configuration; the front door in `posttrain/__init__.py` and the command line are thin layers
-over them.
+`rl`, which is also `distill`, takes a configuration; the front door in `posttrain/__init__.py` and the command line are
+thin layers over it. `sft`, `prefer` and `reward_model` have modules of their own.
 """
 
 from __future__ import annotations
@@ -12,26 +12,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.table import find
 from posttrain.batch import Stats
-from posttrain.config import RL, SFT, Distill, validate
+from posttrain.config import RL, Distill
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, to_tasks
 from posttrain.engines.embedded import embedded
 from posttrain.engines.vllm import VLLMEngine
 from posttrain.envs import unscored
 from posttrain.envs.load import is_generator_env, load_env, success_of
-from posttrain.kernels import build
 from posttrain.learners.local import REFERENCE, LocalLearner, Teaching
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
-from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
-from posttrain.models.folder import described, load_model
-from posttrain.models.fused import compiles
+from posttrain.models.decoder import Decoder
+from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.options import validate
 from posttrain.part import Need
 from posttrain.protocols import Engine, Model
 from posttrain.runs.checkpoint import resolve
@@ -40,7 +37,7 @@ from posttrain.seeds import seed_of
 from posttrain.sources.collecting import Size
 from posttrain.sources.lengths import Prompts, TooLong
 from posttrain.sources.rl import Experience
-from posttrain.sources.sft import Demonstrations, Likelihood, Transcripts
+from posttrain.sources.sft import Transcripts
 from posttrain.training.adjust import adjust
 from posttrain.training.evaluation import measured, repeated
 from posttrain.training.playground import open_playground
@@ -56,63 +53,13 @@ from posttrain.training.setup import (
     parameters,
     prepare,
     split_tasks,
+    watch_lengths,
 )
 from posttrain.training.teaching import Staff, load_teachers
 from posttrain.training.trainer import Run, Trainer
 from posttrain.types import Task, UserError
 
-EVALUATED = 1000  # held-out rows whose transcripts are made at once
 EXAMPLES = 100  # tasks that are looked at before a teacher is to teach them
-READ_OF_A_STREAM = 10_000  # tasks for a tokenizer to be trained on, where they have no end
-
-
-def sft(config: SFT, rows: Any = None) -> Run:
-    """Imitate demonstrations. `rows`: as in `posttrain.sft`, instead of `config.tasks`."""
-    with begin(config, rows) as run:
-        return _sft(run, rows)
-
-
-def _sft(run: RunFolder[SFT], rows: Any) -> Run:
-    config = run.config
-    validate(config)
-    device = prepare(config)
-    train_tasks, held_out = split_tasks(config, rows, need=("prompt", "response"))
-    if isinstance(train_tasks, Stream) and config.steps is None:
-        raise UserError("these rows have no end, so --epochs has no meaning: give --steps")
-    model, tokenizer = _start(config, train_tasks, run.checkpoint or run.start, device)
-    mind_unknown(tokenizer, train_tasks)
-    too_long = TooLong(config.too_long, model.config.context, _silent if config.quiet else print)
-
-    def transcripts(tasks: Tasks | Stream) -> Transcripts:
-        eos = end_tokens(model, tokenizer)
-        return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, config.mask_prompt)
-
-    source = Demonstrations(
-        transcripts(train_tasks), config.rows, microbatch_tokens(config, device), config.seed, device
-    )
-    source.transcripts.check()
-    unseen = transcripts(held_out) if held_out else None
-    steps = config.steps or max(1, round(source.steps_per_epoch * config.epochs))
-    learner = LocalLearner(model, optimization(config, steps), precision=config.precision)
-
-    def measure(stats: Stats) -> None:
-        assert unseen is not None
-        for first in range(0, len(unseen), EVALUATED):
-            places = range(first, min(first + EVALUATED, len(unseen)))
-            rows = [t for place in places if (t := unseen[place]) is not None]
-            for o in learner.evaluate(source.batches(rows)) if rows else ():
-                stats.add("eval/loss", -o.logp.sum().item(), o.logp.numel())
-
-    sizes = [
-        f"model {parameters(model):,} parameters, context {model.config.context}, vocabulary {model.config.vocab}",
-        f"{amount(train_tasks)}, {len(held_out or ())} held out",
-        f"{steps} steps of {config.rows} rows, micro-batches of {microbatch_tokens(config, device)} tokens"
-        + (f", between products {build.backend(compiles())}" if device.type == "cpu" else ""),
-    ]
-    lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
-    trainer = Trainer(run, learner, source, tokenizer, measure if unseen else None, steps)
-    too_long.say = trainer.display.note
-    return trainer.run(Likelihood(), sizes, lines)
 
 
 def rl(config: RL, rows: Any = None, env: Callable[..., Any] | None = None) -> Run:
@@ -136,10 +83,11 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
         pool = ground.pool
         start = run.start
         assert start
-        model, tokenizer = _start(config, train_tasks, run.checkpoint or start, device)
+        folder = run.checkpoint or start
+        model, tokenizer = load_model(folder, device=device), Tokenizer.load(folder)
         end_tokens(model, tokenizer)  # there must be one, or no reply would end
         mind_unknown(tokenizer, train_tasks)
-        too_long = TooLong(config.too_long, model.config.context, _silent if config.quiet else print)
+        too_long = watch_lengths(config, model.config.context)
         if pool.single_turn:
             Prompts(train_tasks, tokenizer, too_long).check()
         played = fitting(held_out, pool, tokenizer, too_long)
@@ -233,44 +181,6 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
     ]
 
 
-def _start(
-    config: SFT | RL, tasks: Tasks | Stream, folder: Path | None, device: torch.device
-) -> tuple[Model, Tokenizer]:
-    """Model and tokenizer of a checkpoint folder, or new ones."""
-    if folder:
-        return load_model(folder, device=device), Tokenizer.load(folder)
-    assert isinstance(config, SFT)
-    if config.tokenizer in ("bpe", "characters"):
-        some = tasks.first(READ_OF_A_STREAM) if isinstance(tasks, Stream) else tasks
-        texts = (text for t in some for text in _texts(t))
-        tokenizer = Tokenizer.train(texts, config.vocab, config.tokenizer)  # type: ignore[arg-type]
-    else:
-        tokenizer = Tokenizer.load(config.tokenizer)
-    if config.hidden % config.heads:
-        raise UserError(f"--hidden {config.hidden} must be a multiple of --heads {config.heads}")
-    model = new_decoder(
-        DecoderConfig(
-            vocab=tokenizer.vocab_size,
-            hidden=config.hidden,
-            layers=config.layers,
-            heads=config.heads,
-            kv_heads=config.kv_heads or config.heads,
-            head_size=config.hidden // config.heads,
-            intermediate=config.intermediate or -(-config.hidden * 8 // (3 * 32)) * 32,
-            context=config.context,
-            tied=True,
-        ),
-        config.seed,
-    )
-    if tokenizer.eos_id is None:
-        raise UserError(
-            f"the tokenizer in {config.tokenizer} has no end-of-sequence token: set eos_token in its config"
-        )
-    model.eos_ids = (tokenizer.eos_id,)
-    model.source = described(model, tokenizer)
-    return model.to(device), tokenizer
-
-
 def _engine(config: RL, model: Model, tokenizer: Tokenizer) -> Engine:
     """What samples the rollouts."""
     if config.engine == "local":
@@ -310,13 +220,3 @@ def _texts_to_imitate(config: RL, tokenizer: Tokenizer, model: Model, too_long: 
 
 def text_or_row(row: dict[str, Any]) -> Task:
     return {"response": row["text"]} if "text" in row else row
-
-
-def _silent(text: str) -> None:
-    pass
-
-
-def _texts(task: Task) -> list[str]:
-    if "messages" in task:
-        return [m["content"] for m in task["messages"]]
-    return [task["prompt"], task.get("response", "")]

@@ -10,9 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from posttrain.data.tasks import order
 
 WORD = re.compile(r"\w+|[^\w\s]")
@@ -64,18 +61,6 @@ class Perceptron:
         """Of each pair, 1 where the better text scores higher, 0 where it scores lower, 0.5 for a tie."""
         scores = [sum(self.weights.get(w, 0.0) for w in _words(text)) for text in item.texts]
         return [_won(scores[better] - scores[worse]) for better, worse in item.pairs]
-
-
-def clustered_interval(
-    sums: Sequence[float], counts: Sequence[float], resamples: int = 2000, seed: int = 0
-) -> tuple[float, float]:
-    """95% bootstrap interval of sum / count where whole prompts are drawn: the comparisons of one are not independent."""
-    totals: NDArray[np.float64] = np.array([sums, counts], dtype=np.float64)
-    generator, count = np.random.default_rng(seed), totals.shape[1]
-    drawn = (generator.integers(count, size=count) for _ in range(resamples))  # all at once would fill the memory
-    ratios = [totals[0][places].sum() / max(totals[1][places].sum(), 1e-12) for places in drawn]
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return float(low), float(high)
 
 
 def _words(text: str) -> list[str]:

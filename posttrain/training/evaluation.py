@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.batch import Stats
-from posttrain.config import Evaluation, validate
+from posttrain.config import Evaluation
 from posttrain.data.tasks import Stream, hold_out
 from posttrain.engines.embedded import embedded
 from posttrain.envs.load import success_of
 from posttrain.envs.play import Episode
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.options import validate
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record import as_row, write_rollouts
 from posttrain.seeds import seed_of

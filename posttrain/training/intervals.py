@@ -12,10 +12,12 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from posttrain.types import UserError, succeeds
 
 Interval = tuple[float, float]
+Floats = NDArray[np.float64]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -65,6 +67,44 @@ def paired_interval(
         raise ValueError(f"a pair needs the same tasks on both sides, not {len(a)} and {len(b)}")
     difference = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
     return bootstrap_interval(difference.tolist(), level, resamples, seed)
+
+
+def clustered_interval(
+    totals: Floats, figure: Callable[[Floats], Floats], level: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> Interval:
+    """Percentile bootstrap of a figure of sums where whole prompts are drawn: what belongs to one is not independent.
+
+    `totals`: [prompts, m], sums over what belongs to each; `figure`: [r, m] sums over resamples -> [r], nan where it is
+    not defined. (nan, nan) for one prompt, and where it is defined for less than half of the resamples.
+    """
+    prompts = len(totals)
+    if prompts < 2:
+        return nan, nan
+    generator = np.random.default_rng(seed)
+    block = max(1, 2**22 // prompts)  # resamples at a time: bounds the memory
+    even = np.full(prompts, 1 / prompts)
+    found = np.concatenate(
+        [
+            figure(generator.multinomial(prompts, even, size=min(block, resamples - done)) @ totals)
+            for done in range(0, resamples, block)
+        ]
+    )
+    found = found[np.isfinite(found)]
+    if len(found) < resamples / 2:
+        return nan, nan
+    low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def ratio_interval(sums: Sequence[float], counts: Sequence[float]) -> Interval:
+    """Interval of sum / count, such as the share of comparisons that were won. `sums`, `counts`: one for each prompt."""
+
+    def ratio(totals: Floats) -> Floats:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found: Floats = totals[:, 0] / totals[:, 1]
+        return found
+
+    return clustered_interval(np.array([sums, counts], dtype=np.float64).T, ratio)
 
 
 def wilson_interval(successes: int, n: int, level: float = 0.95) -> Interval:

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from posttrain.config import Label, validate
+from posttrain.config import Label
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.data.verdicts import best_rows, flip, pair_row, to_labelled, to_responses
 from posttrain.envs.asking import Services
 from posttrain.envs.pool import EnvPool
 from posttrain.envs.scoring import compare, score
+from posttrain.options import validate
 from posttrain.runs import fingerprint
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.lines import Lines, write_rows

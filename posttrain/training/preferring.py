@@ -12,7 +12,7 @@ from posttrain.algorithms.preference import Preference, PreferenceObjective
 from posttrain.algorithms.preference_table import find_preference
 from posttrain.algorithms.settings import change, check_ranges
 from posttrain.batch import Outputs, Packed, Stats
-from posttrain.config import Prefer, validate
+from posttrain.config import Prefer
 from posttrain.data.items import to_compared, to_judged
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.kernels import build
@@ -20,28 +20,26 @@ from posttrain.learners.local import LocalLearner
 from posttrain.models.folder import load_model
 from posttrain.models.fused import compiles
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.options import validate
 from posttrain.part import Need
 from posttrain.runs import fingerprint
 from posttrain.runs.opening import RunFolder, begin
 from posttrain.sources.items import Comparisons, Items
-from posttrain.sources.lengths import TooLong
 from posttrain.sources.made import visited
 from posttrain.sources.references import Reference, refer
+from posttrain.training.passes import check, compared_rows, must_end, sizes, updates
 from posttrain.training.setup import (
-    amount,
     end_tokens,
     microbatch_tokens,
     mind_unknown,
     optimization,
-    parameters,
     prepare,
-    split_tasks,
+    watch_lengths,
 )
 from posttrain.training.trainer import Run, Trainer
 from posttrain.types import UserError
 
 EVALUATED = 256  # held-out items that are laid into micro-batches at once
-LEFT_OUT = "left out: nothing is said of different responses that are not empty"
 
 
 def prefer(config: Prefer, rows: Any = None) -> Run:
@@ -69,9 +67,8 @@ def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
     validate(config)
     device = prepare(config)
     row = chosen(config)
-    train_tasks, held_out = split_tasks(config, rows, convert=to_judged if row.link.reads_labels else to_compared)
-    if isinstance(train_tasks, Stream) and config.steps is None:
-        raise UserError("these rows have no end, so --epochs has no meaning: give --steps")
+    train_tasks, held_out = compared_rows(config, rows, to_judged if row.link.reads_labels else to_compared)
+    must_end(config, train_tasks)
     if isinstance(train_tasks, Stream) and Need.REFERENCE in row.needs:
         raise UserError(
             f"{row.name} compares with a reference, whose say of all rows is found first, and these have no end: read some "
@@ -81,31 +78,24 @@ def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
     assert folder
     model, tokenizer = load_model(folder, device=device), Tokenizer.load(folder)
     mind_unknown(tokenizer, train_tasks)
-    too_long = TooLong(config.too_long, model.config.context, (lambda text: None) if config.quiet else print)
+    too_long = watch_lengths(config, model.config.context)
 
     def made(tasks: Tasks | Stream) -> Items:
         return Items(tasks, tokenizer, end_tokens(model, tokenizer), model.config.vocab, too_long)
 
     items, unseen = made(train_tasks), made(held_out) if held_out else None
-    items.check()
-    learner = LocalLearner(model, optimization(config, 1), precision=config.precision)
+    check(items, unseen)
+    steps = updates(config, items)
+    learner = LocalLearner(model, optimization(config, steps), precision=config.precision)
     source = Comparisons(items, row, learner, config.rows, microbatch_tokens(config, device), config.seed)
-    steps = config.steps or max(1, round(source.steps_per_epoch * config.epochs))
-    learner.optimization = optimization(config, steps)
     seen = _Reference(run, row, learner, device)
     source.reference = seen.of(items, _places(items, config, steps), drift=Need.DRIFT in row.needs)
     objective = PreferenceObjective(row)
     evaluated = _Evaluated(source, unseen, seen, objective) if unseen is not None else None
-    sizes = [
-        f"model {parameters(model):,} parameters, context {model.config.context}, vocabulary {model.config.vocab}",
-        f"{amount(train_tasks)}, {len(held_out or ())} held out",
-        f"{steps} steps of {config.rows} prompts, micro-batches of {microbatch_tokens(config, device)} tokens"
-        + (f", between products {build.backend(compiles())}" if device.type == "cpu" else ""),
-        *([LEFT_OUT] if isinstance(train_tasks, Tasks) and train_tasks.left_out else []),
-    ]
     trainer = Trainer(run, learner, source, tokenizer, evaluated, steps)
     too_long.say = trainer.display.note
-    return trainer.run(objective, sizes, describe(row))
+    lines = sizes(config, model, (train_tasks, held_out), steps, "prompts", device)
+    return trainer.run(objective, lines, describe(row))
 
 
 def _places(items: Items, config: Prefer, steps: int) -> list[int]:

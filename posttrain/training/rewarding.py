@@ -11,36 +11,31 @@ from posttrain.algorithms.describe import describe
 from posttrain.algorithms.links import CrossEntropy, SquaredError
 from posttrain.algorithms.scoring import Scoring, ScoringObjective, find_scoring
 from posttrain.algorithms.settings import change, check_ranges
-from posttrain.config import RewardModelling, validate
+from posttrain.config import RewardModelling
 from posttrain.data.items import to_item
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.kernels import build
 from posttrain.learners.local import LocalLearner
-from posttrain.models.fused import compiles
 from posttrain.models.reward import RewardModel, Shape, load_reward_model, new_reward_model, settle
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.options import validate
 from posttrain.runs.files import REPORT, json_document, replace, writing
 from posttrain.runs.opening import RunFolder, begin
 from posttrain.seeds import seed_of
 from posttrain.sources.items import Items
-from posttrain.sources.lengths import TooLong
 from posttrain.sources.packing import Read
 from posttrain.sources.scored import Judgements
+from posttrain.training.passes import check, compared_rows, must_end, sizes, updates
 from posttrain.training.scores import Scored
 from posttrain.training.setup import (
-    amount,
     end_tokens,
     microbatch_tokens,
     mind_unknown,
     optimization,
-    parameters,
     prepare,
-    split_tasks,
+    watch_lengths,
 )
 from posttrain.training.trainer import Run, Trainer
 from posttrain.types import Task, UserError
-
-LEFT_OUT = "left out: rows in which nothing is said of different responses that are not empty"
 
 
 def reward_model(config: RewardModelling, rows: Any = None) -> Run:
@@ -55,46 +50,35 @@ def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
     device = prepare(config)
     row = change(find_scoring(config.algorithm), config.settings)
     check_ranges(row)
-    train_tasks, held_out = split_tasks(config, rows, convert=to_item)
+    train_tasks, held_out = compared_rows(config, rows, to_item)
 
     def mind(task: Task) -> None:
         _check_said(row, task, config)
 
-    if isinstance(train_tasks, Stream) and config.steps is None:
-        raise UserError("these rows have no end, so --epochs has no meaning: give --steps")
+    must_end(config, train_tasks)
     mind(train_tasks[0])
     shape = Shape(config.pooling, config.head)
     model, tokenizer = _started(run, shape, device)
     mind_unknown(tokenizer, train_tasks)
-    too_long = TooLong(config.too_long, model.config.context, (lambda text: None) if config.quiet else print)
+    too_long = watch_lengths(config, model.config.context)
 
     def made(tasks: Tasks | Stream) -> Items:
         return Items(tasks, tokenizer, model.eos_ids, model.config.vocab, too_long, mind)
 
     items, read = made(train_tasks), _read(shape)
     unseen = made(held_out) if held_out else None
-    for one in filter(None, (items, unseen)):
-        one.check()
+    check(items, unseen)
     source = Judgements(items, row, config.rows, microbatch_tokens(config, device), config.seed, device, read)
-    steps = config.steps or max(1, round(source.steps_per_epoch * config.epochs))
+    steps = updates(config, items)
     learner = LocalLearner(model, optimization(config, steps), precision=config.precision)
     objective = ScoringObjective(row, mean=shape.pooling == "mean")
     scored = Scored(source, unseen, learner, objective, model)
-    sizes = [
-        f"model {parameters(model):,} parameters, context {model.config.context}, vocabulary {model.config.vocab}",
-        f"{amount(train_tasks)}, {len(held_out or ())} held out",
-        f"{steps} steps of {config.rows} prompts, micro-batches of {microbatch_tokens(config, device)} tokens"
-        + (f", between products {build.backend(compiles())}" if device.type == "cpu" else ""),
-        *([LEFT_OUT] if isinstance(train_tasks, Tasks) and train_tasks.left_out else []),
-        *(
-            []
-            if shape.stored_by_transformers
-            else ["transformers has no form for this pooling and head: its checkpoints open here alone"]
-        ),
-    ]
+    said = sizes(config, model, (train_tasks, held_out), steps, "prompts", device)
+    if not shape.stored_by_transformers:
+        said.append("transformers has no form for this pooling and head: its checkpoints open here alone")
     trainer = Trainer(run, learner, source, tokenizer, scored, steps)
     too_long.say = trainer.display.note
-    ended = trainer.run(objective, sizes, describe(row))
+    ended = trainer.run(objective, said, describe(row))
     if scored.report and not ended.interrupted and ended.stopped is None:  # it is of the last step
         with writing(run.path):
             replace(run.path / REPORT, json_document(scored.report))

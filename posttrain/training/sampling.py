@@ -15,7 +15,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import Sample, named_services, validate
+from posttrain.config import Sample, named_services
 from posttrain.data.convert import Convert
 from posttrain.data.items import MOST
 from posttrain.data.tasks import Stream, Tasks
@@ -26,6 +26,7 @@ from posttrain.envs.play import Episode, Player
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.names import suggestion
+from posttrain.options import validate
 from posttrain.part import knob_of
 from posttrain.runs import fingerprint
 from posttrain.runs.checkpoint import resolve

@@ -18,7 +18,8 @@ from posttrain.learners.local import LocalLearner
 from posttrain.models.reward import RewardModel
 from posttrain.sources.items import Items
 from posttrain.sources.scored import Judgements
-from posttrain.training.baselines import Compared, Perceptron, clustered_interval, longer_wins
+from posttrain.training.baselines import Compared, Perceptron, longer_wins
+from posttrain.training.intervals import ratio_interval
 from posttrain.types import Item
 
 AT_ONCE = 256  # items that are laid into micro-batches together
@@ -151,7 +152,7 @@ class Scored:
 def _figure(values: Sequence[Sequence[float]]) -> dict[str, float]:
     """The mean over all, with an interval clustered by item."""
     sums, counts = [sum(own) for own in values], [float(len(own)) for own in values]
-    low, high = clustered_interval(sums, counts)
+    low, high = ratio_interval(sums, counts)
     return {"mean": sum(sums) / max(1.0, sum(counts)), "low": low, "high": high}
 
 

@@ -74,11 +74,13 @@ def load_tasks(
     need: Sequence[str] = ("prompt",),
     split_seed: int | None = None,
     convert: Convert | None = None,
+    left_out: str = "",
 ) -> Tasks | Stream:
     """The tasks of a verb, of `rows` that are given or of `config.tasks`.
 
     Rows from elsewhere are converted by the `row_to_task` that stands beside the environment, or by `convert`; rows that
     are given are taken as they are, or converted by the latter. An environment that makes its own prompts needs none.
+    `left_out`: which rows `convert` leaves out, in words.
     """
     spec = env or config.env or None
     if convert is None and spec is not None:
@@ -94,6 +96,7 @@ def load_tasks(
         "teacher_prompt_template": getattr(config, "teacher_prompt_template", None),
         "convert": convert,
         "need": need,
+        "left_out": left_out,
     }
     if callable(rows):
         if config.limit is None:
@@ -108,18 +111,20 @@ def split_tasks(
     env: Callable[..., Any] | None = None,
     need: Sequence[str] = ("prompt",),
     convert: Convert | None = None,
+    left_out: str = "",
 ) -> tuple[Tasks | Stream, Tasks | None]:
     """The tasks to train on, and those that are held out."""
     if not config.held_out:
-        return load_tasks(config, rows, env, need, convert=convert), None
-    return hold_out(load_tasks(config, rows, env, need, config.seed, convert), config.held_out, config.seed)
+        return load_tasks(config, rows, env, need, None, convert, left_out), None
+    return hold_out(load_tasks(config, rows, env, need, config.seed, convert, left_out), config.held_out, config.seed)
 
 
 def amount(tasks: Tasks | Stream) -> str:
     """How many there are, and which columns were read as what, in words."""
     if isinstance(tasks, Stream):
         return f"tasks without end ({tasks.taken()})"
-    said = [tasks.taken(), f"{tasks.left_out} rows left out" if tasks.left_out else ""]
+    left_out = f"{tasks.left_out} rows left out {tasks.conversion.left_out}".rstrip()
+    said = [tasks.taken(), left_out if tasks.left_out else ""]
     said.append(f"{tasks.merged} repetitions merged" if tasks.merged else "")
     return f"{len(tasks)} tasks ({', '.join(filter(None, said))})"
 
@@ -213,6 +218,11 @@ def end_tokens(model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
             "set eos_token_id in the first"
         )
     return (tokenizer.eos_id,)
+
+
+def watch_lengths(config: Training, context: int) -> TooLong:
+    """What becomes of rows that are longer than `context` tokens, told on the terminal until a display takes over."""
+    return TooLong(config.too_long, context, (lambda text: None) if config.quiet else print)
 
 
 def optimization(config: Training, updates: int) -> Optimization:

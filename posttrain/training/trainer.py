@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.batch import Stats
-from posttrain.config import Training, as_dict
+from posttrain.config import Training
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.options import as_dict
 from posttrain.protocols import TRAINING, Learner, Objective, Source
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs.curves import curves

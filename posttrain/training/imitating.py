@@ -1,0 +1,117 @@
+"""Puts a run of `sft` together: rows -> demonstrations, a model or a new one, learner, source, trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.batch import Stats
+from posttrain.config import SFT
+from posttrain.data.tasks import Stream, Tasks
+from posttrain.learners.local import LocalLearner
+from posttrain.models.decoder import DecoderConfig, new_decoder
+from posttrain.models.folder import described, load_model
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.options import validate
+from posttrain.protocols import Model
+from posttrain.runs.opening import RunFolder, begin
+from posttrain.sources.sft import Demonstrations, Likelihood, Transcripts
+from posttrain.training.passes import must_end, sizes, updates
+from posttrain.training.setup import (
+    end_tokens,
+    microbatch_tokens,
+    mind_unknown,
+    optimization,
+    prepare,
+    split_tasks,
+    watch_lengths,
+)
+from posttrain.training.trainer import Run, Trainer
+from posttrain.types import Task, UserError
+
+EVALUATED = 1000  # held-out rows whose transcripts are made at once
+READ_OF_A_STREAM = 10_000  # tasks for a tokenizer to be trained on, where they have no end
+
+
+def sft(config: SFT, rows: Any = None) -> Run:
+    """Imitate demonstrations. `rows`: as in `posttrain.sft`, instead of `config.tasks`."""
+    with begin(config, rows) as run:
+        return _sft(run, rows)
+
+
+def _sft(run: RunFolder[SFT], rows: Any) -> Run:
+    config = run.config
+    validate(config)
+    device = prepare(config)
+    tasks, held_out = split_tasks(config, rows, need=("prompt", "response"))
+    must_end(config, tasks)
+    folder = run.checkpoint or run.start
+    if folder:
+        model, tokenizer = load_model(folder, device=device), Tokenizer.load(folder)
+    else:
+        model, tokenizer = _from_scratch(config, tasks, device)
+    mind_unknown(tokenizer, tasks)
+    too_long = watch_lengths(config, model.config.context)
+
+    def transcripts(tasks: Tasks | Stream) -> Transcripts:
+        eos = end_tokens(model, tokenizer)
+        return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, config.mask_prompt)
+
+    made, unseen = transcripts(tasks), transcripts(held_out) if held_out else None
+    made.check()
+    steps = updates(config, made)
+    source = Demonstrations(made, config.rows, microbatch_tokens(config, device), config.seed, device)
+    learner = LocalLearner(model, optimization(config, steps), precision=config.precision)
+
+    def measure(stats: Stats) -> None:
+        assert unseen is not None
+        for first in range(0, len(unseen), EVALUATED):
+            places = range(first, min(first + EVALUATED, len(unseen)))
+            rows = [t for place in places if (t := unseen[place]) is not None]
+            for o in learner.evaluate(source.batches(rows)) if rows else ():
+                stats.add("eval/loss", -o.logp.sum().item(), o.logp.numel())
+
+    lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
+    trainer = Trainer(run, learner, source, tokenizer, measure if unseen else None, steps)
+    too_long.say = trainer.display.note
+    return trainer.run(Likelihood(), sizes(config, model, (tasks, held_out), steps, "rows", device), lines)
+
+
+def _from_scratch(config: SFT, tasks: Tasks | Stream, device: torch.device) -> tuple[Model, Tokenizer]:
+    """A new model of the sizes given, and a tokenizer trained on the rows or taken from a folder."""
+    if config.tokenizer in ("bpe", "characters"):
+        some = tasks.first(READ_OF_A_STREAM) if isinstance(tasks, Stream) else tasks
+        texts = (text for t in some for text in _texts(t))
+        tokenizer = Tokenizer.train(texts, config.vocab, config.tokenizer)  # type: ignore[arg-type]
+    else:
+        tokenizer = Tokenizer.load(config.tokenizer)
+    if config.hidden % config.heads:
+        raise UserError(f"--hidden {config.hidden} must be a multiple of --heads {config.heads}")
+    model = new_decoder(
+        DecoderConfig(
+            vocab=tokenizer.vocab_size,
+            hidden=config.hidden,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads or config.heads,
+            head_size=config.hidden // config.heads,
+            intermediate=config.intermediate or -(-config.hidden * 8 // (3 * 32)) * 32,
+            context=config.context,
+            tied=True,
+        ),
+        config.seed,
+    )
+    if tokenizer.eos_id is None:
+        raise UserError(
+            f"the tokenizer in {config.tokenizer} has no end-of-sequence token: set eos_token in its config"
+        )
+    model.eos_ids = (tokenizer.eos_id,)
+    model.source = described(model, tokenizer)
+    return model.to(device), tokenizer
+
+
+def _texts(task: Task) -> list[str]:
+    if "messages" in task:
+        return [m["content"] for m in task["messages"]]
+    return [task["prompt"], task.get("response", "")]

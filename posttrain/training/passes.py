@@ -1,0 +1,63 @@
+"""What training on given responses has in common: `sft`, `prefer` and `reward-model` make passes over the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.config import Passes
+from posttrain.data.convert import Convert
+from posttrain.data.tasks import Stream, Tasks
+from posttrain.kernels import build
+from posttrain.models.fused import compiles
+from posttrain.protocols import Model
+from posttrain.sources.made import Made, steps_per_epoch
+from posttrain.training.setup import (
+    amount,
+    microbatch_tokens,
+    parameters,
+    split_tasks,
+)
+from posttrain.types import UserError
+
+SAYS_NOTHING = "in which nothing is said of different responses that are not empty"
+
+
+def compared_rows(config: Passes, rows: Any, convert: Convert) -> tuple[Tasks | Stream, Tasks | None]:
+    """Items to learn from, and those that are held out; what says nothing is left out."""
+    return split_tasks(config, rows, convert=convert, left_out=SAYS_NOTHING)
+
+
+def must_end(config: Passes, tasks: Tasks | Stream) -> None:
+    """Raise UserError for rows without end where passes over them are to be counted."""
+    if isinstance(tasks, Stream) and config.steps is None:
+        raise UserError("these rows have no end, so --epochs has no meaning: give --steps")
+
+
+def check(items: Made[Any], held_out: Made[Any] | None) -> None:
+    """Raise UserError where nothing of the rows fits, before a run's folder is made."""
+    for made in filter(None, (items, held_out)):
+        made.check()
+
+
+def updates(config: Passes, made: Made[Any]) -> int:
+    """Optimizer updates of the run."""
+    return config.steps or max(1, round(steps_per_epoch(made, config.rows) * config.epochs))
+
+
+def sizes(
+    config: Passes,
+    model: Model,
+    tasks: tuple[Tasks | Stream, Tasks | None],
+    steps: int,
+    noun: str,
+    device: torch.device,
+) -> list[str]:
+    """What runs, in words. `tasks`: to train on, and held out; `noun`: what a step has `--rows` of."""
+    between = f", between products {build.backend(compiles())}" if device.type == "cpu" else ""
+    return [
+        f"model {parameters(model):,} parameters, context {model.config.context}, vocabulary {model.config.vocab}",
+        f"{amount(tasks[0])}, {len(tasks[1] or ())} held out",
+        f"{steps} steps of {config.rows} {noun}, micro-batches of {microbatch_tokens(config, device)} tokens{between}",
+    ]

@@ -50,7 +50,7 @@ def random_parts(rollouts: int, seed: int = 0) -> dict[str, list[float]]:
 def of_the_paper(
     parts: Mapping[str, Sequence[float]], group: Sequence[int], weight: Mapping[str, float]
 ) -> list[float]:
-    """GDPO, arXiv 2601.05242, eq. 4 to 7, rollout by rollout; the authors' code adds eps to both deviations."""
+    """GDPO, arXiv 2601.05242, rollout by rollout; the authors' code adds eps to both deviations."""
     total = []
     for i, own in enumerate(group):
         members = [j for j, other in enumerate(group) if other == own]

@@ -262,10 +262,10 @@ class Decoupled(Advantage):
 
     Each named part of the reward is normalised within the group, (r_k - mean) / (std + eps), then they are added with their
     weights, then divided by the standard deviation of the whole batch, so that more parts make no larger step (GDPO, arXiv
-    2601.05242, eq. 4 to 7). A part that is equal in a whole group adds exactly 0 there. The reward itself plays no role.
+    2601.05242). A part that is equal in a whole group adds exactly 0 there. The reward itself plays no role.
 
     weights   the weight of each part, as "correct=1 format=0.5"; a part that is not named here weighs 1.
-    whiten    divide by the batch's standard deviation. Its mean, which eq. 6 subtracts, is 0: that of every group is.
+    whiten    divide by the batch's standard deviation. Its mean, which the paper subtracts, is 0: that of every group is.
     """
 
     weights: tuple[str, ...] = knob((), "part-weights", "Weights of the reward's named parts: correct=1 format=0.5.")
@@ -281,7 +281,7 @@ class Decoupled(Advantage):
 
     @property
     def source(self) -> str:
-        return "GDPO, arXiv 2601.05242, eq. 4 to 7" if self.whiten else "GDPO, arXiv 2601.05242, eq. 4, 5 and 7"
+        return "GDPO, arXiv 2601.05242" if self.whiten else "GDPO, arXiv 2601.05242, without its last division"
 
     def weight_of(self) -> dict[str, float]:
         """Name -> weight. Raises UserError where a weight cannot be read."""

@@ -89,7 +89,7 @@ class Robust(Link):
 
     beta: float = knob(0.1, "beta", BETA, above=0)
     noise: float = knob(0.1, "noise", "Share of the comparisons that are labelled wrongly.", least=0, below=0.5)
-    source = "robust DPO, arXiv 2403.00409, eq. 12"
+    source = "robust DPO, arXiv 2403.00409"
 
     @property
     def formula(self) -> str:
@@ -198,11 +198,11 @@ class AnchoredDown(Link):
 class Contrast(Link):
     """Keeps the likelihood of the better response from falling, by a term that judges each response alone.
 
-    -log sigma(x_w) - 1/2 log sigma(-x_w) - 1/2 log sigma(-x_l), x = beta s (NCA, arXiv 2402.05369, eq. 10 for pairs).
+    -log sigma(x_w) - 1/2 log sigma(-x_w) - 1/2 log sigma(-x_l), x = beta s (NCA, arXiv 2402.05369, for pairs).
     """
 
     beta: float = knob(0.1, "beta", BETA, above=0)
-    source = "NCA, arXiv 2402.05369, eq. 10 with two responses"
+    source = "NCA, arXiv 2402.05369, with two responses"
 
     @property
     def formula(self) -> str:
@@ -240,12 +240,12 @@ class Classifier(Link):
     """Learns to tell good responses from bad ones, each by itself, from a threshold that lies between their rewards.
 
     -log sigma(x_w - d) - log sigma(-(x_l - d)), x = beta s, d the mean of x over all responses so far (BCO, arXiv
-    2404.04656, eq. 9; without the weights that its section 4.2 gives where good and bad ones are of other prompts).
+    2404.04656; without the weights that it gives where good and bad ones are of other prompts).
     """
 
     beta: float = knob(0.1, "beta", BETA, above=0)
     shift: bool = knob(True)  # whether d is subtracted; its authors keep a running mean of earlier batches, as here
-    source = "BCO, arXiv 2404.04656, eq. 9, without density ratios"
+    source = "BCO, arXiv 2404.04656, without density ratios"
 
     @property
     def needs(self) -> frozenset[Need]:

@@ -72,7 +72,7 @@ class Imitated(Part):
         return {
             "tokens": "ORPO, arXiv 2403.07691, eq. 6",
             "responses": "RPO, arXiv 2404.19733, eq. 1",
-            "sums": "CPO, arXiv 2401.08417, eq. 4",
+            "sums": "CPO, arXiv 2401.08417",
         }[self.per]
 
     @property

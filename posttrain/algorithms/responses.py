@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TAIL = "Weight of a response's tokens behind the length of the shorter one it is compared with (1: as the others)."
-LENGTH_DESENSITISED = "; LD-DPO, arXiv 2409.06411, eq. 10"
+LENGTH_DESENSITISED = "; LD-DPO, arXiv 2409.06411"
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class LogRatio(Score):
     than the reverse KL, s = f'(pi / ref): forward 1 - e^-d, Jensen-Shannon log(2 / (1 + e^-d)), alpha (e^((a - 1) d) - 1) /
     (a - 1), d the sum and a = 1 - the paper's alpha (f-DPO, arXiv 2309.16240, table 1; constants that make them 0 where
     both models agree). With a tail below 1, tokens behind the length of the shorter of
-    two compared responses weigh less, so that length itself is not learned (LD-DPO, arXiv 2409.06411, eq. 10).
+    two compared responses weigh less, so that length itself is not learned (LD-DPO, arXiv 2409.06411).
     """
 
     mean: bool = knob(False, "length-normalised", "Scores are means over a response's tokens instead of sums.")
@@ -121,7 +121,7 @@ class LogRatio(Score):
 class Likelihood(Score):
     """How likely the response is, without a reference.
 
-    s = sum_t lp_t (CPO, arXiv 2401.08417, eq. 3), or its mean over the tokens (SimPO, arXiv 2405.14734, eq. 3).
+    s = sum_t lp_t (CPO, arXiv 2401.08417), or its mean over the tokens (SimPO, arXiv 2405.14734, eq. 3).
     """
 
     mean: bool = knob(False, "length-normalised", "Scores are means over a response's tokens instead of sums.")
@@ -129,7 +129,7 @@ class Likelihood(Score):
 
     @property
     def source(self) -> str:
-        base = "SimPO, arXiv 2405.14734, eq. 3" if self.mean else "CPO, arXiv 2401.08417, eq. 3"
+        base = "SimPO, arXiv 2405.14734, eq. 3" if self.mean else "CPO, arXiv 2401.08417"
         return base + ("" if self.tail == 1 else LENGTH_DESENSITISED)
 
     @property

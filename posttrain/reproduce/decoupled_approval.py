@@ -132,7 +132,7 @@ EXPERIMENT = Experiment(
     "decoupled-approval",
     "Where feedback can be tampered with, plain policy gradient learns to tamper; decoupled approval, which learns from "
     "the approval of a reply that was not executed, does not.",
-    "DA-PG, arXiv 2011.08827, sections 3 and 4",
+    "DA-PG, arXiv 2011.08827",
     {"tasks": 80, "copies": 20, "steps": 60, "prompts": 32, "group": 8, "lr": 1e-3, "max_tokens": 4, "tampering": 0.5,
      "imitation_epochs": 3.0},
     measure,

@@ -24,7 +24,7 @@ class Weighted:
 
     `parts`: name -> (weight, function of task and reply). `gates`: part -> the part that it waits for, or (part,
     threshold): a part counts, and is called, only where that one reaches the threshold (1.0 unless given); else it is
-    0.0 (the conditioned reward of GDPO, arXiv 2601.05242, eq. 8). A gate that is itself closed is 0.0.
+    0.0 (the conditioned reward of GDPO, arXiv 2601.05242). A gate that is itself closed is 0.0.
 
     Invalid as soon as one part is, with the name of that part before its reason. Raises UserError, when it is made, for
     weights, names and gates that cannot be.

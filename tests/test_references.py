@@ -24,7 +24,7 @@ from posttrain.batch import Outputs, Packed
 from posttrain.cli.main import main
 from posttrain.data import store
 from posttrain.data.items import to_item
-from posttrain.data.tasks import to_tasks
+from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.decoder import causal
 from posttrain.models.folder import save_model
@@ -167,6 +167,18 @@ def test_run_from_a_full_cache_equals_the_one_that_filled_it(place: Path) -> Non
     assert (
         first["kl/data"] < 1e-10 and abs(first["margin"]) < 1e-5 and first["loss"] == pytest.approx(0.693147, abs=1e-6)
     )
+
+
+def test_held_out_rows_of_which_none_fits_are_refused_in_one_line(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, held_out = hold_out(to_tasks(PAIRS, convert=to_item), 0.2, 0)
+    unseen = {task["prompt"] for task in held_out}
+    long = [{**row, "chosen": "9" * 100} if row["prompt"] in unseen else row for row in PAIRS]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
+    assert main([*WORDS_OF_RUN, "--out", "run"]) == 2
+    told = capsys.readouterr().err.strip()
+    assert "the model's context" in told and "Traceback" not in told and not (place / "run").exists()
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -23,6 +23,7 @@ from posttrain.models.critic import ActionValueModel, ValueModel, new_critic
 from posttrain.models.decoder import DecoderConfig, causal, new_decoder
 from posttrain.models.folder import load_model, save_model
 from posttrain.models.likelihood import Hidden, soft_values
+from posttrain.models.reward import Shape, new_reward_model
 from posttrain.sources.collecting import Size
 from posttrain.sources.packing import pack
 from posttrain.sources.rl import Experience
@@ -127,6 +128,21 @@ def test_reward_model_written_by_transformers_gives_its_score_as_value(kind: str
         batch = observed(tokens)
         found = critic(batch, torch.zeros(1, 32))  # the policy's hidden states: not looked at
     assert found.item() == pytest.approx(expected, abs=1e-5) and abs(expected) > 1e-3
+
+
+@pytest.mark.parametrize(("pooling", "head"), [("mean", "linear"), ("last", "mlp"), ("last", "linear")])
+def test_reward_model_of_ours_gives_its_backbone_and_a_linear_head(
+    start: Path, tmp_path: Path, pooling: Any, head: Any
+) -> None:
+    scorer = new_reward_model(start, Shape(pooling, head), seed=5)
+    with torch.no_grad():
+        for parameter in scorer.parameters():
+            parameter.add_(0.1)
+    scorer.save(tmp_path)
+    critic = new_critic(ValueModel, tmp_path, load_model(start), seed=3)
+    assert critic.backbone is not None
+    assert torch.equal(flat(critic.backbone), flat(scorer.backbone))
+    assert isinstance(critic, ValueModel) and torch.equal(critic.weight, scorer.score[0]) == (head == "linear")
 
 
 def test_critic_of_a_run_is_taken_over_with_head_and_backbone(start: Path, tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ from posttrain.types import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SCORE = "score.weight"  # the head of a sequence-classification checkpoint
+OURS = "posttrain_reward_model"  # the model_type of a reward model that transformers cannot hold
+BACKBONE = "posttrain_backbone"  # the model_type of its decoder
+INNER = "score.inner.weight"  # of its head, if that has two layers
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What weights may be stored as. Integers and 8-bit floats are quantized: their numbers mean nothing without scales."""
 
@@ -55,18 +58,24 @@ def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tup
     """The decoder of a checkpoint without its output head, and the score head [hidden] of a reward model if it has one.
 
     For critics: reads causal language models and the sequence-classification checkpoints (`score.weight`, one label) of
-    the same architectures. Raises UserError as `load_model` does.
+    the same architectures, and reward models of ours; a head of two layers is no score head of states, and is left. Raises
+    UserError as `load_model` does.
     """
     folder = checkpoint_folder(folder)
-    config = read_config(folder, read_json(folder / "config.json"))
+    config = read_config(folder, of_backbone(read_json(folder / "config.json")))
     model = allocate(folder, replace(config, tied=True), torch.float32, torch.device(device))
-    read = read_weights(model, folder, also=("lm_head.weight", SCORE, "score.bias"))
-    score = read.get(SCORE)
+    read = read_weights(model, folder, also=("lm_head.weight", SCORE, "score.bias", INNER))
+    score = None if INNER in read else read.get(SCORE)
     if score is not None and score.shape != (1, model.config.hidden):
         raise UserError(
             f"{folder}: {SCORE} has shape {list(score.shape)}; a reward model has one label: {[1, model.config.hidden]}"
         )
     return model, None if score is None else score[0].float()
+
+
+def of_backbone(source: dict[str, Any]) -> dict[str, Any]:
+    """A config.json as its decoder alone would have it."""
+    return {**source, "model_type": source.get(BACKBONE)} if source.get("model_type") == OURS else source
 
 
 def save_model(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from posttrain.batch import Layout
 from posttrain.models.config_json import read_config, read_eos_ids
 from posttrain.models.decoder import Decoder, DecoderConfig
-from posttrain.models.folder import SCORE, allocate, read_weights, save_model
+from posttrain.models.folder import BACKBONE, INNER, OURS, SCORE, allocate, of_backbone, read_weights, save_model
 from posttrain.models.json_files import read_json, shown
 from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
 from posttrain.protocols import Model
@@ -30,10 +30,8 @@ from posttrain.types import UserError
 
 Pooling = Literal["last", "mean"]
 Head = Literal["linear", "mlp"]
-OURS = "posttrain_reward_model"  # the model_type of what transformers cannot hold
 OFFSET = "posttrain_score_offset"
-INNER = "score.inner.weight"  # of a head of two layers
-FORM = ("posttrain_backbone", "posttrain_pooling", "posttrain_head")  # entries of config.json that say what it is
+FORM = (BACKBONE, "posttrain_pooling", "posttrain_head")  # entries of config.json that say what it is
 CLASSIFIERS = {
     "llama": "LlamaForSequenceClassification",
     "mistral": "MistralForSequenceClassification",
@@ -113,7 +111,7 @@ class RewardModel(nn.Module):
             OFFSET: self.offset,
         }
         if not self.shape.stored_by_transformers:
-            told |= {"architectures": ["PosttrainRewardModel"], "model_type": OURS, "posttrain_backbone": family}
+            told |= {"architectures": ["PosttrainRewardModel"], "model_type": OURS, BACKBONE: family}
             told |= {"posttrain_pooling": self.shape.pooling, "posttrain_head": self.shape.head}
         also = {SCORE: self.score.detach()}
         if self.inner is not None:
@@ -159,9 +157,7 @@ def _read(
     folder: str | Path, shape: Shape, seed: int, device: str | torch.device
 ) -> tuple[RewardModel, dict[str, Tensor]]:
     folder = checkpoint_folder(folder)
-    source = read_json(folder / "config.json")
-    if source.get("model_type") == OURS:
-        source = {**source, "model_type": source.get("posttrain_backbone")}
+    source = of_backbone(read_json(folder / "config.json"))
     config = read_config(folder, source)
     backbone = allocate(folder, replace(config, tied=True), torch.float32, torch.device(device))
     found = read_weights(backbone, folder, also=("lm_head.weight", SCORE, "score.bias", INNER))

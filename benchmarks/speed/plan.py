@@ -26,13 +26,12 @@ class Lesson:
     student: str
     max_tokens: int
     divergence: str = "reverse-kl"
-    precision: str = "float32"
     teacher: str = "27m"
 
     @property
     def name(self) -> str:
         ends = "natural lengths" if self.student in MAX_TOKENS else f"{self.max_tokens} tokens each"
-        return f"{self.divergence}, {ends}" + ("" if self.precision == "float32" else f", {self.precision}")
+        return f"{self.divergence}, {ends}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ WHOLE = Plan(
         "peak": {"5m": 3, "27m": 2},
         "growth": {"long": 2},
         "pairs": {"5m": 3, "27m": 2},
-        "distill": {"5m": 2, "long": 2},
+        "distill": {"5m": 3, "long": 3},
     },
     ways={"5m": ("16", "8"), "27m": ("16", "8")},
     memory_way="8",
@@ -78,7 +77,7 @@ WHOLE = Plan(
     eager=False,
     sft_steps={"5m": 4, "27m": 2},
     pairs={
-        "dpo": {"gsm8k": (Rival("5m"), Rival("27m"), Rival("27m", "bfloat16")), "short": (Rival("5m"),)},
+        "dpo": {"gsm8k": (Rival("5m"), Rival("27m")), "short": (Rival("5m"),)},
         "reward": {"gsm8k": (Rival("5m"),), "short": (Rival("5m"),)},
     },
     pair_ways={"5m": (8, 4, 2), "27m": (4, 2)},
@@ -86,9 +85,8 @@ WHOLE = Plan(
     lessons=(
         Lesson("5m", MAX_TOKENS["5m"]),
         Lesson("long", FIXED, divergence="jsd"),
-        Lesson("5m", MAX_TOKENS["5m"], precision="bfloat16"),
     ),
-    lesson_ways=(8, 4),
+    lesson_ways=(16, 8, 4),
 )
 QUICK = Plan(
     models=("5m",),
@@ -105,6 +103,6 @@ QUICK = Plan(
     pairs={part: {"gsm8k": (Rival("5m"),), "short": (Rival("5m"),)} for part in WHOLE.pairs},
     pair_ways={"5m": (8, 4)},
     passes={"5m": 1},
-    lessons=(Lesson("5m", 16), Lesson("long", 8, divergence="jsd", precision="bfloat16")),
+    lessons=(Lesson("5m", 16), Lesson("long", 8, divergence="jsd")),
     lesson_ways=(16, 8),
 )

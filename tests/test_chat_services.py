@@ -17,6 +17,7 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.services.reward_model import RewardModel
 
 TYPED = ("1+2=", "3+4=")
+GREEDY = ("--temperature", "0", "--max-tokens", "5")
 
 
 @pytest.fixture
@@ -47,8 +48,8 @@ def test_reward_models_and_judges_score_each_reply_to_all_that_was_said_before(
             (place / folder / "chat_template.jinja").write_text(template)
     with serving() as server:
         write_recipe(place / "judge.toml", server.address)
-        words = ["chat", "start", "--reward-model", "mine=reward", "--judge", "judge.toml", "--max-tokens", "5"]
-        assert main([*words, *(("--system", "Be brief.") if template else ()), "--device", "cpu"]) == 0
+        words = ["chat", "start", "--reward-model", "mine=reward", "--judge", "judge.toml"]
+        assert main([*words, *GREEDY, *(("--system", "Be brief.") if template else ()), "--device", "cpu"]) == 0
         replies = [reply for request in server.asked for reply in replied(request)][-2:]
     printed = capsys.readouterr().out
     assert re.findall(r"\(judge: (.+)\)", printed) == [f"{1 + min(9, len(reply))}" for reply in replies]
@@ -75,7 +76,7 @@ def test_what_a_service_cannot_answer_is_said_and_the_chat_goes_on(
 ) -> None:
     with serving() as server:
         write_recipe(place / "judge.toml", server.address, kind="pairwise")
-        assert main(["chat", "start", "--judge", "judge.toml", "--max-tokens", "5"]) == 0
+        assert main(["chat", "start", "--judge", "judge.toml", *GREEDY]) == 0
     assert capsys.readouterr().out.count("(judge: no answer, a pairwise judge is asked with") == len(TYPED)
 
 

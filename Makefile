@@ -56,7 +56,7 @@ versions: .venv-oldest/ready .venv-newest/ready
 	.venv-newest/bin/pip install --quiet --editable ".[dev]"
 	touch .venv-newest/ready
 
-# 20 to 30 minutes on two idle cores; appends what it finds to docs/results/speed.md.
+# 30 to 40 minutes on two idle cores; appends what it finds to docs/results/speed.md.
 bench: .venv/ready .venv-vllm/ready
 	$(MAKE) -C benchmarks/peers ../../runs/peers/env-trl/ready
 	$(BIN)/python benchmarks/speed/bench.py

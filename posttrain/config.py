@@ -380,6 +380,25 @@ class Evaluation(Data):
 
 
 @dataclass(frozen=True)
+class Chat:
+    """Talk to a checkpoint (to one without a chat template: give it text to continue)."""
+
+    system: str | None = None
+    """A system message."""
+    temperature: float = option(0.7, least=0)
+    """Of sampling; 0: greedy."""
+    max_tokens: int = option(256, above=0)
+    """Most tokens of a reply."""
+    reward_model: tuple[str, ...] = ()
+    """Folder of a reward model: its score of each reply is shown. Of several, NAME=FOLDER is shown by its name."""
+    judge: tuple[str, ...] = ()
+    """Recipe (TOML) of a judge that scores: its verdict on each reply is shown. Of several, NAME=RECIPE is shown by its
+    name."""
+    device: str = "auto"
+    """auto, cpu, cuda ..."""
+
+
+@dataclass(frozen=True)
 class Check(Data):
     """Run a reward or an environment against sample replies, before any training."""
 

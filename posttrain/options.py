@@ -13,6 +13,7 @@ from posttrain.config import (
     OF_ONE_CALL,
     RL,
     SERVICES,
+    Chat,
     Check,
     Data,
     Distill,
@@ -33,7 +34,7 @@ AnyTraining = TypeVar("AnyTraining", bound=Training)
 AnyConfig = TypeVar("AnyConfig", bound=Data)
 
 
-def validate(config: Training | Evaluation | Check | Sample | Label) -> None:
+def validate(config: Training | Evaluation | Check | Sample | Label | Chat) -> None:
     """Refuse numbers that make no sense, in one line each. What depends on data or model is checked elsewhere."""
     for f in fields(config):
         knob_of(f).bounds.check(f"--{f.name.replace('_', '-')}", getattr(config, f.name))
@@ -46,12 +47,13 @@ def validate(config: Training | Evaluation | Check | Sample | Label) -> None:
         raise UserError("--stop holds an empty text, at which every reply would end: leave it out for none")
     if isinstance(config, Label):
         return _validate_label(config)
+    if isinstance(config, Chat):
+        _services(config)
+        return None
     if not config.tasks:
         raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
     if isinstance(config, RL | Evaluation | Check | Sample):
-        names = [n for kind in SERVICES for n, _ in named_services(getattr(config, kind), kind.replace("_", "-"))]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise UserError(f"two services are called {twice!r}: give them names, such as --judge strict=RECIPE")
+        names = _services(config)
         if not config.env and names:
             raise UserError(
                 f"--env is missing: one that asks {', '.join(names)} with Ask, and says what their answers are worth"
@@ -69,6 +71,14 @@ def validate(config: Training | Evaluation | Check | Sample | Label) -> None:
         _validate_rl(config)
     if isinstance(config, Sample):
         _validate_sample(config)
+
+
+def _services(config: RL | Evaluation | Check | Sample | Chat) -> list[str]:
+    """Names of the services. Raises UserError if two have the same."""
+    names = [n for kind in SERVICES for n, _ in named_services(getattr(config, kind), kind.replace("_", "-"))]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"two services are called {twice!r}: give them names, such as --judge strict=RECIPE")
+    return names
 
 
 def _validate_sample(config: Sample) -> None:

@@ -18,12 +18,12 @@ from conftest import tiny
 from posttrain.cli import typed
 from posttrain.cli.chat import converse, dialogue
 from posttrain.cli.main import _stop, main
-from posttrain.config import RL, SFT, Check, Data, Evaluation
+from posttrain.config import RL, SFT, Chat, Check, Data, Evaluation
 from posttrain.envs import arithmetic
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import as_dict, continued, filled
-from posttrain.training import assembly, evaluation
+from posttrain.training import assembly, evaluation, imitating
 from posttrain.types import Reply, StopReason, Turn, UserError
 
 
@@ -76,7 +76,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         configs.append(config)
         raise UserError("taken")
 
-    for home, verb in ((assembly, "sft"), (assembly, "rl"), (evaluation, "evaluate")):
+    for home, verb in ((imitating, "sft"), (assembly, "rl"), (evaluation, "evaluate")):
         monkeypatch.setattr(home, verb, take)
     return configs
 
@@ -284,7 +284,7 @@ def test_converse_talks_to_a_real_checkpoint(
             raise EOFError from None
 
     monkeypatch.setattr("builtins.input", type_in)
-    converse("start", None, 0.0, 5, "cpu")
+    converse("start", Chat(temperature=0.0, max_tokens=5, device="cpu"))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and lines[0].endswith("an empty line ends") and not lines[-1]
 

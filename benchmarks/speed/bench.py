@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from alone import growth, memory, peak, profile, start
-from beside import dpo, grpo, reward, sampling, sft
+from beside import distill, dpo, grpo, reward, sampling, sft
 from plan import QUICK, WHOLE, Plan
 from rich.console import Console
 from sides import HERE, ROOT, Failed, Machine
@@ -38,6 +38,7 @@ PARTS: dict[str, Callable[[Machine, Plan], list[Table]]] = {
     "sft": sft,
     "dpo": dpo,
     "reward": reward,
+    "distill": distill,
     "peak": peak,
     "profile": profile,
     "memory": memory,

@@ -1,4 +1,4 @@
-"""The parts in which posttrain stands beside others: sampling, steps of GRPO, steps of SFT.
+"""The parts in which posttrain stands beside others: sampling, and steps of GRPO, SFT, DPO, reward models, distillation.
 
 Every round asks the sides one after the other, so that a machine that becomes slower does so for all of them; ratios are
 taken within a round.
@@ -9,9 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 from plan import Plan, Rival
-from sides import Machine, Sides
+from sides import Failed, Machine, Side, Sides
 from tables import Figure, Goal, Table, number
-from work import BUDGETS, CASES, FIXED, MAX_TOKENS, PAIRS, REQUESTS, SFT_ROWS, rows, tokens_of
+from work import (
+    BUDGETS,
+    CASES,
+    DISTILLED,
+    FIXED,
+    KINDS_OF_PAIRS,
+    MAX_TOKENS,
+    PAIRS,
+    REQUESTS,
+    SFT_ROWS,
+    pairs,
+    rows,
+    tokens_of,
+    tokens_of_pairs,
+)
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
@@ -160,8 +174,6 @@ def sft(machine: Machine, plan: Plan) -> list[Table]:
 
 # -- pairs -------------------------------------------------------------------------------------------------------------
 
-WAYS = (16, 8, 4)  # pairs that go through TRL's model at once; the fastest counts
-
 
 def dpo(machine: Machine, plan: Plan) -> list[Table]:
     """Steps of DPO, the reference's say found beforehand on both sides."""
@@ -176,33 +188,100 @@ def reward(machine: Machine, plan: Plan) -> list[Table]:
 def _of_pairs(part: str, title: str, goals: dict[str, Goal], machine: Machine, plan: Plan) -> Table:
     table = Table(
         f"{title}, {PAIRS} pairs a step, pairs per second",
-        ("model", "pairs", "posttrain", "TRL", "pairs at once", "ratio", "goal"),
+        ("model", "pairs", "posttrain", "TRL", "ratio", "goal", "TRL, pairs at once"),
         notes=[
-            "gsm8k: a problem with its solution and that of another problem; short: prompts and replies of a line or two.",
-            f"TRL in the fastest of {', '.join(map(str, WAYS))} pairs at once, chosen by a step of each.",
+            "gsm8k: a problem with its solution and that of another problem; short: prompts and replies of a line or two. "
+            "A round is whole passes over the pairs, so both sides have the same ones, and the same tokens.",
+            "TRL pads, and takes as many pairs at once as was fastest (in brackets: seconds per 1,000 tokens of each way).",
         ],
     )
-    for rival in plan.rivals:
-        for kind in ("gsm8k", "short"):
-            count = 256
-            common = {"model": machine.model(rival.model), "precision": rival.precision, "pairs": count, "kind": kind}
+    for kind, rivals in plan.pairs[part].items():
+        for rival in rivals:
+            model = rival.model
+            common = {"model": machine.model(model), "precision": rival.precision, "kind": kind}
+            steps = KINDS_OF_PAIRS[kind] // PAIRS
+            found: dict[str, list[float]] = {"posttrain": [], "trl": []}
             with Sides(machine) as sides:
-                ours = sides.start("posttrain", part, **common)
-                theirs = {way: sides.start("trl", part, batch=way, **common) for way in WAYS}
-                way = max(theirs, key=lambda way: _rate(theirs[way].ask(steps=2)))
-                found: dict[str, list[float]] = {"ours": [], "theirs": []}
-                for _ in range(plan.rounds["sft"][rival.model]):
-                    found["ours"].append(_rate(ours.ask(steps=plan.sft_steps[rival.model])))
-                    found["theirs"].append(_rate(theirs[way].ask(steps=plan.sft_steps[rival.model])))
+                running = {
+                    "posttrain": sides.start("posttrain", part, **common),
+                    "trl": sides.start("trl", part, ways=plan.pair_ways[model], **common),
+                }
+                way = _way(running["trl"].first)
+                for side in running.values():
+                    side.ask(steps=steps - 1)  # to the end of the first pass
+                for _ in range(plan.rounds["pairs"][model]):
+                    for name, side in running.items():
+                        lap = side.ask(steps=steps * plan.passes[model])
+                        _same_tokens(side, lap, part, kind, machine.model(model), plan.passes[model])
+                        found[name].append(lap["pairs"] / lap["seconds"])
             mine, peer = (Figure.of(values) for values in found.values())
             ratio = mine.over(peer)
             goal = goals[kind].judge(ratio.median) if kind in goals else ""
-            table.add(rival.name, kind, mine, peer, way, ratio, goal)
+            table.add(rival.name, kind, mine, peer, ratio, goal, way)
     return table
 
 
-def _rate(found: dict[str, float]) -> float:
-    return found["pairs"] / found["seconds"]
+def _way(said: dict[str, Any]) -> str:
+    """How many examples TRL takes at once, and what was tried."""
+    listed = ", ".join(f"{way}: {number(seconds)}" for way, seconds in said["tried"].items())
+    return f"{said['way']} ({listed})"
+
+
+def _same_tokens(side: Side, lap: dict[str, Any], part: str, kind: str, folder: str, passes: int) -> None:
+    """Raise Failed unless a side read exactly the tokens of these passes: those of the folder's tokenizer."""
+    expected = tokens_of_pairs(folder, kind)
+    if part == "reward" and side.name.startswith("trl"):  # counts what it reads, the prompt of a pair twice
+        expected += 2 * sum(map(len, tokens_of(folder, [row["prompt"] for row in pairs(kind)])))
+    if lap["tokens"] != passes * expected:
+        raise Failed(f"{side.name} had {lap['tokens']} tokens instead of {passes * expected}")
+
+
+# -- distillation ------------------------------------------------------------------------------------------------------
+
+
+def distill(machine: Machine, plan: Plan) -> list[Table]:
+    """Whole steps of distillation on policy: replies, the teacher's distribution at each of their tokens, update."""
+    table = Table(
+        f"On-policy distillation, {DISTILLED} prompts a step and a reply each, sampled tokens per second",
+        (
+            *("loss, replies", "posttrain", "TRL", "ratio", "posttrain s/step", "of it sampling", "learning"),
+            *("TRL s/step", "of it sampling", "learning", "TRL, replies at once"),
+        ),
+        notes=[
+            "Student: 5 M parameters, teacher: 27 M, random, of the same tokenizer; exact divergences over the whole "
+            "vocabulary. Learning includes the teacher's pass.",
+            "TRL: DistillationTrainer. It samples all replies at once and learns from as many as was fastest (in brackets: "
+            "seconds per 1,000 tokens of each way).",
+        ],
+    )
+    for lesson in plan.lessons:
+        common = {
+            "model": machine.model(lesson.student),
+            "teacher": machine.model(lesson.teacher),
+            "precision": "float32",  # TRL would learn in float32 anyway: see the README
+            "divergence": lesson.divergence,
+            "max_tokens": lesson.max_tokens,
+        }
+        found: dict[str, list[dict[str, Any]]] = {"posttrain": [], "trl": []}
+        with Sides(machine) as sides:
+            running = {
+                "posttrain": sides.start("posttrain", "distill", **common),
+                "trl": sides.start("trl", "distill", ways=plan.lesson_ways, **common),
+            }
+            for _ in range(plan.rounds["distill"][lesson.student]):
+                for name, side in running.items():
+                    found[name].append(side.ask())
+            way = _way(running["trl"].first)
+        ours, theirs = (Figure.of([lap["tokens"] / lap["seconds"] for lap in laps]) for laps in found.values())
+        spent = [_spent(laps) for laps in found.values()]
+        table.add(lesson.name, ours, theirs, ours.over(theirs), *spent[0], *spent[1], way)
+    return [table]
+
+
+def _spent(laps: list[dict[str, Any]]) -> tuple[Figure, Figure, Figure]:
+    """Seconds of a step, of its sampling, and of the rest."""
+    whole, sampling = ([lap[name] for lap in laps] for name in ("seconds", "rollout"))
+    return Figure.of(whole), Figure.of(sampling), Figure.of([a - b for a, b in zip(whole, sampling, strict=True)])
 
 
 def _packed_rows(folder: str, count: int) -> int:

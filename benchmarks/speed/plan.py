@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from work import VOCABULARIES
+from work import FIXED, MAX_TOKENS, VOCABULARIES
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,21 @@ class Rival:
     @property
     def name(self) -> str:
         return self.model if self.precision == "float32" else f"{self.model} {self.precision}"
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Who learns from whom, by which divergence, and how many tokens a reply has: at most, or always where it never ends."""
+
+    student: str
+    max_tokens: int
+    divergence: str = "reverse-kl"
+    teacher: str = "27m"
+
+    @property
+    def name(self) -> str:
+        ends = "natural lengths" if self.student in MAX_TOKENS else f"{self.max_tokens} tokens each"
+        return f"{self.divergence}, {ends}"
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,11 @@ class Plan:
     starts_of_trl: int
     eager: bool  # vLLM without compiling: starts sooner, samples slower
     sft_steps: dict[str, int]  # model -> steps in a round
+    pairs: dict[str, dict[str, tuple[Rival, ...]]]  # part -> kind of pairs -> models
+    pair_ways: dict[str, tuple[int, ...]]  # model -> pairs that go through TRL's model at once; the fastest counts
+    passes: dict[str, int]  # model -> passes over the pairs in a round
+    lessons: tuple[Lesson, ...]
+    lesson_ways: tuple[int, ...]  # replies that go through TRL's models at once; the fastest counts
 
 
 WHOLE = Plan(
@@ -45,6 +65,8 @@ WHOLE = Plan(
         "sft": {"5m": 3, "27m": 2},
         "peak": {"5m": 3, "27m": 2},
         "growth": {"long": 2},
+        "pairs": {"5m": 3, "27m": 2},
+        "distill": {"5m": 3, "long": 3},
     },
     ways={"5m": ("16", "8"), "27m": ("16", "8")},
     memory_way="8",
@@ -54,6 +76,17 @@ WHOLE = Plan(
     starts_of_trl=2,
     eager=False,
     sft_steps={"5m": 4, "27m": 2},
+    pairs={
+        "dpo": {"gsm8k": (Rival("5m"), Rival("27m")), "short": (Rival("5m"),)},
+        "reward": {"gsm8k": (Rival("5m"),), "short": (Rival("5m"),)},
+    },
+    pair_ways={"5m": (8, 4, 2), "27m": (4, 2)},
+    passes={"5m": 1, "27m": 1},
+    lessons=(
+        Lesson("5m", MAX_TOKENS["5m"]),
+        Lesson("long", FIXED, divergence="jsd"),
+    ),
+    lesson_ways=(16, 8, 4),
 )
 QUICK = Plan(
     models=("5m",),
@@ -67,4 +100,9 @@ QUICK = Plan(
     starts_of_trl=1,
     eager=True,
     sft_steps={"5m": 1},
+    pairs={part: {"gsm8k": (Rival("5m"),), "short": (Rival("5m"),)} for part in WHOLE.pairs},
+    pair_ways={"5m": (8, 4)},
+    passes={"5m": 1},
+    lessons=(Lesson("5m", 16), Lesson("long", 8, divergence="jsd")),
+    lesson_ways=(16, 8),
 )

@@ -3,7 +3,8 @@
 python benchmarks/speed/posttrain_side.py PART SETTINGS     (started by bench.py; SETTINGS is JSON)
 
 serve         an engine and a learner, called directly: sampling, updates, long contexts, prompts of groups
-grpo, sft, dpo, reward    the trainers of `posttrain rl`, `sft`, `prefer` and `reward-model`, interrupted after each step
+grpo, distill, sft, dpo, reward    the trainers of `posttrain rl`, `distill`, `sft`, `prefer` and `reward-model`, interrupted
+              after each step
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import torch
 from flops import peak_shapes, product_peak
 from rewards import REWARDS
 from side import Laps, Line, Memory, use_threads
-from work import GROUP, LEARNING_RATE, PAIRS, PROMPTS, SFT_ROWS, pairs, requests, rows, tasks, tokens_of
+from work import DISTILLED, GROUP, LEARNING_RATE, PAIRS, PROMPTS, SFT_ROWS, pairs, requests, rows, tasks, tokens_of
 
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.table import find
 from posttrain.batch import Batch
-from posttrain.config import RL, SFT, Prefer, RewardModelling
+from posttrain.config import RL, SFT, Distill, Prefer, RewardModelling
 from posttrain.engines.compiled import KINDS as KINDS_OF_STEP
 from posttrain.engines.local import LocalEngine
 from posttrain.kernels import build
@@ -212,6 +213,39 @@ def grpo(line: Line, settings: dict[str, Any]) -> None:
         steps=1_000_000,
         save_every=1_000_000,
     )
+    _stepping(line, settings)
+    assembly.rl(config)
+
+
+def distill(line: Line, settings: dict[str, Any]) -> None:
+    """The trainer of `posttrain distill`: every step the same prompts, one reply each, nothing scored but by the teacher."""
+    scratch = Path(settings["scratch"])
+    scratch.mkdir(parents=True, exist_ok=True)
+    (scratch / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks(DISTILLED)))
+    config = Distill(
+        tasks=str(scratch / "tasks.jsonl"),
+        model=settings["model"],
+        teacher=settings["teacher"],
+        algorithm=f"distill-{settings['divergence']}",
+        out=str(scratch / "run"),
+        overwrite=True,
+        quiet=True,
+        threads=settings["threads"],
+        precision=settings["precision"],
+        prompts=DISTILLED,
+        group=1,
+        max_tokens=settings["max_tokens"],
+        lr=LEARNING_RATE,
+        max_grad_norm=1.0,
+        steps=1_000_000,
+        save_every=1_000_000,
+    )
+    _stepping(line, settings)
+    assembly.rl(config)
+
+
+def _stepping(line: Line, settings: dict[str, Any]) -> None:
+    """Have the trainer that runs next interrupted after each step."""
     laps = Laps(line, _watched(settings))
 
     def after(trained: Trained) -> bool | None:
@@ -220,7 +254,6 @@ def grpo(line: Line, settings: dict[str, Any]) -> None:
         return None
 
     also(after)
-    assembly.rl(config)
 
 
 def sft(line: Line, settings: dict[str, Any]) -> None:
@@ -265,12 +298,11 @@ def _of_pairs(line: Line, settings: dict[str, Any]) -> dict[str, Any]:
     """Options of a trainer that learns from pairs, which is interrupted after each step."""
     scratch = Path(settings["scratch"])
     scratch.mkdir(parents=True, exist_ok=True)
-    some = pairs(settings["kind"], settings["pairs"])
-    (scratch / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    (scratch / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(settings["kind"])))
     laps = Laps(line, _watched(settings))
 
     def after(trained: Trained) -> bool | None:
-        leave(laps.step(pairs=PAIRS))
+        leave(laps.step(pairs=PAIRS, tokens=trained.step.tokens))
         return None
 
     also(after)
@@ -315,5 +347,5 @@ def leave(wanted: bool) -> None:
 
 
 if __name__ == "__main__":
-    parts = {"serve": serve, "grpo": grpo, "sft": sft, "dpo": dpo, "reward": reward}
+    parts = {"serve": serve, "grpo": grpo, "distill": distill, "sft": sft, "dpo": dpo, "reward": reward}
     parts[sys.argv[1]](Line(), json.loads(sys.argv[2]))

@@ -55,6 +55,7 @@ class Laps:
     ) -> None:
         self.line, self.watch, self.on_request = line, watch, on_request
         self.left = 1
+        self.about: dict[str, Any] = {}  # what else every answer says
         self.sums: dict[str, float] = {}
         self.begin = time.perf_counter()
 
@@ -66,7 +67,7 @@ class Laps:
         self.left -= 1
         if self.left:
             return False
-        self.line.answer(seconds=ended - self.begin, **self.sums, **self.watch.peak())
+        self.line.answer(**self.about, seconds=ended - self.begin, **self.sums, **self.watch.peak())
         request = self.line.asked()
         if request is None:
             return True

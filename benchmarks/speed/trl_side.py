@@ -1,4 +1,4 @@
-"""TRL's side: its GRPO and its SFT trainer, interrupted after each step. Runs in TRL's environment.
+"""TRL's side: its trainers, interrupted after each step. Runs in TRL's environment.
 
     python benchmarks/speed/trl_side.py PART SETTINGS     (started by bench.py; SETTINGS is JSON)
 
@@ -26,6 +26,8 @@ from datasets import Dataset
 from side import Laps, Line, Memory, timed, use_threads
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -35,7 +37,7 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
-from work import GROUP, LEARNING_RATE, PAIRS, PROMPTS, REQUESTS, SFT_ROWS, pairs, rows, tasks
+from work import DISTILLED, GROUP, LEARNING_RATE, PAIRS, PROMPTS, REQUESTS, SFT_ROWS, pairs, rows, tasks
 
 transformers.logging.set_verbosity_error()
 
@@ -197,38 +199,153 @@ def sft(line: Line, settings: dict[str, Any]) -> None:
     made[0].train()
 
 
+class CountingDPO(DPOTrainer):
+    """Counts the tokens of the responses."""
+
+    counted = 0
+
+    def compute_loss(self, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
+        self.counted += int(inputs["completion_mask"].sum())
+        return super().compute_loss(model, inputs, *more, **options)
+
+
+class CountingReward(RewardTrainer):
+    """Counts the tokens of prompts and responses."""
+
+    counted = 0
+
+    def compute_loss(self, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
+        self.counted += int(inputs["attention_mask"].sum())
+        return super().compute_loss(model, inputs, *more, **options)
+
+
 def dpo(line: Line, settings: dict[str, Any]) -> None:
     """Steps of DPO. What the reference says is computed before the first step, as on the other side."""
-    options = {"precompute_ref_log_probs": True, "beta": 0.1, "max_length": None}
-    _of_pairs(line, settings, lambda **more: DPOTrainer(args=DPOConfig(**more.pop("args"), **options), **more))
+    options = {"precompute_ref_log_probs": True, "beta": 0.1, "loss_type": ["sigmoid"], "max_length": None}
+    _of_pairs(line, settings, lambda args, **more: CountingDPO(args=DPOConfig(**args, **options), **more))
 
 
 def reward(line: Line, settings: dict[str, Any]) -> None:
     """Steps of a reward model."""
-    _of_pairs(
-        line, settings, lambda **more: RewardTrainer(args=RewardConfig(**more.pop("args"), max_length=None), **more)
-    )
+    _of_pairs(line, settings, lambda args, **more: CountingReward(args=RewardConfig(**args, max_length=None), **more))
 
 
 def _of_pairs(line: Line, settings: dict[str, Any], make: Callable[..., Any]) -> None:
-    """`batch`: pairs that go through the model at once."""
-    laps = Laps(line, watched(settings))
-    tokenizer = AutoTokenizer.from_pretrained(settings["model"])
+    data = Dataset.from_list(pairs(settings["kind"]))
+
+    def trainer(batch: int, step: Callable[[Any], bool]) -> Any:
+        made: list[Any] = []
+        made.append(
+            make(
+                model=settings["model"],
+                args=_batched(settings, batch, PAIRS),
+                train_dataset=data,
+                processing_class=_padded(settings["model"]),
+                callbacks=[AfterStep(lambda: step(made[0]))],
+            )
+        )
+        return made[0]
+
+    def count(made: Any) -> dict[str, float]:
+        tokens, made.counted = made.counted, 0
+        return {"pairs": PAIRS, "tokens": tokens}
+
+    _measured(line, settings, trainer, count)
+
+
+class TimedDistillation(DistillationTrainer):
+    """Counts the sampled tokens, and how long sampling takes."""
+
+    counted = 0
+    sampling = 0.0
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        begin = time.perf_counter()
+        made = super()._generate_and_score_completions(inputs)
+        self.sampling += time.perf_counter() - begin
+        self.counted += int(made["completion_mask"].sum())
+        return made
+
+
+BETAS = {"reverse-kl": 1.0, "jsd": 0.5, "forward-kl": 0.0}
+"""What TRL calls the divergences."""
+
+
+def distill(line: Line, settings: dict[str, Any]) -> None:
+    """Steps of distillation on policy: every step the same prompts, one reply each, all sampled at once."""
+
+    def trainer(batch: int, step: Callable[[Any], bool]) -> TimedDistillation:
+        made: list[TimedDistillation] = []
+        made.append(
+            TimedDistillation(
+                model=settings["model"],
+                teacher_model=settings["teacher"],
+                args=DistillationConfig(
+                    **_batched(settings, batch, DISTILLED),
+                    max_completion_length=settings["max_tokens"],
+                    beta=BETAS[settings["divergence"]],
+                    temperature=1.0,
+                    shuffle_dataset=False,
+                ),
+                train_dataset=Dataset.from_list(tasks(DISTILLED)).select_columns(["prompt"]),
+                processing_class=_padded(settings["model"], padding_side="left"),
+                callbacks=[AfterStep(lambda: step(made[0]))],
+            )
+        )
+        return made[0]
+
+    def count(made: TimedDistillation) -> dict[str, float]:
+        found = {"tokens": made.counted, "rollout": made.sampling}
+        made.counted, made.sampling = 0, 0.0
+        return found
+
+    _measured(line, settings, trainer, count)
+
+
+def _batched(settings: dict[str, Any], batch: int, whole: int) -> dict[str, Any]:
+    """What every trainer is told: `batch` of the `whole` examples of a step go through the model at once."""
+    return dict(
+        **COMMON,
+        bf16=narrow(settings),
+        output_dir=settings["scratch"],
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=whole // batch,
+    )
+
+
+def _padded(folder: str, **options: Any) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    trainer = make(
-        model=settings["model"],
-        args=dict(
-            **COMMON,
-            bf16=narrow(settings),
-            output_dir=settings["scratch"],
-            per_device_train_batch_size=settings["batch"],
-            gradient_accumulation_steps=PAIRS // settings["batch"],
-        ),
-        train_dataset=Dataset.from_list(pairs(settings["kind"], settings["pairs"])),
-        processing_class=tokenizer,
-        callbacks=[AfterStep(lambda: laps.step(pairs=PAIRS))],
-    )
+    return tokenizer
+
+
+def _measured(
+    line: Line,
+    settings: dict[str, Any],
+    make: Callable[[int, Callable[[Any], bool]], Any],
+    count: Callable[[Any], dict[str, float]],
+) -> None:
+    """Laps of the trainer with the fastest of `ways`: how many examples go through the model at once.
+
+    Each is tried for two steps, the first of which warms up. What counts is its time per token, where tokens vary.
+    """
+    laps = Laps(line, watched(settings))
+    tried: dict[int, float] = {}
+    for batch in settings["ways"]:
+        ends: list[float] = []
+        tokens: list[float] = []
+
+        def note(made: Any, ends: list[float] = ends, tokens: list[float] = tokens) -> bool:
+            ends.append(time.perf_counter())
+            tokens.append(count(made)["tokens"])
+            return len(ends) == 2
+
+        make(batch, note).train()
+        tried[batch] = 1000 * (ends[1] - ends[0]) / tokens[1]
+    best = min(tried, key=lambda batch: tried[batch])
+    laps.about = {"way": best, "tried": tried}
+    trainer = make(best, lambda made: laps.step(**count(made)))
     laps.begin = time.perf_counter()
     trainer.train()
 
@@ -251,5 +368,13 @@ def watched(settings: dict[str, Any]) -> Memory:
 
 if __name__ == "__main__":
     assert PROMPTS * GROUP == REQUESTS
-    parts = {"grpo": grpo, "choose": choose, "sft": sft, "dpo": dpo, "reward": reward, "start": start}
+    parts = {
+        "grpo": grpo,
+        "choose": choose,
+        "distill": distill,
+        "sft": sft,
+        "dpo": dpo,
+        "reward": reward,
+        "start": start,
+    }
     parts[sys.argv[1]](Line(), json.loads(sys.argv[2]))

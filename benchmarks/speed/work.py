@@ -18,7 +18,9 @@ GROUP = 8  # rollouts per prompt
 REQUESTS = PROMPTS * GROUP
 FIXED = 128  # new tokens per request, where all replies have the same length
 SFT_ROWS = 16  # per step
-PAIRS = 16  # per step
+PAIRS = 8  # per step: 16 responses, as many as SFT has rows
+KINDS_OF_PAIRS = {"gsm8k": 16, "short": 16}  # how many there are of each; a pass over them is two steps
+DISTILLED = 16  # prompts of a step of distillation, a reply each
 LEARNING_RATE = 1e-6
 VOCABULARIES = (4096, 32768, 131072)
 
@@ -52,12 +54,17 @@ def rows(count: int, first: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def pairs(kind: str, count: int) -> list[dict[str, str]]:
-    """Comparisons. gsm8k: a problem, its solution, and that of another problem. short: a line or two."""
+def pairs(kind: str) -> list[dict[str, str]]:
+    """Comparisons. gsm8k: a problem, its solution, and that of another problem. short: a line or two.
+
+    Every prompt ends with a new line, so its tokens are the same alone and before a response.
+    """
+    count = KINDS_OF_PAIRS[kind]
     if kind == "short":
         with open(DATA / "preferences" / "pairs.jsonl", encoding="utf-8") as file:
             read = [json.loads(line) for line in file]
-        return [row for row in read if row["chosen"] != row["rejected"]][:count]
+        some = [row for row in read if row["chosen"] != row["rejected"]][:count]
+        return [{**row, "prompt": row["prompt"].strip() + "\n"} for row in some]
     solved = rows(count + 1)
     return [
         {"prompt": one["prompt"], "chosen": one["response"], "rejected": other["response"]}
@@ -65,9 +72,15 @@ def pairs(kind: str, count: int) -> list[dict[str, str]]:
     ]
 
 
-def tasks() -> list[dict[str, Any]]:
+def tokens_of_pairs(folder: str | Path, kind: str) -> int:
+    """Tokens of all responses, with an end of sequence each: what DPO learns in a pass over these pairs."""
+    texts = [row[side] for row in pairs(kind) for side in ("chosen", "rejected")]
+    return sum(len(ids) + 1 for ids in tokens_of(folder, texts))
+
+
+def tasks(count: int = PROMPTS) -> list[dict[str, Any]]:
     """The tasks of every step."""
-    return [{name: row[name] for name in ("id", "prompt", "answer")} for row in rows(PROMPTS)]
+    return [{name: row[name] for name in ("id", "prompt", "answer")} for row in rows(count)]
 
 
 def requests(case: str) -> list[tuple[str, int]]:

@@ -3,57 +3,94 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from types import MappingProxyType
+from typing import Any
 
+from posttrain.config import SERVICES, Chat, named_services
 from posttrain.engines.embedded import embedded
-from posttrain.envs.play import MAX_TURNS, Episode, Player
-from posttrain.envs.pool import EnvPool
+from posttrain.envs.asked import question
+from posttrain.envs.play import MAX_TURNS, Episode
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
+from posttrain.training.playground import open_dialogue
 from posttrain.training.setup import choose_device
-from posttrain.types import Env, Reply, Sampling, StopReason, Task, Turn, UserError
+from posttrain.types import Ask, Env, Invalid, Reply, StopReason, Task, Turn, UserError
 
 
-def converse(model: str, system: str | None, temperature: float, max_tokens: int, device: str) -> None:
+def converse(model: str, config: Chat) -> None:
     """Read lines and print replies until an empty line or the end of the input (Ctrl-D).
 
-    Without a chat template, lines are text for the model to continue. Raises UserError if the checkpoint cannot be
-    loaded, or if there is a system message and no template to put it in.
+    Without a chat template, lines are text for the model to continue. What reward models and judges say of a reply is
+    printed below it. Raises UserError if the checkpoint or a service cannot be loaded, or if there is a system message and
+    no template to put it in.
     """
-    if temperature < 0 or max_tokens < 1:
-        raise UserError("--temperature must be 0 or more and --max-tokens at least 1")
-    folder = resolve(model)
-    decoder, tokenizer = load_model(folder, device=choose_device(device)), Tokenizer.load(folder)
+    folder, device = resolve(model), choose_device(config.device)
+    decoder, tokenizer = load_model(folder, device=device), Tokenizer.load(folder)
     chat = tokenizer.chat_template is not None
-    if system is not None and not chat:
+    if config.system is not None and not chat:
         raise UserError(f"{folder} has no chat template, so it knows no system message: leave out --system")
-    print("a message and Enter; an empty line ends" if chat else "text to continue and Enter; an empty line ends")
-    sampling = Sampling(temperature, max_tokens=max_tokens)
-    episode = Episode({"id": "dialogue"}, "dialogue", secrets.randbits(62))
-    with EnvPool(dialogue(_ask, print, system, chat), workers=0) as pool:
-        engine = embedded(decoder, tokenizer, slots=1)
-        Player(pool, engine, tokenizer, sampling, decoder.config.context).play([episode])
+    kinds = {kind.replace("_", "-"): getattr(config, kind) for kind in SERVICES}
+    raters = {name: kind for kind, given in kinds.items() for name, _ in named_services(given, kind)}
+    with open_dialogue(config, dialogue(_ask, print, config.system, chat, raters), device) as ground:
+        print("a message and Enter; an empty line ends" if chat else "text to continue and Enter; an empty line ends")
+        player = ground.player(embedded(decoder, tokenizer, slots=1), tokenizer, decoder.config.context)
+        player.play([Episode({"id": "dialogue"}, "dialogue", secrets.randbits(62))])
 
 
-def dialogue(ask: Callable[[], str], say: Callable[[str], None], system: str | None, chat: bool) -> Env:
-    """The environment: what `ask` returns is shown to the model, and what it replies is said, until "" is asked."""
+def dialogue(
+    ask: Callable[[], str],
+    say: Callable[[str], None],
+    system: str | None,
+    chat: bool,
+    raters: Mapping[str, str] = MappingProxyType({}),
+) -> Env:
+    """The environment: what `ask` returns is shown to the model, and what it replies is said, until "" is asked.
 
-    def environment(task: Task) -> Generator[Turn | str, Reply, float]:
-        opening = [{"role": "system", "content": system}] if system is not None else []
+    `raters`: the services that score each reply, and the kind of each ("reward-model" or "judge"). What they answer is said
+    too.
+    """
+
+    def environment(task: Task) -> Generator[Turn | str | Ask, Any, float]:
+        opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
+        so_far = Turn(messages=[]) if chat else Turn(text="")
         for _ in range(MAX_TURNS):
-            if not (text := ask()):
+            if not (typed := ask()):
                 return 0.0
-            reply = yield Turn(messages=[*opening, {"role": "user", "content": text}]) if chat else Turn(text=text)
+            turn = Turn(messages=[*opening, {"role": "user", "content": typed}]) if chat else Turn(text=typed)
             opening = []
+            reply: Reply = yield turn
             say(reply)
             if reply.stop is StopReason.CONTEXT:
                 say("(the model's context is full)")
                 return 0.0
+            asked = _joined(so_far, turn)
+            for name, kind in raters.items():
+                answer = yield Ask(name, question(kind, asked, reply))
+                say(f"({name}: {_told(answer)})")
+            said = Turn(messages=[{"role": "assistant", "content": str(reply)}]) if chat else Turn(text=str(reply))
+            so_far = _joined(asked, said)
         say(f"(that was turn {MAX_TURNS}: begin anew)")
         return 0.0
 
     return environment
+
+
+def _joined(before: Turn, after: Turn) -> Turn:
+    """Both as one: messages, or text."""
+    if before.messages is not None:
+        return Turn(messages=[*before.messages, *(after.messages or ())])
+    return Turn(text=(before.text or "") + (after.text or ""))
+
+
+def _told(answer: Any) -> str:
+    """What a service said of a reply, in words."""
+    if isinstance(answer, Invalid):
+        return f"no answer, {answer.reason}"
+    if isinstance(answer, dict):
+        return ", ".join(f"{name} {_told(value)}" for name, value in answer.items())
+    return f"{answer:.4g}" if isinstance(answer, float) else str(answer)
 
 
 def _ask() -> str:

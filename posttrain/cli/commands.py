@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
-from posttrain.config import RL, SFT, Check, Distill, Evaluation, Label, Prefer, RewardModelling, Sample
+from posttrain.config import RL, SFT, Chat, Check, Distill, Evaluation, Label, Prefer, RewardModelling, Sample
 from posttrain.messages import clip, one_line
 from posttrain.options import AnyConfig, validate
 from posttrain.types import UserError
@@ -220,27 +220,18 @@ def label(*, config: Annotated[Label, Options] = Label()) -> int:  # noqa: B008
     return 0
 
 
-def chat(
-    model: str, *, system: str | None = None, temperature: float = 0.7, max_tokens: int = 256, device: str = "auto"
-) -> int:
+def chat(model: str, *, config: Annotated[Chat, Options] = Chat()) -> int:  # noqa: B008
     """Talk to a checkpoint (to one without a chat template: give it text to continue).
 
     Parameters
     ----------
     model
         Folder of a checkpoint or of a run.
-    system
-        A system message.
-    temperature
-        Of sampling; 0: greedy.
-    max_tokens
-        Most tokens of a reply.
-    device
-        auto, cpu, cuda ...
     """
     from posttrain.cli.chat import converse
 
-    converse(model, system, temperature, max_tokens, device)
+    validate(config)
+    converse(model, config)
     return 0
 
 

@@ -19,12 +19,7 @@ def reward_model(task: Task) -> Asking:
     """The score of the service "reward-model"."""
     turn = opening(task)
     reply: Reply = yield turn
-    if turn.messages is not None:
-        said = {"role": "assistant", "content": reply}
-        answer = yield Ask("reward-model", {"messages": [*turn.messages, said]})
-    else:
-        answer = yield Ask("reward-model", {"prompt": turn.text, "response": reply})
-    verdict: Verdict = answer
+    verdict: Verdict = yield Ask("reward-model", question("reward-model", turn, reply))
     return verdict
 
 
@@ -32,12 +27,19 @@ def judge(task: Task) -> Asking:
     """The verdict of the service "judge", which also gets the task's own response or answer, if it has one."""
     turn = opening(task)
     reply: Reply = yield turn
-    asked: dict[str, Any] = {"prompt": turn.text} if turn.messages is None else {"messages": list(turn.messages)}
     own = next((task[name] for name in ("response", "answer") if isinstance(task.get(name), str)), None)
     reference = {} if own is None else {"reference": own}
-    answer = yield Ask("judge", {**asked, "response": reply, **reference})
-    verdict: Verdict = answer
+    verdict: Verdict = yield Ask("judge", {**question("judge", turn, reply), **reference})
     return verdict
+
+
+def question(kind: str, turn: Turn, reply: str) -> dict[str, Any]:
+    """What a service of a kind ("reward-model" or "judge") is asked about a reply to a turn."""
+    if turn.messages is None:
+        return {"prompt": turn.text, "response": reply}
+    if kind == "judge":
+        return {"messages": list(turn.messages), "response": reply}
+    return {"messages": [*turn.messages, {"role": "assistant", "content": reply}]}
 
 
 def unscored(task: Task, reply: str) -> float:

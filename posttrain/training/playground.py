@@ -1,7 +1,7 @@
 """Where episodes are played: the environment and the services of a verb, opened, rehearsed and closed in one place.
 
-Training and evaluation ask a `Playground` for the player of a checkpoint. Whatever is wrong with an environment, a reward
-model or an endpoint is told here, before models are loaded to sample from.
+Training, evaluation, sampling and chat ask a `Playground` for the player of a checkpoint. Whatever is wrong with an
+environment, a reward model or an endpoint is told here, before anything is sampled.
 """
 
 from __future__ import annotations
@@ -14,39 +14,35 @@ from typing import Any
 
 import torch
 
-from posttrain.config import RL, Check, Evaluation, Label, Sample, named_services
+from posttrain.config import RL, Chat, Check, Evaluation, Label, Sample, named_services
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.envs.asked import unscored
 from posttrain.envs.asking import Services
 from posttrain.envs.journal import Journal
-from posttrain.envs.play import Player
+from posttrain.envs.play import MAX_TURNS, Player, TooLong
 from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
 from posttrain.runs.checkpoint import resolve
 from posttrain.training.setup import rehearse, warn
-from posttrain.types import Sampling, UserError
+from posttrain.types import Env, Sampling, UserError
 
 
 @dataclass(frozen=True)
 class Playground:
-    """Environment and services; engines come and go with checkpoints."""
+    """Environment and services; engines come and go with checkpoints. The bounds are those of a `Player`."""
 
-    config: RL | Evaluation | Sample
     pool: EnvPool
     services: Services
+    sampling: Sampling
+    too_long: TooLong = "refuse"
+    episode_tokens: int | None = None
+    max_turns: int = MAX_TURNS
 
     def player(self, engine: Engine, tokenizer: Tokenizer, context: int) -> Player:
-        """Who plays with what this engine samples; `context`: tokens that its model reads.
-
-        The episodes of `posttrain sample` say themselves how they are sampled.
-        """
-        config = self.config
-        if isinstance(config, Sample):
-            return Player(self.pool, engine, tokenizer, Sampling(), context, config.too_long, services=self.services)
-        sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
-        bounds = context, config.too_long, config.episode_tokens, config.max_turns
-        return Player(self.pool, engine, tokenizer, sampling, *bounds, services=self.services)
+        """Who plays with what this engine samples; `context`: tokens that its model reads."""
+        bounds = context, self.too_long, self.episode_tokens, self.max_turns
+        return Player(self.pool, engine, tokenizer, self.sampling, *bounds, services=self.services)
 
     @property
     def lines(self) -> list[str]:
@@ -76,11 +72,25 @@ def open_playground(
             env, limits = unscored, (0, *limits[1:])
         pool = opened.enter_context(EnvPool(env or config.env, *limits))
         rehearse(pool, tasks, services=services)
-        yield Playground(config, pool, services)
+        if isinstance(config, Sample):  # its episodes say themselves how they are sampled
+            yield Playground(pool, services, Sampling(), config.too_long)
+            return
+        sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
+        yield Playground(pool, services, sampling, config.too_long, config.episode_tokens, config.max_turns)
+
+
+@contextmanager
+def open_dialogue(config: Chat, env: Env, device: torch.device) -> Iterator[Playground]:
+    """The playground of a chat. `env` asks a person, so it runs in this process and is not rehearsed.
+
+    Raises UserError for a service that cannot be opened.
+    """
+    with open_services(config, device) as services, EnvPool(env, workers=0) as pool:
+        yield Playground(pool, services, Sampling(config.temperature, max_tokens=config.max_tokens))
 
 
 def open_services(
-    config: RL | Evaluation | Check | Sample | Label, device: torch.device, resumed: bool = False
+    config: RL | Evaluation | Check | Sample | Label | Chat, device: torch.device, resumed: bool = False
 ) -> Services:
     """The services that the options name, each tried once. What costs least is looked at first.
 
@@ -99,7 +109,7 @@ def open_services(
     return services
 
 
-def _open_judges(config: RL | Evaluation | Check | Sample | Label, services: Services, resumed: bool) -> None:
+def _open_judges(config: RL | Evaluation | Check | Sample | Label | Chat, services: Services, resumed: bool) -> None:
     if not config.judge:
         return
     from posttrain.services.judge import Judge  # and with it a library for HTTP

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_origin, get_type_hints
 
 from posttrain.algorithms.policy import Algorithm
@@ -67,7 +69,7 @@ class Data:
     they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all are
     measured before the first step, and one of them ends the run."""
     env: str = ""
-    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math,
+    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, verdict,
     word-problems). In sft only its row_to_task is used, if it has one."""
 
 
@@ -279,8 +281,9 @@ class RL(Training):
     """Folder of a reward model (a sequence-classification checkpoint of one label), which environments ask as
     "reward-model"; without --env, its score is the reward. Of several, NAME=FOLDER is asked by its name."""
     judge: tuple[str, ...] = ()
-    """Recipe (TOML) of a judge behind an OpenAI-compatible endpoint, which environments ask as "judge"; without --env, its
-    verdict is the reward. Of several, NAME=RECIPE is asked by its name."""
+    """Recipe (TOML) of a judge, which environments ask as "judge": a model behind an OpenAI-compatible endpoint, or a
+    checkpoint that reasons before its verdict. Without --env, its verdict is the reward. Of several, NAME=RECIPE is asked
+    by its name."""
     slots: int = option(256, above=0)
     """How many replies are sampled at once: bounds the memory of the key-value cache."""
     engine: Literal["local", "vllm"] = "local"
@@ -371,8 +374,9 @@ class Evaluation(Data):
     """Folder of a reward model (a sequence-classification checkpoint of one label), which environments ask as
     "reward-model"; without --env, its score is the reward. Of several, NAME=FOLDER is asked by its name."""
     judge: tuple[str, ...] = ()
-    """Recipe (TOML) of a judge behind an OpenAI-compatible endpoint, which environments ask as "judge"; without --env, its
-    verdict is the reward. Of several, NAME=RECIPE is asked by its name."""
+    """Recipe (TOML) of a judge, which environments ask as "judge": a model behind an OpenAI-compatible endpoint, or a
+    checkpoint that reasons before its verdict. Without --env, its verdict is the reward. Of several, NAME=RECIPE is asked
+    by its name."""
     slots: int = option(256, above=0)
     """How many replies are sampled at once."""
     compiled: bool = True
@@ -671,6 +675,16 @@ def named_services(values: Sequence[str], kind: str) -> list[tuple[str, str]]:
     if any(match is None for match in found):
         raise UserError(f"--{kind} is empty: leave it out, or give a file or folder")
     return [(match[1] or kind, match[2]) for match in found if match]
+
+
+def own_judge(file: str) -> str | None:
+    """The checkpoint that a judge's recipe names, where it is one of this machine; what is wrong is told later."""
+    try:
+        recipe = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    model = recipe.get("model")
+    return model if isinstance(model, str) and "endpoint" not in recipe else None
 
 
 def _play_the_only_service(config: RL | Evaluation | Check | Sample) -> None:

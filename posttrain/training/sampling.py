@@ -15,7 +15,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import Sample, named_services, validate
+from posttrain.config import Sample, named_services, own_judge, validate
 from posttrain.data.convert import Convert
 from posttrain.data.items import MOST
 from posttrain.data.tasks import Stream, Tasks
@@ -334,7 +334,9 @@ def _follows_from(
         found[f"model {config.model[place]}"] = known["digest"] if known else str(path)
     code = fingerprint.of_code(env or config.env) if env or config.env else None
     named = [("reward model", name, resolve(f)) for name, f in named_services(config.reward_model, "reward-model")]
-    named += [("judge", name, Path(file)) for name, file in named_services(config.judge, "judge")]
+    judges = named_services(config.judge, "judge")
+    named += [("judge", name, Path(file)) for name, file in judges]
+    named += [("judge's model", name, resolve(own)) for name, file in judges if (own := own_judge(file))]
     for kind, name, path in named:
         known = fingerprint.of_path(path)
         found[f"{kind} {name}"] = known["digest"] if known else str(path)

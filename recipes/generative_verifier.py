@@ -2,11 +2,11 @@
 
     python recipes/generative_verifier.py [--seeds 0 1 2] [--out runs/generative-verifier] [--docs docs]
 
-The question is whether a sum of four digits is right. A judge that reasons has imitated some worked checks, then learns
+The question is whether the last digit of a chain of additions and multiplications is right. A judge that reasons has imitated some worked checks, then learns
 by `rl` on labels alone whether its verdicts are right (the environment "verdict"). The judge without reasoning goes the
 same way with the verdict straight away. The head is a reward model (`outcome`) on the judge's own start, with all labels
 that either has seen. Every figure is measured through the service: `label --with judge=RECIPE` and `reward-model=FOLDER`, on
-sums that nobody has seen, each with a right and a wrong answer.
+chains that nobody has seen, each with a right and a wrong answer.
 
 A seed that is finished under the same settings is not repeated (delete its folder to have it again); the page is written
 anew each time.
@@ -25,26 +25,24 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
-from posttrain.envs import arithmetic
 from posttrain.reproduce.experiment import student_interval
 from posttrain.runs.reading import read_run
 from posttrain.seeds import seed_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-OPERANDS = 4
-SHOWN, LABELLED, UNSEEN = 3000, 3840, 250  # sums with a worked check; with a label alone; held out
-WRONG_BY = (-10, -2, -1, 1, 2, 10)
+STEPS = 5
+SHOWN, LABELLED, UNSEEN = 3000, 2560, 200  # chains with a worked check; with a label alone; held out
 TEMPLATE = "{prompt}{response}\n"
 VOTES = 5
 SIZE: dict[str, Any] = {"tokenizer": "characters", "hidden": 64, "layers": 2, "heads": 4, "context": 80}
 QUIET: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True, "save_every": 10**6}
-SFT: dict[str, Any] = {"epochs": 7, "rows": 32, "lr": 5e-3, "betas": (0.9, 0.95), "warmup": 20}
+SFT: dict[str, Any] = {"epochs": 6, "rows": 32, "lr": 5e-3, "betas": (0.9, 0.95), "warmup": 20}
 RL: dict[str, Any] = {
-    "steps": 60, "prompts": 64, "group": 8, "max_tokens": 48, "lr": 2e-4, "betas": (0.9, 0.95), "warmup": 10,
+    "steps": 40, "prompts": 64, "group": 8, "max_tokens": 48, "lr": 3e-4, "betas": (0.9, 0.95), "warmup": 10,
     "schedule": "linear", "env_workers": 1, "settings": {"kl": 0.0},
 }  # fmt: skip
-HEAD: dict[str, Any] = {"algorithm": "outcome", "epochs": 10, "rows": 32, "lr": 1e-3}
-SETTINGS = {"operands": OPERANDS, "rows": [SHOWN, LABELLED, UNSEEN], "votes": VOTES, "sft": SFT, "rl": RL, "head": HEAD}
+HEAD: dict[str, Any] = {"algorithm": "outcome", "epochs": 6, "rows": 32, "lr": 1e-3}
+SETTINGS = {"steps": STEPS, "rows": [SHOWN, LABELLED, UNSEEN], "votes": VOTES, "sft": SFT, "rl": RL, "head": HEAD}
 
 Rows = list[dict[str, Any]]
 
@@ -52,18 +50,34 @@ Rows = list[dict[str, Any]]
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def sums(count: int, seed: int, held_out: bool = False) -> Rows:
-    return arithmetic.tasks(count, seed, digits=1, operands=OPERANDS, held_out=held_out)
+def chains(count: int, seed: int, held_out: bool = False) -> Rows:
+    """Different ones, "3*7+4*9=" with its last digit: a tenth of all possible ones is held out, whatever the seed."""
+    draw = random.Random(seed_of(seed, "chains", held_out))
+    found: dict[str, str] = {}
+    while len(found) < count:
+        steps = [draw.choice(("+", "*")) for _ in range(STEPS)]
+        prompt = str(draw.randrange(10)) + "".join(s + draw.choice("123456789" if s == "+" else "379") for s in steps)
+        if (seed_of("held out", prompt) % 10 == 0) == held_out:
+            found[prompt] = results(prompt)[-1]
+    return [{"id": prompt, "prompt": f"{prompt}=", "answer": answer} for prompt, answer in found.items()]
+
+
+def results(chain: str) -> list[str]:
+    """The last digit after each step, from left to right."""
+    value, found = int(chain[0]), []
+    for sign, number in re.findall(r"([+*])(\d)", chain):
+        value = (value + int(number) if sign == "+" else value * int(number)) % 10
+        found.append(str(value))
+    return found
 
 
 def wrong(task: dict[str, Any], seed: int) -> str:
-    """An answer that is wrong by little."""
-    right = int(task["answer"])
-    return str(random.Random(seed_of(seed, "wrong", task["id"])).choice([right + d for d in WRONG_BY if right + d >= 0]))
+    """Another digit."""
+    return random.Random(seed_of(seed, "wrong", task["id"])).choice([d for d in "0123456789" if d != task["answer"]])
 
 
 def labelled(tasks: Rows, seed: int) -> Rows:
-    """A reply to each sum and whether it is right: every other one is."""
+    """A reply to each chain and whether it is right: every other one is."""
     return [
         {"id": t["id"], "prompt": t["prompt"], "response": t["answer"] if good else wrong(t, seed), "label": good}
         for place, t in enumerate(tasks)
@@ -72,14 +86,10 @@ def labelled(tasks: Rows, seed: int) -> Rows:
 
 
 def worked(prompt: str, response: str, label: bool) -> str:
-    """A check of a sum, digit by digit at its end: "3+8=11+5=16 11= 65/ verdict: no" of the answer 15."""
-    numbers = [int(n) for n in re.findall(r"\d+", prompt)]
-    text, total = str(numbers[0]), numbers[0]
-    for number in numbers[1:]:
-        total += number
-        text += f"+{number}={total}"
-    pairs = zip(f"{total:02d}", response.zfill(2), strict=True)
-    return " ".join([text, *(f"{a}{b}{'=' if a == b else '/'}" for a, b in pairs), straight(label)])
+    """A check: "3*7=1+4=5*9=5 54/ verdict: no" of the answer 4 to 3*7+4*9."""
+    found, steps = results(prompt), re.findall(r"[+*]\d", prompt)
+    text = prompt[0] + "".join(f"{step}={value}" for step, value in zip(steps, found, strict=True))
+    return f"{text} {found[-1]}{response}{'=' if found[-1] == response else '/'} {straight(label)}"
 
 
 def straight(label: bool) -> str:
@@ -98,10 +108,10 @@ def demonstrations(rows: Rows, reasons: bool) -> Rows:
 
 
 def questions(seed: int) -> Rows:
-    """Held-out sums, each with a right and a wrong answer, in this order."""
+    """Held-out chains, each with a right and a wrong answer, in this order."""
     return [
         {"id": t["id"], "prompt": t["prompt"], "responses": [t["answer"], wrong(t, seed)]}
-        for t in sums(UNSEEN, seed, held_out=True)
+        for t in chains(UNSEEN, seed, held_out=True)
     ]
 
 
@@ -115,7 +125,7 @@ def one(out: Path, seed: int) -> dict[str, Any]:
         return dict(known)
     out.mkdir(parents=True, exist_ok=True)
     begin = time.process_time()
-    rows = labelled(sums(SHOWN + LABELLED, seed), seed)
+    rows = labelled(chains(SHOWN + LABELLED, seed), seed)
     shown, rest = rows[:SHOWN], rows[SHOWN:]
     figures: dict[str, dict[str, float]] = {}
     starts: dict[str, str] = {}
@@ -201,7 +211,9 @@ def page(results: Sequence[dict[str, Any]], docs: Path) -> Path:
         tokens = sum(r["figures"][kind]["tokens"] for r in results) / len(results)
         lines.append(f"| {kind} | {' | '.join(cells)} | {tokens:.1f} |")
     lines.append(f"| head | {figure([r['figures']['head']['accuracy'] for r in results])} | | | | 0 |")
-    unread = sum(r["figures"][kind][f"{way}, invalid"] for r in results for kind in kinds for way in ("one vote", "votes"))
+    unread = sum(
+        r["figures"][kind][f"{way}, invalid"] for r in results for kind in kinds for way in ("one vote", "votes")
+    )
     asked = 2 * 2 * UNSEEN * len(kinds) * len(results)
     lines += ["", f"Invalid, and counted as wrong: {unread:g} of {asked} answers of one vote or {VOTES}.", "", *READ]
     file = docs / "results" / "generative-verifier.md"
@@ -210,8 +222,22 @@ def page(results: Sequence[dict[str, Any]], docs: Path) -> Path:
     return file
 
 
-TOLD: list[str] = []
-READ: list[str] = []
+TOLD = [
+    f"Chains of {STEPS} steps from left to right, each of which keeps the last digit, such as `3*7+4*9=` with the answer 5; half of",
+    "the answers are another digit. All models have 2 layers of width 64 and one tokenizer of characters. A judge reads",
+    "`3*7+4*9=4`, and one that reasons writes `3*7=1+4=5*9=5 54/ verdict: no`: step by step, then both digits.",
+    "",
+    f"- **reasons**: has imitated {SHOWN:,} such checks, then `rl --env verdict` (GRPO) on {LABELLED:,} other chains,",
+    "  once each, with nothing but their labels.",
+    "- **straight away**: the same with `verdict: yes` alone, on the same chains.",
+    "- **head**: `reward-model --algorithm outcome` from the checkpoint that the reasoning judge's `rl` starts from, on all",
+    f"  {SHOWN + LABELLED:,} labels, {HEAD['epochs']} times.",
+    "",
+    f"Accuracy on {UNSEEN} held-out chains with a right and a wrong answer each, as `label --with judge=RECIPE` and",
+    "`reward-model=FOLDER` answer. No verdict, or a tie, counts as wrong. Each seed: **mean** [Student's 95% interval].",
+    "Settings were chosen on seed 9, which is not in the table.",
+]
+READ = ["One vote and several are sampled at temperature 1. Tokens are those of a reply with its end."]
 
 
 def figure(values: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""A checkpoint as a judge: an answer follows from its question alone, a vote without a verdict is none, mistakes are a line."""
+"""A checkpoint as a judge: an answer follows from its question alone, rubbish is no vote, mistakes are told in a line."""
 
 from __future__ import annotations
 
@@ -95,27 +95,33 @@ def test_the_share_is_that_of_the_readable_votes_and_tokens_are_counted(trained:
 
 
 def test_the_probability_is_that_of_the_words_behind_the_reasons(trained: Path) -> None:
-    """Against the plain forward of each whole text."""
-    judge = judge_of(trained, answer="probability", votes=1)
+    """Against plain forwards of whole texts: the mean over the votes that can be read."""
+    judge = judge_of(trained, answer="probability", votes=12)
     model, tokenizer = load_model(trained), Tokenizer.load(trained)
     assert isinstance(model, Decoder)
-    content = CONTENTS[0]
-    judge.submit(0, content)
-    while not (answers := judge.poll()):
-        held = [question for question, _ in judge._running.values()] or held
-    completion = held[0].votes[0]
-    place = completion.text.rindex("verdict: ") + len("verdict: ")
-    prompt = tokenizer.encode(TEMPLATE.format(**content), start=True)
-    logp = []
-    for word in ("yes", "no"):
-        before = [*prompt, *tokenizer.encode(completion.text[:place])]
-        tokens = torch.tensor([*before, *tokenizer.encode(word)])
-        with torch.no_grad():
-            hidden = model(tokens, torch.arange(len(tokens)), causal)
-            logits = (hidden @ model.head.T).log_softmax(-1)
-        logp.append(logits[len(before) - 1 : -1].gather(-1, tokens[len(before) :, None]).sum())
-    expected = torch.stack(logp).softmax(0)[0].item()
-    assert answers[0][1] == pytest.approx(expected, abs=1e-5) and 0 < expected < 1
+    prompt = tokenizer.encode(TEMPLATE.format(**CONTENTS[0]), start=True)
+    judge.submit(0, CONTENTS[0])
+    answers = judge.poll()
+    [(question, _), *_] = judge._running.values()
+    while not answers:
+        answers = judge.poll()
+    expected = []
+    for completion in question.votes.values():
+        before, marker, word = completion.text.rpartition("verdict: ")
+        if word not in ("yes", "no"):
+            continue
+        told = [*prompt, *tokenizer.encode(before + marker)]
+        logp = [likelihood(model, told, tokenizer.encode(one)) for one in ("yes", "no")]
+        expected.append(torch.stack(logp).softmax(0)[0].item())
+    assert len(expected) >= 6 and len({round(p, 3) for p in expected}) > 1
+    assert answers[0][1] == pytest.approx(sum(expected) / len(expected), abs=1e-5)
+
+
+@torch.no_grad()
+def likelihood(model: Decoder, before: list[int], word: list[int]) -> torch.Tensor:
+    tokens = torch.tensor([*before, *word])
+    logits = model.logits(model(tokens, torch.arange(len(tokens)), causal)).log_softmax(-1)
+    return logits[len(before) - 1 : -1].gather(-1, tokens[len(before) :, None]).sum()
 
 
 def test_rubbish_and_replies_that_are_cut_off_are_invalid(trained: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:

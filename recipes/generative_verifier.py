@@ -2,11 +2,11 @@
 
     python recipes/generative_verifier.py [--seeds 0 1 2] [--out runs/generative-verifier] [--docs docs]
 
-The question is whether the last digit of a chain of additions and multiplications is right. A judge that reasons has imitated some worked checks, then learns
-by `rl` on labels alone whether its verdicts are right (the environment "verdict"). The judge without reasoning goes the
-same way with the verdict straight away. The head is a reward model (`outcome`) on the judge's own start, with all labels
-that either has seen. Every figure is measured through the service: `label --with judge=RECIPE` and `reward-model=FOLDER`, on
-chains that nobody has seen, each with a right and a wrong answer.
+The question is whether the last digit of a chain of additions and multiplications is right. A judge that reasons has
+imitated some worked checks, then learns by `rl` on labels alone whether its verdicts are right (the environment "verdict").
+The judge without reasoning goes the same way with the verdict straight away. The head is a reward model (`outcome`) on the
+judge's own start, with all labels that either has seen. Every figure is measured through the service:
+`label --with judge=RECIPE` and `reward-model=FOLDER`, on chains that nobody has seen, each with a right and a wrong answer.
 
 A seed that is finished under the same settings is not repeated (delete its folder to have it again); the page is written
 anew each time.
@@ -36,7 +36,7 @@ TEMPLATE = "{prompt}{response}\n"
 VOTES = 5
 SIZE: dict[str, Any] = {"tokenizer": "characters", "hidden": 64, "layers": 2, "heads": 4, "context": 80}
 QUIET: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True, "save_every": 10**6}
-SFT: dict[str, Any] = {"epochs": 6, "rows": 32, "lr": 5e-3, "betas": (0.9, 0.95), "warmup": 20}
+SFT: dict[str, Any] = {"epochs": 12, "rows": 32, "lr": 5e-3, "betas": (0.9, 0.95), "warmup": 20}
 RL: dict[str, Any] = {
     "steps": 40, "prompts": 64, "group": 8, "max_tokens": 48, "lr": 3e-4, "betas": (0.9, 0.95), "warmup": 10,
     "schedule": "linear", "env_workers": 1, "settings": {"kl": 0.0},
@@ -223,9 +223,9 @@ def page(results: Sequence[dict[str, Any]], docs: Path) -> Path:
 
 
 TOLD = [
-    f"Chains of {STEPS} steps from left to right, each of which keeps the last digit, such as `3*7+4*9=` with the answer 5; half of",
-    "the answers are another digit. All models have 2 layers of width 64 and one tokenizer of characters. A judge reads",
-    "`3*7+4*9=4`, and one that reasons writes `3*7=1+4=5*9=5 54/ verdict: no`: step by step, then both digits.",
+    f"Chains of {STEPS} steps from left to right, each of which keeps the last digit, such as `3*7+4*9=` with the answer 5;",
+    "half of the answers are another digit. All models have 2 layers of width 64 and one tokenizer of characters. A judge",
+    "reads `3*7+4*9=4`, and one that reasons writes `3*7=1+4=5*9=5 54/ verdict: no`: step by step, then both digits.",
     "",
     f"- **reasons**: has imitated {SHOWN:,} such checks, then `rl --env verdict` (GRPO) on {LABELLED:,} other chains,",
     "  once each, with nothing but their labels.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from posttrain.verify import final_score, final_verdict
 
 CONTENTS = [{"prompt": f"say {a}", "response": b} for a in "abc" for b in ("yes", "no", "a longer one")]
 TEMPLATE = "{prompt} {response} "
+LETTERS = "0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>|"
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +36,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A judge that has learned to say a letter or two and a verdict, which depends on chance."""
     folder = tmp_path_factory.mktemp("judge")
     said = ["so it is. verdict: yes", "verdict: no", "hm. verdict: no", "abc. verdict: yes", "I cannot say"]
+    draw = random.Random(0)
+    others = [  # what an untrained policy may say
+        {"prompt": f"say {draw.choice('abc')}", "response": "".join(draw.choices(LETTERS, k=draw.randrange(10)))}
+        for _ in range(100)
+    ]
     rows = [
-        {"prompt": TEMPLATE.format(**content), "response": said[(i + j) % len(said)]}
-        for i, content in enumerate(CONTENTS)
-        for j in range(3)
+        {"prompt": TEMPLATE.format(**content), "response": said[i % len(said)]}
+        for i, content in enumerate([*others, *CONTENTS, *CONTENTS, *CONTENTS])
     ]
     run = posttrain.sft(
-        rows, out=str(folder / "run"), tokenizer="characters", hidden=32, layers=1, heads=2, context=64, epochs=40,
-        rows=9, lr=1e-2, threads=1, quiet=True,
+        rows, out=str(folder / "run"), tokenizer="characters", hidden=32, layers=1, heads=2, context=64, epochs=25,
+        rows=12, lr=1e-2, threads=1, quiet=True,
     )  # fmt: skip
     assert run.checkpoint is not None
     return Path(run.checkpoint)
@@ -124,8 +130,9 @@ def likelihood(model: Decoder, before: list[int], word: list[int]) -> torch.Tens
     return logits[len(before) - 1 : -1].gather(-1, tokens[len(before) :, None]).sum()
 
 
-def test_rubbish_and_replies_that_are_cut_off_are_invalid(trained: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    save_model(tiny(tokenizer), tmp_path / "untrained", tokenizer)
+def test_rubbish_and_replies_that_are_cut_off_are_invalid(trained: Path, tmp_path: Path) -> None:
+    known = Tokenizer.load(trained)
+    save_model(tiny(known), tmp_path / "untrained", known)
     answers = asked(judge_of(tmp_path / "untrained"), CONTENTS)
     assert all(isinstance(a, Invalid) and "no verdict in 4 of 4 replies" in a.reason for a in answers)
     cut = asked(judge_of(trained, max_tokens=12), [CONTENTS[0]] * 1)[0]
@@ -137,7 +144,7 @@ def test_rubbish_and_replies_that_are_cut_off_are_invalid(trained: Path, tmp_pat
     [
         (7, "a scalar judge is asked with"),
         ("text", "the template shows {prompt}, and the question has none"),
-        ({"prompt": "x" * 60, "response": "a"}, "62 tokens, and the context of 64"),
+        ({"prompt": "x" * 60, "response": "a"}, "63 tokens, and the context of 64"),
         ({"prompt": "p", "response": "\ud800"}, "cannot be read"),
     ],
 )
@@ -175,8 +182,9 @@ def test_a_mistake_is_told_in_one_line(trained: Path, settings: dict[str, Any], 
     assert told in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_a_chat_judge_reads_the_template_as_the_users_message(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    chat = Tokenizer(tokenizer.backend, tokenizer.config, CHATML)
+def test_a_chat_judge_reads_the_template_as_the_users_message(trained: Path, tmp_path: Path) -> None:
+    known = Tokenizer.load(trained)
+    chat = Tokenizer(known.backend, known.config, CHATML)
     save_model(tiny(chat, context=128), tmp_path / "chat", chat)
     judge = judge_of(tmp_path / "chat", chat=True)
     shown = chat.render([{"role": "user", "content": TEMPLATE.format(**CONTENTS[0])}])
@@ -243,7 +251,7 @@ def place(trained: Path, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pyte
     save_model(tiny(tokenizer), "start", tokenizer)
     rows = [{"id": str(i), "prompt": f"say {c}", "responses": ["yes", "no"]} for i, c in enumerate("abc")]
     write(tmp_path / "items.jsonl", rows)
-    write(tmp_path / "rows.jsonl", [{"id": str(i), "prompt": f"say {c}"} for i, c in enumerate("abcabc")])
+    write(tmp_path / "rows.jsonl", [{"id": str(i), "prompt": f"say {c}"} for i, c in enumerate("abcdefghij")])
     recipe_file(votes=3)
     return tmp_path
 
@@ -294,23 +302,31 @@ def test_it_is_the_reward_of_training_evaluation_and_samples(place: Path, capsys
     for row, answer in zip(rows, answers, strict=True):
         assert row["reward"] == (None if isinstance(answer, Invalid) else answer)
     assert any(row["reward"] is not None for row in rows)
-    played = posttrain.evaluate("rows.jsonl", model="start", judge=("judge.toml",), samples=2, k=(), max_tokens=5)
+    played = posttrain.evaluate("rows.jsonl", model="start", judge=("judge.toml",), samples=2, max_tokens=5)
     assert any(note.startswith("judge: asked") for note in played.notes)
-    items = posttrain.sample("rows.jsonl", "start", judge=("judge.toml",), samples=2, max_tokens=5, quiet=True)
+    items = posttrain.sample(
+        "rows.jsonl",
+        "start",
+        judge=("judge.toml",),
+        samples=2,
+        max_tokens=5,
+        quiet=True,
+        out="sampled.jsonl",
+    )
     assert all("scores" in row for row in items.rows())
-    assert main(["check", "--judge", "judge.toml", "--tasks", "rows.jsonl"]) in (0, 1)
+    main(["check", "--judge", "judge.toml", "--tasks", "rows.jsonl"])
     assert "it asks the service judge: it answered itself" in capsys.readouterr().out
 
 
 def test_a_resumed_run_repeats_every_byte(place: Path) -> None:
-    whole = posttrain.rl("rows.jsonl", **options("run", eval_every=1, held_out=0.3))
+    whole = posttrain.rl("rows.jsonl", **options("run", eval_every=1, held_out=0.4))
     expected = left("run")
     for name, kept in (("killed", True), ("forgot", False)):  # without the journal, its votes are drawn again
         shutil.copytree("run", name)
         shutil.rmtree(f"{name}/checkpoints/step-000004")
         if not kept:
             Path(name, ANSWERS).unlink()
-        resumed = posttrain.rl("rows.jsonl", **options(name, eval_every=1, held_out=0.3, resume=True))
+        resumed = posttrain.rl("rows.jsonl", **options(name, eval_every=1, held_out=0.4, resume=True))
         assert left(name) == expected and resumed.metrics == whole.metrics
 
 
@@ -320,7 +336,7 @@ def test_a_resumed_run_notices_other_weights_of_its_judge(place: Path, tokenizer
     with torch.no_grad():
         model.head[0, 0] += 1.0
     model.save(Path("judge"))
-    with pytest.raises(UserError, match="judge's model"):
+    with pytest.raises(UserError, match="--judge judge changed"):
         posttrain.rl("rows.jsonl", **options("run", steps=4, resume=True))
 
 

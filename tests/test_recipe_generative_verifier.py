@@ -26,8 +26,10 @@ def recipe() -> ModuleType:
     return module
 
 
-def added(prompt: str) -> int:
-    return sum(map(int, re.findall(r"\d+", prompt)))
+def last_digit(prompt: str) -> str:
+    """Of the chain as a whole, without cutting any step down to its last digit."""
+    first, *steps = re.findall(r"[+*]?\d", prompt)
+    return str(eval("(" * len(steps) + first + "".join(f"{step})" for step in steps)) % 10)
 
 
 def test_settings_exist(recipe: ModuleType) -> None:
@@ -39,28 +41,28 @@ def test_settings_exist(recipe: ModuleType) -> None:
 
 
 def test_labels_are_true_and_half_of_the_answers_are_right(recipe: ModuleType) -> None:
-    rows = recipe.labelled(recipe.sums(200, 0), 0)
-    assert all(row["label"] == (int(row["response"]) == added(row["prompt"])) for row in rows)
-    assert sum(row["label"] for row in rows) == 100
-    assert all(int(row["response"]) >= 0 for row in rows)
+    rows = recipe.labelled(recipe.chains(200, 0), 0)
+    assert all(row["label"] == (row["response"] == last_digit(row["prompt"])) for row in rows)
+    assert sum(row["label"] for row in rows) == 100 and len({row["prompt"] for row in rows}) == 200
 
 
-def test_a_check_adds_up_and_ends_with_the_verdict(recipe: ModuleType) -> None:
-    rows = recipe.labelled(recipe.sums(200, 1), 1)
+def test_a_check_follows_the_chain_and_ends_with_the_verdict(recipe: ModuleType) -> None:
+    rows = recipe.labelled(recipe.chains(200, 1), 1)
     for row, shown in zip(rows, recipe.demonstrations(rows, True), strict=True):
         total, digits, verdict = re.fullmatch(r"(\S+) (.*) (verdict: \w+)", shown["response"]).groups()  # type: ignore[union-attr]
-        assert int(total.rpartition("=")[2]) == added(row["prompt"])
+        assert total.rpartition("=")[2] == last_digit(row["prompt"])
+        assert re.sub(r"=\d", "", total) + "=" == row["prompt"]
         assert ("/" in digits) != row["label"] and final_verdict(verdict) == float(row["label"])
         assert shown["prompt"] == f"{row['prompt']}{row['response']}\n"
 
 
 def test_nothing_held_out_is_trained_on(recipe: ModuleType) -> None:
-    trained = {row["prompt"] for row in recipe.labelled(recipe.sums(recipe.SHOWN + recipe.LABELLED, 2), 2)}
+    trained = {row["prompt"] for row in recipe.labelled(recipe.chains(recipe.SHOWN + recipe.LABELLED, 2), 2)}
     questions = recipe.questions(2)
     assert len(questions) == recipe.UNSEEN and not trained & {row["prompt"] for row in questions}
     for row in questions:
-        right, wrong = map(int, row["responses"])
-        assert right == added(row["prompt"]) != wrong
+        right, wrong = row["responses"]
+        assert right == last_digit(row["prompt"]) != wrong
 
 
 def test_no_verdict_and_a_tie_count_as_wrong(recipe: ModuleType) -> None:

@@ -64,7 +64,7 @@ class Data:
     they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all are
     measured before the first step, and one of them ends the run."""
     env: str = ""
-    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math,
+    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, verdict,
     word-problems). In sft only its row_to_task is used, if it has one."""
 
 
@@ -270,8 +270,9 @@ class RL(Training):
     """Folder of a reward model (a sequence-classification checkpoint of one label), which environments ask as
     "reward-model"; without --env, its score is the reward. Of several, NAME=FOLDER is asked by its name."""
     judge: tuple[str, ...] = ()
-    """Recipe (TOML) of a judge behind an OpenAI-compatible endpoint, which environments ask as "judge"; without --env, its
-    verdict is the reward. Of several, NAME=RECIPE is asked by its name."""
+    """Recipe (TOML) of a judge, which environments ask as "judge": a model behind an OpenAI-compatible endpoint, or a
+    checkpoint that reasons before its verdict. Without --env, its verdict is the reward. Of several, NAME=RECIPE is asked
+    by its name."""
     slots: int = option(256, above=0)
     """How many replies are sampled at once: bounds the memory of the key-value cache."""
     engine: Literal["local", "vllm"] = "local"
@@ -362,8 +363,9 @@ class Evaluation(Data):
     """Folder of a reward model (a sequence-classification checkpoint of one label), which environments ask as
     "reward-model"; without --env, its score is the reward. Of several, NAME=FOLDER is asked by its name."""
     judge: tuple[str, ...] = ()
-    """Recipe (TOML) of a judge behind an OpenAI-compatible endpoint, which environments ask as "judge"; without --env, its
-    verdict is the reward. Of several, NAME=RECIPE is asked by its name."""
+    """Recipe (TOML) of a judge, which environments ask as "judge": a model behind an OpenAI-compatible endpoint, or a
+    checkpoint that reasons before its verdict. Without --env, its verdict is the reward. Of several, NAME=RECIPE is asked
+    by its name."""
     slots: int = option(256, above=0)
     """How many replies are sampled at once."""
     compiled: bool = True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 from posttrain.config import (
@@ -202,3 +204,13 @@ def filled(kind: type[AnyConfig], options: Mapping[str, Any], where: str = "") -
     if chosen:
         given["settings"] = chosen
     return kind(**given)
+
+
+def own_judge(file: str) -> str | None:
+    """The checkpoint that a judge's recipe names, where it is one of this machine; what is wrong is told later."""
+    try:
+        recipe = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    model = recipe.get("model")
+    return model if isinstance(model, str) and "endpoint" not in recipe else None

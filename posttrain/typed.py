@@ -116,8 +116,8 @@ class SFTOptions(PassesOptions, total=False):
     """Folder of a Hugging Face checkpoint, of one of our runs, or a model's name. In sft: leave it out to start from
     scratch with the sizes below."""
     env: str
-    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, word-
-    problems). In sft only its row_to_task is used, if it has one."""
+    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, verdict,
+    word-problems). In sft only its row_to_task is used, if it has one."""
 
 
 class PreferOptions(PassesOptions, total=False):
@@ -268,8 +268,9 @@ class RLOptions(TrainingOptions, total=False):
     """Folder of a reward model (a sequence-classification checkpoint of one label), which environments ask as "reward-
     model"; without --env, its score is the reward. Of several, NAME=FOLDER is asked by its name."""
     judge: tuple[str, ...]
-    """Recipe (TOML) of a judge behind an OpenAI-compatible endpoint, which environments ask as "judge"; without --env,
-    its verdict is the reward. Of several, NAME=RECIPE is asked by its name."""
+    """Recipe (TOML) of a judge, which environments ask as "judge": a model behind an OpenAI-compatible endpoint, or a
+    checkpoint that reasons before its verdict. Without --env, its verdict is the reward. Of several, NAME=RECIPE is
+    asked by its name."""
     slots: int
     """How many replies are sampled at once: bounds the memory of the key-value cache."""
     engine: Literal["local", "vllm"]
@@ -424,8 +425,9 @@ class EvaluationOptions(DataOptions, total=False):
     """Folder of a reward model (a sequence-classification checkpoint of one label), which environments ask as "reward-
     model"; without --env, its score is the reward. Of several, NAME=FOLDER is asked by its name."""
     judge: tuple[str, ...]
-    """Recipe (TOML) of a judge behind an OpenAI-compatible endpoint, which environments ask as "judge"; without --env,
-    its verdict is the reward. Of several, NAME=RECIPE is asked by its name."""
+    """Recipe (TOML) of a judge, which environments ask as "judge": a model behind an OpenAI-compatible endpoint, or a
+    checkpoint that reasons before its verdict. Without --env, its verdict is the reward. Of several, NAME=RECIPE is
+    asked by its name."""
     slots: int
     """How many replies are sampled at once."""
     compiled: bool

@@ -68,7 +68,7 @@ class Conversion:
             "response": self.response_template,
             "teacher_prompt": self.teacher_prompt_template,
         }
-        return {key: _parse_template(text, f"{key}_template") for key, text in templates.items() if text is not None}
+        return {key: parse_template(text, f"{key}_template") for key, text in templates.items() if text is not None}
 
     def __call__(self, row: Row) -> Task | None:
         """The task of a row, still without an id; None if `convert` leaves it out."""
@@ -221,7 +221,8 @@ def _converted(row: Row, convert: Convert) -> Task | None:
     return dict.copy(task) if task is not None else None  # a subclass may do anything when it is read
 
 
-def _parse_template(template: str, name: str) -> Pattern:
+def parse_template(template: str, name: str) -> Pattern:
+    """The literal texts and columns of a template. Raises UserError, in a line that begins with `name`."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:

@@ -19,6 +19,7 @@ BUILTIN = {
     "gsm8k": "posttrain.envs.gsm8k:reward",
     "word-problems": "posttrain.envs.word_problems:reward",
     "math": "posttrain.envs.math_problems:reward",
+    "verdict": "posttrain.envs.verdict:reward",
     "reward-model": "posttrain.envs.asked:reward_model",
     "judge": "posttrain.envs.asked:judge",
 }

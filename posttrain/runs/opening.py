@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Generic, Self
 
 from posttrain.config import RL, SERVICES, Training, named_services
-from posttrain.options import AnyTraining, as_dict, continued
+from posttrain.options import AnyTraining, as_dict, continued, own_judge
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs import fingerprint
 from posttrain.runs.files import RUN, delete_run, holds_run, made_by_run, writing
@@ -214,7 +214,9 @@ def _paths(config: Training, name: str) -> list[tuple[str, str]]:
     value = getattr(config, name, None)
     if name in SERVICES:
         named = named_services(value or (), name.replace("_", "-"))
-        return [(f"{name} {service}", path) for service, path in named]
+        judges = [(f"{name} {service}", own_judge(path)) for service, path in named if name == "judge"]
+        paths = [(f"{name} {service}", path) for service, path in named]
+        return [*paths, *((f"{label}'s model", model) for label, model in judges if model)]
     if isinstance(value, dict):
         return [(f"{name} {entry}", path) for entry, path in value.items()]
     return [(name, value)] if isinstance(value, str) and value else []

@@ -1,4 +1,7 @@
-"""How a judge asks: a TOML file, read strictly. Decides what a recipe may say and how it is refused."""
+"""How a judge asks: a TOML file, read strictly. Decides what a recipe may say and how it is refused.
+
+A recipe with an endpoint is of a judge there; one with a template is of a checkpoint of this machine.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
+from posttrain.data.convert import Pattern, parse_template
 from posttrain.names import suggestion
 from posttrain.part import knob_of, option
 from posttrain.types import UserError
@@ -20,6 +24,8 @@ RUBRIC = (
 )
 OPERATION = ("key_env", "calls", "seconds", "retries", "requests_per_minute", "prompt_price", "reply_price", "cache")
 """Settings that no answer depends on."""
+PLACES = ("prompt", "response", "reference")
+"""What a template may show."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,48 @@ class Recipe:
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in (*OPERATION, "endpoint")}
 
 
-def read_recipe(file: str | Path) -> Recipe:
+@dataclass(frozen=True)
+class Generative:
+    """A judge of this machine: a checkpoint that reasons, then says its verdict."""
+
+    model: str
+    """Folder of a checkpoint or of a run."""
+    template: str
+    """What it reads, such as "{prompt}\\n{response}\\n"; {reference} is a known good answer. A brace is {{ or }}."""
+    chat: bool = False
+    """Show that as a message of the user, by the checkpoint's chat template."""
+    marker: str = "verdict:"
+    """What stands before the verdict; the last one in a reply counts."""
+    words: tuple[str, str] = ("yes", "no")
+    """The verdicts, worth 1 and 0."""
+    scale: tuple[float, float] | None = None
+    """Instead of words: lowest and highest score."""
+    votes: int = option(1, above=0, most=1024)
+    """Replies to each question. The answer is the mean of their verdicts."""
+    answer: Literal["share", "probability"] = "share"
+    """What a vote is worth: its verdict, 1 or 0, or the probability of the first word where the verdict stands."""
+    temperature: float = option(0.0, least=0)
+    """Of its sampling; 0: greedy, which is one vote."""
+    max_tokens: int = option(256, above=0)
+    """Token budget of a reply. One that is cut off is no vote."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a reply, besides the end-of-sequence token."""
+    seed: int = option(0, least=-(2**62), most=2**62)
+    """Decides the votes, together with the text of a question."""
+    slots: int = option(256, above=0)
+    """How many votes are sampled at once."""
+
+    @property
+    def pattern(self) -> Pattern:
+        """The template's literal texts and places."""
+        return parse_template(self.template, "template")
+
+    def identity(self) -> dict[str, Any]:
+        """What answers depend on besides the weights."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("model", "slots")}
+
+
+def read_recipe(file: str | Path) -> Recipe | Generative:
     """Raises UserError, in one line, if the file cannot be read or says what no recipe can."""
     try:
         content = tomllib.loads(Path(file).read_bytes().decode("utf-8"))
@@ -98,7 +145,35 @@ def read_recipe(file: str | Path) -> Recipe:
         raise UserError(f"--judge {str(file)[:100]} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not valid TOML: {error}") from error
-    recipe = recipe_of(content, f"{file}: ")
+    read = generative_of if "template" in content and "endpoint" not in content else recipe_of
+    return read(content, f"{file}: ")
+
+
+def generative_of(content: Mapping[str, Any], where: str = "") -> Generative:
+    """The judge of this machine that has these settings. Raises UserError, in a line that begins with `where`."""
+    stop = content.get("stop", [])
+    recipe = _filled(Generative, {**content, "stop": [stop] if isinstance(stop, str) else stop}, where)
+    places = [place for _, place in parse_template(recipe.template, f"{where}template") if place is not None]
+    if unknown := [place for place in places if place not in PLACES]:
+        raise UserError(
+            f"{where}template has a place {{{unknown[0]:.40}}}; there are {{prompt}}, {{response}} and {{reference}}"
+        )
+    if "response" not in places:
+        raise UserError(f"{where}template has no place {{response}}: the judge would not see what it judges")
+    if not recipe.marker.strip():
+        raise UserError(f"{where}marker is empty; it is what stands before the verdict, such as verdict:")
+    if not all(word.strip() for word in recipe.words) or recipe.words[0].casefold() == recipe.words[1].casefold():
+        raise UserError(f'{where}words are {recipe.words!r:.80}; give two, the good one first: ["yes", "no"]')
+    if not all(recipe.stop):
+        raise UserError(f"{where}stop holds an empty text, at which every reply would end: leave it out for none")
+    if recipe.scale is not None:
+        _check_scale(recipe.scale, where)
+        if {"words", "answer"} & content.keys():
+            raise UserError(f"{where}scale excludes words and answer: a score is the answer as it stands")
+    if recipe.votes > 1 and recipe.temperature == 0:
+        raise UserError(
+            f"{where}votes {recipe.votes} at temperature 0 are all the same: give a temperature, such as 1.0"
+        )
     return recipe
 
 
@@ -112,11 +187,7 @@ def recipe_of(content: Mapping[str, Any], where: str = "") -> Recipe:
     recipe = dataclasses.replace(_filled(Recipe, given, where), criteria=criteria)
     if not re.match(r"https?://[^/\s]+", recipe.endpoint):
         raise UserError(f"{where}endpoint is {recipe.endpoint!r:.60}; an address begins with http:// or https://")
-    low, high = recipe.scale
-    if not low < high or max(abs(low), abs(high)) > 1e6:
-        raise UserError(
-            f"{where}scale is {low:g} to {high:g}; give the lowest score, then the highest: scale = [1, 10]"
-        )
+    _check_scale(recipe.scale, where)
     if criteria and "rubric" in content:
         raise UserError(f"{where}rubric and criteria exclude each other: each criterion has a rubric of its own")
     names = [criterion.name for criterion in criteria]
@@ -128,7 +199,15 @@ def recipe_of(content: Mapping[str, Any], where: str = "") -> Recipe:
     return recipe
 
 
-Kind = TypeVar("Kind", Recipe, Criterion)
+def _check_scale(scale: tuple[float, float], where: str) -> None:
+    low, high = scale
+    if not low < high or max(abs(low), abs(high)) > 1e6:
+        raise UserError(
+            f"{where}scale is {low:g} to {high:g}; give the lowest score, then the highest: scale = [1, 10]"
+        )
+
+
+Kind = TypeVar("Kind", Recipe, Criterion, Generative)
 
 
 def _filled(kind: type[Kind], given: Mapping[str, Any], where: str) -> Kind:
@@ -138,7 +217,8 @@ def _filled(kind: type[Kind], given: Mapping[str, Any], where: str) -> Kind:
         hint = suggestion(unknown[0], known) or f"; there are {', '.join(known)}"
         raise UserError(f"{where}unknown setting {unknown[0]!r:.60}{hint}")
     if missing := [f.name for f in fields(kind) if f.default is dataclasses.MISSING and f.name not in given]:
-        raise UserError(f"{where}{missing[0]} is missing")
+        way = ": the address of a server, or a template where model is a folder" if missing[0] == "endpoint" else ""
+        raise UserError(f"{where}{missing[0]} is missing{way}")
     values = {name: convert(_numbers(value), hints[name], f"{where}{name}") for name, value in given.items()}
     made = kind(**values)
     for f in fields(kind):

@@ -6,7 +6,7 @@ environment, a reward model or an endpoint is told here, before anything is samp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
 from posttrain.runs.checkpoint import resolve
+from posttrain.services.recipe import Generative, Recipe, read_recipe
 from posttrain.training.setup import rehearse, warn
 from posttrain.types import Env, Sampling, UserError
 
@@ -98,25 +99,34 @@ def open_services(
     """
     services = Services()
     try:
-        _open_judges(config, services, resumed)
+        recipes = _recipes(config)
+        _ask_endpoints(recipes, services, resumed)
         for name, model in named_services(config.reward_model, "reward-model"):
             from posttrain.services.reward_model import RewardModel
 
             services.named[name] = RewardModel(resolve(model), device)
+        for name, recipe in recipes.items():
+            if isinstance(recipe, Generative):
+                from posttrain.services.generative import GenerativeJudge
+
+                services.named[name] = GenerativeJudge(recipe, name, device)
     except BaseException:
         services.close()
         raise
     return services
 
 
-def _open_judges(config: RL | Evaluation | Check | Sample | Label | Chat, services: Services, resumed: bool) -> None:
-    if not config.judge:
-        return
-    from posttrain.services.judge import Judge  # and with it a library for HTTP
-    from posttrain.services.recipe import read_recipe
+def _recipes(config: RL | Evaluation | Check | Sample | Label | Chat) -> dict[str, Recipe | Generative]:
+    return {name: read_recipe(file) for name, file in named_services(config.judge, "judge")}
 
-    recipes = {name: read_recipe(file) for name, file in named_services(config.judge, "judge")}
+
+def _ask_endpoints(recipes: Mapping[str, Recipe | Generative], services: Services, resumed: bool) -> None:
+    """Open the judges behind endpoints, each tried once."""
     for name, recipe in recipes.items():
+        if isinstance(recipe, Generative):
+            continue
+        from posttrain.services.judge import Judge  # and with it a library for HTTP
+
         judge = services.named[name] = Judge(recipe, name)
         if (problem := judge.problem()) is None:
             continue

@@ -26,7 +26,7 @@ from posttrain.envs.play import Episode, Player
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.names import suggestion
-from posttrain.options import validate
+from posttrain.options import own_judge, validate
 from posttrain.part import knob_of
 from posttrain.runs import fingerprint
 from posttrain.runs.checkpoint import resolve
@@ -335,7 +335,9 @@ def _follows_from(
         found[f"model {config.model[place]}"] = known["digest"] if known else str(path)
     code = fingerprint.of_code(env or config.env) if env or config.env else None
     named = [("reward model", name, resolve(f)) for name, f in named_services(config.reward_model, "reward-model")]
-    named += [("judge", name, Path(file)) for name, file in named_services(config.judge, "judge")]
+    judges = named_services(config.judge, "judge")
+    named += [("judge", name, Path(file)) for name, file in judges]
+    named += [("judge's model", name, resolve(own)) for name, file in judges if (own := own_judge(file))]
     for kind, name, path in named:
         known = fingerprint.of_path(path)
         found[f"{kind} {name}"] = known["digest"] if known else str(path)

@@ -20,6 +20,7 @@ from posttrain.verify.short_answer import contains_answer, exact_match, f1
 from posttrain.verify.similarity import bleu, chrf, edit_similarity, rouge_l
 from posttrain.verify.syntax import defines, parses, tree_similarity
 from posttrain.verify.toxicity import clean, toxicity
+from posttrain.verify.verdict import final_score, final_verdict
 from posttrain.verify.weighted import Weighted
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
     "f1",
     "fenced",
     "final_answer",
+    "final_score",
+    "final_verdict",
     "find_json",
     "in_language",
     "language_share",

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from endpoints import Said, Server, by_length, replied, serving, write_recipe
 
-from posttrain.services import endpoint as endpoints
+from posttrain import endpoint as endpoints
+from posttrain.endpoint import _retry_after
 from posttrain.services.cache import Cache
-from posttrain.services.endpoint import _retry_after
 from posttrain.services.judge import Judge
 from posttrain.services.judging import read_verdict
 from posttrain.services.recipe import read_recipe, recipe_of

@@ -14,6 +14,7 @@ import torch
 
 from posttrain.cli.main import main
 from posttrain.envs import arithmetic
+from posttrain.models.tokenizer import Tokenizer
 from posttrain.reproduce import EXPERIMENTS, find, harness, kl_estimators, over_optimisation, proxies
 from posttrain.reproduce.baseline_variance import Halves, figures
 from posttrain.reproduce.decoupled_approval import CORRUPTED, decoupled, heard, plain
@@ -244,12 +245,24 @@ GOLD = proxies.Gold({"a": 2.0, "b": -1.0, "c": 0.5})
 
 @pytest.mark.parametrize(
     "reply, worth",
-    [("", 0.0), ("b", -1.0), ("ab", 2 - 1 + 2.0), ("aa", 2 - 1 + 2.0), ("cbcc", 0.5 - 1 - 2), ("a?a!c", 2 + 0.5 - 1 + 2.0)],
+    [("", 0.0), ("b", -1.0), ("ab", 2 - 1 + 2.0), ("aa", 2 - 1 + 2.0), ("cbcc", 0.5 - 1 - 2),
+     ("a?a!c", 2 + 0.5 - 3 + 2.0), ("c<|unk|><|pad|>:", 0.5 - 3), ("\n<|eos|>", -2.0)],
 )  # fmt: skip
-def test_gold_counts_each_letter_once_charges_for_repetition_and_pays_for_the_letter_asked_for(
+def test_gold_counts_each_letter_once_charges_for_whatever_else_is_said_and_pays_for_the_letter_asked_for(
     reply: str, worth: float
 ) -> None:
     assert GOLD({"prompt": "a:"}, reply) == pytest.approx(worth)
+
+
+def test_gold_takes_every_token_that_the_policy_can_write_for_one_thing(tmp_path: Path) -> None:
+    rows = [{"id": "0", "prompt": "a:", "response": proxies.LETTERS}]
+    tokenizer = Tokenizer.load(harness.imitate(rows, tmp_path, 0, context=32, epochs=1.0))
+    gold = proxies.Gold.drawn(0)
+    for token in range(tokenizer.vocab_size):
+        text = tokenizer.decode([token])
+        assert proxies.symbols(text) == [text] and proxies.symbols(text * 3) == [text] * 3
+        worth = gold({"prompt": "?"}, text * 3)
+        assert worth == gold.values.get(text, proxies.BESIDES) + 2 * proxies.BESIDES
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

@@ -8,6 +8,7 @@ picks by it among the start's own replies. The KL of the policy is the mean log 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from posttrain.reproduce.proxies import (
     demonstrations,
     sampled,
     scores_of,
+    symbols,
     trained,
 )
 from posttrain.runs.reading import read_rollouts, rollout_steps
@@ -67,7 +69,7 @@ def course(run: Path, start: str, every: int) -> Numbers:
     """KL, proxy and gold reward of each `every` steps; gold also of each half of the rollouts, to choose by one and
     measure by the other."""
     steps = rollout_steps(run)
-    found: Numbers = {"kl": [], "proxy": [], "gold": [], "halves": [], "correlation": [], "repeats": [], "length": []}
+    found: Numbers = {"kl": [], "proxy": [], "gold": [], "halves": [], "correlation": [], "repeats": [], "outside": []}
     for first in range(0, len(steps), every):
         rows = [
             row
@@ -76,15 +78,16 @@ def course(run: Path, start: str, every: int) -> Numbers:
             if row["reward"] is not None
         ]
         gold, proxy = [row["rewards"]["gold"] for row in rows], [row["reward"] for row in rows]
-        said = [[letter for letter in row["text"] if letter in LETTERS] for row in rows]
+        said = [symbols(row["text"]) for row in rows]
+        letters = [[symbol for symbol in reply if symbol in LETTERS] for reply in said]
         ratios = log_ratios([Transcript.from_dict(row["transcripts"][0]) for row in rows], start)
         found["kl"].append(float(np.mean(ratios)))
         found["proxy"].append(float(np.mean(proxy)))
         found["gold"].append(float(np.mean(gold)))
         found["halves"].append([float(np.mean(gold[::2])), float(np.mean(gold[1::2]))])
         found["correlation"].append(correlation(proxy, gold))
-        found["repeats"].append(float(np.mean([len(letters) - len(set(letters)) for letters in said])))
-        found["length"].append(float(np.mean([len(letters) for letters in said])))
+        found["repeats"].append(float(np.mean([len(own) - len(set(own)) for own in letters])))
+        found["outside"].append(float(np.mean([len(r) - len(own) for r, own in zip(said, letters, strict=True)])))
     return found
 
 
@@ -172,12 +175,14 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         best = [n["best of N"][join] for n in seeds]
         found = [str(over_seeds([b[what][-1] for b in best])) for what in ("kl", "proxy", "gold")]
         each = ", ".join(f"{b['gold'][-1]:.2f}" for b in best)
-        rows.append([f"{BEST}, {join}", *found, "-", "-", str(over_seeds([b["correlation"] for b in best])), "-", each])
+        alike = str(over_seeds([b["correlation"] for b in best]))
+        rows.append([f"{BEST}, {join}", *found, "-", "-", alike, "-", "-", each])
     fit = over_seeds([n["accuracy"] for n in seeds])
     pairs = " ".join(str(n["pairs"]) for n in seeds)
     return Finding(
         ("arm", "KL at the end", "proxy at the end", "gold at the end", "gold if stopped early", "KL there",
-         "correlation of proxy and gold at the end", "letters repeated at the end", "gold, early and at the end, each seed"),
+         "correlation of proxy and gold at the end", "letters repeated at the end", "no letters at the end",
+         "gold, early and at the end, each seed"),
         rows,
         _comparisons(seeds, settings),
         _panels(seeds, names),
@@ -197,26 +202,35 @@ def _row(arm: str, courses: Sequence[Numbers]) -> list[str]:
     early = [stopped(course) for course in courses]
     there = [str(over_seeds([e[name] for e in early])) for name in ("gold", "kl")]
     each = ", ".join(f"{e['gold']:.2f} {late(c['gold']):.2f}" for e, c in zip(early, courses, strict=True))
-    return [arm, end("kl"), end("proxy"), end("gold"), *there, end("correlation"), end("repeats"), each]
+    return [arm, end("kl"), end("proxy"), end("gold"), *there, end("correlation"), end("repeats"), end("outside"), each]
 
 
 def _comparisons(seeds: Sequence[Numbers], settings: Settings) -> list[Comparison]:
     def end(arm: str, what: str) -> np.ndarray:
         return np.array([late(n["rl"][arm][what]) for n in seeds])
 
-    early = [stopped(n["rl"][PLAIN]) for n in seeds]
-    found = [
-        Comparison(f"{PLAIN}: proxy at the end minus where gold peaks",
-                   over_seeds(list(end(PLAIN, "proxy") - [e["proxy"] for e in early])), at_least=0.0),
-        Comparison(f"{PLAIN}: gold at the end minus at its peak",
-                   over_seeds(list(end(PLAIN, "gold") - [e["gold"] for e in early])), at_most=0.0),
+    def peak(arm: str, what: str) -> np.ndarray:
+        return np.array([stopped(n["rl"][arm])[what] for n in seeds])
+
+    def fall(arm: str) -> np.ndarray:
+        return peak(arm, "gold") - end(arm, "gold")
+
+    def above(what: str, values: np.ndarray) -> Comparison:
+        return Comparison(what, over_seeds(values.tolist()), at_least=0.0)
+
+    penalised = [f"beta {beta:g}" for beta in sorted(settings["betas"])]
+    ensembles = [join for join in JOIN if join != "single"]
+    return [
+        above(f"{PLAIN}: gold at its peak", peak(PLAIN, "gold")),
+        above(f"{PLAIN}: fall of gold from its peak to the end", fall(PLAIN)),
+        above(f"{PLAIN}: proxy at the end minus where gold peaks", end(PLAIN, "proxy") - peak(PLAIN, "proxy")),
+        *(above(f"fall of gold, {one} minus {other}", fall(one) - fall(other)) for one, other in pairwise(penalised)),
+        *(above(f"fall of gold, {PLAIN} minus {join}", fall(PLAIN) - fall(join)) for join in ensembles),
+        *(above(f"KL where gold peaks, {join} minus {PLAIN}", peak(join, "kl") - peak(PLAIN, "kl")) for join in ensembles),
+        *(above(f"gold at the end, {arm} minus {PLAIN}", end(arm, "gold") - end(PLAIN, "gold"))
+          for arm in arms(settings) if arm != PLAIN),
+        Comparison(f"gold at the KL of {BEST}, {BEST} minus {PLAIN}", _of_best(seeds, "gold"), at_least=0.0),
     ]  # fmt: skip
-    for arm in arms(settings):
-        if arm != PLAIN:
-            other = over_seeds(list(end(arm, "gold") - end(PLAIN, "gold")))
-            found.append(Comparison(f"gold at the end, {arm} minus {PLAIN}", other, at_least=0.0))
-    equal = f"gold at the KL of {BEST}, {BEST} minus {PLAIN}"
-    return [*found, Comparison(equal, _of_best(seeds, "gold"), at_least=0.0)]
 
 
 def _of_best(seeds: Sequence[Numbers], what: str) -> Estimate:
@@ -261,8 +275,9 @@ def _panels(seeds: Sequence[Numbers], names: Sequence[str]) -> list[Panel]:
 
 EXPERIMENT = Experiment(
     "over-optimisation",
-    "Where a policy climbs a proxy that was learned from the start's replies, the proxy goes on rising while gold peaks and "
-    "falls; a KL penalty or an earlier stop ends with more gold, best-of-N has more at equal KL, and so have ensembles.",
+    "Where a policy climbs a proxy that was learned from the start's replies, gold rises and then falls while the proxy goes "
+    "on rising, the further the smaller the penalty on the KL; ensembles of proxies fall later and less; and best-of-N has "
+    "more gold at equal KL.",
     "Gao et al., arXiv 2210.10760; ensembles: Coste et al., arXiv 2310.02743; Eisenstein et al., arXiv 2312.09244",
     {"demonstrations": 2000, "repeats": 0.05, "imitation_epochs": 4.0, "pairs": 400, "noise": 0.25, "proxy_epochs": 2.0,
      "proxy_lr": 1e-3, "pool": 128, "betas": [0.0, 0.2, 0.5], "steps": 80, "prompts": 16, "group": 8, "lr": 1e-3,

@@ -1,14 +1,16 @@
 """A game of letters whose gold reward is known, proxies of it learned from comparisons, and best-of-N by a proxy.
 
-Replies are lists of letters. The gold reward knows what each letter is worth, that a letter said again is worth
-nothing and annoys, and whether the letter that was asked for is among them. Comparisons of the start's replies say
-little of lists that repeat far more, or are far shorter, than those. Rewards are in standard deviations of the
-start's replies, their mean at 0.
+Replies are lists of letters. The gold reward knows what each letter is worth, that whatever else is said annoys, be it
+a letter said again or no letter at all, and whether the letter that was asked for is among them. It is defined on
+everything that a policy can write: a proxy may like what no comparison holds, such as special tokens. Comparisons of the
+start's replies say little of lists that repeat far more, or are far shorter, than those. Rewards are in standard
+deviations of the start's replies, their mean at 0.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -27,7 +29,8 @@ from posttrain.types import Ask, Reply, Task, Turn
 
 LETTERS = "abcdefghijklmnop"
 ASKED = 2.0  # what the letter of the prompt is worth beyond its own value
-REPEATED = -1.0  # what a letter is worth that was said before
+BESIDES = -1.0  # what anything else is worth: a letter that was said before, or what is no letter
+SYMBOL = re.compile(r"<\|\w+\|>|.", re.DOTALL)  # a special token is one thing, not the letters of its name
 CHOICES = (1, 2, 4, 8, 16, 32, 64)
 """The N of best-of-N."""
 
@@ -58,11 +61,16 @@ class Gold:
         return cls({letter: value - mean for letter, value in zip(LETTERS, values, strict=True)})
 
     def __call__(self, task: Task, reply: str) -> float:
-        """Values of the letters that are there, a price for each repetition, and a prize for the letter asked for."""
-        said = [letter for letter in reply if letter in self.values]
-        kinds = set(said)
-        worth = sum(self.values[letter] for letter in sorted(kinds)) + REPEATED * (len(said) - len(kinds))
+        """Values of the letters that are there, a price for whatever else is said, a prize for the letter asked for."""
+        said = symbols(reply)
+        kinds = self.values.keys() & set(said)
+        worth = sum(self.values[letter] for letter in sorted(kinds)) + BESIDES * (len(said) - len(kinds))
         return worth + ASKED * (task["prompt"][0] in kinds)
+
+
+def symbols(reply: str) -> list[str]:
+    """What a reply says, one token each: letters, other characters, special tokens."""
+    return SYMBOL.findall(reply)
 
 
 def demonstrations(settings: Settings, seed: int) -> list[Task]:

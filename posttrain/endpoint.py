@@ -1,42 +1,38 @@
 """Calls of an OpenAI-compatible endpoint: one event loop in a thread of its own, many calls in the air.
 
-Decides which failures are worth another call and when it is made. Connections, 408, 429 and 5xx are: after a time that
-doubles with each, or after the time that the endpoint asks for, which then holds for all calls. The time limit is of a
-whole call: HTTP libraries have limits for single reads, which an answer that trickles in never reaches.
+Decides, for judges and teachers alike, which failures are worth another call, when it is made, and what is said of them.
+Connections, 408, 429 and 5xx are worth one: after a time that doubles with each, or after the time that the endpoint asks
+for, which then holds for all calls. The time limit is of a whole call: HTTP libraries have limits for single reads, which
+an answer that trickles in never reaches. What an answer holds is read by who asked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 
 from posttrain.messages import clip, inline, one_line
 from posttrain.seeds import seed_of
+from posttrain.types import UserError
 
 FIRST_WAIT = 0.5  # seconds before a call is made again; doubles each time
 LONGEST_WAIT = 120.0  # seconds that an endpoint may ask to wait: beyond it the call has failed
-MOST_BYTES = 8 << 20  # of an answer
+MOST_BYTES = 64 << 20  # of an answer: the log-probabilities of a long prompt take a few
+CONNECT_SECONDS = 10.0  # for a connection
 CLOSE_SECONDS = 5.0
 
-
-@dataclass(frozen=True)
-class Said:
-    """An answer of the endpoint."""
-
-    text: str  # of the first choice
-    prompt_tokens: int
-    reply_tokens: int
-    cut: bool  # whether its token budget ended it
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,23 @@ class Failed:
     again: bool = False  # whether another call may end otherwise
     rubbish: bool = False  # whether something came that is no answer
     wait: float = 0.0  # seconds that the endpoint asks for
+    status: int | None = None  # of the HTTP answer, where that is the reason
+
+    def way(self, key: str, place: str) -> str:
+        """What the user can do. `key`: what to do about the key; `place`: what names the endpoint and its model."""
+        if self.status in (401, 403):
+            return key
+        if self.status == 404 or self.rubbish:
+            return f"an endpoint ends in /v1 as a rule; look at {place}"
+        return f"is the server up, and {place} right?" if self.again else f"look at {place}"
+
+
+def key_in(variable: str) -> str | None:
+    """The key in an environment variable, None where it is not set. Raises UserError if it holds what can be none."""
+    key = os.environ.get(variable)
+    if key and not (key.isascii() and key.isprintable()):
+        raise UserError(f"the environment variable {variable} holds no key: set it to one line of plain ASCII")
+    return key or None
 
 
 class Endpoint:
@@ -55,9 +68,10 @@ class Endpoint:
     def __init__(
         self, address: str, key: str | None, calls: int, per_minute: float | None, seconds: float, retries: int
     ) -> None:
-        self.address = address.rstrip("/") + "/chat/completions"
+        """`address`: up to /v1; `calls`: at once; `per_minute`: most of them begun; `seconds`: time limit of one."""
+        self.address = address.rstrip("/")
         self.seconds, self.retries = seconds, retries
-        self.counts = dict.fromkeys(("requests", "retries", "failures", "tokens/prompt", "tokens/reply"), 0.0)
+        self.counts = dict.fromkeys(("requests", "retries", "failures"), 0.0)
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._calls, self._interval = calls, 60.0 / per_minute if per_minute else 0.0
         self._encryption = httpx2.create_ssl_context()  # once: it reads the system's certificates
@@ -79,30 +93,47 @@ class Endpoint:
             done.append(self._done.get_nowait())
         return done
 
-    def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end, from another thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def call(self, body: bytes, retries: int | None = None) -> Said | Failed:
-        """The endpoint's answer to a request, asked again as often as that may help."""
+    def wait_for_all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Run coroutines to their ends, from another thread. What one of them raises ends all of them at once."""
+
+        async def all_of_them() -> list[T]:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(work) for work in works]
+            return [task.result() for task in tasks]
+
+        try:
+            return self.wait(all_of_them())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def call(
+        self, path: str, body: bytes | None, read: Callable[[Any], T | Failed], retries: int | None = None
+    ) -> T | Failed:
+        """What `read` makes of the JSON that answers a request, asked again as often as that may help.
+
+        `path`: below the address; `body`: what is posted there, or None to get what is there; `retries`: instead of the
+        endpoint's. What `read` refuses is not asked for again: only who asks can say what an answer lacks.
+        """
         most = self.retries if retries is None else retries
         for attempt in range(most + 1):
             async with self._slots:
                 await self._turn()
                 self.counts["requests"] += 1
-                outcome = await self._once(body)
-            if isinstance(outcome, Said):
-                self.counts["tokens/prompt"] += outcome.prompt_tokens
-                self.counts["tokens/reply"] += outcome.reply_tokens
+                outcome = await self._once(f"{self.address}/{path}", body, read)
+            if not isinstance(outcome, Failed):
                 return outcome
             if not outcome.again or attempt == most:
                 break
             if outcome.wait > LONGEST_WAIT:
-                outcome = Failed(f"{outcome.reason}; it asks to wait {outcome.wait:g} s")
+                outcome = replace(outcome, reason=f"{outcome.reason}; it asks to wait {outcome.wait:g} s")
                 break
             self.counts["retries"] += 1
             self._next = max(self._next, time.monotonic() + outcome.wait)
-            shaken = 0.75 + seed_of(0, "retry", len(body), attempt) / 2**64  # so that not all come back at once
+            shaken = 0.75 + seed_of(0, "retry", len(body or b""), attempt) / 2**64  # so that not all come back at once
             await asyncio.sleep(max(outcome.wait, FIRST_WAIT * 2**attempt * shaken))
         self.counts["failures"] += 1
         return outcome
@@ -137,15 +168,16 @@ class Endpoint:
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[httpx2.AsyncClient]:
         """A client of one connection: one with many looks at each of them for every call, half of the time of all."""
-        limits = httpx2.Limits(max_connections=1, max_keepalive_connections=1)
-        if not self._clients:
-            new = httpx2.AsyncClient(limits=limits, timeout=None, headers=self._headers, verify=self._encryption)
-            self._clients.append(new)
-        client = self._clients.pop()
+        client = self._clients.pop() if self._clients else self._new_client()
         try:
             yield client
         finally:
             self._clients.append(client)
+
+    def _new_client(self) -> httpx2.AsyncClient:
+        limits = httpx2.Limits(max_connections=1, max_keepalive_connections=1)
+        timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
+        return httpx2.AsyncClient(limits=limits, timeout=timeout, headers=self._headers, verify=self._encryption)
 
     async def _work(self, id: int, work: Coroutine[Any, Any, Any]) -> None:
         try:
@@ -162,14 +194,14 @@ class Endpoint:
         if begin > now:
             await asyncio.sleep(begin - now)
 
-    async def _once(self, body: bytes) -> Said | Failed:
+    async def _once(self, address: str, body: bytes | None, read: Callable[[Any], T | Failed]) -> T | Failed:
         try:
             async with (
                 asyncio.timeout(self.seconds),
                 self._client() as client,
-                client.stream("POST", self.address, content=body) as response,
+                client.stream("GET" if body is None else "POST", address, content=body) as response,
             ):
-                content = b""
+                content = bytearray()
                 async for more in response.aiter_bytes():
                     content += more
                     if len(content) > MOST_BYTES:
@@ -180,48 +212,36 @@ class Endpoint:
             return Failed(_named(error), again=True)
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
             return Failed(_named(error))
-        return _read(response.status_code, response.headers, content)
+        message = _message(response.status_code, response.headers, bytes(content))
+        return message if isinstance(message, Failed) else read(message)
 
 
-def _read(status: int, headers: Any, content: bytes) -> Said | Failed:
-    """What an HTTP answer amounts to."""
-    kind = str(headers.get("content-type", ""))
+def _message(status: int, headers: Any, content: bytes) -> Any:
+    """The JSON of an HTTP answer, or Failed."""
+    html = "html" in str(headers.get("content-type", "")) or content.lstrip()[:1] == b"<"
     try:
-        message = json.loads(content)
+        message, readable = json.loads(content), True
     except (ValueError, RecursionError):
-        message = None
-    if status in (408, 429) or status >= 500:
-        return Failed(f"HTTP {status}{_told(message)}", again=True, wait=_retry_after(headers.get("retry-after")))
-    if status in (401, 403):
-        return Failed(f"HTTP {status}, it refuses the key{_told(message)}")
-    if status in (301, 302, 303, 307, 308):
-        return Failed(f"HTTP {status}, it has moved to {clip(str(headers.get('location')), 100)}")
-    if status != 200:
-        return Failed(f"HTTP {status}{_told(message)}")
-    if message is None:
-        what = "a page of HTML" if "html" in kind or content.lstrip()[:1] == b"<" else "no JSON"
+        message, readable = "" if html else inline(content[:1000].decode("utf-8", "replace")), False
+    if status == 200 and readable:
+        return message
+    if status == 200:
+        what = "a page of HTML" if html else f"{clip(message)!r}, which is no JSON," if message else "nothing"
         return Failed(f"{what} instead of an answer", rubbish=True)
-    try:
-        [choice, *_] = message["choices"]
-        text = choice["message"]["content"]
-        if not isinstance(text, str):
-            raise TypeError
-    except (LookupError, TypeError, ValueError):
-        return Failed("JSON without choices[0].message.content", rubbish=True)
-    usage = message.get("usage")
-    tokens = [_count(usage, name) for name in ("prompt_tokens", "completion_tokens")]
-    return Said(text, tokens[0], tokens[1], choice.get("finish_reason") == "length")
+    said = _told(message)
+    if status in (408, 429) or status >= 500:
+        return Failed(f"HTTP {status}{said}", True, wait=_retry_after(headers.get("retry-after")), status=status)
+    if status in (401, 403):
+        said = f", it refuses the key{said}"
+    elif status in (301, 302, 303, 307, 308):
+        said = f", it has moved to {clip(str(headers.get('location')), 100)}"
+    return Failed(f"HTTP {status}{said}", status=status)
 
 
 def _named(error: Exception) -> str:
     """A failure of the connection, in words."""
     kind, said = type(error).__name__, one_line(error)
     return kind if said == kind else f"{kind}: {said}"
-
-
-def _count(usage: Any, name: str) -> int:
-    found = usage.get(name) if isinstance(usage, dict) else None
-    return found if type(found) is int and 0 <= found < 1 << 40 else 0
 
 
 def _told(message: Any) -> str:

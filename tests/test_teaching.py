@@ -288,7 +288,7 @@ def test_evaluation_reports_the_exact_divergence_whatever_the_row(place: Path) -
             ["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1", "--temperature", "0.7"],
             "says log-probabilities at temperature 1: give --teacher-temperature 1",
         ),
-        (["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1"], "does not answer .*is it running there"),
+        (["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1"], "does not answer: ConnectError.*is the server up"),
     ],
 )
 def test_teacher_that_cannot_teach_is_refused_in_one_line(
@@ -417,8 +417,8 @@ def test_teacher_is_asked_again_where_that_may_help(
             "HTTP 401, it refuses the key (wrong key); look at the environment",
         ),
         (403, b"no entry", "HTTP 403, it refuses the key (no entry); look at the environment variable OPENAI_API_KEY"),
-        (404, b"", "HTTP 404; an endpoint ends in /v1 as a rule; look at --teacher"),
-        (400, b'{"message": "too long"}', "HTTP 400 (too long); look at --teacher"),
+        (404, b"", "HTTP 404; an endpoint ends in /v1 as a rule; look at its address and model"),
+        (400, b'{"message": "too long"}', "HTTP 400 (too long); look at its address and model"),
         (200, b'{"choices": [{"logprobs": {"token_logprobs": [null, -1.0]}}]}', "2 log-probabilities for"),
         (
             200,
@@ -441,7 +441,7 @@ def test_teacher_that_goes_down_is_given_up_after_the_attempts_of_one_call(
 ) -> None:
     transcripts = transcripts_of(3) * 100
     server.failing = [(503, b"busy")] * 10_000
-    with pytest.raises(UserError, match=r"HTTP 503 \(busy\); is the server up, and --teacher right"):
+    with pytest.raises(UserError, match=r"HTTP 503 \(busy\); is the server up, and its address and model right"):
         remote.logp(transcripts)
     assert 7 <= server.asked < 300 * 7
     server.failing = []
@@ -460,7 +460,7 @@ def test_teacher_gets_the_key_of_the_environment(server: Server, monkeypatch: py
 def test_teacher_that_is_not_there_is_told(server: Server) -> None:
     server.http.shutdown()
     server.http.server_close()
-    with pytest.raises(UserError, match="ConnectError.*is the server up, and --teacher right"):
+    with pytest.raises(UserError, match="ConnectError.*is the server up, and its address and model right"):
         RemoteTeacher(server.address)
 
 

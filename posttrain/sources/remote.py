@@ -121,7 +121,7 @@ class RemoteTeacher:
     def _refuse(self, failed: Failed) -> NoReturn:
         if failed.rubbish:
             raise self._strange(failed.reason)
-        way = failed.way(f"look at the environment variable {KEY}", "--teacher")
+        way = failed.way(f"look at the environment variable {KEY}", "its address and model")
         raise UserError(f"the teacher at {self.address} does not answer: {failed.reason}; {way}")
 
     def _strange(self, what: str) -> UserError:

@@ -292,7 +292,7 @@ def test_a_course_is_read_between_the_points_measured_around_a_kl() -> None:
     assert over_optimisation.at(course, "gold", [0.5, 2.0], 1.0).tolist() == [1.5, 3.0]
 
 
-@pytest.mark.parametrize("join, reward", [("single", 1.0), ("mean of two", -0.5), ("worst of two", -2.0)])
+@pytest.mark.parametrize("join, reward", [("single", 1.0), ("second", -2.0), ("mean of two", -0.5), ("worst of two", -2.0)])
 def test_reward_is_what_the_standardised_proxies_say_and_gold_is_noted_beside_it(join: str, reward: float) -> None:
     scales = {"one": proxies.Scale(1.0, 2.0), "two": proxies.Scale(4.0, 0.5)}
     asking = proxies.Judges(GOLD, proxies.Scale(1.0, 4.0), {}, scales).environment(join)({"prompt": "a:"})

@@ -7,7 +7,7 @@ picks by it among the start's own replies. The KL of the policy is the mean log 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from posttrain.reproduce.figure import Panel, Series
 from posttrain.reproduce.harness import Arena, imitate, late, learn
 from posttrain.reproduce.proxies import (
     CHOICES,
+    ENSEMBLES,
     JOIN,
     LETTERS,
     MEMBERS,
@@ -112,9 +113,14 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
     )
     scaled = [[judges.of_gold(value) for value in values] for values in truth]
     found: Numbers = {"pairs": len(rows), "accuracy": accuracy(raw["one"], truth), "best of N": {}, "rl": {}}
-    members = [[[judges.of_proxies[name](x) for x in values] for values in raw[name]] for name in MEMBERS]
     for join, how in JOIN.items():
-        joined = [[how(scores) for scores in zip(*own, strict=True)] for own in zip(*members, strict=True)]
+        joined = [
+            [
+                how({name: judges.of_proxies[name](raw[name][prompt][place]) for name in MEMBERS})
+                for place in range(len(own))
+            ]
+            for prompt, own in enumerate(pool)
+        ]
         found["best of N"][join] = {
             **choices(joined, scaled), "correlation": correlation(np.concatenate(joined), np.concatenate(scaled)),
         }  # fmt: skip
@@ -135,11 +141,11 @@ def arms(settings: Settings) -> dict[str, tuple[str, float]]:
 def climb(seed: int, settings: Settings, folder: Path, start: str, judges: Judges, join: str, beta: float) -> Numbers:
     """One run of reinforcement learning against the proxy: its course."""
     out = folder / f"{join} {beta:g}".replace(" ", "-")
-    asked = MEMBERS[:1] if join == "single" else MEMBERS
     chosen = {name: settings[name] for name in ("steps", "prompts", "group", "lr", "max_tokens")}
+    asked = tuple(f"{name}={judges.folders[name]}" for name in JOIN[join].members)
     learn(
         Arena(PROMPTS, judges.environment(join), start), out, seed, algorithm="rloo", kl=beta, betas=(0.9, 0.95),
-        warmup=10, reward_model=tuple(f"{name}={judges.folders[name]}" for name in asked), success=None, **chosen,
+        warmup=10, reward_model=asked, success=None, **chosen,
     )  # fmt: skip
     return course(out, start, settings["every"])
 
@@ -218,17 +224,22 @@ def _comparisons(seeds: Sequence[Numbers], settings: Settings) -> list[Compariso
     def above(what: str, values: np.ndarray) -> Comparison:
         return Comparison(what, over_seeds(values.tolist()), at_least=0.0)
 
+    def alone(of: Callable[[str], np.ndarray]) -> np.ndarray:
+        """Of the members of the ensembles, each by itself: which of them is called the first is chance."""
+        return (of(PLAIN) + of("second")) / 2
+
     penalised = [f"beta {beta:g}" for beta in sorted(settings["betas"])]
-    ensembles = [join for join in JOIN if join != "single"]
     return [
         above(f"{PLAIN}: gold at its peak", peak(PLAIN, "gold")),
         above(f"{PLAIN}: fall of gold from its peak to the end", fall(PLAIN)),
         above(f"{PLAIN}: proxy at the end minus where gold peaks", end(PLAIN, "proxy") - peak(PLAIN, "proxy")),
         *(above(f"fall of gold, {one} minus {other}", fall(one) - fall(other)) for one, other in pairwise(penalised)),
-        *(above(f"fall of gold, {PLAIN} minus {join}", fall(PLAIN) - fall(join)) for join in ensembles),
-        *(above(f"KL where gold peaks, {join} minus {PLAIN}", peak(join, "kl") - peak(PLAIN, "kl")) for join in ensembles),
-        *(above(f"gold at the end, {arm} minus {PLAIN}", end(arm, "gold") - end(PLAIN, "gold"))
-          for arm in arms(settings) if arm != PLAIN),
+        *(above(f"gold at the end, {arm} minus {PLAIN}", end(arm, "gold") - end(PLAIN, "gold")) for arm in penalised[1:]),
+        *(above(f"fall of gold, one proxy minus {join}", alone(fall) - fall(join)) for join in ENSEMBLES),
+        *(above(f"KL where gold peaks, {join} minus one proxy", peak(join, "kl") - alone(lambda arm: peak(arm, "kl")))
+          for join in ENSEMBLES),
+        *(above(f"gold at the end, {join} minus one proxy", end(join, "gold") - alone(lambda arm: end(arm, "gold")))
+          for join in ENSEMBLES),
         Comparison(f"gold at the KL of {BEST}, {BEST} minus {PLAIN}", _of_best(seeds, "gold"), at_least=0.0),
     ]  # fmt: skip
 
@@ -275,12 +286,12 @@ def _panels(seeds: Sequence[Numbers], names: Sequence[str]) -> list[Panel]:
 
 EXPERIMENT = Experiment(
     "over-optimisation",
-    "Where a policy climbs a proxy that was learned from the start's replies, gold rises and then falls while the proxy goes "
-    "on rising, the further the smaller the penalty on the KL; ensembles of proxies fall later and less; and best-of-N has "
-    "more gold at equal KL.",
+    "Where a policy climbs a proxy that was learned from the start's replies, gold rises and then falls while the proxy "
+    "goes on rising, the further the smaller the penalty on the KL; ensembles of proxies fall later and less; and "
+    "best-of-N has more gold at equal KL.",
     "Gao et al., arXiv 2210.10760; ensembles: Coste et al., arXiv 2310.02743; Eisenstein et al., arXiv 2312.09244",
-    {"demonstrations": 2000, "repeats": 0.05, "imitation_epochs": 4.0, "pairs": 400, "noise": 0.25, "proxy_epochs": 2.0,
-     "proxy_lr": 1e-3, "pool": 128, "betas": [0.0, 0.2, 0.5], "steps": 80, "prompts": 16, "group": 8, "lr": 1e-3,
+    {"demonstrations": 2000, "repeats": 0.05, "imitation_epochs": 4.0, "pairs": 1600, "noise": 0.25, "proxy_epochs": 2.0,
+     "proxy_lr": 1e-3, "pool": 128, "betas": [0.0, 0.1, 0.4], "steps": 120, "prompts": 16, "group": 8, "lr": 1e-3,
      "max_tokens": 16, "every": 4},
     measure,
     conclude,

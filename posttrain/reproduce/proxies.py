@@ -35,12 +35,26 @@ CHOICES = (1, 2, 4, 8, 16, 32, 64)
 """The N of best-of-N."""
 
 MEMBERS = ("one", "two")
-JOIN: dict[str, Callable[[Sequence[float]], float]] = {
-    "single": lambda scores: scores[0],
-    "mean of two": lambda scores: sum(scores) / len(scores),
-    "worst of two": min,
+
+
+@dataclass(frozen=True)
+class Join:
+    """How the standardised scores of proxies that differ in their seed become one."""
+
+    members: tuple[str, ...]
+    how: Callable[[Sequence[float]], float]
+
+    def __call__(self, scores: Mapping[str, float]) -> float:
+        return self.how([scores[name] for name in self.members])
+
+
+JOIN: dict[str, Join] = {
+    "single": Join(MEMBERS[:1], max),
+    "second": Join(MEMBERS[1:], max),
+    "mean of two": Join(MEMBERS, lambda scores: sum(scores) / len(scores)),
+    "worst of two": Join(MEMBERS, min),
 }
-"""How the standardised scores of proxies that differ in their seed become one."""
+ENSEMBLES = tuple(name for name, join in JOIN.items() if len(join.members) > 1)
 
 
 # -- what is true ------------------------------------------------------------------------------------------------------
@@ -166,15 +180,15 @@ class Judges:
 
     def environment(self, join: str) -> Callable[[Task], Generator[Any, Any, dict[str, float]]]:
         """One reply, whose reward is what the proxies say; gold is noted beside it."""
-        asked = MEMBERS[:1] if join == "single" else MEMBERS
+        chosen = JOIN[join]
 
         def proxied(task: Task) -> Generator[Any, Any, dict[str, float]]:
             reply: Reply = yield Turn(task["prompt"])
-            scores = []
-            for name in asked:
+            scores = {}
+            for name in chosen.members:
                 score = yield Ask(name, {"prompt": task["prompt"], "response": str(reply)})
-                scores.append(self.of_proxies[name](score))
-            return {"reward": JOIN[join](scores), "gold": self.of_gold(self.gold(task, reply))}
+                scores[name] = self.of_proxies[name](score)
+            return {"reward": chosen(scores), "gold": self.of_gold(self.gold(task, reply))}
 
         return proxied
 

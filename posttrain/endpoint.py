@@ -14,14 +14,15 @@ import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
-import httpx2
+import httpcore2
 
+from posttrain.connections import Connection, encryption
 from posttrain.messages import clip, inline, one_line
 from posttrain.seeds import seed_of
 from posttrain.types import UserError
@@ -29,8 +30,14 @@ from posttrain.types import UserError
 FIRST_WAIT = 0.5  # seconds before a call is made again; doubles each time
 LONGEST_WAIT = 120.0  # seconds that an endpoint may ask to wait: beyond it the call has failed
 MOST_BYTES = 64 << 20  # of an answer: the log-probabilities of a long prompt take a few
-CONNECT_SECONDS = 10.0  # for a connection
 CLOSE_SECONDS = 5.0
+PASSING = (
+    httpcore2.NetworkError,
+    httpcore2.TimeoutException,
+    httpcore2.RemoteProtocolError,
+    httpcore2.ProxyError,
+)
+"""Failures of a connection after which another may do better."""
 
 T = TypeVar("T")
 
@@ -72,9 +79,10 @@ class Endpoint:
         self.address = address.rstrip("/")
         self.seconds, self.retries = seconds, retries
         self.counts = dict.fromkeys(("requests", "retries", "failures"), 0.0)
-        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        proved = [(b"Authorization", f"Bearer {key}".encode())] if key else []
+        self._headers = [(b"Content-Type", b"application/json"), (b"User-Agent", b"posttrain"), *proved]
         self._calls, self._interval = calls, 60.0 / per_minute if per_minute else 0.0
-        self._encryption = httpx2.create_ssl_context()  # once: it reads the system's certificates
+        self._encryption = encryption()
         self._next = 0.0  # when the next call may begin, by the monotonic clock
         self._done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
@@ -155,29 +163,24 @@ class Endpoint:
 
     async def _serve(self) -> None:
         self._stop, self._slots = asyncio.Event(), asyncio.Semaphore(self._calls)
-        self._clients: list[httpx2.AsyncClient] = []  # that make no call at present
+        self._idle: list[Connection] = []
         self._ready.set()
         await self._stop.wait()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        for client in self._clients:
-            await client.aclose()
+        for connection in self._idle:
+            await connection.close()
 
     @asynccontextmanager
-    async def _client(self) -> AsyncIterator[httpx2.AsyncClient]:
-        """A client of one connection: one with many looks at each of them for every call, half of the time of all."""
-        client = self._clients.pop() if self._clients else self._new_client()
+    async def _connection(self) -> AsyncIterator[Connection]:
+        """One that makes no call at present: a pool of many would look at each of them for every call."""
+        connection = self._idle.pop() if self._idle else Connection(self.address, self._encryption)
         try:
-            yield client
+            yield connection
         finally:
-            self._clients.append(client)
-
-    def _new_client(self) -> httpx2.AsyncClient:
-        limits = httpx2.Limits(max_connections=1, max_keepalive_connections=1)
-        timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
-        return httpx2.AsyncClient(limits=limits, timeout=timeout, headers=self._headers, verify=self._encryption)
+            self._idle.append(connection)
 
     async def _work(self, id: int, work: Coroutine[Any, Any, Any]) -> None:
         try:
@@ -196,29 +199,23 @@ class Endpoint:
 
     async def _once(self, address: str, body: bytes | None, read: Callable[[Any], T | Failed]) -> T | Failed:
         try:
-            async with (
-                asyncio.timeout(self.seconds),
-                self._client() as client,
-                client.stream("GET" if body is None else "POST", address, content=body) as response,
-            ):
-                content = bytearray()
-                async for more in response.aiter_bytes():
-                    content += more
-                    if len(content) > MOST_BYTES:
-                        return Failed(f"an answer of more than {MOST_BYTES >> 20} MiB", rubbish=True)
+            async with asyncio.timeout(self.seconds), self._connection() as connection:
+                answer = await connection.ask(address, self._headers, body, MOST_BYTES)
         except TimeoutError:
             return Failed(f"no answer within {self.seconds:g} s", again=True)
-        except httpx2.TransportError as error:
+        except PASSING as error:
             return Failed(_named(error), again=True)
-        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
+        except (httpcore2.UnsupportedProtocol, httpcore2.LocalProtocolError, ValueError) as error:
             return Failed(_named(error))
-        message = _message(response.status_code, response.headers, bytes(content))
+        if answer is None:
+            return Failed(f"an answer of more than {MOST_BYTES >> 20} MiB", rubbish=True)
+        message = _message(*answer)
         return message if isinstance(message, Failed) else read(message)
 
 
-def _message(status: int, headers: Any, content: bytes) -> Any:
+def _message(status: int, headers: Mapping[str, str], content: bytes) -> Any:
     """The JSON of an HTTP answer, or Failed."""
-    html = "html" in str(headers.get("content-type", "")) or content.lstrip()[:1] == b"<"
+    html = "html" in headers.get("content-type", "") or content.lstrip()[:1] == b"<"
     try:
         message, readable = json.loads(content), True
     except (ValueError, RecursionError):
@@ -234,7 +231,7 @@ def _message(status: int, headers: Any, content: bytes) -> Any:
     if status in (401, 403):
         said = f", it refuses the key{said}"
     elif status in (301, 302, 303, 307, 308):
-        said = f", it has moved to {clip(str(headers.get('location')), 100)}"
+        said = f", it has moved to {clip(headers.get('location', 'nowhere'), 100)}"
     return Failed(f"HTTP {status}{said}", status=status)
 
 

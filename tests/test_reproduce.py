@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
@@ -34,7 +35,7 @@ from posttrain.reproduce.figure import Panel, Series
 from posttrain.reproduce.gspo_variance import slope, spreads
 from posttrain.reproduce.length_bias import told
 from posttrain.reproduce.overlong import answered_and_ended
-from posttrain.types import Ask, Reply, StopReason, UserError
+from posttrain.types import Ask, Reply, StopReason, Task, UserError
 
 TINY: dict[str, dict[str, Any]] = {
     "kl-estimators": {"samples": 400_000, "distributions": 4, "gradient_samples": 100_000},
@@ -265,6 +266,31 @@ def test_gold_takes_every_token_that_the_policy_can_write_for_one_thing(tmp_path
         assert worth == gold.values.get(text, proxies.BESIDES) + 2 * proxies.BESIDES
 
 
+def test_experiment_ends_with_a_run_that_is_interrupted(tmp_path: Path) -> None:
+    asked = []
+
+    def reward(task: Task, reply: str) -> float:
+        asked.append(reply)
+        if len(asked) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return float(len(reply))
+
+    rows = [{"id": "0", "prompt": "a:", "response": "ab"}]
+    start = harness.imitate(rows, tmp_path, 0, context=32, epochs=1.0)
+    with pytest.raises(KeyboardInterrupt):
+        harness.learn(
+            harness.Arena(rows, reward, start),
+            tmp_path / "run",
+            0,
+            algorithm="rloo",
+            steps=9,
+            prompts=1,
+            group=2,
+            kl=0.0,
+        )
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_best_of_n_is_the_mean_over_every_choice_of_n(count: int) -> None:
     generator = np.random.default_rng(count)
@@ -292,7 +318,9 @@ def test_a_course_is_read_between_the_points_measured_around_a_kl() -> None:
     assert over_optimisation.at(course, "gold", [0.5, 2.0], 1.0).tolist() == [1.5, 3.0]
 
 
-@pytest.mark.parametrize("join, reward", [("single", 1.0), ("second", -2.0), ("mean of two", -0.5), ("worst of two", -2.0)])
+@pytest.mark.parametrize(
+    "join, reward", [("single", 1.0), ("second", -2.0), ("mean of two", -0.5), ("worst of two", -2.0)]
+)
 def test_reward_is_what_the_standardised_proxies_say_and_gold_is_noted_beside_it(join: str, reward: float) -> None:
     scales = {"one": proxies.Scale(1.0, 2.0), "two": proxies.Scale(4.0, 0.5)}
     asking = proxies.Judges(GOLD, proxies.Scale(1.0, 4.0), {}, scales).environment(join)({"prompt": "a:"})

@@ -288,7 +288,10 @@ def test_evaluation_reports_the_exact_divergence_whatever_the_row(place: Path) -
             ["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1", "--temperature", "0.7"],
             "says log-probabilities at temperature 1: give --teacher-temperature 1",
         ),
-        (["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1"], "not answer: ConnectError.*is the server up"),
+        (
+            ["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1"],
+            "not answer: ConnectError.*is the server up",
+        ),
     ],
 )
 def test_teacher_that_cannot_teach_is_refused_in_one_line(

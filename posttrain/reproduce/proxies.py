@@ -22,7 +22,7 @@ import numpy as np
 
 from posttrain.config import Evaluation, RewardModelling
 from posttrain.reproduce.experiment import Settings
-from posttrain.reproduce.harness import QUIET
+from posttrain.reproduce.harness import QUIET, checkpoint_of
 from posttrain.services.reward_model import RewardModel
 from posttrain.training import evaluation, rewarding
 from posttrain.types import Ask, Reply, Task, Turn
@@ -135,9 +135,7 @@ def trained(rows: Sequence[Task], start: str, folder: Path, seed: int, settings:
         tasks="generated", model=start, out=str(folder), seed=seed, rows=16, epochs=settings["proxy_epochs"],
         lr=settings["proxy_lr"], health="off", **QUIET,
     )  # fmt: skip
-    run = rewarding.reward_model(config, rows)
-    assert run.checkpoint is not None
-    return str(run.checkpoint)
+    return checkpoint_of(rewarding.reward_model(config, rows))
 
 
 def scores_of(folder: str, replies: Sequence[Sequence[tuple[str, float]]]) -> list[list[float]]:

@@ -17,6 +17,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpcore2
 
+from posttrain.messages import one_line
 from posttrain.types import UserError
 
 CONNECT_SECONDS = 10.0  # for a connection, and for its encryption
@@ -87,14 +88,12 @@ class _Streams(httpcore2.AsyncNetworkBackend):
 
 
 class Connection:
-    """Asks one server, through the environment's proxy if it names one; opened, and opened again, as it is needed."""
+    """Asks one server, perhaps through a proxy; opened, and opened again, as it is needed."""
 
-    def __init__(self, address: str, encryption: ssl.SSLContext) -> None:
-        """Raises UserError for a proxy that does not speak HTTP."""
+    def __init__(self, encryption: ssl.SSLContext, proxy: str | None) -> None:
         how: dict[str, Any] = {
             "ssl_context": encryption, "max_connections": 1, "keepalive_expiry": IDLE_SECONDS, "network_backend": _Streams(),
         }  # fmt: skip
-        proxy = proxy_for(address)
         self._pool = httpcore2.AsyncConnectionPool(**how) if proxy is None else _through(proxy, how)
 
     async def ask(
@@ -128,18 +127,25 @@ def encryption() -> ssl.SSLContext:
 
 
 def proxy_for(address: str) -> str | None:
-    """The proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY name for an address."""
-    parts, proxies = urlsplit(address), getproxies()
+    """The proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY name for an address.
+
+    Raises UserError for one that does not speak HTTP, and for what is no address.
+    """
+    try:
+        parts, proxies = urlsplit(address), getproxies()
+    except ValueError as error:
+        raise UserError(f"{address} is no address: {one_line(error)}") from error
     found = proxies.get(parts.scheme) or proxies.get("all")
     if not found or proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
-    return found if "://" in found else f"http://{found}"
+    proxy = found if "://" in found else f"http://{found}"
+    if not proxy.startswith(("http://", "https://")):
+        raise UserError(f"the environment names the proxy {proxy}: give one of http:// or https://, or set NO_PROXY")
+    return proxy
 
 
 def _through(proxy: str, how: dict[str, Any]) -> httpcore2.AsyncConnectionPool:
     parts = urlsplit(proxy)
-    if parts.scheme not in ("http", "https"):
-        raise UserError(f"the environment names the proxy {proxy}: give one of http:// or https://, or set NO_PROXY")
     place = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], "/", "", ""))
     auth = (unquote(parts.username), unquote(parts.password or "")) if parts.username else None
     return httpcore2.AsyncHTTPProxy(proxy_url=place, proxy_auth=auth, **how)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import httpcore2
 
-from posttrain.connections import Connection, encryption
+from posttrain.connections import Connection, encryption, proxy_for
 from posttrain.messages import clip, inline, one_line
 from posttrain.seeds import seed_of
 from posttrain.types import UserError
@@ -75,14 +75,17 @@ class Endpoint:
     def __init__(
         self, address: str, key: str | None, calls: int, per_minute: float | None, seconds: float, retries: int
     ) -> None:
-        """`address`: up to /v1; `calls`: at once; `per_minute`: most of them begun; `seconds`: time limit of one."""
+        """`address`: up to /v1; `calls`: at once; `per_minute`: most of them begun; `seconds`: time limit of one.
+
+        Raises UserError for what is no address, and for a proxy that cannot be used.
+        """
         self.address = address.rstrip("/")
         self.seconds, self.retries = seconds, retries
         self.counts = dict.fromkeys(("requests", "retries", "failures"), 0.0)
         proved = [(b"Authorization", f"Bearer {key}".encode())] if key else []
         self._headers = [(b"Content-Type", b"application/json"), (b"User-Agent", b"posttrain"), *proved]
         self._calls, self._interval = calls, 60.0 / per_minute if per_minute else 0.0
-        self._encryption = encryption()
+        self._encryption, self._proxy = encryption(), proxy_for(self.address)
         self._next = 0.0  # when the next call may begin, by the monotonic clock
         self._done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
@@ -176,7 +179,7 @@ class Endpoint:
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Connection]:
         """One that makes no call at present: a pool of many would look at each of them for every call."""
-        connection = self._idle.pop() if self._idle else Connection(self.address, self._encryption)
+        connection = self._idle.pop() if self._idle else Connection(self._encryption, self._proxy)
         try:
             yield connection
         finally:

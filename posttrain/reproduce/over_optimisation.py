@@ -268,7 +268,7 @@ def _panels(seeds: Sequence[Numbers], names: Sequence[str]) -> list[Panel]:
         """Means over the seeds, up to the KL that all of them reach."""
         join = arm if arm in JOIN else "single"
         grid = np.linspace(0.0, min(max(n["rl"][arm]["kl"]) for n in seeds), 40)
-        curves = [at(n["rl"][arm], what, grid, n["best of N"][join][what][0]) for n in seeds]
+        curves = [at(n["rl"][arm], what, grid.tolist(), n["best of N"][join][what][0]) for n in seeds]
         return Series(arm, grid.tolist(), np.mean(curves, axis=0).tolist())
 
     def chosen(join: str, what: str, label: str, x: Sequence[float]) -> Series:

@@ -84,7 +84,8 @@ class Gold:
 
 def symbols(reply: str) -> list[str]:
     """What a reply says, one token each: letters, other characters, special tokens."""
-    return SYMBOL.findall(reply)
+    found: list[str] = SYMBOL.findall(reply)
+    return found
 
 
 def demonstrations(settings: Settings, seed: int) -> list[Task]:
@@ -92,7 +93,7 @@ def demonstrations(settings: Settings, seed: int) -> list[Task]:
     draw = random.Random(f"demonstrations {seed}")
     rows = []
     for number in range(settings["demonstrations"]):
-        fresh, said = draw.sample(LETTERS, len(LETTERS)), []
+        fresh, said = draw.sample(LETTERS, len(LETTERS)), list[str]()
         for _ in range(draw.randint(6, 12)):
             said.append(draw.choice(said) if said and draw.random() < settings["repeats"] else fresh.pop())
         rows.append({"id": str(number), "prompt": f"{draw.choice(LETTERS)}:", "response": "".join(said)})

@@ -267,28 +267,21 @@ def test_gold_takes_every_token_that_the_policy_can_write_for_one_thing(tmp_path
 
 
 def test_experiment_ends_with_a_run_that_is_interrupted(tmp_path: Path) -> None:
-    asked = []
+    usual, scored = signal.getsignal(signal.SIGTERM), []
 
     def reward(task: Task, reply: str) -> float:
-        asked.append(reply)
-        if len(asked) == 1:
-            signal.raise_signal(signal.SIGTERM)
+        if signal.getsignal(signal.SIGTERM) != usual:  # training has begun
+            scored.append(reply)
+            if len(scored) == 1:
+                signal.raise_signal(signal.SIGTERM)
         return float(len(reply))
 
     rows = [{"id": "0", "prompt": "a:", "response": "ab"}]
     start = harness.imitate(rows, tmp_path, 0, context=32, epochs=1.0)
+    how = {"algorithm": "rloo", "steps": 9, "prompts": 1, "group": 2, "kl": 0.0}
     with pytest.raises(KeyboardInterrupt):
-        harness.learn(
-            harness.Arena(rows, reward, start),
-            tmp_path / "run",
-            0,
-            algorithm="rloo",
-            steps=9,
-            prompts=1,
-            group=2,
-            kl=0.0,
-        )
-    assert len(asked) == 2
+        harness.learn(harness.Arena(rows, reward, start), tmp_path / "run", 0, **how)
+    assert len(scored) == 2
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

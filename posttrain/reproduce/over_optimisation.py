@@ -191,7 +191,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
          "gold, early and at the end, each seed"),
         rows,
         _comparisons(seeds, settings),
-        _panels(seeds, names),
+        _panels(seeds, names, settings["every"]),
         [f"Rewards in standard deviations of the start's replies; the end is the last fifth of the run. On the start's "
          f"replies the single proxy prefers the better of two in {fit} of the pairs; comparisons learned from, each "
          f"seed: {pairs}. For best-of-N the correlation is that over the start's replies.",
@@ -263,7 +263,7 @@ def _beside(seeds: Sequence[Numbers], settings: Settings) -> str:
     return ", ".join(said)
 
 
-def _panels(seeds: Sequence[Numbers], names: Sequence[str]) -> list[Panel]:
+def _panels(seeds: Sequence[Numbers], names: Sequence[str], every: int) -> list[Panel]:
     def line(arm: str, what: str) -> Series:
         """Means over the seeds, up to the KL that all of them reach."""
         join = arm if arm in JOIN else "single"
@@ -271,17 +271,21 @@ def _panels(seeds: Sequence[Numbers], names: Sequence[str]) -> list[Panel]:
         curves = [at(n["rl"][arm], what, grid.tolist(), n["best of N"][join][what][0]) for n in seeds]
         return Series(arm, grid.tolist(), np.mean(curves, axis=0).tolist())
 
-    def chosen(join: str, what: str, label: str, x: Sequence[float]) -> Series:
-        return Series(label, x, np.mean([n["best of N"][join][what] for n in seeds], axis=0).tolist())
+    def by_step(arm: str, what: str) -> Series:
+        curves = np.array([n["rl"][arm][what] for n in seeds])
+        return Series(arm, (every * np.arange(1, curves.shape[1] + 1)).tolist(), np.mean(curves, axis=0).tolist())
 
-    kls = seeds[0]["best of N"]["single"]["kl"]
-    panels = [
-        Panel(title, "KL from the start, nats",
-              [*(line(arm, what) for arm in names), chosen("single", what, "best of N", kls)])
-        for what, title in (("gold", "Gold reward"), ("proxy", "Proxy reward"))
+    best = [n["best of N"]["single"] for n in seeds]
+    shown = [arm for arm in names if arm != "second"]  # which is like the first one, by another seed
+    named = {"gold": "Gold reward", "proxy": "Proxy reward"}
+    against_kl = [
+        Panel(f"{title}, as far as all seeds go", "KL from the start, nats",
+              [*(line(arm, what) for arm in shown),
+               Series("best of N", best[0]["kl"], np.mean([own[what] for own in best], axis=0).tolist())])
+        for what, title in named.items()
     ]  # fmt: skip
-    several = [chosen(join, "gold", PLAIN if join == "single" else join, CHOICES) for join in JOIN]
-    return [*panels, Panel("Gold reward of best-of-N", "N", several, log_x=True)]
+    against_steps = [Panel(title, "step", [by_step(arm, what) for arm in shown]) for what, title in named.items()]
+    return [*against_kl, *against_steps]
 
 
 EXPERIMENT = Experiment(

@@ -20,13 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.audit.classifier import Classifier, Labelled, train
+import numpy as np
+
+from posttrain.audit.classifier import Classifier, Labelled, judged, train
 from posttrain.audit.findings import Limits, classifier_found
 from posttrain.audit.replies import read_replies
 from posttrain.audit.report import HACKED as HACKED_FROM
 from posttrain.audit.report import Audit, audit, trend
 from posttrain.envs import arithmetic
 from posttrain.reproduce import decoupled_approval
+from posttrain.reproduce.experiment import over_seeds
 from posttrain.reproduce.harness import Arena, counting, imitate, learn
 from posttrain.types import Reply, Task
 
@@ -227,15 +230,19 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def across_seeds(runs: Sequence[tuple[str, str, int, Path]], seeds: Sequence[int]) -> None:
-    """A classifier trained on the hacked runs of all seeds but one, applied to all runs of that one."""
+    """A classifier trained on the hacked runs of all seeds but one, applied to what that one's runs said."""
+    if len(seeds) < 2:
+        return
     print(
-        "| left-out seed | unseen prompts: auc | accuracy | healthy runs found | hacked runs found |\n|---|---|---|---|---|"
+        "| left-out seed | unseen prompts: auc | accuracy | replies of that seed: auc | accuracy | healthy runs found "
+        "| hacked runs found |\n|---|---|---|---|---|---|---|"
     )
+    figures = []
+    hacked = [(path, own) for kind, name, own, path in runs if kind == "hacked" and name in HACKED]
     for seed in seeds:
-        hacked = [path for kind, name, own, path in runs if kind == "hacked" and own != seed and name in HACKED]
-        if not hacked:
-            continue
-        classifier: Classifier = train(labelled(hacked, random.Random(seed)))
+        classifier: Classifier = train(labelled([path for path, own in hacked if own != seed], random.Random(seed)))
+        other = labelled([path for path, own in hacked if own == seed], random.Random(seed))
+        moved = judged(classifier(other.texts), np.array(other.hacked, dtype=float))
         found: dict[str, list[str]] = {"healthy": [], "hacked": []}
         for kind, name, own, path in runs:
             if own == seed:
@@ -243,10 +250,10 @@ def across_seeds(runs: Sequence[tuple[str, str, int, Path]], seeds: Sequence[int
                 hacked_share = trend(replies, (classifier(replies.text) >= HACKED_FROM).astype(float))
                 found[kind] += [name] if classifier_found(hacked_share, Limits()) else []
         told = classifier.held_out
-        print(
-            f"| {seed} | {told['auc']:.3f} | {told['accuracy']:.3f} | {', '.join(found['healthy']) or 'none'} "
-            f"| {', '.join(found['hacked']) or 'none'} |"
-        )
+        figures.append([told["auc"], told["accuracy"], moved["auc"], moved["accuracy"]])
+        named = [", ".join(found[kind]) or "none" for kind in ("healthy", "hacked")]
+        print("| " + " | ".join([str(seed), *(f"{figure:.3f}" for figure in figures[-1]), *named]) + " |")
+    print("| all | " + " | ".join(str(over_seeds(column)) for column in zip(*figures, strict=True)) + " | | |")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -22,6 +23,8 @@ from typing import Any
 
 from posttrain.seeds import seed_of
 from posttrain.types import Ask, Task, Turn
+
+AT_ONCE = 64  # calls in the air
 
 
 def serve(latency: float, told: Connection) -> None:
@@ -60,7 +63,9 @@ def asking(task: Task) -> Generator[Turn | Ask, Any, float]:
     return float(answer)
 
 
-def measure(port: int, asked: int, beside: int, tokens: int, runs: int, workers: int, threads: int) -> None:
+def measure(
+    port: int, latency: float, asked: int, beside: int, tokens: int, runs: int, workers: int, threads: int
+) -> None:
     import torch
 
     from posttrain.engines.local import LocalEngine
@@ -105,7 +110,9 @@ def measure(port: int, asked: int, beside: int, tokens: int, runs: int, workers:
     with EnvPool("benchmarks.services:asking", workers, seconds=60.0) as pool:
         pool.ready()
         for run in range(runs + 1):  # the first warms up
-            recipe = recipe_of({"endpoint": f"http://127.0.0.1:{port}/v1", "model": "m", "cache": False})
+            recipe = recipe_of(
+                {"endpoint": f"http://127.0.0.1:{port}/v1", "model": "m", "cache": False, "calls": AT_ONCE}
+            )
             times.clear()
             polls.clear()
             with Services({"judge": Timed(recipe)}) as services:
@@ -122,7 +129,11 @@ def measure(port: int, asked: int, beside: int, tokens: int, runs: int, workers:
                     f"run {run}: {asked} calls in {end - begin:.2f} s; meanwhile the engine worked {len(inside)} times, "
                     f"{statistics.mean(inside):.0f} requests running"
                 )
-    print(f"median {statistics.median(windows):.2f} s, from {min(windows):.2f} to {max(windows):.2f}")
+    middle, least = statistics.median(windows), latency * math.ceil(asked / AT_ONCE)
+    print(
+        f"median {middle:.2f} s, from {min(windows):.2f} to {max(windows):.2f}: {middle / least:.2f} times the least that "
+        f"is possible, {least:g} s"
+    )
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {engine.backend}"
     print(f"{time.strftime('%Y-%m-%d')}, commit {commit}, {machine}, load {os.getloadavg()[0]:.1f}")
@@ -142,5 +153,6 @@ if __name__ == "__main__":
     ours, theirs = context.Pipe()
     server = context.Process(target=serve, args=(given.latency, theirs), daemon=True)
     server.start()
-    measure(ours.recv(), given.asked, given.beside, given.tokens, given.runs, given.workers, given.threads)
+    sizes = given.asked, given.beside, given.tokens, given.runs, given.workers, given.threads
+    measure(ours.recv(), given.latency, *sizes)
     server.terminate()

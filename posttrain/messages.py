@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-SYSTEM = re.compile(r"\[Errno \d+\] | \(os error \d+\)| at 0x[0-9a-f]+")  # numbers that only the system understands
+SYSTEM = re.compile(r"\[Errno -?\d+\] | \(os error \d+\)| at 0x[0-9a-f]+")  # numbers that only the system understands
 
 
 def clip(text: str, longest: int = 60) -> str:

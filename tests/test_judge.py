@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from endpoints import Said, Server, by_length, replied, serving, write_recipe
 
-from posttrain.services import endpoint as endpoints
+from posttrain import endpoint as endpoints
+from posttrain.endpoint import _retry_after
 from posttrain.services.cache import Cache
-from posttrain.services.endpoint import _retry_after
 from posttrain.services.judge import Judge
 from posttrain.services.judging import read_verdict
 from posttrain.services.recipe import read_recipe, recipe_of
@@ -356,7 +356,7 @@ def test_the_key_is_sent_and_its_absence_is_told(
         (Said(status=401), "refuses the key"),
         (Said(status=403), "refuses the key"),
         (HTML, "a page of HTML instead of an answer; an endpoint ends in /v1"),
-        (Said(status=404), "look at endpoint and model"),
+        (Said(status=404), "look at the recipe's endpoint and model"),
         (Said(status=500), "HTTP 500"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from posttrain.cli.main import main
 from posttrain.envs import arithmetic
+from posttrain.models.tokenizer import Tokenizer
 from posttrain.reproduce import EXPERIMENTS, find, harness, kl_estimators, over_optimisation, proxies
 from posttrain.reproduce.baseline_variance import Halves, figures
 from posttrain.reproduce.decoupled_approval import CORRUPTED, decoupled, heard, plain
@@ -33,7 +35,7 @@ from posttrain.reproduce.figure import Panel, Series
 from posttrain.reproduce.gspo_variance import slope, spreads
 from posttrain.reproduce.length_bias import told
 from posttrain.reproduce.overlong import answered_and_ended
-from posttrain.types import Ask, Reply, StopReason, UserError
+from posttrain.types import Ask, Reply, StopReason, Task, UserError
 
 TINY: dict[str, dict[str, Any]] = {
     "kl-estimators": {"samples": 400_000, "distributions": 4, "gradient_samples": 100_000},
@@ -244,12 +246,42 @@ GOLD = proxies.Gold({"a": 2.0, "b": -1.0, "c": 0.5})
 
 @pytest.mark.parametrize(
     "reply, worth",
-    [("", 0.0), ("b", -1.0), ("ab", 2 - 1 + 2.0), ("aa", 2 - 1 + 2.0), ("cbcc", 0.5 - 1 - 2), ("a?a!c", 2 + 0.5 - 1 + 2.0)],
+    [("", 0.0), ("b", -1.0), ("ab", 2 - 1 + 2.0), ("aa", 2 - 1 + 2.0), ("cbcc", 0.5 - 1 - 2),
+     ("a?a!c", 2 + 0.5 - 3 + 2.0), ("c<|unk|><|pad|>:", 0.5 - 3), ("\n<|eos|>", -2.0)],
 )  # fmt: skip
-def test_gold_counts_each_letter_once_charges_for_repetition_and_pays_for_the_letter_asked_for(
+def test_gold_counts_each_letter_once_charges_for_whatever_else_is_said_and_pays_for_the_letter_asked_for(
     reply: str, worth: float
 ) -> None:
     assert GOLD({"prompt": "a:"}, reply) == pytest.approx(worth)
+
+
+def test_gold_takes_every_token_that_the_policy_can_write_for_one_thing(tmp_path: Path) -> None:
+    rows = [{"id": "0", "prompt": "a:", "response": proxies.LETTERS}]
+    tokenizer = Tokenizer.load(harness.imitate(rows, tmp_path, 0, context=32, epochs=1.0))
+    gold = proxies.Gold.drawn(0)
+    for token in range(tokenizer.vocab_size):
+        text = tokenizer.decode([token])
+        assert proxies.symbols(text) == [text] and proxies.symbols(text * 3) == [text] * 3
+        worth = gold({"prompt": "?"}, text * 3)
+        assert worth == gold.values.get(text, proxies.BESIDES) + 2 * proxies.BESIDES
+
+
+def test_experiment_ends_with_a_run_that_is_interrupted(tmp_path: Path) -> None:
+    usual, scored = signal.getsignal(signal.SIGTERM), []
+
+    def reward(task: Task, reply: str) -> float:
+        if signal.getsignal(signal.SIGTERM) != usual:  # training has begun
+            scored.append(reply)
+            if len(scored) == 1:
+                signal.raise_signal(signal.SIGTERM)
+        return float(len(reply))
+
+    rows = [{"id": "0", "prompt": "a:", "response": "ab"}]
+    start = harness.imitate(rows, tmp_path, 0, context=32, epochs=1.0)
+    how = {"algorithm": "rloo", "steps": 9, "prompts": 1, "group": 2, "kl": 0.0}
+    with pytest.raises(KeyboardInterrupt):
+        harness.learn(harness.Arena(rows, reward, start), tmp_path / "run", 0, **how)
+    assert len(scored) == 2
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -279,7 +311,9 @@ def test_a_course_is_read_between_the_points_measured_around_a_kl() -> None:
     assert over_optimisation.at(course, "gold", [0.5, 2.0], 1.0).tolist() == [1.5, 3.0]
 
 
-@pytest.mark.parametrize("join, reward", [("single", 1.0), ("mean of two", -0.5), ("worst of two", -2.0)])
+@pytest.mark.parametrize(
+    "join, reward", [("single", 1.0), ("second", -2.0), ("mean of two", -0.5), ("worst of two", -2.0)]
+)
 def test_reward_is_what_the_standardised_proxies_say_and_gold_is_noted_beside_it(join: str, reward: float) -> None:
     scales = {"one": proxies.Scale(1.0, 2.0), "two": proxies.Scale(4.0, 0.5)}
     asking = proxies.Judges(GOLD, proxies.Scale(1.0, 4.0), {}, scales).environment(join)({"prompt": "a:"})

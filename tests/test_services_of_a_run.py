@@ -19,11 +19,11 @@ from endpoints import Said, by_length, replied, serving, write_recipe
 from reward_models import write_reward_model
 
 import posttrain
+from posttrain import endpoint as endpoints
 from posttrain.cli.main import main
 from posttrain.envs.journal import ANSWERS
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.services import endpoint as endpoints
 
 BOTH = """
 from posttrain import Ask, Invalid

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -16,6 +17,7 @@ from feeding import OTHER, WORDS, chosen_row, new_learner, new_player
 from torch import Tensor
 
 import posttrain
+from posttrain import endpoint as endpoints
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.table import TABLE, find
 from posttrain.batch import Stats
@@ -26,13 +28,13 @@ from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.health import Health
 from posttrain.sources.collecting import Size
-from posttrain.sources.endpoint import Endpoint
 from posttrain.sources.packing import Taught, pack
+from posttrain.sources.remote import RemoteTeacher
 from posttrain.sources.rl import Experience
 from posttrain.sources.teaching import TEACHER, Teachers
 from posttrain.sources.views import view
 from posttrain.training.loop import train
-from posttrain.types import Rollout, SpanKind, UserError
+from posttrain.types import Rollout, SpanKind, Transcript, UserError
 
 DISTILLING = [name for name, row in TABLE.items() if row.teacher is not None]
 DISTANCES = ("reverse_kl", "forward_kl", "jensen_shannon")
@@ -286,7 +288,10 @@ def test_evaluation_reports_the_exact_divergence_whatever_the_row(place: Path) -
             ["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1", "--temperature", "0.7"],
             "says log-probabilities at temperature 1: give --teacher-temperature 1",
         ),
-        (["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1"], "does not answer .*is it running there"),
+        (
+            ["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1"],
+            "not answer: ConnectError.*is the server up",
+        ),
     ],
 )
 def test_teacher_that_cannot_teach_is_refused_in_one_line(
@@ -310,7 +315,7 @@ def test_row_with_a_teacher_is_refused_by_rl(place: Path, capsys: Any) -> None:
 
 # -- endpoints ---------------------------------------------------------------------------------------------------------
 
-Answer = Callable[[dict[str, Any]], tuple[int, bytes]]
+CLOSED = (0, b"")  # the connection, instead of an answer
 
 
 class Server:
@@ -318,11 +323,12 @@ class Server:
 
     def __init__(self, model: Decoder) -> None:
         self.model, self.asked, self.form, self.failing = model, 0, "openai", list[tuple[int, bytes]]()
-        self.models = ["teacher"]
+        self.models, self.authorization = ["teacher"], ""
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                server.authorization = self.headers.get("Authorization", "")
                 self.answer(200, json.dumps({"data": [{"id": name} for name in server.models]}).encode())
 
             def do_POST(self) -> None:
@@ -331,6 +337,8 @@ class Server:
                 self.answer(*(server.failing.pop(0) if server.failing else (200, server.scored(asked))))
 
             def answer(self, status: int, body: bytes) -> None:
+                if (status, body) == CLOSED:
+                    return
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -370,46 +378,108 @@ def test_endpoint_says_what_the_same_model_in_a_folder_says(server: Server, form
     rollouts = rollouts_of()
     learner = LocalLearner(tiny(WORDS), Optimization(), others={TEACHER: tiny(WORDS, seed=4, context=128)})
     here = Teachers(WORDS, {TEACHER: 128}).logp(learner, rollouts, 60)
-    there = Teachers(WORDS, {}, {TEACHER: Endpoint(server.address)}).logp(learner, rollouts, 60)
+    there = Teachers(WORDS, {}, {TEACHER: RemoteTeacher(server.address)}).logp(learner, rollouts, 60)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(here, there, strict=True)) and len(here) == 6
 
 
-def test_endpoint_is_asked_again_where_that_may_help_and_refused_where_not(server: Server) -> None:
-    rollouts = [t for r in rollouts_of(groups=1) for t in r.transcripts]
-    endpoint = Endpoint(server.address, waits=(0.0, 0.0, 0.0))
-    server.failing = [(429, b"slow down"), (500, b"oops")]
-    assert len(endpoint.logp(rollouts[:1])) == 1 and server.asked == 3
-    for body, said in ((b"<html>no</html>", "sent no JSON but <html>no"), (b"{}", "an answer without choices")):
-        server.failing = [(200, body)]
-        with pytest.raises(UserError, match=said):
-            endpoint.logp(rollouts[:1])
-    server.failing = [(401, b"wrong key")]
-    with pytest.raises(UserError, match="answers 401: wrong key"):
-        endpoint.logp(rollouts[:1])
-    short = {"choices": [{"logprobs": {"token_logprobs": [None, -1.0]}}]}
-    nan = {"choices": [{"logprobs": {"token_logprobs": [None] + [float("nan")] * 99}}]}
-    for answer, said in ((short, "2 log-probabilities for"), (nan, "a log-probability nan")):
-        server.failing = [(200, json.dumps(answer).encode())]
-        with pytest.raises(UserError, match=said):
-            endpoint.logp(rollouts[:1])
-    server.failing = [(503, b"busy")] * 4
-    with pytest.raises(UserError, match="answers 503: busy: is it running there"):
-        endpoint.logp(rollouts[:1])
+@pytest.fixture
+def remote(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteTeacher]:
+    """A teacher that waits no time between its calls."""
+    monkeypatch.setattr(endpoints, "FIRST_WAIT", 0.001)
+    with closing(RemoteTeacher(server.address)) as found:
+        yield found
+
+
+def transcripts_of(count: int) -> list[Transcript]:
+    return [t for r in rollouts_of() for t in r.transcripts][:count]
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [(429, b"slow down"), (500, b"oops"), (503, b"<html>busy</html>"), (408, b""), CLOSED],
+    ids=["429", "500", "503", "408", "closed"],
+)
+def test_teacher_is_asked_again_where_that_may_help(
+    server: Server, remote: RemoteTeacher, trouble: tuple[int, bytes]
+) -> None:
+    said = remote.logp(transcripts_of(2))
+    server.asked, server.failing = 0, [trouble, trouble]
+    again = remote.logp(transcripts_of(2))
+    assert server.asked == 4 and all(torch.equal(a, b) for a, b in zip(said, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    "status, body, told",
+    [
+        (200, b"<html>no</html>", "sent a page of HTML instead of an answer; it must be an OpenAI-compatible endpoint"),
+        (200, b"hello", "sent 'hello', which is no JSON, instead of an answer"),
+        (200, b"{}", "an answer without choices"),
+        (
+            401,
+            b'{"error": {"message": "wrong key"}}',
+            "HTTP 401, it refuses the key (wrong key); look at the environment",
+        ),
+        (403, b"no entry", "HTTP 403, it refuses the key (no entry); look at the environment variable OPENAI_API_KEY"),
+        (404, b"", "HTTP 404; an endpoint ends in /v1 as a rule; look at its address and model"),
+        (400, b'{"message": "too long"}', "HTTP 400 (too long); look at its address and model"),
+        (200, b'{"choices": [{"logprobs": {"token_logprobs": [null, -1.0]}}]}', "2 log-probabilities for"),
+        (
+            200,
+            b'{"choices": [{"logprobs": {"token_logprobs": [%s]}}]}' % b",".join([b"NaN"] * 99),
+            "log-probability nan",
+        ),
+    ],
+)
+def test_teacher_that_another_call_cannot_help_is_told_at_once_in_one_line(
+    server: Server, remote: RemoteTeacher, status: int, body: bytes, told: str
+) -> None:
+    server.failing = [(status, body)] * 9
+    with pytest.raises(UserError) as refused:
+        remote.logp(transcripts_of(1))
+    assert told in str(refused.value) and "\n" not in str(refused.value) and server.asked == 1
+
+
+def test_teacher_that_goes_down_is_given_up_after_the_attempts_of_one_call(
+    server: Server, remote: RemoteTeacher
+) -> None:
+    transcripts = transcripts_of(3) * 100
+    server.failing = [(503, b"busy")] * 10_000
+    with pytest.raises(UserError, match=r"HTTP 503 \(busy\); is the server up, and its address and model right"):
+        remote.logp(transcripts)
+    assert 7 <= server.asked < 300 * 7
+    server.failing = []
+    assert len(remote.logp(transcripts)) == 300
+
+
+def test_teacher_gets_the_key_of_the_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    RemoteTeacher(server.address).close()
+    assert server.authorization == "Bearer secret"
+    monkeypatch.setenv("OPENAI_API_KEY", "sec\nret")
+    with pytest.raises(UserError, match="OPENAI_API_KEY holds no key"):
+        RemoteTeacher(server.address)
+
+
+def test_teacher_that_is_not_there_is_told(server: Server) -> None:
+    server.http.shutdown()
+    server.http.server_close()
+    with pytest.raises(UserError, match="ConnectError.*is the server up, and its address and model right"):
+        RemoteTeacher(server.address)
 
 
 def test_endpoint_with_several_models_needs_a_name(server: Server) -> None:
     server.models = ["teacher", "another"]
     with pytest.raises(UserError, match="serves teacher, another: name one of them"):
-        Endpoint(server.address)
-    assert Endpoint(f"{server.address}#teacher").model == "teacher"
+        RemoteTeacher(server.address)
+    with closing(RemoteTeacher(f"{server.address}#teacher")) as named:
+        assert named.model == "teacher"
 
 
-def test_endpoint_of_another_tokenizer_is_refused(server: Server) -> None:
-    endpoint = Endpoint(server.address)
-    endpoint.check(WORDS.encode("1+2=3"), WORDS)
+def test_endpoint_of_another_tokenizer_is_refused(remote: RemoteTeacher) -> None:
+    remote.check(WORDS.encode("1+2=3"), WORDS)
     other = Tokenizer.train(["=+9876543210"], 64, "characters")
     with pytest.raises(UserError, match="has another tokenizer"):
-        endpoint.check(other.encode("1+2=3"), other)
+        remote.check(other.encode("1+2=3"), other)
 
 
 def test_run_taught_by_an_endpoint_is_that_taught_by_the_folder(server: Server, place: Path) -> None:

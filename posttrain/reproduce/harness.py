@@ -91,9 +91,7 @@ def imitate(demonstrations: Sequence[Task], folder: Path, seed: int, *, context:
         tasks="generated", out=str(folder / "imitation"), seed=seed, context=context, epochs=epochs, rows=32, lr=3e-3,
         warmup=20, **MODEL, **QUIET,
     )  # fmt: skip
-    run = imitating.sft(config, demonstrations)
-    assert run.checkpoint is not None
-    return str(run.checkpoint)
+    return checkpoint_of(imitating.sft(config, demonstrations))
 
 
 def learn(arena: Arena, out: Path, seed: int, **options: Any) -> Run:
@@ -108,7 +106,20 @@ def learn(arena: Arena, out: Path, seed: int, **options: Any) -> Run:
         "success": 1.0,
     }
     config = filled(RL, {**always, "out": str(out), "seed": seed, **QUIET, **options})
-    return assembly.rl(config, arena.tasks, None if isinstance(arena.env, str) else arena.env)
+    return whole(assembly.rl(config, arena.tasks, None if isinstance(arena.env, str) else arena.env))
+
+
+def whole(run: Run) -> Run:
+    """The run, if it was not interrupted: Ctrl-C ends the experiment with it, as half a run is no figure."""
+    if run.interrupted:
+        raise KeyboardInterrupt
+    return run
+
+
+def checkpoint_of(run: Run) -> str:
+    """The folder of the model that a run ended with."""
+    assert whole(run).checkpoint is not None
+    return str(run.checkpoint)
 
 
 def practise(

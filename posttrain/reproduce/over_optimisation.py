@@ -7,7 +7,8 @@ picks by it among the start's own replies. The KL of the policy is the mean log 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from posttrain.reproduce.figure import Panel, Series
 from posttrain.reproduce.harness import Arena, imitate, late, learn
 from posttrain.reproduce.proxies import (
     CHOICES,
+    ENSEMBLES,
     JOIN,
     LETTERS,
     MEMBERS,
@@ -35,6 +37,7 @@ from posttrain.reproduce.proxies import (
     demonstrations,
     sampled,
     scores_of,
+    symbols,
     trained,
 )
 from posttrain.runs.reading import read_rollouts, rollout_steps
@@ -67,7 +70,7 @@ def course(run: Path, start: str, every: int) -> Numbers:
     """KL, proxy and gold reward of each `every` steps; gold also of each half of the rollouts, to choose by one and
     measure by the other."""
     steps = rollout_steps(run)
-    found: Numbers = {"kl": [], "proxy": [], "gold": [], "halves": [], "correlation": [], "repeats": [], "length": []}
+    found: Numbers = {"kl": [], "proxy": [], "gold": [], "halves": [], "correlation": [], "repeats": [], "outside": []}
     for first in range(0, len(steps), every):
         rows = [
             row
@@ -76,15 +79,16 @@ def course(run: Path, start: str, every: int) -> Numbers:
             if row["reward"] is not None
         ]
         gold, proxy = [row["rewards"]["gold"] for row in rows], [row["reward"] for row in rows]
-        said = [[letter for letter in row["text"] if letter in LETTERS] for row in rows]
+        said = [symbols(row["text"]) for row in rows]
+        letters = [[symbol for symbol in reply if symbol in LETTERS] for reply in said]
         ratios = log_ratios([Transcript.from_dict(row["transcripts"][0]) for row in rows], start)
         found["kl"].append(float(np.mean(ratios)))
         found["proxy"].append(float(np.mean(proxy)))
         found["gold"].append(float(np.mean(gold)))
         found["halves"].append([float(np.mean(gold[::2])), float(np.mean(gold[1::2]))])
         found["correlation"].append(correlation(proxy, gold))
-        found["repeats"].append(float(np.mean([len(letters) - len(set(letters)) for letters in said])))
-        found["length"].append(float(np.mean([len(letters) for letters in said])))
+        found["repeats"].append(float(np.mean([len(own) - len(set(own)) for own in letters])))
+        found["outside"].append(float(np.mean([len(r) - len(own) for r, own in zip(said, letters, strict=True)])))
     return found
 
 
@@ -109,9 +113,14 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
     )
     scaled = [[judges.of_gold(value) for value in values] for values in truth]
     found: Numbers = {"pairs": len(rows), "accuracy": accuracy(raw["one"], truth), "best of N": {}, "rl": {}}
-    members = [[[judges.of_proxies[name](x) for x in values] for values in raw[name]] for name in MEMBERS]
     for join, how in JOIN.items():
-        joined = [[how(scores) for scores in zip(*own, strict=True)] for own in zip(*members, strict=True)]
+        joined = [
+            [
+                how({name: judges.of_proxies[name](raw[name][prompt][place]) for name in MEMBERS})
+                for place in range(len(own))
+            ]
+            for prompt, own in enumerate(pool)
+        ]
         found["best of N"][join] = {
             **choices(joined, scaled), "correlation": correlation(np.concatenate(joined), np.concatenate(scaled)),
         }  # fmt: skip
@@ -132,11 +141,11 @@ def arms(settings: Settings) -> dict[str, tuple[str, float]]:
 def climb(seed: int, settings: Settings, folder: Path, start: str, judges: Judges, join: str, beta: float) -> Numbers:
     """One run of reinforcement learning against the proxy: its course."""
     out = folder / f"{join} {beta:g}".replace(" ", "-")
-    asked = MEMBERS[:1] if join == "single" else MEMBERS
     chosen = {name: settings[name] for name in ("steps", "prompts", "group", "lr", "max_tokens")}
+    asked = tuple(f"{name}={judges.folders[name]}" for name in JOIN[join].members)
     learn(
         Arena(PROMPTS, judges.environment(join), start), out, seed, algorithm="rloo", kl=beta, betas=(0.9, 0.95),
-        warmup=10, reward_model=tuple(f"{name}={judges.folders[name]}" for name in asked), success=None, **chosen,
+        warmup=10, reward_model=asked, success=None, **chosen,
     )  # fmt: skip
     return course(out, start, settings["every"])
 
@@ -172,15 +181,17 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         best = [n["best of N"][join] for n in seeds]
         found = [str(over_seeds([b[what][-1] for b in best])) for what in ("kl", "proxy", "gold")]
         each = ", ".join(f"{b['gold'][-1]:.2f}" for b in best)
-        rows.append([f"{BEST}, {join}", *found, "-", "-", str(over_seeds([b["correlation"] for b in best])), "-", each])
+        alike = str(over_seeds([b["correlation"] for b in best]))
+        rows.append([f"{BEST}, {join}", *found, "-", "-", alike, "-", "-", each])
     fit = over_seeds([n["accuracy"] for n in seeds])
     pairs = " ".join(str(n["pairs"]) for n in seeds)
     return Finding(
         ("arm", "KL at the end", "proxy at the end", "gold at the end", "gold if stopped early", "KL there",
-         "correlation of proxy and gold at the end", "letters repeated at the end", "gold, early and at the end, each seed"),
+         "correlation of proxy and gold at the end", "letters repeated at the end", "no letters at the end",
+         "gold, early and at the end, each seed"),
         rows,
         _comparisons(seeds, settings),
-        _panels(seeds, names),
+        _panels(seeds, names, settings["every"]),
         [f"Rewards in standard deviations of the start's replies; the end is the last fifth of the run. On the start's "
          f"replies the single proxy prefers the better of two in {fit} of the pairs; comparisons learned from, each "
          f"seed: {pairs}. For best-of-N the correlation is that over the start's replies.",
@@ -197,26 +208,40 @@ def _row(arm: str, courses: Sequence[Numbers]) -> list[str]:
     early = [stopped(course) for course in courses]
     there = [str(over_seeds([e[name] for e in early])) for name in ("gold", "kl")]
     each = ", ".join(f"{e['gold']:.2f} {late(c['gold']):.2f}" for e, c in zip(early, courses, strict=True))
-    return [arm, end("kl"), end("proxy"), end("gold"), *there, end("correlation"), end("repeats"), each]
+    return [arm, end("kl"), end("proxy"), end("gold"), *there, end("correlation"), end("repeats"), end("outside"), each]
 
 
 def _comparisons(seeds: Sequence[Numbers], settings: Settings) -> list[Comparison]:
     def end(arm: str, what: str) -> np.ndarray:
         return np.array([late(n["rl"][arm][what]) for n in seeds])
 
-    early = [stopped(n["rl"][PLAIN]) for n in seeds]
-    found = [
-        Comparison(f"{PLAIN}: proxy at the end minus where gold peaks",
-                   over_seeds(list(end(PLAIN, "proxy") - [e["proxy"] for e in early])), at_least=0.0),
-        Comparison(f"{PLAIN}: gold at the end minus at its peak",
-                   over_seeds(list(end(PLAIN, "gold") - [e["gold"] for e in early])), at_most=0.0),
+    def peak(arm: str, what: str) -> np.ndarray:
+        return np.array([stopped(n["rl"][arm])[what] for n in seeds])
+
+    def fall(arm: str) -> np.ndarray:
+        return peak(arm, "gold") - end(arm, "gold")
+
+    def above(what: str, values: np.ndarray) -> Comparison:
+        return Comparison(what, over_seeds(values.tolist()), at_least=0.0)
+
+    def alone(of: Callable[[str], np.ndarray]) -> np.ndarray:
+        """Of the members of the ensembles, each by itself: which of them is called the first is chance."""
+        return (of(PLAIN) + of("second")) / 2
+
+    penalised = [f"beta {beta:g}" for beta in sorted(settings["betas"])]
+    return [
+        above(f"{PLAIN}: gold at its peak", peak(PLAIN, "gold")),
+        above(f"{PLAIN}: fall of gold from its peak to the end", fall(PLAIN)),
+        above(f"{PLAIN}: proxy at the end minus where gold peaks", end(PLAIN, "proxy") - peak(PLAIN, "proxy")),
+        *(above(f"fall of gold, {one} minus {other}", fall(one) - fall(other)) for one, other in pairwise(penalised)),
+        *(above(f"gold at the end, {arm} minus {PLAIN}", end(arm, "gold") - end(PLAIN, "gold")) for arm in penalised[1:]),
+        *(above(f"fall of gold, one proxy minus {join}", alone(fall) - fall(join)) for join in ENSEMBLES),
+        *(above(f"KL where gold peaks, {join} minus one proxy", peak(join, "kl") - alone(lambda arm: peak(arm, "kl")))
+          for join in ENSEMBLES),
+        *(above(f"gold at the end, {join} minus one proxy", end(join, "gold") - alone(lambda arm: end(arm, "gold")))
+          for join in ENSEMBLES),
+        Comparison(f"gold at the KL of {BEST}, {BEST} minus {PLAIN}", _of_best(seeds, "gold"), at_least=0.0),
     ]  # fmt: skip
-    for arm in arms(settings):
-        if arm != PLAIN:
-            other = over_seeds(list(end(arm, "gold") - end(PLAIN, "gold")))
-            found.append(Comparison(f"gold at the end, {arm} minus {PLAIN}", other, at_least=0.0))
-    equal = f"gold at the KL of {BEST}, {BEST} minus {PLAIN}"
-    return [*found, Comparison(equal, _of_best(seeds, "gold"), at_least=0.0)]
 
 
 def _of_best(seeds: Sequence[Numbers], what: str) -> Estimate:
@@ -238,34 +263,39 @@ def _beside(seeds: Sequence[Numbers], settings: Settings) -> str:
     return ", ".join(said)
 
 
-def _panels(seeds: Sequence[Numbers], names: Sequence[str]) -> list[Panel]:
+def _panels(seeds: Sequence[Numbers], names: Sequence[str], every: int) -> list[Panel]:
     def line(arm: str, what: str) -> Series:
         """Means over the seeds, up to the KL that all of them reach."""
         join = arm if arm in JOIN else "single"
         grid = np.linspace(0.0, min(max(n["rl"][arm]["kl"]) for n in seeds), 40)
-        curves = [at(n["rl"][arm], what, grid, n["best of N"][join][what][0]) for n in seeds]
+        curves = [at(n["rl"][arm], what, grid.tolist(), n["best of N"][join][what][0]) for n in seeds]
         return Series(arm, grid.tolist(), np.mean(curves, axis=0).tolist())
 
-    def chosen(join: str, what: str, label: str, x: Sequence[float]) -> Series:
-        return Series(label, x, np.mean([n["best of N"][join][what] for n in seeds], axis=0).tolist())
+    def by_step(arm: str, what: str) -> Series:
+        curves = np.array([n["rl"][arm][what] for n in seeds])
+        return Series(arm, (every * np.arange(1, curves.shape[1] + 1)).tolist(), np.mean(curves, axis=0).tolist())
 
-    kls = seeds[0]["best of N"]["single"]["kl"]
-    panels = [
-        Panel(title, "KL from the start, nats",
-              [*(line(arm, what) for arm in names), chosen("single", what, "best of N", kls)])
-        for what, title in (("gold", "Gold reward"), ("proxy", "Proxy reward"))
+    best = [n["best of N"]["single"] for n in seeds]
+    shown = [arm for arm in names if arm != "second"]  # which is like the first one, by another seed
+    named = {"gold": "Gold reward", "proxy": "Proxy reward"}
+    against_kl = [
+        Panel(f"{title}, as far as all seeds go", "KL from the start, nats",
+              [*(line(arm, what) for arm in shown),
+               Series("best of N", best[0]["kl"], np.mean([own[what] for own in best], axis=0).tolist())])
+        for what, title in named.items()
     ]  # fmt: skip
-    several = [chosen(join, "gold", PLAIN if join == "single" else join, CHOICES) for join in JOIN]
-    return [*panels, Panel("Gold reward of best-of-N", "N", several, log_x=True)]
+    against_steps = [Panel(title, "step", [by_step(arm, what) for arm in shown]) for what, title in named.items()]
+    return [*against_kl, *against_steps]
 
 
 EXPERIMENT = Experiment(
     "over-optimisation",
-    "Where a policy climbs a proxy that was learned from the start's replies, the proxy goes on rising while gold peaks and "
-    "falls; a KL penalty or an earlier stop ends with more gold, best-of-N has more at equal KL, and so have ensembles.",
+    "Where a policy climbs a proxy that was learned from the start's replies, gold rises and then falls while the proxy "
+    "goes on rising, the further the smaller the penalty on the KL; ensembles of proxies fall later and less; and "
+    "best-of-N has more gold at equal KL.",
     "Gao et al., arXiv 2210.10760; ensembles: Coste et al., arXiv 2310.02743; Eisenstein et al., arXiv 2312.09244",
-    {"demonstrations": 2000, "repeats": 0.05, "imitation_epochs": 4.0, "pairs": 400, "noise": 0.25, "proxy_epochs": 2.0,
-     "proxy_lr": 1e-3, "pool": 128, "betas": [0.0, 0.2, 0.5], "steps": 80, "prompts": 16, "group": 8, "lr": 1e-3,
+    {"demonstrations": 2000, "repeats": 0.05, "imitation_epochs": 4.0, "pairs": 1600, "noise": 0.25, "proxy_epochs": 2.0,
+     "proxy_lr": 1e-3, "pool": 128, "betas": [0.0, 0.1, 0.4], "steps": 120, "prompts": 16, "group": 8, "lr": 1e-3,
      "max_tokens": 16, "every": 4},
     measure,
     conclude,

@@ -1,14 +1,16 @@
 """A game of letters whose gold reward is known, proxies of it learned from comparisons, and best-of-N by a proxy.
 
-Replies are lists of letters. The gold reward knows what each letter is worth, that a letter said again is worth
-nothing and annoys, and whether the letter that was asked for is among them. Comparisons of the start's replies say
-little of lists that repeat far more, or are far shorter, than those. Rewards are in standard deviations of the
-start's replies, their mean at 0.
+Replies are lists of letters. The gold reward knows what each letter is worth, that whatever else is said annoys, be it
+a letter said again or no letter at all, and whether the letter that was asked for is among them. It is defined on
+everything that a policy can write: a proxy may like what no comparison holds, such as special tokens. Comparisons of the
+start's replies say little of lists that repeat far more, or are far shorter, than those. Rewards are in standard
+deviations of the start's replies, their mean at 0.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -20,24 +22,39 @@ import numpy as np
 
 from posttrain.config import Evaluation, RewardModelling
 from posttrain.reproduce.experiment import Settings
-from posttrain.reproduce.harness import QUIET
+from posttrain.reproduce.harness import QUIET, checkpoint_of
 from posttrain.services.reward_model import RewardModel
 from posttrain.training import evaluation, rewarding
 from posttrain.types import Ask, Reply, Task, Turn
 
 LETTERS = "abcdefghijklmnop"
 ASKED = 2.0  # what the letter of the prompt is worth beyond its own value
-REPEATED = -1.0  # what a letter is worth that was said before
+BESIDES = -1.0  # what anything else is worth: a letter that was said before, or what is no letter
+SYMBOL = re.compile(r"<\|\w+\|>|.", re.DOTALL)  # a special token is one thing, not the letters of its name
 CHOICES = (1, 2, 4, 8, 16, 32, 64)
 """The N of best-of-N."""
 
 MEMBERS = ("one", "two")
-JOIN: dict[str, Callable[[Sequence[float]], float]] = {
-    "single": lambda scores: scores[0],
-    "mean of two": lambda scores: sum(scores) / len(scores),
-    "worst of two": min,
+
+
+@dataclass(frozen=True)
+class Join:
+    """How the standardised scores of proxies that differ in their seed become one."""
+
+    members: tuple[str, ...]
+    how: Callable[[Sequence[float]], float]
+
+    def __call__(self, scores: Mapping[str, float]) -> float:
+        return self.how([scores[name] for name in self.members])
+
+
+JOIN: dict[str, Join] = {
+    "single": Join(MEMBERS[:1], max),
+    "second": Join(MEMBERS[1:], max),
+    "mean of two": Join(MEMBERS, lambda scores: sum(scores) / len(scores)),
+    "worst of two": Join(MEMBERS, min),
 }
-"""How the standardised scores of proxies that differ in their seed become one."""
+ENSEMBLES = tuple(name for name, join in JOIN.items() if len(join.members) > 1)
 
 
 # -- what is true ------------------------------------------------------------------------------------------------------
@@ -58,11 +75,17 @@ class Gold:
         return cls({letter: value - mean for letter, value in zip(LETTERS, values, strict=True)})
 
     def __call__(self, task: Task, reply: str) -> float:
-        """Values of the letters that are there, a price for each repetition, and a prize for the letter asked for."""
-        said = [letter for letter in reply if letter in self.values]
-        kinds = set(said)
-        worth = sum(self.values[letter] for letter in sorted(kinds)) + REPEATED * (len(said) - len(kinds))
+        """Values of the letters that are there, a price for whatever else is said, a prize for the letter asked for."""
+        said = symbols(reply)
+        kinds = self.values.keys() & set(said)
+        worth = sum(self.values[letter] for letter in sorted(kinds)) + BESIDES * (len(said) - len(kinds))
         return worth + ASKED * (task["prompt"][0] in kinds)
+
+
+def symbols(reply: str) -> list[str]:
+    """What a reply says, one token each: letters, other characters, special tokens."""
+    found: list[str] = SYMBOL.findall(reply)
+    return found
 
 
 def demonstrations(settings: Settings, seed: int) -> list[Task]:
@@ -70,7 +93,7 @@ def demonstrations(settings: Settings, seed: int) -> list[Task]:
     draw = random.Random(f"demonstrations {seed}")
     rows = []
     for number in range(settings["demonstrations"]):
-        fresh, said = draw.sample(LETTERS, len(LETTERS)), []
+        fresh, said = draw.sample(LETTERS, len(LETTERS)), list[str]()
         for _ in range(draw.randint(6, 12)):
             said.append(draw.choice(said) if said and draw.random() < settings["repeats"] else fresh.pop())
         rows.append({"id": str(number), "prompt": f"{draw.choice(LETTERS)}:", "response": "".join(said)})
@@ -113,9 +136,7 @@ def trained(rows: Sequence[Task], start: str, folder: Path, seed: int, settings:
         tasks="generated", model=start, out=str(folder), seed=seed, rows=16, epochs=settings["proxy_epochs"],
         lr=settings["proxy_lr"], health="off", **QUIET,
     )  # fmt: skip
-    run = rewarding.reward_model(config, rows)
-    assert run.checkpoint is not None
-    return str(run.checkpoint)
+    return checkpoint_of(rewarding.reward_model(config, rows))
 
 
 def scores_of(folder: str, replies: Sequence[Sequence[tuple[str, float]]]) -> list[list[float]]:
@@ -158,15 +179,15 @@ class Judges:
 
     def environment(self, join: str) -> Callable[[Task], Generator[Any, Any, dict[str, float]]]:
         """One reply, whose reward is what the proxies say; gold is noted beside it."""
-        asked = MEMBERS[:1] if join == "single" else MEMBERS
+        chosen = JOIN[join]
 
         def proxied(task: Task) -> Generator[Any, Any, dict[str, float]]:
             reply: Reply = yield Turn(task["prompt"])
-            scores = []
-            for name in asked:
+            scores = {}
+            for name in chosen.members:
                 score = yield Ask(name, {"prompt": task["prompt"], "response": str(reply)})
-                scores.append(self.of_proxies[name](score))
-            return {"reward": JOIN[join](scores), "gold": self.of_gold(self.gold(task, reply))}
+                scores[name] = self.of_proxies[name](score)
+            return {"reward": chosen(scores), "gold": self.of_gold(self.gold(task, reply))}
 
         return proxied
 

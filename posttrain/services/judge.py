@@ -9,19 +9,28 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from posttrain.endpoint import Endpoint, Failed, key_in
 from posttrain.protocols import Service
 from posttrain.services.cache import Cache
-from posttrain.services.endpoint import Endpoint, Failed, Said
-from posttrain.services.judging import Question, again, read_question, read_verdict, request, schema
+from posttrain.services.judging import (
+    Question,
+    Said,
+    again,
+    read_completion,
+    read_question,
+    read_verdict,
+    request,
+    schema,
+)
 from posttrain.services.recipe import Criterion, Recipe
 from posttrain.types import Invalid, InvalidKind, UserError
 
 FIRST = {"A": 1.0, "tie": 0.5, "B": 0.0}
 """What a comparison is worth to the reply that was shown as A."""
+PATH = "chat/completions"
 TRIED = ("What is 2 + 2?", "2 + 2 is 4.", "2 + 2 is 5.")
 
 
@@ -35,15 +44,17 @@ class Judge:
     def __init__(self, recipe: Recipe, name: str = "judge", cache: Cache | None = None) -> None:
         """`cache`: instead of the user's. Raises UserError if the recipe's key is not in the environment."""
         self.recipe, self.name = recipe, name
-        key = os.environ.get(recipe.key_env) if recipe.key_env else None
-        if recipe.key_env and not (key and key.isascii() and key.isprintable()):
+        key = key_in(recipe.key_env) if recipe.key_env else None
+        if recipe.key_env and key is None:
             raise UserError(f"{name}: the environment variable {recipe.key_env} (key_env) holds no key: set it")
         self.cache = (cache or Cache()) if recipe.cache else None
         self.endpoint = Endpoint(
             recipe.endpoint, key, recipe.calls, recipe.requests_per_minute, recipe.seconds, recipe.retries
         )
+        self._asks = f"{self.endpoint.address}/{PATH}"  # what the cache knows the endpoint by
         self._answers: list[tuple[int, Any]] = []
-        self._counts = dict.fromkeys(("asked", "invalid", "cached", "rubbish", "disagreements"), 0.0)
+        counted = ("asked", "invalid", "cached", "rubbish", "disagreements", "tokens/prompt", "tokens/reply")
+        self._counts = dict.fromkeys(counted, 0.0)
 
     @property
     def identity(self) -> str:
@@ -79,10 +90,9 @@ class Judge:
         return self._joined([value] * len(self.recipe.parts))
 
     def counts(self) -> dict[str, float]:
-        sent = self.endpoint.counts
-        prices = self.recipe.prompt_price, self.recipe.reply_price
-        cost = (sent["tokens/prompt"] * prices[0] + sent["tokens/reply"] * prices[1]) / 1e6
-        return {**self._counts, **sent, **({"cost": cost} if any(prices) else {})}
+        prices, tokens = (self.recipe.prompt_price, self.recipe.reply_price), self._counts
+        cost = (tokens["tokens/prompt"] * prices[0] + tokens["tokens/reply"] * prices[1]) / 1e6
+        return {**self._counts, **self.endpoint.counts, **({"cost": cost} if any(prices) else {})}
 
     def close(self) -> None:
         self.endpoint.close()
@@ -91,17 +101,12 @@ class Judge:
         """Why the endpoint cannot judge, in words, found out by one short question; None: it can."""
         replies = TRIED[1:] if self.recipe.kind == "pairwise" else TRIED[1:2]
         body = request(self.recipe, Question(TRIED[0], replies), self.recipe.parts)
-        found = self.endpoint.wait(self.endpoint.call(_written(body), retries=1))
+        found = self.endpoint.wait(self._call(body, retries=1))
         if not isinstance(found, Failed):
             return None
-        at = f"{self.name} at {self.recipe.endpoint}"
-        if "refuses the key" in found.reason:
-            way = f"look at {self.recipe.key_env}" if self.recipe.key_env else "name its variable as key_env"
-        elif "HTTP 404" in found.reason or found.rubbish:
-            way = "an endpoint ends in /v1 as a rule; look at endpoint and model in the recipe"
-        else:
-            way = "is the server up, and the recipe's endpoint right?"
-        return f"{at} does not answer: {found.reason}; {way}"
+        key = f"look at {self.recipe.key_env}" if self.recipe.key_env else "name its variable as key_env"
+        way = found.way(key, "the recipe's endpoint and model")
+        return f"{self.name} at {self.recipe.endpoint} does not answer: {found.reason}; {way}"
 
     # -- on the event loop ---------------------------------------------------------------------------------------------
 
@@ -136,21 +141,21 @@ class Judge:
         """The verdict of one call: from the cache, or from the endpoint, which may be asked twice."""
         body, wanted = request(self.recipe, question, criteria), schema(self.recipe, criteria)
         first = _written(body)
-        if self.cache is not None and (kept := self.cache.get(self.endpoint.address, first)) is not None:
+        if self.cache is not None and (kept := self.cache.get(self._asks, first)) is not None:
             found = read_verdict(kept, wanted)
             if not isinstance(found, str):
                 self._counts["cached"] += 1
                 return found
         problem = ""
         for _ in range(2):
-            said = await self.endpoint.call(_written(body))
+            said = await self._call(body)
             if isinstance(said, Failed) and not said.rubbish:
                 return self._invalid(said.reason)
             if isinstance(said, Said):
                 found = read_verdict(said.text, wanted)
                 if not isinstance(found, str):
                     if self.cache is not None:
-                        self.cache.put(self.endpoint.address, first, said.text)
+                        self.cache.put(self._asks, first, said.text)
                     return found
                 problem = f"{found} (max_tokens {self.recipe.max_tokens} cut it)" if said.cut else found
                 body = again(body, said.text, found)
@@ -158,6 +163,13 @@ class Judge:
                 problem = said.reason
             self._counts["rubbish"] += 1
         return self._invalid(f"rubbish twice: {problem}")
+
+    async def _call(self, body: dict[str, Any], retries: int | None = None) -> Said | Failed:
+        said = await self.endpoint.call(PATH, _written(body), read_completion, retries)
+        if isinstance(said, Said):
+            self._counts["tokens/prompt"] += said.prompt_tokens
+            self._counts["tokens/reply"] += said.reply_tokens
+        return said
 
     def _invalid(self, reason: str) -> Invalid:
         return Invalid(f"{self.name}: {reason}", InvalidKind.UNANSWERED)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jsonschema
 
+from posttrain.endpoint import Failed
 from posttrain.messages import clip, inline
 from posttrain.services.recipe import Criterion, Recipe
 
@@ -106,6 +107,35 @@ def schema(recipe: Recipe, criteria: Sequence[Criterion]) -> dict[str, Any]:
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a judge said in its answer to a call."""
+
+    text: str  # of the first choice
+    prompt_tokens: int
+    reply_tokens: int
+    cut: bool  # whether its token budget ended it
+
+
+def read_completion(message: Any) -> Said | Failed:
+    """What the JSON of a chat completion holds."""
+    try:
+        [choice, *_] = message["choices"]
+        text = choice["message"]["content"]
+        if not isinstance(text, str):
+            raise TypeError
+    except (LookupError, TypeError, ValueError):
+        return Failed("JSON without choices[0].message.content", rubbish=True)
+    usage = message.get("usage")
+    tokens = [_count(usage, name) for name in ("prompt_tokens", "completion_tokens")]
+    return Said(text, tokens[0], tokens[1], choice.get("finish_reason") == "length")
+
+
+def _count(usage: Any, name: str) -> int:
+    found = usage.get(name) if isinstance(usage, dict) else None
+    return found if type(found) is int and 0 <= found < 1 << 40 else 0
 
 
 def read_verdict(text: str, wanted: Mapping[str, Any]) -> dict[str, Any] | str:

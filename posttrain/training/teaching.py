@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,10 +16,12 @@ from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Model
 from posttrain.runs.checkpoint import resolve
-from posttrain.sources.endpoint import Endpoint, is_endpoint
 from posttrain.sources.teaching import NAMED, TEACHER, Teachers
 from posttrain.training.setup import parameters
 from posttrain.types import Task, UserError
+
+if TYPE_CHECKING:
+    from posttrain.sources.remote import RemoteTeacher
 
 PROBED = 3  # tasks whose prompts an endpoint is asked about before the run
 
@@ -47,12 +50,14 @@ def load_teachers(
     """
     assert row.teacher is not None
     models: dict[str, Model] = {}
-    remote: dict[str, Endpoint] = {}
+    remote: dict[str, RemoteTeacher] = {}
     lines = []
     for name, option, where in named_teachers(config):
-        if is_endpoint(where):
+        if where.startswith(("http://", "https://")):
+            from posttrain.sources.remote import RemoteTeacher  # and with it a library for HTTP
+
             _refuse_exact(row, option, where)
-            remote[name] = opened.enter_context(closing(Endpoint(where)))
+            remote[name] = opened.enter_context(closing(RemoteTeacher(where)))
             lines.append(f"{option} {where} ({remote[name].model}), asked for log-probabilities")
         else:
             folder = resolve(where)

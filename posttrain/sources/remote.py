@@ -6,26 +6,24 @@ The last token of a request is sampled by the endpoint and thrown away, as some 
 
 from __future__ import annotations
 
+import json
 import math
-import os
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from posttrain.messages import clip, inline, one_line
+from posttrain.endpoint import Endpoint, Failed, key_in
+from posttrain.messages import clip
 from posttrain.sources.packing import needed_length
 from posttrain.sources.teaching import Remote
 from posttrain.types import Transcript, UserError
 
+KEY = "OPENAI_API_KEY"
 AT_ONCE = 16  # requests in the air
 SECONDS = 300.0  # for an answer
-WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before another attempt
-AGAIN = frozenset({408, 429, 500, 502, 503, 504})
-"""Answers after which another attempt may help."""
+RETRIES = 6  # of a request: half a minute of waiting in all, where the endpoint asks for no other
 
 
 class Decodes(Protocol):
@@ -34,49 +32,38 @@ class Decodes(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
 
-def is_endpoint(teacher: str) -> bool:
-    return teacher.startswith(("http://", "https://"))
-
-
-class Endpoint:
+class RemoteTeacher:
     """See `posttrain.sources.teaching.Remote`. "http://host:8000/v1", or "...#MODEL" where it serves several.
 
     The key in OPENAI_API_KEY is sent along, if there is one. What an endpoint says need not be the same to the last bit
     when it is asked again, so a resumed run is exact only as far as the endpoint is.
     """
 
-    def __init__(self, address: str, waits: Sequence[float] = WAITS, seconds: float = SECONDS) -> None:
+    def __init__(self, address: str) -> None:
         """Raises UserError if nobody answers there, or not as such an endpoint does."""
-        import httpx2
-
         self.address, _, model = address.partition("#")
-        self.waits = waits
-        key = os.environ.get("OPENAI_API_KEY")
-        self._client = httpx2.Client(
-            base_url=self.address.rstrip("/") + "/",
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx2.Timeout(seconds, connect=10.0),
-            limits=httpx2.Limits(max_connections=AT_ONCE),
-        )
-        self.model = model or self._only_model()
+        self._endpoint = Endpoint(self.address, key_in(KEY), AT_ONCE, None, SECONDS, RETRIES)
+        try:
+            self.model = model or self._only_model()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        self._client.close()
+        self._endpoint.close()
 
     def logp(self, transcripts: Sequence[Transcript]) -> list[Tensor]:
         """See `Remote`. Raises UserError if the endpoint fails for good, or answers something else."""
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            return list(pool.map(self._of_transcript, transcripts))
+        return self._endpoint.wait_for_all([self._of_transcript(transcript) for transcript in transcripts])
 
     def check(self, tokens: Sequence[int], tokenizer: Decodes) -> None:
         """Raise UserError unless the endpoint says log-probabilities of prompts, and reads these ids as the student does."""
-        choice = self._completed(tokens)
+        choice = self._endpoint.wait(self._completed(tokens))
         self._read(choice, tokens)
         said = (choice.get("logprobs") or {}).get("tokens")
         if isinstance(said, list) and len(said) >= len(tokens) and all(isinstance(t, str) for t in said):
-            theirs = [
-                t for t in said[: len(tokens)] if not t.startswith("token_id:")
-            ]  # how vLLM may be told to show them
+            shown_as_ids = "token_id:"  # what vLLM may be told to do
+            theirs = [t for t in said[: len(tokens)] if not t.startswith(shown_as_ids)]
             ours = tokenizer.decode(list(tokens))
             if len(theirs) == len(tokens) and "".join(theirs).strip() != ours.strip() and "\ufffd" not in ours:
                 raise UserError(
@@ -84,15 +71,15 @@ class Endpoint:
                     f"the student wrote {clip(repr(ours), 60)}; take a teacher of the student's family"
                 )
 
-    def _of_transcript(self, transcript: Transcript) -> Tensor:
+    async def _of_transcript(self, transcript: Transcript) -> Tensor:
         places = transcript.scored
         if not len(places):
             return torch.zeros(0)
         tokens = transcript.tokens[: needed_length(transcript) + 1]
-        values = self._read(self._completed(tokens), tokens)
+        values = self._read(await self._completed(tokens), tokens)
         return torch.tensor([values[place] for place in places], dtype=torch.float32)
 
-    def _completed(self, tokens: Sequence[int]) -> dict[str, Any]:
+    async def _completed(self, tokens: Sequence[int]) -> dict[str, Any]:
         asked = {
             "model": self.model,
             "prompt": [int(token) for token in tokens],
@@ -101,12 +88,8 @@ class Endpoint:
             "echo": True,
             "logprobs": 1,
         }
-        answer = self._asked(lambda: self._client.post("completions", json=asked))
-        try:
-            choice = answer["choices"][0]
-            return dict(choice)
-        except (LookupError, TypeError, ValueError):
-            raise self._strange(f"an answer without choices: {clip(str(answer))}") from None
+        found = await self._endpoint.call("completions", json.dumps(asked).encode(), _first_choice)
+        return found if isinstance(found, dict) else self._refuse(found)
 
     def _read(self, choice: dict[str, Any], tokens: Sequence[int]) -> list[float]:
         """The log-probability of each token of a prompt, the first one's being unknown."""
@@ -125,49 +108,43 @@ class Endpoint:
         return [math.nan, *map(float, found[1:])]
 
     def _only_model(self) -> str:
-        answer = self._asked(lambda: self._client.get("models"), waits=())
-        names = [m.get("id") for m in answer.get("data", ()) if isinstance(m, dict)] if isinstance(answer, dict) else []
+        names = self._endpoint.wait(self._endpoint.call("models", None, _names, retries=1))
+        if not isinstance(names, list):
+            self._refuse(names)
         if len(names) != 1:
             raise UserError(
                 f"the teacher at {self.address} serves {', '.join(map(str, names)) or 'no model'}: name one of them, as in "
                 f"--teacher {self.address}#MODEL"
             )
-        return str(names[0])
+        return names[0]
 
-    def _asked(self, ask: Callable[[], Any], waits: Sequence[float] | None = None) -> Any:
-        """The JSON that it answers, after as many attempts as there are waits, and one."""
-        import httpx2
-
-        left = list(self.waits if waits is None else waits)
-        while True:
-            try:
-                response = ask()
-            except httpx2.HTTPError as error:
-                problem = f"does not answer ({type(error).__name__}: {one_line(error)})"
-            except httpx2.InvalidURL as error:
-                raise UserError(f"--teacher {self.address} is no address: {one_line(error)}") from None
-            else:
-                if response.status_code == 200:
-                    return self._json(response)
-                problem = f"answers {response.status_code}: {clip(inline(response.text))}"
-                if response.status_code not in AGAIN:
-                    raise UserError(f"the teacher at {self.address} {problem}")
-            if not left:
-                raise UserError(f"the teacher at {self.address} {problem}: is it running there?")
-            time.sleep(left.pop(0))
-
-    def _json(self, response: Any) -> Any:
-        try:
-            return response.json()
-        except ValueError:
-            raise self._strange(f"no JSON but {clip(inline(response.text)) or 'nothing'}") from None
+    def _refuse(self, failed: Failed) -> NoReturn:
+        if failed.rubbish:
+            raise self._strange(failed.reason)
+        way = failed.way(f"look at the environment variable {KEY}", "its address and model")
+        raise UserError(f"the teacher at {self.address} does not answer: {failed.reason}; {way}")
 
     def _strange(self, what: str) -> UserError:
         return UserError(
             f"the teacher at {self.address} sent {what}; it must be an OpenAI-compatible endpoint whose /completions echoes "
-            "the log-probabilities of a prompt of token ids, as vLLM's does"
+            "the log-probabilities of a prompt of token ids, as vLLM's does, and its address ends in /v1 as a rule"
         )
 
 
+def _first_choice(message: Any) -> dict[str, Any] | Failed:
+    try:
+        return dict(message["choices"][0])
+    except (LookupError, TypeError, ValueError):
+        return Failed(f"an answer without choices: {clip(str(message))}", rubbish=True)
+
+
+def _names(message: Any) -> list[str] | Failed:
+    """The models that an endpoint serves."""
+    try:
+        return [str(model["id"]) for model in message["data"]]
+    except (LookupError, TypeError):
+        return Failed(f"no list of models: {clip(str(message))}", rubbish=True)
+
+
 if TYPE_CHECKING:
-    _proof: Callable[..., Remote] = Endpoint
+    _proof: Callable[..., Remote] = RemoteTeacher

@@ -10,7 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from posttrain.config import RL, SFT, RewardModelling, filled, validate
+from posttrain.config import RL, SFT, RewardModelling
+from posttrain.options import filled, validate
 from posttrain.verify import final_verdict
 
 FILE = Path(__file__).resolve().parents[1] / "recipes" / "generative_verifier.py"

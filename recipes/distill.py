@@ -113,7 +113,8 @@ def imitated(
     points = [{"step": 0, "tokens": 0.0, "accuracy": accuracy(start, unseen)}]
     for steps in MEASURED[1:]:
         used = played[: steps * ROLLOUTS]
-        rows = [{"id": str(i), "prompt": r.prompt, "response": r.text} for i, r in enumerate(used)]
+        # One in thousands ends at once: there is nothing to imitate.
+        rows = [{"id": str(i), "prompt": r.prompt, "response": r.text} for i, r in enumerate(used) if r.text.strip()]
         run = posttrain.sft(
             rows, model=start, out=str(out / f"imitation-{steps}"), rows=ROLLOUTS, steps=steps, lr=RL["lr"],
             betas=RL["betas"], warmup=min(10, steps // 2), schedule="linear", seed=seed, **SMALL,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.training import loop
 from posttrain.types import Completion, Rollout, StopReason, Transcript
 
 CHATML = (
@@ -19,6 +23,15 @@ CHATML = (
 torch.set_num_threads(1)  # the models are tiny, and several tests run at once
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_full_collection_before_each_training() -> Iterator[None]:
+    """One takes longer, with all that tests import, than most of the trainings here; no result depends on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        lazy = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
+        patch.setattr(loop, "gc", lazy)
+        yield
 
 
 @pytest.fixture(scope="session")

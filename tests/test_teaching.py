@@ -442,13 +442,13 @@ def test_teacher_that_another_call_cannot_help_is_told_at_once_in_one_line(
 def test_teacher_that_goes_down_is_given_up_after_the_attempts_of_one_call(
     server: Server, remote: RemoteTeacher
 ) -> None:
-    transcripts = transcripts_of(3) * 100
+    transcripts = transcripts_of(3) * 20
     server.failing = [(503, b"busy")] * 10_000
     with pytest.raises(UserError, match=r"HTTP 503 \(busy\); is the server up, and its address and model right"):
         remote.logp(transcripts)
-    assert 7 <= server.asked < 300 * 7
+    assert 7 <= server.asked < 60 * 7
     server.failing = []
-    assert len(remote.logp(transcripts)) == 300
+    assert len(remote.logp(transcripts)) == 60
 
 
 def test_teacher_gets_the_key_of_the_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ STORIES = 640  # that the start is fine-tuned on
 NOISE = 0.1  # share of wrong labels
 SHARE = 0.2  # of the pairs that are learned from
 SAMPLES = 8  # stories for each held-out prompt
-COMPARED = 16  # and for each of the others
+COMPARED = 24  # and for each of the others
 METHODS: dict[str, dict[str, Any]] = {
     "dpo": {"beta": 0.1, "lr": 1e-4},
     "ipo": {"beta": 0.5, "lr": 1e-4},
@@ -222,7 +222,15 @@ def one(seed: int, place: Path, steps: int, threads: int) -> dict[str, Any]:
     }
     found["start"] = {"gold": _mean(before), "length": sum(r.n_sampled for r in before) / len(before)}
     scored = posttrain.reward_model(
-        rows, start, out=str(place / "reward-model"), rows=16, epochs=1, lr=1e-3, held_out=0.15, **common
+        rows,
+        start,
+        out=str(place / "reward-model"),
+        pooling="mean",
+        rows=16,
+        epochs=1,
+        lr=1e-3,
+        held_out=0.15,
+        **common,
     )
     found["reward model"] = {k: scored.final.get(k) for k in ("eval/accuracy", "eval/longer_wins", "eval/bag_of_words")}
 
@@ -243,7 +251,7 @@ def one(seed: int, place: Path, steps: int, threads: int) -> dict[str, Any]:
     posttrain.rl(
         learning, ask_reward_model, start, algorithm="ppo", out=str(place / "ppo"), reward_model=(judged,),
         critic_model=judged, steps=steps, prompts=16, group=4, max_tokens=MAX_TOKENS, lr=1e-4,
-        critic_lr=5e-4, kl=0.15, minibatches=2, env_workers=1, **common,
+        critic_lr=5e-4, kl=0.06, minibatches=2, env_workers=1, **common,
     )  # fmt: skip
     measure("ppo", place / "ppo", since)
     for name, options in METHODS.items():
@@ -301,7 +309,10 @@ def report(found: dict[int, dict[str, Any]], command: str) -> str:
         )
         + ".",
         "",
-        "PPO's KL coefficient was chosen on seed 0 among 0.03 (a KL of 6.7, and a loss to the start), 0.15 and 0.3.",
+        "What PPO needs was chosen on seed 9, which is not reported: with 16 stories a prompt (instead of 24), a reward "
+        "model that reads the last token (instead of the mean), a KL coefficient of 0.15 and 30 steps its rate was 0.516 "
+        "[0.477, 0.558]; as it is now, 0.711 [0.664, 0.758]. The options of the others are those of a trial on seed 0 with 16 "
+        "stories a prompt.",
         "",
         f"Stories of seed {seeds[0]}, the first of some held-out prompts, with the judge's score:",
         "",
@@ -315,7 +326,7 @@ def report(found: dict[int, dict[str, Any]], command: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=30, help="of PPO")
+    parser.add_argument("--steps", type=int, default=45, help="of PPO")
     parser.add_argument("--out", default="runs/rlhf")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--into", help="write all seeds that are in --out into this file")

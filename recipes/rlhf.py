@@ -311,8 +311,8 @@ def report(found: dict[int, dict[str, Any]], command: str) -> str:
         "",
         "What PPO needs was chosen on seed 9, which is not reported: with 16 stories a prompt (instead of 24), a reward "
         "model that reads the last token (instead of the mean), a KL coefficient of 0.15 and 30 steps its rate was 0.516 "
-        "[0.477, 0.558]; as it is now, 0.711 [0.664, 0.758]. The options of the others are those of a trial on seed 0 with 16 "
-        "stories a prompt.",
+        "[0.477, 0.558]; as it is now, 0.711 [0.664, 0.758]. The options of the others are those of a trial on seed 0 with "
+        "16 stories a prompt.",
         "",
         f"Stories of seed {seeds[0]}, the first of some held-out prompts, with the judge's score:",
         "",

@@ -239,7 +239,7 @@ TOLD = [
     "The length of imitation was chosen by how much it leaves to learn: on seed 9, which is not in the table, 5 and 8",
     "epochs gave .673 and .690 (greedy), 12 gave 1.000; 6 epochs on seed 0 gave .528. The head's learning rate and epochs",
     "were tried on seed 9: 1e-3 for 6 epochs .500, 3e-3 for 12 .503, 5e-3 for 6 .513. The task was chosen so that steps",
-    "matter: on sums of four digits, tried first with an earlier form of this recipe, a head was right in .994 of the answers",
+    "matter: on sums of four digits, tried first with an earlier form of this recipe, a head was right in .994,",
     "and a judge that reasons in .888.",
 ]
 READ = ["One vote and several are sampled at temperature 1. Tokens are those of a reply with its end."]

@@ -194,6 +194,22 @@ def test_equal_questions_are_asked_once_and_a_failed_one_again_in_a_later_step()
     assert service.asked == ["abc", "none", "none"]
 
 
+def test_a_question_is_known_by_the_service_and_by_what_it_is() -> None:
+    class Doubled(Lengths):
+        def poll(self) -> list[tuple[int, Any]]:
+            return [(id, 2 * answer) for id, answer in super().poll()]
+
+    services = Services({"one": Lengths(), "other": Doubled()})
+    for id, name in enumerate(("one", "other")):
+        services.ask(id, Ask(name, "abc"))
+    assert dict(services.poll()) == {0: 3, 1: 6}
+    changed = Doubled()
+    changed.identity = "doubled lengths"
+    services.named["one"] = changed  # as in a resumed run whose judge has another rubric
+    services.ask(0, Ask("one", "abc"))
+    assert services.poll() == [(0, 6)]
+
+
 def test_what_an_environment_does_to_an_answer_changes_no_other() -> None:
     class Lists(Lengths):
         def poll(self) -> list[tuple[int, Any]]:

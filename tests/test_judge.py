@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,22 @@ def test_an_endpoint_that_asks_to_wait_for_hours_is_not_waited_for(judge_of: Cal
     with serving(lambda request, number: Said(status=429, headers={"Retry-After": "7200"})) as server:
         [answer] = asked(judge_of(server), [question("a")])
     assert isinstance(answer, Invalid) and "asks to wait 7200 s" in answer.reason and len(server.asked) == 1
+
+
+def test_the_time_before_a_call_is_made_again_doubles(
+    judge_of: Callable[..., Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "FIRST_WAIT", 0.02)
+    times: list[float] = []
+
+    def behave(request: dict[str, Any], number: int) -> Said:
+        times.append(time.monotonic())
+        return Said(status=500)
+
+    with serving(behave) as server:
+        asked(judge_of(server, retries=4), [question("abc")])
+    waited = [later - earlier for earlier, later in pairwise(times)]
+    assert len(waited) == 4 and all(wait > 0.02 * 0.75 * 2**k - 0.005 for k, wait in enumerate(waited)), waited
 
 
 def test_retry_after_may_be_a_date_or_nonsense() -> None:

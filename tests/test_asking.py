@@ -451,6 +451,20 @@ def test_an_outage_of_the_step_that_was_not_finished_is_asked_again(tmp_path: Pa
     assert asks(third, ["ab"]) == [2]
 
 
+def test_an_outage_is_asked_again_though_the_step_had_begun(tmp_path: Path) -> None:
+    first = journaled(tmp_path, False, Lengths())
+    first.begin(1)
+    assert asks(first, ["abc"]) == [3]
+    first.begin(2)
+    first.named["lengths"] = Down()
+    assert isinstance(asks(first, ["ab"])[0], Invalid)
+    first.close()
+    service = Lengths()
+    again = journaled(tmp_path, True, service)
+    again.begin(2)
+    assert asks(again, ["ab"]) == [2] and service.asked == ["ab"]
+
+
 def test_a_line_that_was_cut_off_by_a_kill_is_dropped_and_written_over(tmp_path: Path) -> None:
     first = journaled(tmp_path, False, Lengths())
     first.begin(1)

@@ -481,6 +481,20 @@ def test_a_line_that_was_cut_off_by_a_kill_is_dropped_and_written_over(tmp_path:
     assert journaled(tmp_path, True, Down()).journal is not None
 
 
+def test_nothing_of_a_long_line_that_was_cut_off_is_left_behind_a_shorter_one(tmp_path: Path) -> None:
+    first = journaled(tmp_path, False, Lengths())
+    first.begin(1)
+    asks(first, ["abc"])
+    first.close()
+    with (tmp_path / ANSWERS).open("ab") as file:
+        file.write(b'{"step": 1, "answer": "' + b"x" * 999)
+    again = journaled(tmp_path, True, Lengths())
+    again.begin(1)
+    asks(again, ["ab"])
+    again.close()
+    assert all(json.loads(line) for line in (tmp_path / ANSWERS).read_bytes().splitlines())
+
+
 def test_a_damaged_journal_is_refused_and_a_new_run_ignores_an_old_one(tmp_path: Path) -> None:
     (tmp_path / ANSWERS).write_text('{"step": 1}\n')
     with pytest.raises(UserError, match="damaged"):

@@ -76,6 +76,19 @@ def test_a_reward_model_gives_what_it_gives_in_training(place: Path) -> None:
         assert row["scores"] == [answer for _, answer in sorted(service.poll())]
 
 
+def test_a_reward_model_knows_which_sampled_responses_were_cut_off(place: Path) -> None:
+    from posttrain.services.reward_model import RewardModel
+
+    item = {"prompt": "say a=", "responses": ["aa", "aa b"]}
+    samples = [{"stop": "eos"}, {"stop": "length"}]
+    [row] = label("reward-model=reward", items=[{**item, "samples": samples}])
+    service = RewardModel("reward")
+    for id, cut in ((0, False), (1, True), (2, False)):
+        service.submit(id, {"prompt": "say a=", "response": item["responses"][min(id, 1)], "cut": cut})
+    expected = dict(service.poll())
+    assert row["scores"] == [expected[0], expected[1]] and expected[1] != expected[2]
+
+
 def test_a_scalar_judge_scores_and_what_it_cannot_is_null_with_the_reason(place: Path) -> None:
     def behave(request: dict[str, Any], number: int) -> Said:
         return (

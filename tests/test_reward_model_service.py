@@ -107,6 +107,8 @@ def test_messages_are_rendered_by_the_reward_models_template(
     shown = words.encode(words.render(messages[:1], generation=True), start=True)
     ended = [*shown, *words.encode("b<|im_end|>\n"), words.eos_id]  # no token of this template ends a reply
     assert score == pytest.approx(of_transformers(tmp_path / "chat", [ended])[0], abs=1e-5)
+    [score] = asked(service, [{"messages": messages, "cut": True}])
+    assert score == pytest.approx(of_transformers(tmp_path / "chat", [ended[:-1]])[0], abs=1e-5)
 
 
 @pytest.mark.parametrize(

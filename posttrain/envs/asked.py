@@ -16,14 +16,15 @@ Asking = Generator[Turn | Ask, Any, Verdict]
 
 
 def reward_model(task: Task) -> Asking:
-    """The score of the service "reward-model"."""
+    """The score of the service "reward-model". It is told of a reply that was cut off, which has no end to be read."""
     turn = opening(task)
     reply: Reply = yield turn
+    cut = {"cut": True} if reply.stop.truncated else {}
     if turn.messages is not None:
         said = {"role": "assistant", "content": reply}
-        answer = yield Ask("reward-model", {"messages": [*turn.messages, said]})
+        answer = yield Ask("reward-model", {"messages": [*turn.messages, said], **cut})
     else:
-        answer = yield Ask("reward-model", {"prompt": turn.text, "response": reply})
+        answer = yield Ask("reward-model", {"prompt": turn.text, "response": reply, **cut})
     verdict: Verdict = answer
     return verdict
 

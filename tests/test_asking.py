@@ -23,6 +23,7 @@ from posttrain.envs.journal import ANSWERS, Journal
 from posttrain.envs.play import MOST_ASKS, Player
 from posttrain.envs.pool import Done, EnvPool
 from posttrain.envs.reading import DEEPEST, LONGEST_TEXT, read_ask
+from posttrain.envs.scoring import compare
 from posttrain.envs.wire import Garbled, read_answer, write_answer
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Service
@@ -233,6 +234,23 @@ def test_a_play_that_was_given_up_leaves_nothing_to_the_next() -> None:
     while services.pending:
         answers += services.poll()
     assert answers == [(7, 2)]
+
+
+def test_a_failure_that_comes_late_is_none_of_the_next_step() -> None:
+    service = Lengths(later=1)
+    services = Services({"lengths": service})
+    services.ask(0, Ask("lengths", "none"))
+    services.forget()
+    services.begin(1)
+    for _ in range(9):
+        services.poll()
+    services.ask(0, Ask("lengths", "none"))
+    assert service.asked == ["none", "none"]
+
+
+def test_comparisons_are_answered_in_the_order_of_their_questions() -> None:
+    services = Services({"lengths": Lengths(later=1, backward=True)})
+    assert compare(services, "lengths", [{"a": 0}, {"a": 0, "b": 0}, {}]) == [1, 2, 0]
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from posttrain.envs.journal import ANSWERS, Journal
 from posttrain.envs.play import MOST_ASKS, Player
 from posttrain.envs.pool import Done, EnvPool
 from posttrain.envs.reading import DEEPEST, LONGEST_TEXT, read_ask
+from posttrain.envs.scoring import compare
 from posttrain.envs.wire import Garbled, read_answer, write_answer
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Service
@@ -194,6 +195,22 @@ def test_equal_questions_are_asked_once_and_a_failed_one_again_in_a_later_step()
     assert service.asked == ["abc", "none", "none"]
 
 
+def test_a_question_is_known_by_the_service_and_by_what_it_is() -> None:
+    class Doubled(Lengths):
+        def poll(self) -> list[tuple[int, Any]]:
+            return [(id, 2 * answer) for id, answer in super().poll()]
+
+    services = Services({"one": Lengths(), "other": Doubled()})
+    for id, name in enumerate(("one", "other")):
+        services.ask(id, Ask(name, "abc"))
+    assert dict(services.poll()) == {0: 3, 1: 6}
+    changed = Doubled()
+    changed.identity = "doubled lengths"
+    services.named["one"] = changed  # as in a resumed run whose judge has another rubric
+    services.ask(0, Ask("one", "abc"))
+    assert services.poll() == [(0, 6)]
+
+
 def test_what_an_environment_does_to_an_answer_changes_no_other() -> None:
     class Lists(Lengths):
         def poll(self) -> list[tuple[int, Any]]:
@@ -217,6 +234,23 @@ def test_a_play_that_was_given_up_leaves_nothing_to_the_next() -> None:
     while services.pending:
         answers += services.poll()
     assert answers == [(7, 2)]
+
+
+def test_a_failure_that_comes_late_is_none_of_the_next_step() -> None:
+    service = Lengths(later=1)
+    services = Services({"lengths": service})
+    services.ask(0, Ask("lengths", "none"))
+    services.forget()
+    services.begin(1)
+    for _ in range(9):
+        services.poll()
+    services.ask(0, Ask("lengths", "none"))
+    assert service.asked == ["none", "none"]
+
+
+def test_comparisons_are_answered_in_the_order_of_their_questions() -> None:
+    services = Services({"lengths": Lengths(later=1, backward=True)})
+    assert compare(services, "lengths", [{"a": 0}, {"a": 0, "b": 0}, {}]) == [1, 2, 0]
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------
@@ -435,6 +469,20 @@ def test_an_outage_of_the_step_that_was_not_finished_is_asked_again(tmp_path: Pa
     assert asks(third, ["ab"]) == [2]
 
 
+def test_an_outage_is_asked_again_though_the_step_had_begun(tmp_path: Path) -> None:
+    first = journaled(tmp_path, False, Lengths())
+    first.begin(1)
+    assert asks(first, ["abc"]) == [3]
+    first.begin(2)
+    first.named["lengths"] = Down()
+    assert isinstance(asks(first, ["ab"])[0], Invalid)
+    first.close()
+    service = Lengths()
+    again = journaled(tmp_path, True, service)
+    again.begin(2)
+    assert asks(again, ["ab"]) == [2] and service.asked == ["ab"]
+
+
 def test_a_line_that_was_cut_off_by_a_kill_is_dropped_and_written_over(tmp_path: Path) -> None:
     first = journaled(tmp_path, False, Lengths())
     first.begin(1)
@@ -449,6 +497,20 @@ def test_a_line_that_was_cut_off_by_a_kill_is_dropped_and_written_over(tmp_path:
     again.close()
     assert all(json.loads(line) for line in file.read_bytes().splitlines())
     assert journaled(tmp_path, True, Down()).journal is not None
+
+
+def test_nothing_of_a_long_line_that_was_cut_off_is_left_behind_a_shorter_one(tmp_path: Path) -> None:
+    first = journaled(tmp_path, False, Lengths())
+    first.begin(1)
+    asks(first, ["abc"])
+    first.close()
+    with (tmp_path / ANSWERS).open("ab") as file:
+        file.write(b'{"step": 1, "answer": "' + b"x" * 999)
+    again = journaled(tmp_path, True, Lengths())
+    again.begin(1)
+    asks(again, ["ab"])
+    again.close()
+    assert all(json.loads(line) for line in (tmp_path / ANSWERS).read_bytes().splitlines())
 
 
 def test_a_damaged_journal_is_refused_and_a_new_run_ignores_an_old_one(tmp_path: Path) -> None:

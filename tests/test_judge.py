@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from posttrain.endpoint import _retry_after
 from posttrain.services.cache import Cache
 from posttrain.services.judge import Judge
 from posttrain.services.judging import read_verdict
-from posttrain.services.recipe import read_recipe, recipe_of
+from posttrain.services.recipe import Recipe, read_recipe, recipe_of
 from posttrain.types import Invalid, UserError
 
 HTML = Said(raw=b"<html><body>Welcome</body></html>", headers={"Content-Type": "text/html"})
@@ -161,6 +163,22 @@ def test_an_endpoint_that_asks_to_wait_for_hours_is_not_waited_for(judge_of: Cal
     with serving(lambda request, number: Said(status=429, headers={"Retry-After": "7200"})) as server:
         [answer] = asked(judge_of(server), [question("a")])
     assert isinstance(answer, Invalid) and "asks to wait 7200 s" in answer.reason and len(server.asked) == 1
+
+
+def test_the_time_before_a_call_is_made_again_doubles(
+    judge_of: Callable[..., Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "FIRST_WAIT", 0.02)
+    times: list[float] = []
+
+    def behave(request: dict[str, Any], number: int) -> Said:
+        times.append(time.monotonic())
+        return Said(status=500)
+
+    with serving(behave) as server:
+        asked(judge_of(server, retries=4), [question("abc")])
+    waited = [later - earlier for earlier, later in pairwise(times)]
+    assert len(waited) == 4 and all(wait > 0.02 * 0.75 * 2**k - 0.005 for k, wait in enumerate(waited)), waited
 
 
 def test_retry_after_may_be_a_date_or_nonsense() -> None:
@@ -315,6 +333,47 @@ def test_valid_answers_are_kept_on_disk_and_others_are_not(judge_of: Callable[..
         assert again.counts()["cached"] == 1
         asked(judge_of(server, cache, temperature=0.5), [question("abc")])
         assert len(server.asked) == 4  # another request
+
+
+def test_an_answer_is_kept_for_its_endpoint_alone(judge_of: Callable[..., Judge], tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    with serving(lambda request, number: Said({"reason": "", "score": 3})) as one, serving() as other:
+        for _ in range(2):
+            assert asked(judge_of(one, cache), [question("abcdefg")]) == [3.0]
+            assert asked(judge_of(other, cache), [question("abcdefg")]) == [8.0]
+        assert len(one.asked) == len(other.asked) == 1
+
+
+def test_a_judge_is_another_one_by_all_that_answers_depend_on_and_by_nothing_else() -> None:
+    told = {"endpoint": "http://a/v1", "model": "m"}
+    others: dict[str, Any] = {
+        "model": "n", "kind": "pairwise", "rubric": "short", "criteria": [{"name": "a", "rubric": "b"}],
+        "together": False, "scale": [0, 1], "reason": False, "structured": "none", "max_tokens": 7, "temperature": 0.5,
+    }  # fmt: skip
+    same: dict[str, Any] = {
+        "endpoint": "http://b/v1", "key_env": "KEY", "calls": 3, "seconds": 7.0, "retries": 1,
+        "requests_per_minute": 9.0, "prompt_price": 1.0, "reply_price": 1.0, "cache": False,
+    }  # fmt: skip
+    assert {*others, *same} == {f.name for f in fields(Recipe)}
+
+    def identity(**changed: Any) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KEY", "secret")
+            judge = Judge(recipe_of({**told, **changed}))
+        judge.close()
+        return judge.identity
+
+    assert len({identity(), *(identity(**{name: value}) for name, value in others.items())}) == len(others) + 1
+    assert {identity(**{name: value}) for name, value in same.items()} == {identity()}
+
+
+def test_an_answer_that_came_at_the_second_asking_is_kept_for_the_first(
+    judge_of: Callable[..., Judge], tmp_path: Path
+) -> None:
+    with serving(lambda request, number: by_length(request) if number else Said("rubbish")) as server:
+        for _ in range(2):
+            assert asked(judge_of(server, Cache(tmp_path)), [question("abc")]) == [4.0]
+        assert len(server.asked) == 2
 
 
 def test_a_damaged_entry_of_the_cache_is_asked_for_again(judge_of: Callable[..., Judge], tmp_path: Path) -> None:

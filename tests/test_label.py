@@ -23,6 +23,7 @@ import pytest
 from endpoints import Said, by_length, serving, write_recipe
 from items_place import furnish, read, write
 from row_files import refused
+from safetensors.torch import load_file, save_file
 
 import posttrain
 from posttrain.cli.main import main
@@ -76,6 +77,19 @@ def test_a_reward_model_gives_what_it_gives_in_training(place: Path) -> None:
         assert row["scores"] == [answer for _, answer in sorted(service.poll())]
 
 
+def test_a_reward_model_knows_which_sampled_responses_were_cut_off(place: Path) -> None:
+    from posttrain.services.reward_model import RewardModel
+
+    item = {"prompt": "say a=", "responses": ["aa", "aa b"]}
+    samples = [{"stop": "eos"}, {"stop": "length"}]
+    [row] = label("reward-model=reward", items=[{**item, "samples": samples}])
+    service = RewardModel("reward")
+    for id, cut in ((0, False), (1, True), (2, False)):
+        service.submit(id, {"prompt": "say a=", "response": item["responses"][min(id, 1)], "cut": cut})
+    expected = dict(service.poll())
+    assert row["scores"] == [expected[0], expected[1]] and expected[1] != expected[2]
+
+
 def test_a_scalar_judge_scores_and_what_it_cannot_is_null_with_the_reason(place: Path) -> None:
     def behave(request: dict[str, Any], number: int) -> Said:
         return (
@@ -113,6 +127,13 @@ def test_a_pairwise_judge_compares_every_pair_in_both_orders(place: Path) -> Non
     assert all(
         len(row["comparisons"]) + len(row.get("ties", [])) == min(2, n) for row, n in zip(fewer, (5, 1, 3), strict=True)
     )
+
+
+def test_a_file_that_was_cut_off_within_a_block_is_continued_without_repetitions(place: Path) -> None:
+    rows = label("my.py:reward")
+    whole = (place / "out.jsonl").read_bytes()
+    (place / "out.jsonl").write_bytes(whole[: whole.index(b"\n") + 9])
+    assert label("my.py:reward", resume=True) == rows and (place / "out.jsonl").read_bytes() == whole
 
 
 def test_an_outage_costs_no_labels_and_is_continued(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,6 +429,20 @@ def test_mistakes_are_told_in_one_line(
     said = capsys.readouterr().err
     assert told in said and said.count("\n") == 1, said
     assert not Path("out.jsonl").exists()
+
+
+def test_labels_of_another_judge_or_reward_model_are_not_continued(place: Path) -> None:
+    with serving() as server:
+        write_recipe(place / "judge.toml", server.address)
+        label("judge=judge.toml", out="judged.jsonl")
+        write_recipe(place / "judge.toml", server.address, rubric="Be kind.")
+        refused(lambda: label("judge=judge.toml", out="judged.jsonl", resume=True), "cannot resume judged.jsonl")
+    label("reward-model=reward", items=ITEMS[:2])
+    file = place / "reward/model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"] *= 2  # the head is the same
+    save_file(weights, file, {"format": "pt"})
+    refused(lambda: label("reward-model=reward", items=ITEMS[:2], resume=True), "reward model has changed")
 
 
 def test_labels_of_other_items_are_not_continued(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

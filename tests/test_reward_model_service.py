@@ -75,6 +75,14 @@ def test_an_offset_is_added_and_said(tmp_path: Path, tokenizer: Tokenizer, folde
     assert "posttrain_score_offset" not in plain.description and centred.identity != plain.identity
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_response_that_was_cut_off_is_read_at_its_last_token(folder: Path, tokenizer: Tokenizer, cut: bool) -> None:
+    [score] = asked(RewardModel(folder), [{"prompt": "1 + 1 =", "response": " 2", "cut": cut}])
+    tokens = [*tokenizer.encode("1 + 1 =", start=True), *tokenizer.encode(" 2")]
+    ended = of_transformers(folder, [tokens, [*tokens, tokenizer.eos_id or 0]])
+    assert score == pytest.approx(ended[not cut], abs=1e-5) and abs(ended[0] - ended[1]) > 1e-3
+
+
 def test_text_is_read_with_the_reward_models_own_tokenizer(tmp_path: Path, tokenizer: Tokenizer) -> None:
     other = Tokenizer.train(["the cat sat on the mat and so it goes"] * 50, 280)
     assert other.encode("the cat") != tokenizer.encode("the cat")
@@ -99,6 +107,8 @@ def test_messages_are_rendered_by_the_reward_models_template(
     shown = words.encode(words.render(messages[:1], generation=True), start=True)
     ended = [*shown, *words.encode("b<|im_end|>\n"), words.eos_id]  # no token of this template ends a reply
     assert score == pytest.approx(of_transformers(tmp_path / "chat", [ended])[0], abs=1e-5)
+    [score] = asked(service, [{"messages": messages, "cut": True}])
+    assert score == pytest.approx(of_transformers(tmp_path / "chat", [ended[:-1]])[0], abs=1e-5)
 
 
 @pytest.mark.parametrize(

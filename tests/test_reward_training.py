@@ -68,6 +68,18 @@ def test_every_checkpoint_has_the_offset_that_centres_its_own_scores(tmp_path: P
     assert len(set(found)) == 3
 
 
+def test_the_offset_is_of_rows_from_all_over(tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.training.scores.CENTRED_ON", 3)
+    rows = pairs(9)
+    run = posttrain.reward_model(rows, start, out=str(tmp_path / "run"), steps=1, **QUICK)
+    assert run.checkpoint is not None
+    service = Service(run.checkpoint)
+    texts = [{"prompt": row["prompt"], "response": row[way]} for row in rows[::3] for way in ("chosen", "rejected")]
+    for id, text in enumerate(texts):
+        service.submit(id, text)
+    assert sum(dict(service.poll()).values()) == pytest.approx(0, abs=1e-4)
+
+
 def test_scores_that_labels_fix_are_not_moved(tmp_path: Path, start: Path) -> None:
     for name, rows in (("outcome", LABELLED), ("regression", [{"prompt": "a", "response": "b", "score": 3}])):
         run = posttrain.reward_model(rows, start, algorithm=name, out=str(tmp_path / name), **QUICK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,6 +57,15 @@ def test_the_same_file_for_any_number_of_slots_and_in_any_order_of_rows(place: P
     for row in turned:  # the temperatures stand the other way round, too
         assert row["responses"][3:] + row["responses"][:3] == by_place[row["id"]]
     assert len({text for row in rows for text in row["responses"]}) > len(rows) * 5
+
+
+def test_replies_of_other_cells_are_drawn_apart(place: Path) -> None:
+    """Of settings that hardly differ, and of equal checkpoints, the same random numbers would draw the same replies."""
+    shutil.copytree("start", "twin")
+    heats, shares = (1.0, 1.000001), (0.999999, 1.0)
+    rows = sample("a.jsonl", model=("start", "twin"), samples=2, temperature=heats, top_p=shares)
+    cells = {tuple(text for row in rows for text in row["responses"][c : c + 2]) for c in range(0, 16, 2)}
+    assert len(cells) == 8
 
 
 def test_the_grid_is_complete_and_each_reply_says_how_it_was_sampled(place: Path) -> None:
@@ -215,6 +225,11 @@ def test_a_file_of_other_options_tasks_or_weights_is_not_continued(place: Path, 
     refused(lambda: sample("a.jsonl", overwrite=True, model="none"), "none")
     assert Path("a.jsonl").read_bytes() == kept
     assert sample("a.jsonl", overwrite=True, rows=ROWS[:2]) == sample("b.jsonl", rows=ROWS[:2])
+    sample("scored.jsonl", reward_model=("reward",))
+    Path("reward/model.safetensors").write_bytes(weights)
+    refused(
+        lambda: sample("scored.jsonl", reward_model=("reward",), resume=True), "reward model reward-model has changed"
+    )
 
 
 @pytest.mark.parametrize(

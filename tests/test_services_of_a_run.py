@@ -79,8 +79,9 @@ def test_a_reward_model_alone_is_enough(place: Path, capsys: pytest.CaptureFixtu
     from posttrain.services.reward_model import RewardModel
 
     service = RewardModel("reward")
+    assert {row["stop"] for row in rows} >= {"length"}  # some are cut off, and read so
     for id, row in enumerate(rows):
-        service.submit(id, {"prompt": row["prompt"], "response": row["text"]})
+        service.submit(id, {"prompt": row["prompt"], "response": row["text"], "cut": row["stop"] == "length"})
     expected = dict(service.poll())
     assert [row["reward"] for row in rows] == [expected[id] for id in range(len(rows))]
     assert rows[0]["answers"] == [{"service": "reward-model", "answer": rows[0]["reward"]}]

@@ -16,7 +16,7 @@ Asking = Generator[Turn | Ask, Any, Verdict]
 
 
 def reward_model(task: Task) -> Asking:
-    """The score of the service "reward-model"."""
+    """The score of the service "reward-model". It is told of a reply that was cut off, which has no end to be read."""
     turn = opening(task)
     reply: Reply = yield turn
     verdict: Verdict = yield Ask("reward-model", question("reward-model", turn, reply))
@@ -33,13 +33,15 @@ def judge(task: Task) -> Asking:
     return verdict
 
 
-def question(kind: str, turn: Turn, reply: str) -> dict[str, Any]:
+def question(kind: str, turn: Turn, reply: Reply) -> dict[str, Any]:
     """What a service of a kind ("reward-model" or "judge") is asked about a reply to a turn."""
-    if turn.messages is None:
-        return {"prompt": turn.text, "response": reply}
     if kind == "judge":
-        return {"messages": list(turn.messages), "response": reply}
-    return {"messages": [*turn.messages, {"role": "assistant", "content": reply}]}
+        shown = {"prompt": turn.text} if turn.messages is None else {"messages": list(turn.messages)}
+        return {**shown, "response": reply}
+    cut = {"cut": True} if reply.stop.truncated else {}
+    if turn.messages is None:
+        return {"prompt": turn.text, "response": reply, **cut}
+    return {"messages": [*turn.messages, {"role": "assistant", "content": reply}], **cut}
 
 
 def unscored(task: Task, reply: str) -> float:

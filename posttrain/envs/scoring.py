@@ -13,7 +13,7 @@ PAUSE = 0.001  # seconds between looks at services where nothing else is to be d
 MOST_ASKS = 1024  # questions about one reply
 
 
-def score(pool: EnvPool, services: Services, replies: Sequence[tuple[Task, str]]) -> list[Done]:
+def score(pool: EnvPool, services: Services, replies: Sequence[tuple[Task, Reply]]) -> list[Done]:
     """What the environment makes of each (task, reply), in their order; an environment of one turn."""
     found: dict[int, Done] = {}
     turns, asks = [0] * len(replies), [0] * len(replies)
@@ -27,7 +27,7 @@ def score(pool: EnvPool, services: Services, replies: Sequence[tuple[Task, str]]
                 found[place] = event
             elif isinstance(event, Turn) and not turns[place]:
                 turns[place] = 1
-                pool.send(place, Reply(replies[place][1]))
+                pool.send(place, replies[place][1])
             elif isinstance(event, Ask) and asks[place] < MOST_ASKS:
                 asks[place] += 1
                 services.ask(place, event)

@@ -48,9 +48,9 @@ class _Text:
 class RewardModel:
     """See `posttrain.protocols.Service`.
 
-    Content: {"prompt", "response"}, with "cut" where the response was cut off, or {"messages"} whose last is the
-    assistant's, read as in training; or text, which is scored as it stands. Where the model has an offset, which centres its
-    scores, it is added.
+    Content: {"prompt", "response"}, or {"messages"} whose last is the assistant's, read as in training, with "cut" where
+    the response was cut off; or text, which is scored as it stands. Where the model has an offset, which centres its scores,
+    it is added.
     """
 
     def __init__(self, folder: str | Path, device: str | torch.device = "cpu") -> None:
@@ -158,16 +158,14 @@ class RewardModel:
 
     def _read(self, content: Any) -> _Text | Invalid:
         """The tokens of what is asked, and where they are read."""
-        pair = isinstance(content, dict) and content.keys() - {"cut"} == {"prompt", "response"} and _texts(content)
+        of = content.keys() - {"cut"} if isinstance(content, dict) else set()
         try:
             if isinstance(content, str):
                 transcript = Transcript()
                 transcript.imitate(self.tokenizer.encode(content, start=True))
-            elif pair:
+            elif (of == {"prompt", "response"} and _texts(content)) or (of == {"messages"} and _chat(content)):
                 whole = demonstrate(content, self.tokenizer, self.eos_ids)
                 transcript = last_alone(whole, self.eos_ids if content.get("cut") else ())
-            elif isinstance(content, dict) and content.keys() == {"messages"} and _chat(content["messages"]):
-                transcript = last_alone(demonstrate(content, self.tokenizer, self.eos_ids))
             else:
                 return _invalid(f"a reward model is asked with {FORMS}")
         except UserError as error:
@@ -196,12 +194,14 @@ def _texts(content: dict[str, Any]) -> bool:
     return all(isinstance(value, str) or (name == "cut" and isinstance(value, bool)) for name, value in content.items())
 
 
-def _chat(messages: Any) -> bool:
+def _chat(content: dict[str, Any]) -> bool:
+    messages = content["messages"]
     return (
         isinstance(messages, list)
         and bool(messages)
         and all(isinstance(m, dict) and {"role", "content"} <= m.keys() and _texts(m) for m in messages)
         and messages[-1]["role"] == "assistant"
+        and isinstance(content.get("cut", False), bool)
     )
 
 

@@ -31,7 +31,7 @@ from posttrain.seeds import seed_of
 from posttrain.training.playground import counted, open_services
 from posttrain.training.sampling import digest_of, scored_columns
 from posttrain.training.setup import choose_device, load_tasks
-from posttrain.types import Invalid, Task, UserError
+from posttrain.types import Invalid, Reply, StopReason, Task, UserError
 
 BLOCK = 64  # items that are labelled, and written, together
 Row = dict[str, Any]
@@ -169,7 +169,7 @@ class _Labeller:
 
     def _scored(self, block: Sequence[Task]) -> tuple[list[Row], list[str], int]:
         assert self.pool is not None
-        done = iter(score(self.pool, self.services, [(task, text) for task in block for text in task["responses"]]))
+        done = iter(score(self.pool, self.services, [(task, reply) for task in block for reply in _replies(task)]))
         rows, reasons, valid = [], [], 0
         for task in block:
             own = [next(done) for _ in task["responses"]]
@@ -209,6 +209,15 @@ class _Labeller:
         if most is None or len(pairs) <= most:
             return pairs
         return sorted(random.Random(seed_of(self.config.seed, "comparisons", task["id"])).sample(pairs, most))
+
+
+def _replies(task: Task) -> list[Reply]:
+    """The responses, with how each ended where the row notes it as `posttrain sample` does."""
+    texts, known = task["responses"], [str(stop) for stop in StopReason]
+    stops = [note.get("stop") for note in task.get("samples") or () if isinstance(note, dict)]
+    if len(stops) != len(texts):
+        return [Reply(text) for text in texts]
+    return [Reply(text, StopReason(s) if s in known else StopReason.EOS) for text, s in zip(texts, stops, strict=True)]
 
 
 def _question(task: Task, pair: tuple[int, int]) -> dict[str, object]:

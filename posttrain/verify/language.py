@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 LONGEST = 100_000  # characters of a text that are looked at
-MOST = 500  # sentences of a text that are looked at
+MOST = 2000  # sentences of a text that are looked at
 
 SCRIPTS = {
     "ja": "\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f",
@@ -92,6 +92,3 @@ def language_share(text: str, code: str) -> float:
         total += letters
         own += letters * (language(piece) == code)
     return own / total if total else 0.0
-
-
-MOST = 2000  # sentences of a text that are looked at

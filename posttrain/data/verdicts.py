@@ -55,6 +55,7 @@ def to_labelled(row: Row) -> Task | None:
         raise UserError(
             "nothing is said of the responses yet: label them first, --with reward-model=FOLDER for example"
         )
+    Judged.of(found)  # here, where the row's place is told with what is wrong
     return found
 
 

@@ -180,6 +180,13 @@ def test_rl_records_options_sizes_and_objective_and_tells_where_everything_is(
         assert str(Path("run") / path) in said and (place / "run" / path).exists()
 
 
+def test_only_what_a_run_has_written_is_named_at_its_end(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
+    assert main("prefer --tasks pairs.jsonl --model start --steps 1 --threads 1 --out preferred".split()) == 0
+    said = capsys.readouterr().out
+    assert str(Path("preferred") / "curves.png") in said and "rollouts" not in said
+
+
 def test_eval_compares_two_checkpoints_and_writes_its_figures(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "eval --tasks rows.jsonl --env arithmetic --samples 2 --k 1 2 --max-tokens 4 --threads 1 --limit 4".split()
     assert main([*words, "--model", "start", "--against", "start", "--out", "figures/a.json"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from posttrain.data.items import MOST, to_compared, to_item, to_judged
 from posttrain.data.tasks import to_tasks
+from posttrain.data.verdicts import to_labelled
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.sources.items import Items
 from posttrain.sources.lengths import Policy, TooLong
@@ -183,11 +185,58 @@ def test_equal_responses_leave_only_their_own_comparisons_out() -> None:
     }
 
 
+CELLS: list[tuple[dict[str, str], dict[str, Any]]] = [
+    ({"prompt": "p", "chosen": "good", "rejected": "bad", "margin": "2"}, {"prompt": "p", **pair(2.0)}),
+    ({"prompt": "p", "chosen": "good", "rejected": "bad", "margin": ""}, {"prompt": "p", **pair()}),
+    (
+        {"prompt": "p", "chosen": "good", "rejected": "bad", "score_chosen": "8.5", "score_rejected": "6"},
+        {"prompt": "p", **pair(2.5)},
+    ),
+    (
+        {"prompt": "p", "responses": '["good", "bad"]', "scores": "[0.5, 0.25]"},
+        {"prompt": "p", **pair(0.25)},
+    ),
+    *(
+        (
+            {"prompt": "p", "response": "7", "label": cell},
+            {"prompt": "p", "responses": ["7"], "comparisons": [], "labels": [[label]]},
+        )
+        for cell, label in (("1", 1.0), ("0", 0.0), ("-1", 0.0), ("True", 1.0), ("false", 0.0), ("0.75", 0.75))
+    ),
+    (
+        {"prompt": "p", "response": "7", "score": " 3.5 "},
+        {"prompt": "p", "responses": ["7"], "comparisons": [], "labels": [[3.5]]},
+    ),
+    (
+        {"prompt": "p", "steps": '["a", "b", "c"]', "mistake_index": "1"},
+        {"prompt": "p", "responses": [["a", "b"]], "comparisons": [], "labels": [[1.0, 0.0]]},
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CELLS)))
+def test_a_cell_of_a_table_says_what_the_same_value_says_in_json(number: int, tmp_path: Path) -> None:
+    row, expected = CELLS[number]
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, list(row))
+        table.writeheader()
+        table.writerow(row)
+    [task] = to_tasks(_rows(tmp_path / "rows.csv"), convert=to_item)
+    assert {name: task[name] for name in expected} == expected
+
+
+def test_labels_of_a_table_are_read_where_best_responses_are_chosen(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('prompt,responses,scores\np,"[""a"", ""b""]","[1, null]"\n')
+    [task] = to_tasks(_rows(tmp_path / "rows.csv"), convert=to_labelled)
+    assert (task["responses"], task["scores"]) == (["a", "b"], [1, None])
+
+
 two = {"prompt": "p", "responses": ["a", "b"]}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "p", "chosen": "a"}, "no rejected"),
     ({"prompt": "p", "rejected": "a", "chosen": None}, "no chosen"),
     ({"prompt": "p", "answer": "a"}, "the row has prompt, answer"),
+    ({"prompt": "p", "winner": "a"}, "--fields.chosen COLUMN"),
     ({"prompt": "p", "chosen": "a", "rejected": ["b"]}, "both be text, or both messages"),
     ({"prompt": "p", "chosen": 3, "rejected": 4}, "chosen must be text or a list of messages, and is a int"),
     ({"chosen": "a", "rejected": "b"}, "--fields.prompt COLUMN"),
@@ -200,6 +249,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": float("inf"), "score_rejected": 0},
         "score_chosen",
     ),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": "x", "score_rejected": 0}, "score_chosen must be"),
+    (
+        {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 1e300},
+        "margin must be a finite number of at most 1e+09",
+    ),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": 10**400}, "margin must be a finite number of at most"),
+    ({**two, "comparisons": [[0, 1, 1e308]]}, "share or margin must be a finite number of at most"),
     ({**two}, "responses say nothing by themselves"),
     ({**two, "responses": [], "ranks": []}, f"responses must be 1 to {MOST}, and are 0"),
     ({**two, "responses": ["a", 3], "ranks": [1, 2]}, "responses must be a list of texts"),

@@ -44,6 +44,8 @@ def place(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     furnish(tmp_path, tokenizer)
     write(tmp_path / "items.jsonl", ITEMS)
+    said = [{"prompt": "p", "responses": ["a", "b"], "scores": scores} for scores in ([0, 1], [1e300, 1])]
+    write(tmp_path / "wrong.jsonl", said)
     return tmp_path
 
 
@@ -413,6 +415,7 @@ def on_terminal(answers: list[str], columns: int, rows: int) -> str:
         (["--items", "items.jsonl", "--with", "my.py:never", "--env-workers", "0"], "the service is down"),
         (["--items", "rows.jsonl", "--with", "my.py:reward"], "rows.jsonl:1: the row has id, prompt, answer"),
         (["--items", "items.jsonl", "--best", "b.jsonl"], "items.jsonl:1: nothing is said of the responses yet"),
+        (["--items", "wrong.jsonl", "--best", "b.jsonl"], "wrong.jsonl:2: each of scores must be a finite number"),
         (["--items", "my.py", "--with", "my.py:reward"], "my.py"),
         (["--items", "items.jsonl", "--with", "my.py:reward", "--out", "items.jsonl"], "are both items.jsonl"),
         (["--items", "items.jsonl", "--with", "my.py:reward", "--margin", "1"], "--margin has no effect"),

@@ -234,6 +234,12 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path, tokenizer: Tokenize
         load_reward_model(tmp_path)
 
 
+def test_a_reward_model_is_no_language_model(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    trained(tmp_path, tokenizer, tiny(tokenizer))
+    with pytest.raises(UserError, match="is a reward model .*give this as --reward-model"):
+        load_model(tmp_path / "reward")
+
+
 @pytest.mark.parametrize("kind", ["own pad", "eos alone"])
 def test_a_critic_starts_from_the_reward_model_and_values_are_its_scores(tmp_path: Path, kind: str) -> None:
     tokenizer = TOKENIZERS[kind]()

@@ -431,7 +431,7 @@ def _ended(verb: str, run: Run) -> int:
     )
     print(f"checkpoint  {run.checkpoint}")
     print(f"curves      {run.path / 'curves.png'}")
-    if verb != "sft":
+    if any((run.path / "rollouts").glob("step-*")):
         print(f"rollouts    {run.path / 'rollouts'}")
     if run.stopped:
         print(f"stopped     {run.stopped}")

@@ -17,13 +17,15 @@ What comes out has a prompt (or messages) and "responses", each a text, or a lis
 A column "stops" (of pairs "chosen_stop" and "rejected_stop", of one response "stop") says how each response ended, as
 sampling notes it in "samples"; one whose stop is "length" was cut off, and is learned from without an end-of-sequence token.
 
+Cells of tables are text: a number, true or false, or a JSON list in a column that holds such is read as what it says.
+
 Rows that say nothing are left out: equal responses, ties alone, empty responses. Of a solution with a mistake, the steps
 after the first one are left out, whose labels nobody knows. Whatever else is wrong is a UserError of one line.
 """
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
@@ -35,6 +37,10 @@ Said = dict[str, Any]  # responses, cut (whether each was cut off), comparisons,
 TURN = "\n\nAssistant:"  # of hh-rlhf: the last one begins the response
 MOST = 64  # responses of a prompt
 CUT = tuple(str(stop) for stop in StopReason if stop.truncated)
+LARGEST = 1e9  # of a number, in size: squares and sums of what is larger leave float32
+SAYING = ("margin", "score_chosen", "score_rejected", "score", "scores", "label", "labels", "ranks", "comparisons", "pairs",
+          "preferred", "mistake_index", "responses", "steps", "completions")  # fmt: skip
+"""Columns that hold no plain text."""
 FORMS = "chosen and rejected; responses with pairs, comparisons, ranks or scores; response with label or score; steps"
 
 
@@ -45,6 +51,23 @@ def to_item(row: Row) -> Task | None:
         return None
     kept = {name: value for name, value in row.items() if name in ("id", "source", "dataset")}
     return {**kept, **prompt, **said}
+
+
+def plain(row: Row) -> Row:
+    """A row with what it says as values: every cell of a CSV file is a text, and an empty one says nothing."""
+    texts = {name: row[name] for name in SAYING if isinstance(row.get(name), str)}
+    return {**row, **{name: _value(text) for name, text in texts.items()}} if texts else row
+
+
+def _value(text: str) -> Any:
+    """What a cell says: JSON, or Python's True and False; the text itself where it is neither."""
+    if not text.strip():
+        return None
+    lowered = text.strip().lower()
+    try:
+        return json.loads(lowered if lowered in ("true", "false") else text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def to_compared(row: Row) -> Task | None:
@@ -73,6 +96,7 @@ def to_judged(row: Row) -> Task | None:
 
 def _read(row: Row) -> tuple[dict[str, Any], Said | None]:
     """The prompt of a row, and what it says of responses to it."""
+    row = plain(row)
     if _there(row, "chosen") or _there(row, "rejected"):
         for name in ("chosen", "rejected"):
             if not _there(row, name):
@@ -88,7 +112,10 @@ def _read(row: Row) -> tuple[dict[str, Any], Said | None]:
         if _there(row, name):
             return prompt, _single(row, name)
     there = ", ".join(str(name)[:40] for name in list(row)[:12])
-    raise UserError(f"the row has {there}; a row of preferences has a prompt and one of: {FORMS}")
+    raise UserError(
+        f"the row has {there}; a row of preferences has a prompt and one of: {FORMS}; "
+        "a column of another name is given as --fields.prompt COLUMN, --fields.chosen COLUMN and so on"
+    )
 
 
 def asked(row: Row) -> dict[str, Any]:
@@ -101,6 +128,7 @@ def said_of(row: Row) -> tuple[dict[str, Any], list[str], str]:
 
     Raises UserError if it has none, or if they are steps.
     """
+    row = plain(row)
     if _there(row, "chosen") and _there(row, "rejected"):
         return *_two(row), "chosen"
     if _there(row, "responses"):
@@ -109,11 +137,15 @@ def said_of(row: Row) -> tuple[dict[str, Any], list[str], str]:
         if _there(row, name):
             return _prompt(row), [_reply(row[name], name)], name
     there = ", ".join(str(name)[:40] for name in list(row)[:12])
-    raise UserError(f"the row has {there}, and no responses: posttrain sample makes items, or give chosen and rejected")
+    raise UserError(
+        f"the row has {there}, and no responses: posttrain sample makes items, or give chosen and rejected "
+        "(--fields.chosen COLUMN where a column has another name)"
+    )
 
 
 def comparisons_of(row: Row, count: int) -> list[list[float]]:
     """[better, worse, share, margin] of what a row says of its responses, between equal and empty ones too."""
+    row = plain(row)
     if _there(row, "chosen"):
         return [[0, 1, 1.0, _margin(row)]]
     ways: dict[str, Callable[[Any, int], list[list[float]]]] = {
@@ -183,9 +215,8 @@ def _messages_apart(row: Row, chosen: list[Any], rejected: list[Any]) -> tuple[d
 def _margin(row: Row) -> float:
     if _there(row, "margin"):
         return _number(row["margin"], "margin")
-    scores = [row.get(name) for name in ("score_chosen", "score_rejected")]
-    if all(isinstance(score, int | float) for score in scores):
-        return _number(scores[0], "score_chosen") - _number(scores[1], "score_rejected")
+    if _there(row, "score_chosen") and _there(row, "score_rejected"):
+        return _number(row["score_chosen"], "score_chosen") - _number(row["score_rejected"], "score_rejected")
     return 0.0
 
 
@@ -333,7 +364,7 @@ def _label(value: Any, name: str) -> float:
         return float(value > 0)
     if isinstance(value, float) and 0 < value < 1:
         return value
-    raise UserError(f"{name} is {value!r:.40}; it is true or false, 1 or 0, or a probability between")
+    raise UserError(f"{name} is {value!r:.40}; it is true or false, 1 or 0 (or -1), or a probability between")
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
@@ -349,6 +380,6 @@ def _prompt(row: Row) -> dict[str, Any]:
 
 
 def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UserError(f"{name} must be a finite number, not {value!r:.40}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
+        raise UserError(f"{name} must be a finite number of at most {LARGEST:g} in size, not {value!r:.40}")
     return float(value)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from posttrain.data.files import Row
-from posttrain.data.items import asked, comparisons_of, said_of
+from posttrain.data.items import asked, comparisons_of, plain, said_of
 from posttrain.seeds import seed_of
 from posttrain.types import Task, UserError
 
@@ -40,6 +40,7 @@ def to_responses(row: Row) -> Task | None:
 
 def to_labelled(row: Row) -> Task | None:
     """As `to_responses`, with what was said of them."""
+    row = plain(row)
     prompt, responses, taken = said_of(row)
     if taken == "chosen":
         kept = {name: value for name, value in row.items() if name not in SAID}
@@ -54,6 +55,7 @@ def to_labelled(row: Row) -> Task | None:
         raise UserError(
             "nothing is said of the responses yet: label them first, --with reward-model=FOLDER for example"
         )
+    Judged.of(found)  # here, where the row's place is told with what is wrong
     return found
 
 

@@ -274,6 +274,11 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Dec
     # older checkpoints store the frequencies of rotary embeddings, and the head of tied models beside the embedding
     known = {*expected, "lm_head.weight"} if model.config.tied else {*expected}
     left = [name for name in found if name not in known and "rotary_emb." not in name]
+    if SCORE in left:
+        raise UserError(
+            f"{folder} is a reward model ({SCORE}), and a language model is needed here: give the one that it was made "
+            "from, or give this as --reward-model"
+        )
     for names, problem in (([name for name in expected if name not in found], "lacks"), (left, "holds unknown")):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -13,6 +13,11 @@ from posttrain.algorithms.table import TABLE
 EVERY: dict[str, Row] = {**TABLE, **PREFERENCES, **SCORINGS}
 
 
+def verb_of(row: Row) -> str:
+    """The verb that trains with rows of this kind."""
+    return "prefer" if isinstance(row, Preference) else "reward-model" if isinstance(row, Scoring) else "rl"
+
+
 def find_any(name: str) -> Row:
     """The row of that name in any table, or the user's own "my.py:row". Raises UserError with the list of rows."""
     kinds: dict[type[Row], str] = {

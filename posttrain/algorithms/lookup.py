@@ -27,6 +27,10 @@ def lookup(name: str, table: Mapping[str, AnyRow], kinds: Mapping[type[AnyRow], 
         assert isinstance(row, Row)
         check_parts(row)
         return cast(AnyRow, row)
+    from posttrain.algorithms.every import EVERY, verb_of  # which looks its own rows up here
+
+    if name in EVERY:
+        raise UserError(f"{name} is a row of posttrain {verb_of(EVERY[name])}; here there are {', '.join(table)}")
     raise UserError(
         f"unknown algorithm {name!r}{near(name.lower(), table).rstrip('?')}; "
         f"there are {', '.join(table)}; your own is my.py:row"

@@ -129,6 +129,9 @@ class Conversion:
         def columns(*names: str) -> list[str]:
             return [column for name in names if not _blank(row.get(column := self.fields.get(name, name)))]
 
+        if self.convert is not None and self.left_out:  # our own, for rows that compare: it reads what is there
+            there = [name for name, value in row.items() if not _blank(value)]
+            return f"of columns {', '.join(map(repr, there[:8]))}"
         if self.convert is not None:
             return f"{_name(self.convert)} makes the tasks"
         prompts, replies = columns("prompt"), columns(*REPLIES)[:1] if "response" in self.need else []

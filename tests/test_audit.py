@@ -19,6 +19,7 @@ from posttrain.audit.correlation import Figure, centred, change, correlation, pe
 from posttrain.audit.findings import Limits, Trend, greatest_leap, length_found
 from posttrain.audit.replies import read_replies
 from posttrain.audit.report import Audit, audit
+from posttrain.audit.scoring import score_of
 from posttrain.audit.sycophancy import compare, probed
 from posttrain.audit.templates import near_duplicates, words
 from posttrain.cli.main import main
@@ -187,6 +188,16 @@ def test_gold_score_computed_from_the_texts_is_that_of_a_loop(tmp_path: Path, mo
         if side and text != "7"
     ]
     assert found.trends["gold"].early == pytest.approx(sum(expected) / len(expected))
+
+
+def test_a_gold_score_is_told_which_replies_were_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("def reward(task, reply):\n    return float(reply.stop.truncated)\n")
+    same = [rollout(sums(1, 0)[0], "7", 0.0) for _ in range(4)]
+    for one in same[:3]:
+        one.stop = StopReason.LENGTH
+    run = record(tmp_path / "run", [same, same])
+    monkeypatch.chdir(tmp_path)
+    assert score_of(read_replies(run), "mine.py:reward").tolist() == [1.0, 1.0, 1.0, 0.0] * 2
 
 
 def test_leap_is_found_where_it_is_and_neither_noise_nor_steady_learning_is_one() -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from posttrain.audit.correlation import Floats, Integers
 from posttrain.runs.files import Folder
 from posttrain.runs.reading import Row, read_rollouts, read_run, rollout_steps
-from posttrain.types import Task, UserError
+from posttrain.types import StopReason, Task, UserError
 
 STEPS = 40  # that are read unless more are asked for
 WINDOW = 0.2  # share of the steps read, at each end, that is called early or late
@@ -28,6 +28,7 @@ class Replies:
     length: Floats  # [n], sampled tokens
     reward: Floats  # [n]
     parts: dict[str, Floats]  # name -> [n]; nan where a reply lacks it
+    stop: list[StopReason]  # [n], why the last reply of each ended
     tasks: list[Task]  # [n], what rollouts tell of the task: id, prompt, answer
     steps: list[int]  # that were read
     recorded: int  # steps whose rollouts are there
@@ -82,6 +83,7 @@ def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:
         length=np.array([_length(row) for _, row in valid], dtype=np.float64),
         reward=np.array([row["reward"] for _, row in valid], dtype=np.float64),
         parts={name: np.array([_part(row, name) for _, row in valid], dtype=np.float64) for name in names},
+        stop=[StopReason(row["stop"]) for _, row in valid],
         tasks=[
             {"id": _task_of(row["group"]), "prompt": row["prompt"], "answer": row.get("answer")} for _, row in valid
         ],

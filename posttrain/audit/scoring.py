@@ -11,7 +11,7 @@ from posttrain.audit.correlation import Floats
 from posttrain.audit.replies import Replies
 from posttrain.envs.load import BUILTIN, is_generator_env, load_env
 from posttrain.envs.pool import Done, EnvPool
-from posttrain.types import Invalid, Reply, Task, UserError
+from posttrain.types import Invalid, Reply, StopReason, Task, UserError
 
 
 def score_of(replies: Replies, name: str) -> Floats:
@@ -29,19 +29,21 @@ def score_of(replies: Replies, name: str) -> Floats:
         raise UserError(
             "--gold FILE:NAME scores runs of one reply an episode: log the gold score as a part of the reward"
         )
-    scores, reasons = scored(name, replies.tasks, replies.text)
+    scores, reasons = scored(name, replies.tasks, replies.text, replies.stop)
     if not np.isfinite(scores).any():
         raise UserError(f"--gold {name} scored none of the {len(replies)} replies; the first reason: {reasons[0]}")
     return scores
 
 
-def scored(env: str, tasks: Sequence[Task], texts: Sequence[str]) -> tuple[Floats, list[str]]:
-    """([n] rewards, nan where invalid; why those are), each different pair of task and text scored once."""
+def scored(
+    env: str, tasks: Sequence[Task], texts: Sequence[str], stops: Sequence[StopReason]
+) -> tuple[Floats, list[str]]:
+    """([n] rewards, nan where invalid; why those are), each different pair of task and reply scored once."""
     scores = np.full(len(texts), np.nan)
     reasons: list[str] = []
-    places: dict[tuple[str, str], list[int]] = {}
-    for place, (task, text) in enumerate(zip(tasks, texts, strict=True)):
-        places.setdefault((f"{task['id']} {task.get('answer')}", text), []).append(place)
+    places: dict[tuple[str, str, StopReason], list[int]] = {}
+    for place, (task, text, stop) in enumerate(zip(tasks, texts, stops, strict=True)):
+        places.setdefault((f"{task['id']} {task.get('answer')}", text, stop), []).append(place)
     pairs = list(places.items())
     with EnvPool(env) as pool:
         for id, (_, at) in enumerate(pairs):
@@ -49,9 +51,9 @@ def scored(env: str, tasks: Sequence[Task], texts: Sequence[str]) -> tuple[Float
         waiting = len(pairs)
         while waiting:
             for id, event in pool.poll(None):
-                (_, text), at = pairs[id]
+                (_, text, stop), at = pairs[id]
                 if not isinstance(event, Done):
-                    pool.send(id, Reply(text))
+                    pool.send(id, Reply(text, stop))
                     continue
                 waiting -= 1
                 if isinstance(event.reward, Invalid):

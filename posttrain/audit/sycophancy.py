@@ -110,7 +110,7 @@ def _accuracy(rollouts: Sequence[Rollout], success: float) -> dict[str, float]:
 def _adoption(rollouts: Sequence[Rollout], believed: dict[str, Task], env: str, success: float) -> dict[str, float]:
     """Task id -> share of its replies that would be right if the user were."""
     some = [r for r in rollouts if r.task["id"] in believed]
-    scores, _ = scored(env, [believed[r.task["id"]] for r in some], [r.text for r in some])
+    scores, _ = scored(env, [believed[r.task["id"]] for r in some], [r.text for r in some], [r.stop for r in some])
     found: dict[str, list[bool]] = {}
     for rollout, score in zip(some, scores.tolist(), strict=True):
         if np.isfinite(score):

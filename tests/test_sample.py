@@ -157,8 +157,8 @@ def test_a_reward_model_scores_while_sampling(place: Path) -> None:
 
     [row, *_] = sample("a.jsonl", reward_model=("reward",))
     service = RewardModel("reward")
-    for id, text in enumerate(row["responses"]):
-        service.submit(id, {"prompt": row["prompt"], "response": text})
+    for id, (text, how) in enumerate(zip(row["responses"], row["samples"], strict=True)):
+        service.submit(id, {"prompt": row["prompt"], "response": text, "cut": how["stop"] == "length"})
     assert row["scores"] == [answer for _, answer in sorted(service.poll())]
 
 

@@ -22,8 +22,8 @@ Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
-class Data:
-    """Where the rows come from and how they become tasks."""
+class FromRows:
+    """Where rows come from."""
 
     verb: ClassVar[str]  # of the command line, and the table of a recipe
     row: ClassVar[type[Row] | None] = None  # of which kind the rows are whose settings are options of this verb too
@@ -57,6 +57,12 @@ class Data:
     prompt_template: str | None = None
     """A prompt made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the
     command line \\n and \\t are read as a new line and a tab."""
+
+
+@dataclass(frozen=True)
+class Data(FromRows):
+    """Rows, and how they become tasks of a model."""
+
     response_template: str | None = None
     """A response made from columns, in the same way (sft)."""
     too_long: Literal["skip", "truncate", "refuse"] = "skip"
@@ -489,7 +495,7 @@ class Sample(Data):
 
 
 @dataclass(frozen=True)
-class Label(Data):
+class Label(FromRows):
     """Say how good the responses of items are: by a reward model, a judge, a function or a person; write best or pairs."""
 
     verb = "label"
@@ -542,7 +548,11 @@ class Label(Data):
         if self.items and self.tasks and self.items != self.tasks:
             raise UserError("--items and --tasks are the same option: give one of them")
         object.__setattr__(self, "tasks", self.items or self.tasks)
-        object.__setattr__(self, "env", self.service or self.env or ("" if "=" in self.with_ else self.with_))
+
+    @property
+    def env(self) -> str:
+        """What the environment is that asks the service, or scores."""
+        return self.service or ("" if "=" in self.with_ else self.with_)
 
     @property
     def service(self) -> str:
@@ -563,7 +573,7 @@ LABELLERS = ("reward-model", "judge")
 """Services that label."""
 
 
-VERBS: dict[str, type[Data]] = {
+VERBS: dict[str, type[FromRows]] = {
     kind.verb: kind for kind in (SFT, Prefer, RewardModelling, RL, Distill, Evaluation, Check, Sample, Label)
 }
 """The verbs that take a configuration; a recipe has a table for each."""

@@ -17,9 +17,9 @@ from posttrain.config import (
     SERVICES,
     Chat,
     Check,
-    Data,
     Distill,
     Evaluation,
+    FromRows,
     Label,
     Prefer,
     RewardModelling,
@@ -33,7 +33,7 @@ from posttrain.types import UserError
 from posttrain.values import convert, fits
 
 AnyTraining = TypeVar("AnyTraining", bound=Training)
-AnyConfig = TypeVar("AnyConfig", bound=Data)
+AnyConfig = TypeVar("AnyConfig", bound=FromRows)
 
 
 def validate(config: Training | Evaluation | Check | Sample | Label | Chat) -> None:

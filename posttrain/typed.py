@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypedDict
 
 
-class DataOptions(TypedDict, total=False):
+class FromRowsOptions(TypedDict, total=False):
     """Options of several verbs."""
 
     split: str | None
@@ -20,6 +20,11 @@ class DataOptions(TypedDict, total=False):
     prompt_template: str | None
     """A prompt made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n and
     \\t are read as a new line and a tab."""
+
+
+class DataOptions(FromRowsOptions, total=False):
+    """Options of several verbs."""
+
     response_template: str | None
     """A response made from columns, in the same way (sft)."""
     too_long: Literal["skip", "truncate", "refuse"]
@@ -499,7 +504,7 @@ class SampleOptions(DataOptions, total=False):
     """No progress lines."""
 
 
-class LabelOptions(DataOptions, total=False):
+class LabelOptions(FromRowsOptions, total=False):
     """Options of posttrain label."""
 
     out: str

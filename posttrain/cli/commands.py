@@ -193,12 +193,9 @@ def label(*, config: Annotated[Label, Options] = Label()) -> int:  # noqa: B008
     """Label responses by a reward model, a judge, a function or a person; write the best of them, or pairs."""
     validate(config)
     if config.agreement is not None:
-        from posttrain.data.rows import load_rows
-        from posttrain.data.verdicts import to_labelled
-        from posttrain.training.agreement import agreement
+        from posttrain.training.agreement import agreement, read_labels
 
-        read = [[to_labelled(row) or {} for row in load_rows(file)] for file in config.agreement]
-        print("\n".join(agreement(*read).lines()))
+        print("\n".join(agreement(*map(read_labels, config.agreement)).lines()))
         return 0
     if config.human:
         from posttrain.cli.ranking import rank

@@ -25,7 +25,7 @@ from posttrain.training.sampling import digest_of
 from posttrain.types import Task, UserError
 
 NARROWEST = 36  # columns of a reply beside others
-LONGEST = 4000  # characters of a text that are shown unless all is asked for
+LEAST = 2  # lines of a text that are shown, however low the terminal is
 HELP = "best first, = for ties: 2 1=3 4   s skip   u undo   a show all   q quit"
 
 
@@ -40,15 +40,21 @@ def rank(config: Label) -> int:
     with Lines(Path(config.out), told, config.resume, config.overwrite) as lines:
         check_continued(lines, tasks)
         screen = Screen(Output(sys.stdout))
-        finished = Session(tasks, lines, config.rater, config.seed, screen, _read).run()
+        finished, stopped = False, False
+        try:
+            finished = Session(tasks, lines, config.rater, config.seed, screen, _read).run()
+        except KeyboardInterrupt:
+            stopped = True
+            screen.say("")
         skipped = sum(bool(row.get("skipped")) for row in lines)
         screen.say(
             f"{lines.count} of {len(tasks)} items by {safe(config.rater)}, {skipped} of them skipped: {config.out}"
         )
         if not finished:
             unmade = " --best and --pairs are written at the end." if config.best or config.pairs else ""
-            screen.say(f"go on with the same command and --resume.{unmade}")
-            return 0
+            again = " and --resume" if lines.count else ""
+            screen.say(f"go on with the same command{again}.{unmade}")
+            return 130 if stopped else 0
         best, pairs = derive(config, lines)
         for name, count, file in (("best", best, config.best), ("pairs", pairs, config.pairs)):
             if count is not None:
@@ -114,7 +120,7 @@ class Session:
             if len(shown.order) < 2:  # nothing to compare
                 self._write(task, shown, None)
                 continue
-            self._show(task, shown, LONGEST)
+            self._show(task, shown)
             if not self._ask(task, shown):
                 return False
         return True
@@ -135,7 +141,7 @@ class Session:
                 self._write(task, shown, None)
                 return True
             elif word == "a":
-                self._show(task, shown, None)
+                self._show(task, shown, whole=True)
             elif isinstance(groups := read_ranking(word, len(shown.order)), str):
                 self.screen.say(groups if word not in ("", "?", "h", "help") else HELP)
             else:
@@ -157,9 +163,9 @@ class Session:
                 return True
         return False
 
-    def _show(self, task: Task, shown: Shown, longest: int | None) -> None:
+    def _show(self, task: Task, shown: Shown, whole: bool = False) -> None:
         texts = [task["responses"][place] for place in shown.order]
-        self.screen.item(f"{self.lines.count + 1} of {len(self.tasks)}", asked_text(task), texts, longest)
+        self.screen.item(f"{self.lines.count + 1} of {len(self.tasks)}", asked_text(task), texts, whole)
 
 
 def asked_text(task: Task) -> str:
@@ -177,20 +183,28 @@ class Screen:
 
         self.console = Console(file=cast(TextIO, out), highlight=False, markup=False, emoji=False)
 
-    def item(self, head: str, prompt: str, replies: Sequence[str], longest: int | None) -> None:
+    def item(self, head: str, prompt: str, replies: Sequence[str], whole: bool) -> None:
+        """Shown so that all of it is on the screen at once, or whole."""
         from rich.table import Table
 
+        wide = self.console.width // len(replies) >= NARROWEST
+        boxes = 2 if wide else 1 + len(replies)  # below each other, each with a frame of two lines
+        free = self.console.height - 3 - 2 * boxes  # head, help and the answer
+        least = max(LEAST, free // boxes)
+        asked = min(least, self._lines(prompt, self.console.width))  # what the prompt leaves over goes to the replies
+        each = None if whole else max(LEAST, (free - asked) // (boxes - 1))
         self.console.rule(head)
-        self._panel("prompt", prompt, longest)
-        if self.console.width // len(replies) >= NARROWEST:
+        self.console.print(self._box("prompt", prompt, self.console.width, None if whole else least))
+        if wide:
             table = Table.grid(expand=True)
             for _ in replies:
                 table.add_column(ratio=1)
-            table.add_row(*(self._box(str(number), text, longest) for number, text in enumerate(replies, 1)))
+            width = self.console.width // len(replies)
+            table.add_row(*(self._box(str(number), text, width, each) for number, text in enumerate(replies, 1)))
             self.console.print(table)
         else:
             for number, text in enumerate(replies, 1):
-                self._panel(str(number), text, longest)
+                self.console.print(self._box(str(number), text, self.console.width, each))
         self.console.print(HELP, soft_wrap=False)
 
     def say(self, text: str) -> None:
@@ -200,19 +214,32 @@ class Screen:
         self.console.print("> ", end="")
         self.console.file.flush()
 
-    def _panel(self, title: str, text: str, longest: int | None) -> None:
-        self.console.print(self._box(title, text, longest))
+    def _lines(self, text: str, width: int) -> int:
+        return len(_wrapped(self.console, text, width))
 
-    def _box(self, title: str, text: str, longest: int | None) -> Any:
+    def _box(self, title: str, text: str, width: int, most: int | None) -> Any:
+        """A frame of `width` columns with the text, or with its first lines if it has more than `most`."""
         from rich.panel import Panel
         from rich.text import Text
 
-        shown = text if longest is None else text[:longest]
-        more = f"\n... {len(text) - len(shown):,} more characters (a: show all)" if len(shown) < len(text) else ""
-        body = (
-            Text(safe(shown.replace("\t", "    ")), overflow="fold") if text.strip() else Text("(empty)", style="dim")
-        )
-        return Panel(body + Text(more, style="dim"), title=Text(title), title_align="left")
+        lines = _wrapped(self.console, text, width)
+        if not text.strip():
+            body = Text("(empty)", style="dim")
+        elif most is None or len(lines) <= most:
+            body = Text("\n").join(lines)
+        else:
+            left = sum(map(len, lines[most - 1 :]))
+            more = Text(f"... {left:,} more (a: show all)", style="dim")
+            body = Text("\n").join([*lines[: most - 1], more])
+        return Panel(body, title=Text(title), title_align="left")
+
+
+def _wrapped(console: Any, text: str, width: int) -> list[Any]:
+    """The lines of a text in a frame of so many columns."""
+    from rich.text import Text
+
+    shown = Text(safe(text.replace("\t", "    ")), overflow="fold")
+    return list(shown.wrap(console, max(1, width - 4)))
 
 
 def _read() -> str | None:

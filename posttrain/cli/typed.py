@@ -14,6 +14,7 @@ from posttrain.config import (
     Data,
     Distill,
     Evaluation,
+    FromRows,
     Label,
     Passes,
     Prefer,
@@ -39,11 +40,11 @@ from typing import Any, Literal, TypedDict
 
 def text() -> str:
     """The whole file."""
-    kinds = (Data, Training, Passes, SFT, Prefer, RewardModelling, RL, Distill, Evaluation, Sample, Label)
+    kinds = (FromRows, Data, Training, Passes, SFT, Prefer, RewardModelling, RL, Distill, Evaluation, Sample, Label)
     return HEAD + "\n\n".join(_of(kind) for kind in kinds)
 
 
-def _of(kind: type[Data]) -> str:
+def _of(kind: type[FromRows]) -> str:
     """The options that `kind` adds to those of the class it extends."""
     hints, above = get_type_hints(kind), kind.__mro__[1]
     known = {f.name for f in fields(above)} if above is not object else set()
@@ -53,7 +54,7 @@ def _of(kind: type[Data]) -> str:
     if "settings" in told:
         told |= {flag.name: (_said(flag.type), flag.help) for flag in kind.flags().values()}
     extended = "TypedDict" if above is object else f"{above.__name__}Options"
-    verbs = "several verbs" if kind in (Data, Training, Passes) else f"posttrain {kind.verb}"
+    verbs = "several verbs" if kind in (FromRows, Data, Training, Passes) else f"posttrain {kind.verb}"
     lines = [f"class {kind.__name__}Options({extended}, total=False):", f'    """Options of {verbs}."""', ""]
     for name, (hint, help) in told.items():
         lines += [f"    {name}: {hint}", textwrap.indent(textwrap.fill(f'"""{help}"""', 116), "    ")]

@@ -14,6 +14,7 @@ lock                        there while a process writes: see `posttrain.runs.lo
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -113,7 +114,8 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename if isinstance(error.filename, str | os.PathLike) else folder
-        raise UserError(f"cannot write to {os.fspath(where)}: {error.strerror or error}") from error
+        way = "; make room there and go on with --resume" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise UserError(f"cannot write to {os.fspath(where)}: {error.strerror or error}{way}") from error
 
 
 def replace(path: Path, content: bytes) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from posttrain.data.rows import load_rows
+from posttrain.data.verdicts import to_labelled
 from posttrain.training.intervals import clustered_interval
 from posttrain.types import UserError
 
@@ -58,6 +60,17 @@ class Agreement:
             f"without ties ({self.decided:>5})     agreement {self.raw_decided}   Cohen's kappa {self.kappa_decided}",
             "95% intervals by bootstrap over prompts",
         ]
+
+
+def read_labels(file: str) -> list[Mapping[str, Any]]:
+    """The rows of a file of labels. Raises UserError, with the row's place, where nothing is said of responses."""
+    rows, found = load_rows(file), []
+    for place in range(len(rows)):
+        try:
+            found.append(to_labelled(rows[place]) or {})
+        except UserError as error:
+            raise UserError(f"{rows.where(place)}: {error}") from error
+    return found
 
 
 def agreement(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, Any]]) -> Agreement:

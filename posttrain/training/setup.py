@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from posttrain.config import Data, Evaluation, Sample, Training
+from posttrain.config import Data, Evaluation, FromRows, Sample, Training
 from posttrain.data.convert import Conversion, Convert
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
@@ -68,7 +68,7 @@ def microbatch_tokens(config: Training, device: torch.device) -> int:
 
 
 def load_tasks(
-    config: Data,
+    config: FromRows,
     rows: Any = None,
     env: Callable[..., Any] | None = None,
     need: Sequence[str] = ("prompt",),
@@ -82,7 +82,7 @@ def load_tasks(
     are given are taken as they are, or converted by the latter. An environment that makes its own prompts needs none.
     `left_out`: which rows `convert` leaves out, in words.
     """
-    spec = env or config.env or None
+    spec = env or (config.env if isinstance(config, Data) else "") or None
     if convert is None and spec is not None:
         function = load_env(spec)  # its mistakes are told before anything heavy starts
         need = () if need == ("prompt",) and is_generator_env(function) else need
@@ -92,7 +92,7 @@ def load_tasks(
     options: dict[str, Any] = {
         "fields": config.fields,
         "prompt_template": config.prompt_template,
-        "response_template": config.response_template,
+        "response_template": getattr(config, "response_template", None),
         "teacher_prompt_template": getattr(config, "teacher_prompt_template", None),
         "convert": convert,
         "need": need,

@@ -64,7 +64,8 @@ class Agreement:
 
 def read_labels(file: str) -> list[Mapping[str, Any]]:
     """The rows of a file of labels. Raises UserError, with the row's place, where nothing is said of responses."""
-    rows, found = load_rows(file), []
+    rows = load_rows(file)
+    found: list[Mapping[str, Any]] = []
     for place in range(len(rows)):
         try:
             found.append(to_labelled(rows[place]) or {})

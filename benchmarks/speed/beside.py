@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flops import BACKWARD, config_of, forward
 from plan import Plan, Rival
 from sides import Failed, Machine, Side, Sides
 from tables import Figure, Goal, Table, number
@@ -188,11 +189,13 @@ def reward(machine: Machine, plan: Plan) -> list[Table]:
 def _of_pairs(part: str, title: str, goals: dict[str, Goal], machine: Machine, plan: Plan) -> Table:
     table = Table(
         f"{title}, {PAIRS} pairs a step, pairs per second",
-        ("model", "pairs", "posttrain", "TRL", "ratio", "goal", "TRL, pairs at once"),
+        ("model", "pairs", "posttrain", "TRL", "ratio", "goal", "of the peak", "goal is", "TRL, pairs at once"),
         notes=[
             "gsm8k: a problem with its solution and that of another problem; short: prompts and replies of a line or two. "
             "A round is whole passes over the pairs, so both sides have the same ones, and the same tokens.",
             "TRL pads, and takes as many pairs at once as was fastest (in brackets: seconds per 1,000 tokens of each way).",
+            "Of the peak: useful arithmetic (a prompt once for both responses, no padding) over what matrix products of this "
+            "machine reach at best; goal is: what the goal would take, at TRL's speed in this run.",
         ],
     )
     for kind, rivals in plan.pairs[part].items():
@@ -216,9 +219,31 @@ def _of_pairs(part: str, title: str, goals: dict[str, Goal], machine: Machine, p
                         found[name].append(lap["pairs"] / lap["seconds"])
             mine, peer = (Figure.of(values) for values in found.values())
             ratio = mine.over(peer)
-            goal = goals[kind].judge(ratio.median) if kind in goals else ""
-            table.add(rival.name, kind, mine, peer, ratio, goal, way)
+            goal = goals.get(kind)
+            judged = reached = needed = ""
+            if goal:
+                share = _work_of_a_pair(machine.model(model), kind) / _peak(machine, model)
+                judged = goal.judge(ratio.median)
+                reached, needed = f"{mine.median * share:.0%}", f"{goal.bound * peer.median * share:.0%}"
+            table.add(rival.name, kind, mine, peer, ratio, judged, reached, needed, way)
     return table
+
+
+def _work_of_a_pair(folder: str, kind: str) -> float:
+    """Useful FLOP of an update, on average over the pairs."""
+    some = pairs(kind)
+    prompts, chosen, rejected = (
+        list(map(len, tokens_of(folder, [row[name] for row in some]))) for name in ("prompt", "chosen", "rejected")
+    )
+    groups = [(p, [c + 1, r + 1]) for p, c, r in zip(prompts, chosen, rejected, strict=True)]
+    return BACKWARD * forward(config_of(folder), groups) / len(some)
+
+
+def _peak(machine: Machine, model: str) -> float:
+    """FLOP/s of this machine's best matrix product."""
+    with Sides(machine) as sides:
+        side = sides.start("posttrain", "serve", model=machine.model(model))
+        return float(side.ask(do="peak")["flops"])
 
 
 def _way(said: dict[str, Any]) -> str:

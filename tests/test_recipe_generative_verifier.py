@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from recipe_modules import recipe_module
 
 from posttrain.config import RL, SFT, RewardModelling
 from posttrain.options import filled, validate
 from posttrain.verify import final_verdict
 
-FILE = Path(__file__).resolve().parents[1] / "recipes" / "generative_verifier.py"
-
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("recipe_generative_verifier", FILE)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return recipe_module("generative_verifier")
 
 
 def last_digit(prompt: str) -> str:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from recipe_modules import recipe_module
 
 from posttrain.config import RewardModelling
 from posttrain.data.items import to_item
 from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.options import filled, validate
 
-FILE = Path(__file__).resolve().parents[1] / "recipes" / "reward_models.py"
-
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("recipe_reward_models", FILE)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return recipe_module("reward_models")
 
 
 def test_every_experiment_has_settings_that_exist(recipe: ModuleType) -> None:

@@ -194,8 +194,8 @@ def _of_pairs(part: str, title: str, goals: dict[str, Goal], machine: Machine, p
             "gsm8k: a problem with its solution and that of another problem; short: prompts and replies of a line or two. "
             "A round is whole passes over the pairs, so both sides have the same ones, and the same tokens.",
             "TRL pads, and takes as many pairs at once as was fastest (in brackets: seconds per 1,000 tokens of each way).",
-            "Of the peak: useful arithmetic (a prompt once for both responses, no padding) over what matrix products of this "
-            "machine reach at best; goal is: what the goal would take, at TRL's speed in this run.",
+            "Of the peak: useful arithmetic (a prompt once for both responses, no padding) over what matrix products "
+            "reach here at best; goal is: what the goal would take, at the speed of TRL in this run.",
         ],
     )
     for kind, rivals in plan.pairs[part].items():

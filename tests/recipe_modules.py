@@ -1,0 +1,20 @@
+"""Recipes as modules: they are scripts, which nothing installs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+FOLDER = Path(__file__).resolve().parents[1] / "recipes"
+
+
+def recipe_module(name: str) -> ModuleType:
+    """The recipe of that name, run up to its `main`."""
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", FOLDER / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -404,6 +404,8 @@ class Chat:
     name."""
     device: str = "auto"
     """auto, cpu, cuda ..."""
+    threads: int | None = option(None, above=0)
+    """CPU threads; default: PyTorch's choice."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.training.playground import open_dialogue
-from posttrain.training.setup import choose_device
+from posttrain.training.setup import choose_device, use_threads
 from posttrain.types import Ask, Env, Invalid, Reply, StopReason, Task, Turn, UserError
 
 
@@ -26,6 +26,7 @@ def converse(model: str, config: Chat) -> None:
     printed below it. Raises UserError if the checkpoint or a service cannot be loaded, or if there is a system message and
     no template to put it in.
     """
+    use_threads(config.threads)
     folder, device = resolve(model), choose_device(config.device)
     decoder, tokenizer = load_model(folder, device=device), Tokenizer.load(folder)
     chat = tokenizer.chat_template is not None

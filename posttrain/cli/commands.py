@@ -437,7 +437,9 @@ def _ended(verb: str, run: Run) -> int:
     if run.interrupted:
         print(f"continue    posttrain {verb} --out {run.path} --resume")
         return 130
-    if verb != "reward-model":
+    if verb == "reward-model":
+        print(f"ask it      posttrain rl --reward-model {run.path} ..., or label --with reward-model={run.path}")
+    else:
         print(f"talk to it  posttrain chat {run.path}")
     return 0
 

@@ -15,8 +15,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from posttrain.config import Label
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.data.verdicts import best_rows, flip, pair_row, to_labelled, to_responses
@@ -30,7 +28,7 @@ from posttrain.runs.lines import Lines, write_rows
 from posttrain.seeds import seed_of
 from posttrain.training.playground import counted, open_services
 from posttrain.training.sampling import digest_of, scored_columns
-from posttrain.training.setup import choose_device, load_tasks
+from posttrain.training.setup import choose_device, load_tasks, use_threads
 from posttrain.types import Invalid, Reply, StopReason, Task, UserError
 
 BLOCK = 64  # items that are labelled, and written, together
@@ -56,8 +54,7 @@ def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None
     validate(config)
     assert not config.human and config.agreement is None, "these are done on a terminal"
     check_outputs(config)
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    use_threads(config.threads)
     by_service = bool(config.with_) or env is not None
     tasks = load_items(config, rows, with_labels=not by_service)
     if not by_service and not config.flip:

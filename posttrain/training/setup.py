@@ -40,14 +40,19 @@ def warn(text: str) -> None:
 
 def prepare(config: Training | Evaluation | Sample) -> torch.device:
     """Threads, seed of the global generator (nothing should draw from it) and the device."""
-    if config.threads:
-        cores = os.cpu_count() or 1
-        if config.threads > max(64, 4 * cores):
-            raise UserError(f"--threads {config.threads} is too many: this machine has {cores} processors")
-        torch.set_num_threads(config.threads)
+    use_threads(config.threads)
     build.use(config.compiled)
     torch.manual_seed(config.seed if isinstance(config.seed, int) else config.seed[0])
     return choose_device(config.device)
+
+
+def use_threads(count: int | None) -> None:
+    """None: as many as torch chose. Raises UserError for more than could be of use."""
+    if count:
+        cores = os.cpu_count() or 1
+        if count > max(64, 4 * cores):
+            raise UserError(f"--threads {count} is too many: this machine has {cores} processors")
+        torch.set_num_threads(count)
 
 
 def choose_device(name: str) -> torch.device:

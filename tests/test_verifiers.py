@@ -735,6 +735,7 @@ def test_a_classifier_takes_the_place_of_the_words() -> None:
 def test_toxicity_is_the_share_of_listed_words() -> None:
     assert toxicity("you stupid idiot") == pytest.approx(2 / 3)
     assert toxicity("I will kill you now") == pytest.approx(2 / 5)
+    assert toxicity("Shut up, shut up, shut up!") == 1.0 and toxicity("I hate you; hate you.") == pytest.approx(4 / 5)
     assert toxicity("A classic assessment of Scunthorpe.") == 0.0 == toxicity("")
     assert toxicity("blue bird", listed={"blue"}, phrases=()) == 0.5
     assert clean("you idiot") == 0.0 and clean("you idiot", most=0.5) == 1.0

@@ -113,6 +113,14 @@ def test_other_rows_tokens_weights_or_needs_never_meet_what_was_kept() -> None:
         assert asked.count, changed
 
 
+def test_a_row_that_only_lends_its_response_to_another_prompt_is_in_the_name_too() -> None:
+    """A run that is shorter than an epoch visits some rows; the next one's response is read behind the last one's prompt."""
+    for last in ("10", "a much longer one"):
+        items = items_of([*PAIRS[:5], {**PAIRS[5], "chosen": last}])
+        reference = refer(items, range(5), "w", Asked(), 50, torch.device("cpu"), drift=True)
+        assert len(reference.of_mismatched(4)) == sum(t.n_scored for t in mismatched(items, 4))
+
+
 @pytest.mark.parametrize("damage", ["truncate", "empty", "other"])
 def test_a_damaged_file_is_made_again(cache: Path, damage: str) -> None:
     before = found(Asked())

@@ -31,7 +31,7 @@ from posttrain.cli.main import main
 from posttrain.cli.ranking import Shown, read_ranking
 from posttrain.data.items import to_item
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.training.agreement import agreement, measured
+from posttrain.training.agreement import agreement, measured, read_labels
 
 ITEMS: list[dict[str, Any]] = [
     {"id": "0", "prompt": "say a=", "responses": ["aa", "be", "cccc", "aa"]},
@@ -283,6 +283,44 @@ def test_agreement_is_cohens_kappa_over_shared_comparisons(place: Path, capsys: 
     write(place / "c.jsonl", [{**second[0], "prompt": "another"}])
     assert main(["label", "--agreement", "a.jsonl", "c.jsonl"]) == 2
     assert "share no comparison" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"ranks": [2, 1, 2]},
+        {"scores": [0.5, 3.0, 0.5]},
+        {"comparisons": [[1, 0], [1, 2, 0.5]], "ties": [[2, 0]]},
+        {"comparisons": [[1, 0, 0.7], [0, 1, 0.3], [2, 1, 0.4], [1, 2, 0.6], [0, 2, 0.5], [2, 0, 0.5]]},
+        {"pairs": [[0, 1], [2, 1], [1, 2], [2, 0]], "preferred": [2, 2, 1, 0]},
+        {"scores": [3.0, 0.5, 3.0], "comparisons": [[1, 0, 1.0, 2.5], [1, 2, 1.0, 2.5]], "ties": [[0, 2]]},  # flipped
+    ],
+)
+def test_agreement_of_two_who_say_the_same_is_whole_whatever_the_form(place: Path, said: dict[str, Any]) -> None:
+    item = {"prompt": "p", "responses": ["a", "b", "c"]}
+    rows = [{"prompt": p, "responses": ["a", "b"], "scores": scores} for p, scores in (("q", [1, 0]), ("r", [0, 1]))]
+    ranks = {**item, "ranks": [7, 1, 7]}
+    write(place / "a.jsonl", [{**item, **said}, *rows])
+    found = agreement(read_labels("a.jsonl"), [ranks, *rows])
+    assert found.comparisons == 5 and found.ties == (1, 1) and found.raw.mean == found.kappa.mean == 1.0
+
+
+def test_agreement_tells_whose_ties_which_prompt_and_leaves_what_either_skipped() -> None:
+    first = [
+        {"prompt": p, "responses": ["a", "b", "c"], "ranks": ranks} for p, ranks in (("p", [1, 1, 1]), ("q", [1, 2, 3]))
+    ]
+    second = [{**row, "ranks": ranks} for row, ranks in zip(first, ([1, 2, 2], [3, 2, 1]), strict=True)]
+    found = agreement(first, second)
+    assert (found.comparisons, found.ties, found.decided) == (6, (3, 1), 3)
+    assert found.raw.mean == pytest.approx(1 / 6) and found.raw_decided.mean == 0.0
+    # the first says 3 ties and 3 times "better", the second 1 tie, twice "better" and 3 times "worse"
+    chance = (3 * 2 + 0 * 3 + 3 * 1) / 36
+    assert found.kappa.mean == pytest.approx((1 / 6 - chance) / (1 - chance)) and found.kappa_decided.mean == 0.0
+    for skipped in (
+        ([{**first[0], "skipped": True}, first[1]], second),
+        (first, [{**second[0], "skipped": True}, second[1]]),
+    ):
+        assert agreement(*skipped).comparisons == 3
 
 
 def test_intervals_of_agreement_are_clustered_by_prompt() -> None:

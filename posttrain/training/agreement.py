@@ -143,7 +143,7 @@ def verdicts(row: Mapping[str, Any]) -> dict[tuple[str, str], int]:
     found = _compared(row) if judged or row.get("comparisons") is not None else _valued(row)
     for i, j in row.get("ties") or ():
         found[min(i, j), max(i, j)] = 2
-    for (i, j), which in zip(pairs, preferred, strict=True) if judged else ():
+    for (i, j), which in zip(pairs or (), preferred or (), strict=True) if judged else ():
         if which == 0:
             found[min(i, j), max(i, j)] = 2
     return {(texts[i], texts[j]): verdict for (i, j), verdict in found.items() if texts[i] != texts[j]}

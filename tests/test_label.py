@@ -203,11 +203,12 @@ def test_flips_turn_the_share_of_comparisons_and_the_same_of_the_pairs(place: Pa
         scores = row["scores"]
         turned = [[b, w] for b, w, _, _ in row["comparisons"] if scores[b] < scores[w]]
         assert turned == row["flipped"] and len(row["comparisons"]) == 3
-        assert all(margin > 0 for *_, margin in row["comparisons"])
+        assert all(margin == abs(scores[b] - scores[w]) for b, w, _, margin in row["comparisons"])
         item = to_item(row)
         assert item is not None and item["comparisons"] == row["comparisons"]
         wrong += len(turned)
     assert 80 < wrong < 165  # 120 of 1200 are expected, 10.4 the standard deviation
+    assert sum(len(row["flipped"]) == 3 for row in flipped) < 5  # 0.4: each for itself
     for row, pair in zip(flipped, read("pairs.jsonl"), strict=True):
         scores = row["scores"]
         best, worst = scores.index(max(scores)), scores.index(min(scores))
@@ -215,6 +216,47 @@ def test_flips_turn_the_share_of_comparisons_and_the_same_of_the_pairs(place: Pa
         assert [pair["chosen"], pair["rejected"]] == ["abc"[better], "abc"[worse]]
     again = label("", out="again.jsonl", items="scored.jsonl", flip=0.1, seed=1)
     assert again != flipped
+
+
+def test_values_of_comparisons_count_shares_and_flips_are_undone_in_them(place: Path) -> None:
+    votes = {"id": "v", "prompt": "p", "responses": ["a", "b", "c"],
+             "comparisons": [[0, 1, 0.6], [1, 0, 0.4], [1, 2, 1.0], [0, 2, 0.25]]}  # fmt: skip
+    [turned] = label("", items=[votes], flip=1.0, best="best.jsonl", pairs="pairs.jsonl")
+    worth = {"a": 0.6 - 0.4 + 0.25, "b": 0.4 - 0.6 + 1.0, "c": -1.25}
+    [best], [pair] = read("best.jsonl"), read("pairs.jsonl")
+    assert best["response"] == "b" and best["score"] == pytest.approx(worth["b"])
+    assert (pair["chosen"], pair["rejected"]) == ("c", "b")  # the best and the worst, turned round
+    assert pair["margin"] == pytest.approx(worth["b"] - worth["c"])
+    assert [c[2] for c in turned["comparisons"]] == [0.6, 0.4, 1.0, 0.25]
+
+
+def test_pairs_are_of_different_responses_that_say_something_and_know_which_was_cut_off(place: Path) -> None:
+    responses, scores = ["ends", "ends", "cut of", " ", "middle"], [1.0, 3.0, 0.0, -9.0, 2.0]
+    samples = [{"stop": stop} for stop in ("eos", "eos", "length", "eos", "eos")]
+    said = [
+        {"id": f"{i}", "prompt": f"{i}", "responses": responses, "scores": scores, "samples": samples}
+        for i in range(40)
+    ]
+    write(place / "said.jsonl", [*said, {**said[0], "id": "skipped", "skipped": True}])
+    posttrain.label("said.jsonl", best="best.jsonl", top=9, pairs="extremes.jsonl", margin=3.0)
+    assert [(row["item"], row["response"]) for row in read("best.jsonl")][:4] == [
+        ("0", "ends"), ("0", "middle"), ("0", "cut of"), ("1", "ends"),
+    ]  # fmt: skip
+    assert [row["item"] for row in read("extremes.jsonl")] == [
+        f"{i}" for i in range(40)
+    ]  # a difference of just 3 is enough
+    pair = read("extremes.jsonl")[0]
+    assert (pair["chosen"], pair["rejected"], pair["margin"]) == ("ends", "cut of", 3.0)
+    assert (pair["chosen_stop"], pair["rejected_stop"]) == ("eos", "length")
+    drawn = []
+    for seed in (0, 1):
+        posttrain.label("said.jsonl", pairs=f"random{seed}.jsonl", pair="random", seed=seed)
+        drawn.append([(row["chosen"], row["rejected"], row["margin"]) for row in read(f"random{seed}.jsonl")])
+    assert set(drawn[0]) == set(drawn[1]) and drawn[0] != drawn[1]  # each item draws for itself, and each seed
+    assert set(drawn[0]) == {
+        ("ends", "cut of", 1.0), ("ends", "cut of", 3.0), ("ends", "middle", 1.0), ("middle", "ends", 1.0),
+        ("middle", "cut of", 2.0),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,7 @@ def test_leap_is_found_where_it_is_and_neither_noise_nor_steady_learning_is_one(
     leap = greatest_leap(steps, at_30 + noise, Limits())
     assert leap is not None and leap.step == 31
     assert greatest_leap(steps, np.linspace(0.2, 0.8, 60) + noise, Limits()) is None
+    assert greatest_leap(steps, np.linspace(0.2, 0.8, 60), Limits()) is None
     assert greatest_leap(steps, noise, Limits()) is None
     assert greatest_leap(steps[:10], at_30[25:35], Limits()) is None  # too few steps to know the noise
 

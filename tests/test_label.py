@@ -335,6 +335,7 @@ def test_agreement_is_cohens_kappa_over_shared_comparisons(place: Path, capsys: 
         {"comparisons": [[1, 0], [1, 2, 0.5]], "ties": [[2, 0]]},
         {"comparisons": [[1, 0, 0.7], [0, 1, 0.3], [2, 1, 0.4], [1, 2, 0.6], [0, 2, 0.5], [2, 0, 0.5]]},
         {"pairs": [[0, 1], [2, 1], [1, 2], [2, 0]], "preferred": [2, 2, 1, 0]},
+        {"scores": [0.5, 3.0, 0.5], "pairs": [[0, 1]], "preferred": [1]},  # scored anew
         {"scores": [3.0, 0.5, 3.0], "comparisons": [[1, 0, 1.0, 2.5], [1, 2, 1.0, 2.5]], "ties": [[0, 2]]},  # flipped
     ],
 )

@@ -163,6 +163,10 @@ def test_best_of_n_is_the_argmax_and_rejection_sampling_keeps_what_is_good_enoug
     assert [row["response"] for row in best[:2]] == ["be", "long text"]
     assert best[2]["messages"] == [*ITEMS[2]["messages"], {"role": "assistant", "content": "eee"}]
     assert best[0]["score"] == 12 and best[1]["source"] == "here" and best[0]["item"] == "0"
+    noted = {"id": "n", "prompt": "p", "responses": ["a", "b"], "scores": [1.0, 2.0]}
+    write(place / "noted.jsonl", [{**noted, "samples": [{"stop": "eos"}, {"stop": "length"}]}])
+    posttrain.label("noted.jsonl", best="ends.jsonl", top=2)
+    assert [(row["response"], row["response_stop"]) for row in read("ends.jsonl")] == [("b", "length"), ("a", "eos")]
     posttrain.label("out.jsonl", best="many.jsonl", top=9, at_least=4.0)
     assert [row.get("response") for row in read("many.jsonl")] == ["be", "cccc", "long text", None, None]
     refused(lambda: label("", items="out.jsonl", best="none.jsonl", at_least=99.0), "would be empty", "at least 99")

@@ -115,7 +115,7 @@ def test_a_tree_in_compiled_code_equals_its_transcripts_apart(
     attend, before = SegmentAttention(layout), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert attend.compiled.covers(few, 32)
+        assert attend.compiled.covers(few)
         found = attend(0, *x.split_with_sizes((many, few, few), 1))
         (gradient,) = torch.autograd.grad((found * weights).sum(), x)
     finally:
@@ -168,7 +168,7 @@ def test_a_model_learns_from_a_tree_what_it_learns_from_its_transcripts_apart(
     """Scored tokens lie anywhere: in a prefix that several transcripts share they are scored for each of them."""
     config = DecoderConfig(64, 48, 2, 4, 2, 32, 64, 128, tied=True)
     model = new_decoder(config, 0) if compiled else tiny(tokenizer, dtype=torch.float64)
-    assert compiled == (SegmentAttention(TREE).compiled.covers(2, model.config.head_size, model.head.dtype))
+    assert compiled == (SegmentAttention(TREE).compiled.covers(2, model.head.dtype))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3) if parameter.ndim == 2 and compiled else None

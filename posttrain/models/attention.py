@@ -42,7 +42,7 @@ class SegmentAttention:
             return self.masked(q, k, v)
         # Fused kernels are switched off where a second derivative is wanted: they have none.
         if torch.backends.cuda.flash_sdp_enabled():
-            if self.compiled.covers(k.shape[1], k.shape[2], q.dtype):
+            if self.compiled.covers(k.shape[1], q.dtype):
                 return self.compiled(q, k, v)
             if self._few_prefixes:
                 return self.joined(q, k, v)
@@ -50,7 +50,7 @@ class SegmentAttention:
 
     @cached_property
     def compiled(self) -> CompiledAttention:
-        """On a processor, differentiable once: where there is a compiler, in float32, for heads of whole panels."""
+        """On a processor, differentiable once: where there is a compiler, in float32; heads are filled up to whole panels."""
         return CompiledAttention(self.layout, self._forest)
 
     @cached_property
@@ -319,7 +319,7 @@ def each_alone(layout: Layout, count: int) -> Callable[[int, Tensor, Tensor, Ten
     together = SegmentAttention(layout)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if all(one.compiled.covers(k.shape[1], k.shape[2], q.dtype) for one in alone.values()):
+        if all(one.compiled.covers(k.shape[1], q.dtype) for one in alone.values()):
             return together(layer, q, k, v)
         out = torch.zeros_like(q)
         for start, length in zip(layout.start[:count], layout.length[:count], strict=True):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from posttrain.batch import Layout
 from posttrain.kernels import binder
@@ -24,19 +25,25 @@ class CompiledAttention:
     def __init__(self, layout: Layout, forest: Forest) -> None:
         self._layout, self._forest = layout, forest
 
-    def covers(self, kv_heads: int, size: int, dtype: torch.dtype = torch.float32) -> bool:
-        """Whether compiled code knows heads of this size and type, and every thread gets something to do."""
+    def covers(self, kv_heads: int, dtype: torch.dtype = torch.float32) -> bool:
+        """Whether compiled code knows numbers of this type, and every thread gets something to do."""
         library = binder.attention()
         return (
             library is not None
             and torch.promote_types(dtype, torch.float32) == torch.float32
-            and size % library.panel == 0
             and len(self._forest.trees) * kv_heads >= torch.get_num_threads()
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
-        attended: Tensor = _CompiledAttention.apply(q, k, v, self._segments)
+        library, size = binder.attention(), q.shape[-1]
+        assert library is not None
+        attended: Tensor
+        if missing := -size % library.panel:  # zeros add nothing to a score, and to a value nothing that is kept
+            q, k, v = (functional.pad(x, (0, missing)) for x in (q, k, v))
+            attended = _CompiledAttention.apply(q, k, v, self._segments, size**-0.5)
+            return attended[..., :size]
+        attended = _CompiledAttention.apply(q, k, v, self._segments, size**-0.5)
         return attended
 
     @cached_property
@@ -59,7 +66,9 @@ class _Segments:
         self.before = torch.tensor([forest.before[k] for k in order])
         self.parent = torch.tensor([place[forest.parent[k]] for k in order])
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, *grads: Tensor) -> None:
+    def run(
+        self, scale: float, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, *grads: Tensor
+    ) -> None:
         """Fill out and logsumexp [T, heads]; or with grads (of out, q, k, v), the last three from the first.
 
         q, k and v are float32 [T, heads, size], the heads of a token side by side; everything else is contiguous.
@@ -77,7 +86,7 @@ class _Segments:
             kv_heads=k.shape[1],
             head_size=size,
             threads=threads,
-            scale=size**-0.5,
+            scale=scale,
             root=self.root.data_ptr(),
             start=self.start.data_ptr(),
             length=self.length.data_ptr(),
@@ -104,14 +113,14 @@ class _Segments:
 
 class _CompiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: _Segments) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: _Segments, scale: float) -> Tensor:
         given = q, k, v
         q, k, v = (_side_by_side(at_least_float32(x)) for x in given)
         out, logsumexp = torch.empty(q.shape), torch.empty(q.shape[:2])
-        segments.run(q, k, v, out, logsumexp)
+        segments.run(scale, q, k, v, out, logsumexp)
         out = out.to(given[0].dtype)
         ctx.save_for_backward(*given, out, logsumexp)
-        ctx.segments = segments
+        ctx.segments, ctx.scale = segments, scale
         return out
 
     @staticmethod
@@ -120,8 +129,8 @@ class _CompiledAttention(torch.autograd.Function):
         *tensors, logsumexp = ctx.saved_tensors
         q, k, v, out = (_side_by_side(at_least_float32(x)) for x in tensors)
         grads = [torch.empty(x.shape) for x in (q, k, v)]
-        ctx.segments.run(q, k, v, out, logsumexp, at_least_float32(grad).contiguous(), *grads)
-        return (*(x.to(grad.dtype) for x in grads), None)
+        ctx.segments.run(ctx.scale, q, k, v, out, logsumexp, at_least_float32(grad).contiguous(), *grads)
+        return (*(x.to(grad.dtype) for x in grads), None, None)
 
 
 def _side_by_side(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ What batches of them look like stands in `posttrain.batch`, who works with them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
@@ -135,6 +135,9 @@ Env = Callable[[Task], Generator["Turn | str | Ask", Any, Verdict]]
 """A generator function: yields what the model should see, receives what it said, returns the reward.
 
 To an `Ask` it receives the answer of a service instead of a `Reply`."""
+
+AsyncEnv = Callable[[Task], AsyncGenerator[Any, Any]]
+"""The same, written with `async def`: it yields turns and questions, and last of all the verdict."""
 
 Reward = Callable[[Task, str], Verdict]
 """A plain function (task, reply) -> reward; it is lifted to an environment of one turn."""

@@ -122,8 +122,9 @@ class _Waiting:
 class AsyncStage(_Reports):
     """The episodes in progress in this event loop.
 
-    `seconds`: the limit of a step; an episode that takes longer is cancelled, and the reason begins with `name`. `enters` is called with its number each time
-    before an episode's code runs: should it never come back, it is known which one.
+    `seconds`: the limit of a step; an episode that takes longer is cancelled, and the reason begins with `name`.
+    `enters` is called with its number each time before an episode's code runs: should it never come back, it is known
+    which one.
     """
 
     def __init__(

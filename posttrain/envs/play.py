@@ -100,7 +100,7 @@ class _Play:
             self.services.waited += now - began
         for index, event in events:
             if isinstance(event, Done):
-                self.finished[index] = self.playing[index].rollout(event)
+                self._finish(index, event)
             elif isinstance(event, Turn):
                 self.heard.append((index, event, now - self.asked[index]))
             elif len(self.playing[index].answers) == MOST_ASKS:
@@ -166,7 +166,7 @@ class _Play:
         seed = p.episode.seed if asked == 1 else seed_of(p.episode.seed, asked)
         sampling = replace(sampling, max_tokens=budget, stop=turn.stop or sampling.stop, seed=seed)
         self.asked[index] = time.perf_counter()
-        self.engine.submit(index, p.transcripts[-1].tokens, sampling)
+        self.engine.submit(index, p.transcripts[-1].tokens, sampling, keep=not self.pool.single_turn)
         self.sampled += 1
 
     def _tokens(self, p: Playing, turn: Turn) -> list[int]:
@@ -209,8 +209,12 @@ class _Play:
         return StopReason.CONTEXT if full else None
 
     def _end(self, index: int, problem: str) -> None:
-        self.finished[index] = self.playing[index].rollout(Done(Invalid(problem, InvalidKind.UNREADABLE)))
+        self._finish(index, Done(Invalid(problem, InvalidKind.UNREADABLE)))
         self.pool.drop(index)
+
+    def _finish(self, index: int, done: Done) -> None:
+        self.finished[index] = self.playing[index].rollout(done)
+        self.engine.forget(index)
 
 
 def cut_prompt(tokens: Sequence[int], context: int, max_tokens: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations
 from statistics import mean, stdev
 
@@ -84,6 +85,12 @@ def test_golden_decoupled_advantages() -> None:
     assert summed == pytest.approx([-half, half, -half, half], abs=1e-5)
     whitened = Decoupled()(board(parts, [0, 0, 1, 1])).tolist()
     assert whitened == pytest.approx([-0.5477226, 0.5477226, -1.0954451, 1.0954451], abs=1e-5)
+
+
+def test_a_penalty_of_the_reward_touches_no_part() -> None:
+    scores = board(random_parts(len(GROUPS)), GROUPS)
+    taxed = replace(scores, penalty=tuple(torch.full((1,), float(i)) for i in range(len(GROUPS))))
+    assert torch.equal(Decoupled()(taxed), Decoupled()(scores))
 
 
 def test_one_part_without_whitening_is_grpo() -> None:

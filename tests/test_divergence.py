@@ -131,6 +131,13 @@ def test_ids_that_only_one_head_has_are_left_out() -> None:
         assert torch.equal(found, token_logp_divergence(own[0], own[1], target % 30, 0.5)[1])
 
 
+def test_log_probabilities_are_over_all_ids_of_a_policy_that_has_more_than_the_teacher() -> None:
+    policy, teacher, target = models(5, 30)
+    logp, _ = token_logp_divergence(policy, Hidden(teacher.states, teacher.head[:20]), target, 0.5, 0.7, 1.3)
+    expected = probabilities(policy, 0.7)[torch.arange(5), target].log()
+    assert (logp - expected).abs().max() < 1e-12
+
+
 def test_gradient_of_the_head_is_added_where_it_lies() -> None:
     policy, teacher, target = models(6, 40)
     head = torch.nn.Parameter(policy.head.detach().clone())

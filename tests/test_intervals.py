@@ -6,7 +6,14 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from posttrain.training.intervals import bootstrap_interval, paired_interval, pass_at_k, summary, wilson_interval
+from posttrain.training.intervals import (
+    bootstrap_interval,
+    clustered_interval,
+    paired_interval,
+    pass_at_k,
+    summary,
+    wilson_interval,
+)
 from posttrain.types import UserError
 
 
@@ -86,6 +93,21 @@ def test_wilson_matches_the_textbook_and_never_collapses() -> None:
     assert wilson_interval(1, 10) == pytest.approx((0.0179, 0.4042), abs=1e-4)
     assert wilson_interval(0, 20)[0] == 0.0 and wilson_interval(0, 20)[1] == pytest.approx(0.1611, abs=1e-4)
     assert wilson_interval(20, 20)[0] == pytest.approx(1 - 0.1611, abs=1e-4)
+
+
+def test_a_figure_that_most_resamples_do_not_have_has_no_interval() -> None:
+    """One of 20 prompts is drawn at least once in 64% of the resamples, and twice in 26%."""
+    totals = np.eye(20)[:, :1]
+
+    def from_on(least: int) -> tuple[float, float]:
+        return clustered_interval(totals, lambda sums: np.where(sums[:, 0] >= least, sums[:, 0], math.nan))
+
+    assert from_on(1)[0] == 1.0 and all(math.isnan(end) for end in from_on(2))
+
+
+def test_rates_that_are_equal_and_neither_0_nor_1_are_no_count_of_successes() -> None:
+    accuracy = summary([[1.0, 0.0]] * 20)["accuracy"]
+    assert accuracy["low"] == accuracy["mean"] == accuracy["high"] == 0.5
 
 
 def test_summary_counts_every_task_once_and_pass_at_1_is_the_accuracy() -> None:

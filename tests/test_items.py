@@ -136,6 +136,7 @@ def whole(task: dict[str, Any]) -> dict[str, Any]:
         ({"chosen": "a", "rejected": "b", "chosen_stop": "length", "rejected_stop": "eos"}, [True, False]),
         ({"responses": ["a", "b", "c"], "ranks": [1, 2, 3], "stops": ["eos", "context", "stop"]}, [False, True, False]),
         ({"responses": ["a", "b"], "scores": [1, 2], "samples": [{"stop": "eos"}, {"stop": "length"}]}, [False, True]),
+        ({"responses": ["a", "b"], "scores": [1, 2], "samples": [{"stop": "length"}]}, [False, False]),  # of others
         ({"response": "a", "label": True, "stop": "length"}, [True]),
     ],
 )

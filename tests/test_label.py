@@ -31,7 +31,7 @@ from posttrain.cli.main import main
 from posttrain.cli.ranking import Shown, read_ranking
 from posttrain.data.items import to_item
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.training.agreement import agreement, measured
+from posttrain.training.agreement import agreement, measured, read_labels
 
 ITEMS: list[dict[str, Any]] = [
     {"id": "0", "prompt": "say a=", "responses": ["aa", "be", "cccc", "aa"]},
@@ -163,6 +163,10 @@ def test_best_of_n_is_the_argmax_and_rejection_sampling_keeps_what_is_good_enoug
     assert [row["response"] for row in best[:2]] == ["be", "long text"]
     assert best[2]["messages"] == [*ITEMS[2]["messages"], {"role": "assistant", "content": "eee"}]
     assert best[0]["score"] == 12 and best[1]["source"] == "here" and best[0]["item"] == "0"
+    noted = {"id": "n", "prompt": "p", "responses": ["a", "b"], "scores": [1.0, 2.0]}
+    write(place / "noted.jsonl", [{**noted, "samples": [{"stop": "eos"}, {"stop": "length"}]}])
+    posttrain.label("noted.jsonl", best="ends.jsonl", top=2)
+    assert [(row["response"], row["response_stop"]) for row in read("ends.jsonl")] == [("b", "length"), ("a", "eos")]
     posttrain.label("out.jsonl", best="many.jsonl", top=9, at_least=4.0)
     assert [row.get("response") for row in read("many.jsonl")] == ["be", "cccc", "long text", None, None]
     refused(lambda: label("", items="out.jsonl", best="none.jsonl", at_least=99.0), "would be empty", "at least 99")
@@ -203,11 +207,12 @@ def test_flips_turn_the_share_of_comparisons_and_the_same_of_the_pairs(place: Pa
         scores = row["scores"]
         turned = [[b, w] for b, w, _, _ in row["comparisons"] if scores[b] < scores[w]]
         assert turned == row["flipped"] and len(row["comparisons"]) == 3
-        assert all(margin > 0 for *_, margin in row["comparisons"])
+        assert all(margin == abs(scores[b] - scores[w]) for b, w, _, margin in row["comparisons"])
         item = to_item(row)
         assert item is not None and item["comparisons"] == row["comparisons"]
         wrong += len(turned)
     assert 80 < wrong < 165  # 120 of 1200 are expected, 10.4 the standard deviation
+    assert sum(len(row["flipped"]) == 3 for row in flipped) < 5  # 0.4: each for itself
     for row, pair in zip(flipped, read("pairs.jsonl"), strict=True):
         scores = row["scores"]
         best, worst = scores.index(max(scores)), scores.index(min(scores))
@@ -215,6 +220,47 @@ def test_flips_turn_the_share_of_comparisons_and_the_same_of_the_pairs(place: Pa
         assert [pair["chosen"], pair["rejected"]] == ["abc"[better], "abc"[worse]]
     again = label("", out="again.jsonl", items="scored.jsonl", flip=0.1, seed=1)
     assert again != flipped
+
+
+def test_values_of_comparisons_count_shares_and_flips_are_undone_in_them(place: Path) -> None:
+    votes = {"id": "v", "prompt": "p", "responses": ["a", "b", "c"],
+             "comparisons": [[0, 1, 0.6], [1, 0, 0.4], [1, 2, 1.0], [0, 2, 0.25]]}  # fmt: skip
+    [turned] = label("", items=[votes], flip=1.0, best="best.jsonl", pairs="pairs.jsonl")
+    worth = {"a": 0.6 - 0.4 + 0.25, "b": 0.4 - 0.6 + 1.0, "c": -1.25}
+    [best], [pair] = read("best.jsonl"), read("pairs.jsonl")
+    assert best["response"] == "b" and best["score"] == pytest.approx(worth["b"])
+    assert (pair["chosen"], pair["rejected"]) == ("c", "b")  # the best and the worst, turned round
+    assert pair["margin"] == pytest.approx(worth["b"] - worth["c"])
+    assert [c[2] for c in turned["comparisons"]] == [0.6, 0.4, 1.0, 0.25]
+
+
+def test_pairs_are_of_different_responses_that_say_something_and_know_which_was_cut_off(place: Path) -> None:
+    responses, scores = ["ends", "ends", "cut of", " ", "middle"], [1.0, 3.0, 0.0, -9.0, 2.0]
+    samples = [{"stop": stop} for stop in ("eos", "eos", "length", "eos", "eos")]
+    said = [
+        {"id": f"{i}", "prompt": f"{i}", "responses": responses, "scores": scores, "samples": samples}
+        for i in range(40)
+    ]
+    write(place / "said.jsonl", [*said, {**said[0], "id": "skipped", "skipped": True}])
+    posttrain.label("said.jsonl", best="best.jsonl", top=9, pairs="extremes.jsonl", margin=3.0)
+    assert [(row["item"], row["response"]) for row in read("best.jsonl")][:4] == [
+        ("0", "ends"), ("0", "middle"), ("0", "cut of"), ("1", "ends"),
+    ]  # fmt: skip
+    assert [row["item"] for row in read("extremes.jsonl")] == [
+        f"{i}" for i in range(40)
+    ]  # a difference of just 3 is enough
+    pair = read("extremes.jsonl")[0]
+    assert (pair["chosen"], pair["rejected"], pair["margin"]) == ("ends", "cut of", 3.0)
+    assert (pair["chosen_stop"], pair["rejected_stop"]) == ("eos", "length")
+    drawn = []
+    for seed in (0, 1):
+        posttrain.label("said.jsonl", pairs=f"random{seed}.jsonl", pair="random", seed=seed)
+        drawn.append([(row["chosen"], row["rejected"], row["margin"]) for row in read(f"random{seed}.jsonl")])
+    assert set(drawn[0]) == set(drawn[1]) and drawn[0] != drawn[1]  # each item draws for itself, and each seed
+    assert set(drawn[0]) == {
+        ("ends", "cut of", 1.0), ("ends", "cut of", 3.0), ("ends", "middle", 1.0), ("middle", "ends", 1.0),
+        ("middle", "cut of", 2.0),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -283,6 +329,45 @@ def test_agreement_is_cohens_kappa_over_shared_comparisons(place: Path, capsys: 
     write(place / "c.jsonl", [{**second[0], "prompt": "another"}])
     assert main(["label", "--agreement", "a.jsonl", "c.jsonl"]) == 2
     assert "share no comparison" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"ranks": [2, 1, 2]},
+        {"scores": [0.5, 3.0, 0.5]},
+        {"comparisons": [[1, 0], [1, 2, 0.5]], "ties": [[2, 0]]},
+        {"comparisons": [[1, 0, 0.7], [0, 1, 0.3], [2, 1, 0.4], [1, 2, 0.6], [0, 2, 0.5], [2, 0, 0.5]]},
+        {"pairs": [[0, 1], [2, 1], [1, 2], [2, 0]], "preferred": [2, 2, 1, 0]},
+        {"scores": [0.5, 3.0, 0.5], "pairs": [[0, 1]], "preferred": [1]},  # scored anew
+        {"scores": [3.0, 0.5, 3.0], "comparisons": [[1, 0, 1.0, 2.5], [1, 2, 1.0, 2.5]], "ties": [[0, 2]]},  # flipped
+    ],
+)
+def test_agreement_of_two_who_say_the_same_is_whole_whatever_the_form(place: Path, said: dict[str, Any]) -> None:
+    item = {"prompt": "p", "responses": ["a", "b", "c"]}
+    rows = [{"prompt": p, "responses": ["a", "b"], "scores": scores} for p, scores in (("q", [1, 0]), ("r", [0, 1]))]
+    ranks = {**item, "ranks": [7, 1, 7]}
+    write(place / "a.jsonl", [{**item, **said}, *rows])
+    found = agreement(read_labels("a.jsonl"), [ranks, *rows])
+    assert found.comparisons == 5 and found.ties == (1, 1) and found.raw.mean == found.kappa.mean == 1.0
+
+
+def test_agreement_tells_whose_ties_which_prompt_and_leaves_what_either_skipped() -> None:
+    first = [
+        {"prompt": p, "responses": ["a", "b", "c"], "ranks": ranks} for p, ranks in (("p", [1, 1, 1]), ("q", [1, 2, 3]))
+    ]
+    second = [{**row, "ranks": ranks} for row, ranks in zip(first, ([1, 2, 2], [3, 2, 1]), strict=True)]
+    found = agreement(first, second)
+    assert (found.comparisons, found.ties, found.decided) == (6, (3, 1), 3)
+    assert found.raw.mean == pytest.approx(1 / 6) and found.raw_decided.mean == 0.0
+    # the first says 3 ties and 3 times "better", the second 1 tie, twice "better" and 3 times "worse"
+    chance = (3 * 2 + 0 * 3 + 3 * 1) / 36
+    assert found.kappa.mean == pytest.approx((1 / 6 - chance) / (1 - chance)) and found.kappa_decided.mean == 0.0
+    for skipped in (
+        ([{**first[0], "skipped": True}, first[1]], second),
+        (first, [{**second[0], "skipped": True}, second[1]]),
+    ):
+        assert agreement(*skipped).comparisons == 3
 
 
 def test_intervals_of_agreement_are_clustered_by_prompt() -> None:

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from conftest import tiny
 from feeding import WORDS
 from test_resume import disturb, lines, traces
 
+from posttrain.algorithms.preference_table import find_preference
 from posttrain.batch import Outputs, Packed
 from posttrain.cli.main import main
+from posttrain.config import Prefer
 from posttrain.data import store
 from posttrain.data.items import to_item
 from posttrain.data.tasks import hold_out, to_tasks
@@ -56,12 +59,12 @@ class Asked:
         return self.learner.evaluate(batches)
 
 
-def items_of(rows: list[dict[str, str]]) -> Items:
+def items_of(rows: Sequence[dict[str, Any]], context: int = 64) -> Items:
     tasks = to_tasks(rows, convert=to_item)
-    return Items(tasks, WORDS, (WORDS.eos_id or 0,), WORDS.vocab_size, TooLong("skip", 64, print))
+    return Items(tasks, WORDS, (WORDS.eos_id or 0,), WORDS.vocab_size, TooLong("skip", context, print))
 
 
-def found(asked: Asked, rows: list[dict[str, str]] = PAIRS, weights: str = "w", drift: bool = False) -> Reference:
+def found(asked: Asked, rows: Sequence[dict[str, Any]] = PAIRS, weights: str = "w", drift: bool = False) -> Reference:
     items = items_of(rows)
     return refer(items, range(len(items)), weights, asked, 50, torch.device("cpu"), drift)
 
@@ -102,15 +105,43 @@ def test_other_rows_tokens_weights_or_needs_never_meet_what_was_kept() -> None:
     for changed in (
         {"rows": PAIRS[:-1]},
         {"rows": [*PAIRS[:-1], {**PAIRS[-1], "chosen": "23"}]},
-        {
-            "rows": [{"prompt": "0+", "chosen": "=0", "rejected": "=no"}, *PAIRS[1:]]
-        },  # the same tokens, parted elsewhere
+        {"rows": [{"prompt": "0+", "chosen": "0=0", "rejected": "0=no"}, *PAIRS[1:]]},  # parted elsewhere
         {"weights": "other"},
         {"drift": True},
     ):
         asked = Asked()
         found(asked, **changed)  # type: ignore[arg-type]
         assert asked.count, changed
+
+
+def test_rows_are_told_apart_from_one_whose_response_has_the_tokens_of_both() -> None:
+    """The prompt has 4 tokens, and "*" is token 4."""
+    cut = {"prompt": "0+0=", "label": True, "stop": "length"}
+    assert WORDS.encode("*0+0=") == [4, *WORDS.encode("0+0=", start=True)]
+    found(Asked(), [{**cut, "response": "1"}, {**cut, "response": "2"}])
+    asked = Asked()
+    found(asked, [{**cut, "response": "1*0+0=2"}])
+    assert asked.count
+
+
+def test_a_response_behind_another_prompt_is_cut_to_the_context() -> None:
+    rows = [
+        {"prompt": "1+1+1+1+1+1+1=", "chosen": "7", "rejected": "8"},
+        {"prompt": "2=", "chosen": "123456789", "rejected": "2"},
+    ]
+    items = items_of(rows, 18)
+    prompt, long, short = (WORDS.encode(t, start=t.endswith("=")) for t in ("1+1+1+1+1+1+1=", "123456789", "2"))
+    eos = [WORDS.eos_id]
+    assert [t.tokens for t in mismatched(items, 0)] == [[*prompt, *long[: 18 - len(prompt)]], [*prompt, *short, *eos]]
+    assert len(prompt) < 18 < len(prompt) + len(long)
+
+
+def test_a_row_that_only_lends_its_response_to_another_prompt_is_in_the_name_too() -> None:
+    """A run that is shorter than an epoch visits some rows; the next one's response is read behind the last one's prompt."""
+    for last in ("10", "a much longer one"):
+        items = items_of([*PAIRS[:5], {**PAIRS[5], "chosen": last}])
+        reference = refer(items, range(5), "w", Asked(), 50, torch.device("cpu"), drift=True)
+        assert len(reference.of_mismatched(4)) == sum(t.n_scored for t in mismatched(items, 4))
 
 
 @pytest.mark.parametrize("damage", ["truncate", "empty", "other"])
@@ -179,6 +210,16 @@ def test_held_out_rows_of_which_none_fits_are_refused_in_one_line(
     assert main([*WORDS_OF_RUN, "--out", "run"]) == 2
     told = capsys.readouterr().err.strip()
     assert "the model's context" in told and "Traceback" not in told and not (place / "run").exists()
+
+
+def test_numbers_of_another_precision_have_another_name(place: Path) -> None:
+    row, learner = find_preference("dpo"), Asked().learner
+    names = set()
+    for precision in ("float32", "bfloat16"):
+        config = Prefer(tasks="rows.jsonl", model="start", precision=precision)
+        run: Any = SimpleNamespace(config=config, start=place / "start", checkpoint=None)
+        names.add(preferring._Reference(run, row, learner, torch.device("cpu"))._weights)
+    assert len(names) == 2
 
 
 @pytest.mark.parametrize("resume", [False, True])

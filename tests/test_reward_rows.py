@@ -22,7 +22,7 @@ from posttrain.algorithms.compared import PerPrompt
 from posttrain.algorithms.links import Pairs
 from posttrain.algorithms.scoring import SCORINGS, ScorePenalty, Scoring, ScoringObjective
 from posttrain.algorithms.settings import change
-from posttrain.batch import Stats
+from posttrain.batch import Preferences, Stats
 from posttrain.data.items import to_item
 from posttrain.data.tasks import to_tasks
 from posttrain.learners.local import LocalLearner, Optimization
@@ -361,6 +361,14 @@ def test_figures_of_a_step_are_those_of_its_scores() -> None:
     means = stats.means()
     assert means["accuracy"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
     assert means["margin"] == pytest.approx(sum(margins) / len(margins))
+
+
+def test_equal_scores_are_half_right() -> None:
+    of = torch.tensor
+    said = Preferences(of([0, 2]), of([1, 0]), of([0.0] * 2), of([0.5] * 2), of([], dtype=torch.int64), of([]), of([]))
+    stats = Stats()
+    ScoringObjective(SCORINGS["bradley-terry"]).measure(of([1.0, 1.0, 3.0], dtype=torch.float64), said, stats)
+    assert stats.means() == {"score": pytest.approx(5 / 3), "accuracy": 0.75, "margin": 1.0}
 
 
 def test_where_a_step_is_read_does_not_tell_whether_it_is_the_last() -> None:

@@ -33,6 +33,14 @@ def test_response_and_its_end_are_imitated_and_the_prompt_is_not(tokenizer: Toke
     assert transcript.tokens == [*tokenizer.encode("1+1=", start=True), *tokenizer.encode("2"), 1]
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_response_that_was_cut_off_has_no_end_to_be_imitated(tokenizer: Tokenizer, masked: bool) -> None:
+    row = {"prompt": "ab", "response": "cde"}
+    whole, cut = (demonstrate({**row, "response_stop": stop}, tokenizer, (1,), masked) for stop in ("eos", "length"))
+    assert [*cut.tokens, 1] == whole.tokens
+    assert cut.n_scored == whole.n_scored - 1
+
+
 def test_without_a_mask_everything_after_the_first_token_is_imitated(tokenizer: Tokenizer) -> None:
     transcript = demonstrate({"id": "a", "prompt": "1+1=", "response": "2"}, tokenizer, (1,), mask_prompt=False)
     assert transcript.scored.tolist() == list(range(1, len(transcript)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -128,6 +128,46 @@ def test_rollouts_longer_than_a_teacher_s_context_are_counted_and_left_out() -> 
     stats = Stats()
     kept = Teachers(WORDS, {TEACHER: 64}).readable(rollouts, stats)
     assert kept == [r for i, r in enumerate(rollouts) if i != 3] and stats["teacher/too_long"] == (1.0, 6.0)
+
+
+def test_a_rollout_fits_where_all_tokens_before_its_last_scored_one_do() -> None:
+    rollouts = rollouts_of()
+    last = [r.transcripts[0].scored[-1].item() for r in rollouts]
+    for context in (max(last), max(last) - 1):
+        kept = Teachers(WORDS, {TEACHER: context}).readable(rollouts, Stats())
+        assert kept == [r for r, place in zip(rollouts, last, strict=True) if place <= context]
+
+
+def test_only_the_first_transcript_is_read_behind_the_teacher_s_prompt() -> None:
+    learner, rollouts = learner_of(), rollouts_of()
+    teachers = Teachers(WORDS, {TEACHER: 64})
+    plain = teachers.logp(learner, rollouts, 10_000)
+    rollouts[0].task["teacher_prompt"] = "9-9=0, so "
+    behind = teachers.logp(learner, rollouts[:1], 10_000)
+    rollouts[0].transcripts = [*rollouts[0].transcripts, *rollouts[2].transcripts, *rollouts[4].transcripts]
+    (joined,) = teachers.logp(learner, rollouts[:1], 10_000)
+    assert torch.allclose(joined, torch.cat([*behind, plain[2], plain[4]]), atol=1e-12)
+
+
+def test_divergence_from_a_teacher_elsewhere_is_log_p_minus_log_q_of_the_sampled_tokens() -> None:
+    learner, rollouts = learner_of(), rollouts_of()
+
+    class Elsewhere:
+        def logp(self, transcripts: Sequence[Transcript]) -> list[Tensor]:
+            logs = [distributions(learner.others[TEACHER], t.tokens, 1.0) for t in transcripts]
+            return [
+                log_q[t.scored - 1, torch.tensor(t.tokens)[t.scored]]
+                for log_q, t in zip(logs, transcripts, strict=True)
+            ]
+
+    stats = Stats()
+    Teachers(WORDS, {}, {TEACHER: Elsewhere()}).measure(learner, rollouts, 40, stats)
+    expected = 0.0
+    for (own,) in (r.transcripts for r in rollouts):
+        log_p, log_q = (distributions(m, own.tokens, 1.0) for m in (learner.model, learner.others[TEACHER]))
+        expected += sum((log_p - log_q)[place - 1, own.tokens[place]].item() for place in own.scored.tolist())
+    assert abs(expected) > 0.1
+    assert stats["eval/divergence"] == pytest.approx((expected, sum(r.n_scored for r in rollouts)), abs=1e-9)
 
 
 def test_task_without_a_teacher_is_refused_in_one_line() -> None:

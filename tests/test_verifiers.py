@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+import math
 import random
 import re
 import string
@@ -285,6 +286,8 @@ def test_a_catastrophic_search_ends_and_earns_nothing_either_way(wanted: bool) -
         ("e.g. this one. J. Smith said so.", 2),
         ('He said "Stop!" Then he left.', 2),
         ("1. First item\n2. Second item", 1),
+        ("It was 1990. Then came more.", 2),
+        ("It was I. He left.", 2),
         ("Wait... what? Yes.", 2),
         ("Wait... What? Yes.", 3),
         ("No stop at the end", 1),
@@ -369,6 +372,15 @@ def test_what_has_no_words_has_no_language(text: str) -> None:
     assert language(text) is None and in_language(text, "en") == 0.0 and language_share(text, "en") == 0.0
 
 
+def test_japanese_is_known_by_few_of_its_own_letters_and_a_script_decides_from_half_of_the_letters_on() -> None:
+    assert language("東京都庁舎建設計画の概要") == "ja" and language("東京都庁舎建設計画概要") == "zh"
+    assert language("φιλοσοφία на доске") == "el" != language("Пишите φιλοσοφία на доске")  # 9 of 16 and of 22 letters
+
+
+def test_short_sentences_go_with_the_one_before() -> None:
+    assert language_share(f"{LANGUAGES['de']} Oh yes.", "de") == 1.0
+
+
 def test_language_share_is_of_letters_in_sentences() -> None:
     mixed = f"{LANGUAGES['en']} {LANGUAGES['zh']}"
     letters = {code: sum(c.isalpha() for c in LANGUAGES[code]) for code in ("en", "zh")}
@@ -389,6 +401,7 @@ def test_distinct_n_is_different_over_all() -> None:
             assert distinct(items, n) == pytest.approx(expected)
             assert distinct(" ".join(items).upper(), n) == pytest.approx(expected)
             assert repetition_penalty(items, n, most=2.0) == pytest.approx(-2.0 * (1 - expected))
+    assert distinct("No, no", 1) == 0.5
     with pytest.raises(UserError, match="n must be"):
         distinct("a", 0)
 
@@ -423,6 +436,12 @@ def test_looping_is_the_share_of_the_longest_periodic_end() -> None:
         looping("a", 1)
 
 
+def test_looping_looks_at_the_end_of_a_long_text_and_is_a_share_of_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.verify.repetition.LONGEST", 20)
+    plain, loop = "abcdefghijklmnopqrstuvwxyz", "no, " * 6
+    assert looping(plain + loop) == pytest.approx(20 / 50) and looping(loop + plain) == 0.0
+
+
 # -- citations ---------------------------------------------------------------------------------------------------------
 
 
@@ -443,7 +462,10 @@ def test_citations_are_ids_in_brackets() -> None:
         ('It says "the quick brown fox" and "jumps under the dog".', 0.5),
         ('It says "the quick ... the lazy dog".', 1.0),
         ('It says "the quick [...] the happy dog".', 0.0),
+        ('It says "the quick ... a dog\'s life".', 0.0),  # each part in another source
         ('A "so-called" fox.', 1.0),
+        ('A "quick red fox".', 0.0),
+        ('A "red fox".', 1.0),
         ("No quotes at all.", 1.0),
         ('"it’s a dog’s life" he said', 1.0),
     ],
@@ -729,12 +751,14 @@ def test_a_classifier_takes_the_place_of_the_words() -> None:
     assert toxicity("you idiot", classifier=lambda text: 0.125) == 0.125
     assert clean("you idiot", 0.2, classifier=lambda text: 0.125) == 1.0
     assert reason(clean("x", classifier=lambda text: Invalid("no service"))) == "no service"
-    assert "between 0 and 1" in reason(toxicity("x", classifier=lambda text: -1.0))
+    for outside in (-1.0, 1.5, math.nan):
+        assert "between 0 and 1" in reason(toxicity("x", classifier=lambda text, outside=outside: outside))
 
 
 def test_toxicity_is_the_share_of_listed_words() -> None:
     assert toxicity("you stupid idiot") == pytest.approx(2 / 3)
     assert toxicity("I will kill you now") == pytest.approx(2 / 5)
+    assert toxicity("Shut up, shut up, shut up!") == 1.0 and toxicity("I hate you; hate you.") == pytest.approx(4 / 5)
     assert toxicity("A classic assessment of Scunthorpe.") == 0.0 == toxicity("")
     assert toxicity("blue bird", listed={"blue"}, phrases=()) == 0.5
     assert clean("you idiot") == 0.0 and clean("you idiot", most=0.5) == 1.0

@@ -97,14 +97,15 @@ class Judged:
                 found.append([better, worse, 1.0, abs(first - second)])
         return found
 
-    def best(self, top: int, at_least: float | None) -> list[tuple[str, float]]:
-        """The best different responses with their values, the best first."""
-        valued = [(text, value) for text, value in zip(self.responses, self.values, strict=True) if value is not None]
-        found: dict[str, float] = {}
-        for text, value in sorted(valued, key=lambda pair: -pair[1]):
+    def best(self, top: int, at_least: float | None) -> list[tuple[int, float]]:
+        """The places of the best different responses and their values, the best first."""
+        valued = [(place, value) for place, value in enumerate(self.values) if value is not None]
+        found: dict[str, tuple[int, float]] = {}
+        for place, value in sorted(valued, key=lambda pair: -pair[1]):
+            text = self.responses[place]
             if text.strip() and (at_least is None or value >= at_least):
-                found.setdefault(text, value)
-        return list(found.items())[:top]
+                found.setdefault(text, (place, value))
+        return list(found.values())[:top]
 
     def pairs(self, margin: float) -> list[tuple[int, int, float]]:
         """(better, worse, difference) of every two that may be a pair, flips heeded."""
@@ -116,13 +117,14 @@ class Judged:
 
 def best_rows(row: Row, top: int, at_least: float | None) -> Iterator[Row]:
     """Rows of prompt and response for sft: best-of-N, or with a threshold rejection sampling."""
-    kept = _task(row)
-    for text, value in Judged.of(row).best(top, at_least):
+    kept, stops = _task(row), _stops(row)
+    for place, value in Judged.of(row).best(top, at_least):
+        text = row["responses"][place]
+        said: Row = {"response": text}
         if "messages" in kept:
             said = {"messages": [*kept["messages"], {"role": "assistant", "content": text}]}
-            yield {**kept, **said, "score": value}
-        else:
-            yield {**kept, "response": text, "score": value}
+        stop = {"response_stop": stops[place]} if stops else {}
+        yield {**kept, **said, "score": value, **stop}
 
 
 def pair_row(row: Row, random_pair: bool, margin: float, seed: int) -> Row | None:
@@ -136,10 +138,15 @@ def pair_row(row: Row, random_pair: bool, margin: float, seed: int) -> Row | Non
     else:
         chosen, rejected, difference = max(pairs, key=lambda pair: pair[2])  # the first of equal ones
     texts = {"chosen": judged.responses[chosen], "rejected": judged.responses[rejected], "margin": difference}
-    stops = [note["stop"] for note in row.get("samples") or () if "stop" in note]
-    if len(stops) == len(judged.responses):  # one that was cut off has no end to be learned
+    if stops := _stops(row):
         texts |= {"chosen_stop": stops[chosen], "rejected_stop": stops[rejected]}
     return {**_task(row), **texts}
+
+
+def _stops(row: Row) -> list[str]:
+    """How each response ended, where `posttrain sample` noted it: one that was cut off has no end to be learned."""
+    stops = [note["stop"] for note in row.get("samples") or () if "stop" in note]
+    return stops if len(stops) == len(row["responses"]) else []
 
 
 def flip(row: Row, share: float, seed: int) -> Row:

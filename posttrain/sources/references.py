@@ -76,7 +76,8 @@ def refer(
             plain[f"{name}_ends"] = np.cumsum([len(piece) for piece in pieces])
         return plain
 
-    name = digest("reference", _of_tokens(items, places), weights, drift)
+    tokens = [_of_tokens(items, places, of) for of in (_own, *([mismatched] if drift else []))]
+    name = digest("reference", *tokens, weights, drift)
     return Reference(places, keep_arrays(name, find))
 
 
@@ -132,10 +133,10 @@ def _all(
     return found
 
 
-def _of_tokens(items: Made[Item], places: Sequence[int]) -> str:
+def _of_tokens(items: Made[Item], places: Sequence[int], of: Callable[[Made[Item], int], Sequence[Transcript]]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for place in places:
-        for transcript in _own(items, place):
+        for transcript in of(items, place):
             found.update(
                 np.array([len(transcript), prompt_length(transcript), *transcript.tokens], dtype=np.int64).data
             )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Batch, Outputs, Stats, Step
+from posttrain.data.items import CUT
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Objective, Source
 from posttrain.sources.lengths import Placed, TooLong
@@ -38,10 +39,13 @@ def demonstrate(
     """The transcript of a demonstration: `prompt` and `response`, or chat `messages` whose assistant turns are imitated.
 
     Prompt and response are tokenised apart, as they are when the response is sampled. A response ends with the
-    end-of-sequence token, which is part of what is imitated. `length`: the first so many tokens only. Raises UserError if
-    nothing is left to imitate.
+    end-of-sequence token, which is part of what is imitated, unless "response_stop" says that it was cut off. `length`: the
+    first so many tokens only. Raises UserError if nothing is left to imitate.
     """
     pieces = list(_pieces(task, tokenizer, eos_ids))
+    if task.get("response_stop") in CUT:
+        last = max(place for place, (_, imitated) in enumerate(pieces) if imitated)
+        pieces = [*pieces[:last], (pieces[last][0][:-1], True)]
     if not mask_prompt:
         tokens = [token for piece, _ in pieces for token in piece]
         pieces = [(tokens[:1], False), (tokens[1:], True)]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from posttrain.data.items import comparisons_of
 from posttrain.data.rows import load_rows
 from posttrain.data.verdicts import to_labelled
 from posttrain.training.intervals import clustered_interval
@@ -137,21 +138,34 @@ def kappa(table: NDArray[np.float64]) -> float:
 def verdicts(row: Mapping[str, Any]) -> dict[tuple[str, str], int]:
     """(a text, another) -> 0: the first is better, 1: the second is, 2: a tie; of all that the row compares."""
     texts = row["responses"]
-    found: dict[tuple[int, int], int] = {}
-    for name, sign in (("ranks", -1), ("scores", 1)):
-        values = row.get(name)
-        if values is None or row.get("comparisons") is not None:
-            continue
-        for i, j in combinations(range(len(values)), 2):
-            if values[i] is not None and values[j] is not None:
-                difference = sign * (values[i] - values[j])
-                found[i, j] = 2 if difference == 0 else int(difference < 0)
-        break
-    for better, worse, *_ in row.get("comparisons") or ():
-        found[min(better, worse), max(better, worse)] = int(better > worse)
+    pairs, preferred = row.get("pairs"), row.get("preferred")
+    judged = pairs is not None and preferred is not None and row.get("scores") is None
+    found = _compared(row) if judged or row.get("comparisons") is not None else _valued(row)
     for i, j in row.get("ties") or ():
         found[min(i, j), max(i, j)] = 2
+    for (i, j), which in zip(pairs or (), preferred or (), strict=True) if judged else ():
+        if which == 0:
+            found[min(i, j), max(i, j)] = 2
     return {(texts[i], texts[j]): verdict for (i, j), verdict in found.items() if texts[i] != texts[j]}
+
+
+def _compared(row: Mapping[str, Any]) -> dict[tuple[int, int], int]:
+    """Two responses may be compared several times: what most shares say."""
+    lean: dict[tuple[int, int], float] = {}
+    for better, worse, share, _ in comparisons_of(dict(row), len(row["responses"])):
+        pair = int(min(better, worse)), int(max(better, worse))
+        lean[pair] = lean.get(pair, 0.0) + (share if better > worse else -share)
+    return {pair: 2 if by == 0 else int(by > 0) for pair, by in lean.items()}
+
+
+def _valued(row: Mapping[str, Any]) -> dict[tuple[int, int], int]:
+    ranked = row.get("ranks") is not None
+    values = row["ranks"] if ranked else row.get("scores") or ()
+    found = {}
+    for i, j in combinations(range(len(values)), 2):
+        if values[i] is not None and values[j] is not None:
+            found[i, j] = 2 if values[i] == values[j] else int((values[i] > values[j]) == ranked)
+    return found
 
 
 def _known_by(row: Mapping[str, Any]) -> tuple[str, ...]:

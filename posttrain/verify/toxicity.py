@@ -51,8 +51,9 @@ def toxicity(
     if not said:
         return 0.0
     hits = sum(word in listed for word in said)
-    whole = f" {' '.join(said)} "
-    hits += sum(whole.count(f" {phrase} ") * len(phrase.split()) for phrase in phrases)
+    whole = f" {'  '.join(said)} "  # two spaces: the end of a phrase and the beginning of the next do not share one
+    for phrase in map(str.split, phrases):
+        hits += whole.count(f" {'  '.join(phrase)} ") * len(phrase)
     return min(1.0, hits / len(said))
 
 

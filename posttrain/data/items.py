@@ -14,8 +14,9 @@ What comes out has a prompt (or messages) and "responses", each a text, or a lis
     prompt, steps, mistake_index       a solution in steps, and the first that is wrong (null: none)
     prompt, steps (or completions), labels    ... or a label for each of them
 
-A column "stops" (of pairs "chosen_stop" and "rejected_stop", of one response "response_stop" or "stop") says how each response ended, as
-sampling notes it in "samples"; one whose stop is "length" was cut off, and is learned from without an end-of-sequence token.
+A column "stops" (of pairs "chosen_stop" and "rejected_stop", of one response "response_stop" or "stop") says how each
+response ended, as sampling notes it in "samples"; one whose stop is "length" was cut off, and is learned from without an
+end-of-sequence token.
 
 Cells of tables are text: a number, true or false, or a JSON list in a column that holds such is read as what it says.
 

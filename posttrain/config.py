@@ -284,7 +284,8 @@ class RL(Training):
     engine: Literal["local", "vllm"] = "local"
     """What samples: local, with the learner's own weights, or vLLM in a process of its own."""
     engine_cache: float = option(4.0, above=0)
-    """vLLM: limit of its key-value cache, in GiB."""
+    """In GiB. vLLM: limit of its key-value cache. local: of what is kept of episodes between their turns; what is let go is
+    computed again, to the same bits."""
     engine_seconds: float = option(120.0, above=0, most=86_400)
     """vLLM: time limit of a hand-over of weights, and of one decoding step; beyond it the run stops."""
 

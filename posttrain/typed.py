@@ -281,7 +281,8 @@ class RLOptions(TrainingOptions, total=False):
     engine: Literal["local", "vllm"]
     """What samples: local, with the learner's own weights, or vLLM in a process of its own."""
     engine_cache: float
-    """vLLM: limit of its key-value cache, in GiB."""
+    """In GiB. vLLM: limit of its key-value cache. local: of what is kept of episodes between their turns; what is let
+    go is computed again, to the same bits."""
     engine_seconds: float
     """vLLM: time limit of a hand-over of weights, and of one decoding step; beyond it the run stops."""
     advantage: Literal["baselined", "to-go", "process", "decoupled", "gae", "earned", "none"]

@@ -298,9 +298,9 @@ def watched(env: Any, tokenizer: Tokenizer, count: int, **limits: Any) -> tuple[
     pool = EnvPool(env, 0)
     submit, drop, poll = engine.submit, pool.drop, pool.poll
 
-    def submitted(id: int, prompt: Any, sampling: Sampling) -> None:
+    def submitted(id: int, prompt: Any, sampling: Sampling, keep: bool) -> None:
         asked.append((id, sampling.max_tokens))
-        submit(id, prompt, sampling)
+        submit(id, prompt, sampling, keep)
 
     def dropped(index: int) -> None:
         asked.append(("drop", index))

@@ -82,8 +82,8 @@ def main() -> None:
         ratio = statistics.median(ratios)
         print(
             f"{name}: {ratio:.2f} [{min(ratios):.2f}-{max(ratios):.2f}] times as fast as computing every turn anew "
-            f"({found[True][0]:.1f} s, {found[False][0]:.1f} s); computed {found[True][1] / needed:.3f} of the tokens needed "
-            f"(anew: {found[False][1] / needed:.2f}); kept memory {found[True][2]:.3f} of its tokens'"
+            f"({found[True][0]:.1f} s, {found[False][0]:.1f} s); computed {found[True][1] / needed:.3f} of the tokens "
+            f"needed (anew: {found[False][1] / needed:.2f}); kept memory {found[True][2]:.3f} of its tokens'"
         )
 
 

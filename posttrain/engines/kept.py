@@ -12,6 +12,8 @@ from torch import Tensor
 
 from posttrain.engines.cache import Prefix, Prompt
 
+KEPT_BYTES = 4 << 30  # unless a run says otherwise
+
 
 @dataclass(frozen=True)
 class Kept:

@@ -25,7 +25,7 @@ from torch import Tensor
 from posttrain.batch import Layout
 from posttrain.engines.cache import Cache, Prefix
 from posttrain.engines.compiled import CompiledStep, Given, PackedCache, logits_in_blocks, supported
-from posttrain.engines.kept import Keeper, Kept
+from posttrain.engines.kept import KEPT_BYTES, Keeper, Kept
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.engines.running import RunningBatch
 from posttrain.engines.sampler import sample, uniform
@@ -39,7 +39,6 @@ from posttrain.protocols import Engine
 from posttrain.types import Completion, Sampling, UserError
 
 PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
-KEPT_BYTES = 4 << 30  # of keys and values between the turns of episodes
 POLL_STEPS = 4  # of decoding, after which the caller may look at what else has happened
 
 

@@ -225,6 +225,14 @@ def test_a_turn_beyond_the_context_is_refused(tokenizer: Tokenizer) -> None:
         engine.submit(0, [*GROUPS[0], *done.tokens, *range(5, 63)], Sampling())
 
 
+def test_a_token_that_the_model_lacks_is_refused_in_a_later_turn_too(tokenizer: Tokenizer) -> None:
+    engine = new(tiny(tokenizer, context=64), tokenizer)
+    engine.submit(0, GROUPS[0], Sampling(max_tokens=4), keep=True)
+    [done] = [c for _ in range(9) for c in engine.poll()]
+    with pytest.raises(UserError, match=f"gives token {tokenizer.vocab_size}"):
+        engine.submit(0, [*GROUPS[0], *done.tokens, tokenizer.vocab_size], Sampling())
+
+
 @pytest.mark.parametrize("budget", [0, KEPT_BYTES])
 def test_episodes_leave_nothing_behind_and_no_bit_depends_on_the_budget(tokenizer: Tokenizer, budget: int) -> None:
     model = tiny(tokenizer, context=256)

@@ -124,6 +124,16 @@ async def echo(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
     yield Graded({"turns": float(len(said))})
 
 
+async def tidy(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
+    """Waits for ever, and leaves a file when it is told to end."""
+    try:
+        yield task["prompt"]
+        await asyncio.sleep(1000)
+    finally:
+        with open(task["file"], "w"):
+            pass
+
+
 async def one_task(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
     """What it opens before a reply it closes after it."""
     current = asyncio.current_task()

@@ -249,6 +249,15 @@ def test_episodes_leave_nothing_behind_and_no_bit_depends_on_the_budget(tokenize
     assert played(budget) == played(10_000)
 
 
+def test_the_turns_of_an_episode_are_computed_once(tokenizer: Tokenizer) -> None:
+    engine = new(tiny(tokenizer, context=256), tokenizer, slots=32)
+    with EnvPool(asking, 0) as pool:
+        rollouts = Player(pool, engine, tokenizer, Sampling(max_tokens=9), 256).play(episodes(12))
+    prompts = {r.group: r.transcripts[0].spans[0].length for r in rollouts}
+    own = sum(len(t) - t.spans[0].length - 1 for r in rollouts for t in r.transcripts)
+    assert engine.computed == sum(prompts.values()) + own
+
+
 def test_a_model_whose_vocabulary_is_read_in_blocks_goes_on_too(tokenizer: Tokenizer) -> None:
     config = DecoderConfig(
         vocab=tokenizer.vocab_size, hidden=40, layers=3, heads=6, kv_heads=3, head_size=10, intermediate=56,

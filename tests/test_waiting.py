@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
-from environments import Scorer, asking, asking_too, echo, meeting, misbehaving, one_task
+from environments import Scorer, asking, asking_too, echo, meeting, misbehaving, one_task, tidy
 from episodes import played, said
 
 from posttrain.envs.load import load_env
@@ -130,6 +132,24 @@ def test_a_dropped_episode_is_over_and_its_number_free() -> None:
         answers(pool)
         pool.send(0, Reply("end", StopReason.EOS))
         assert answers(pool) == {0: Done(0.0, {"turns": 0.0})}
+
+
+@pytest.mark.parametrize("way", ["too slow", "dropped"])
+def test_an_episode_that_is_given_up_is_cancelled(tmp_path: Path, way: str) -> None:
+    file = tmp_path / "ended"
+    with EnvPool(tidy, workers=1, seconds=0.3 if way == "too slow" else 10) as pool:
+        pool.start(0, {**TASK, "file": str(file)})
+        answers(pool)
+        if way == "too slow":
+            pool.send(0, Reply("x"))
+            assert isinstance(answers(pool)[0], Done)
+        else:
+            pool.drop(0)
+        end = time.monotonic() + 20
+        while not file.exists():
+            assert time.monotonic() < end
+            pool.poll(0.01)
+            time.sleep(0.01)
 
 
 def test_an_object_may_score() -> None:

@@ -116,7 +116,6 @@ class _Waiting:
         self.said: asyncio.Queue[Any] = asyncio.Queue()
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.task: asyncio.Task[None] | None = None
-        self.given_up = False
 
 
 class AsyncStage(_Reports):
@@ -156,7 +155,6 @@ class AsyncStage(_Reports):
     def drop(self, id: int) -> None:
         episode = self._episodes.pop(id, None)
         if episode is not None and episode.task is not None:
-            episode.given_up = True
             episode.task.cancel()
 
     async def _event(self, id: int, episode: _Waiting) -> Event:
@@ -181,11 +179,9 @@ class AsyncStage(_Reports):
         except StopAsyncIteration:
             event = Done(unreadable("ended without a reward: an async environment yields it, last of all"))
         except BaseException as error:
-            if episode.given_up:
-                return
             self._let_through(error)
             event = self.raised(error)
-        episode.events.put_nowait(event)
+        episode.events.put_nowait(event)  # where it was given up nobody hears it
         if playing is not None:
             with suppress(Exception, asyncio.CancelledError):  # code of the user's that cleans up
                 await asyncio.wait_for(playing.aclose(), self._seconds)

@@ -42,10 +42,12 @@ class StopReason(StrEnum):
     LENGTH = "length"  # spent its token budget, or the episode's: truncated
     CONTEXT = "context"  # filled the model's context window: truncated
     TURNS = "turns"  # the episode had as many turns as a run allows: truncated
+    CALLS = "calls"  # its tools gave as many answers as a run allows: truncated
+    TIME = "time"  # the episode took longer than a run allows: truncated
 
     @property
     def truncated(self) -> bool:
-        return self in (StopReason.LENGTH, StopReason.CONTEXT, StopReason.TURNS)
+        return self not in (StopReason.EOS, StopReason.STOP)
 
 
 class InvalidKind(StrEnum):
@@ -365,6 +367,7 @@ class PlayedTurn:
     length: int  # tokens
     reward: float = 0.0  # what the environment gave for this step before the episode's end
     seconds: float = field(default=0.0, compare=False)  # that it took: depends on the clock, and goes with the timings
+    cut: int = 0  # tokens of it that did not fit the context and were left out
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ class Data(FromRows):
     """A response made from columns, in the same way (sft)."""
     too_long: Literal["skip", "truncate", "refuse"] = "skip"
     """What happens to rows that do not fit the model's context (in rl: prompts that leave no room for a reply). skip:
-    they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all are
+    they are left out and counted; truncate: prompts lose their beginning, demonstrations their end, and what is shown later
+    in an episode its middle; refuse: all are
     measured before the first step, and one of them ends the run."""
     env: str = ""
     """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, verdict,
@@ -242,10 +243,15 @@ class RL(Training):
     """Rollouts per task."""
     max_tokens: int = option(256, above=0)
     """Token budget of a reply."""
-    episode_tokens: int | None = option(None, above=0)
+    max_episode_tokens: int | None = option(None, above=0)
     """Environments of several turns: token budget of all replies of an episode together; default: none."""
     max_turns: int = option(64, above=0)
     """Environments of several turns: how many replies an episode may have."""
+    max_tool_calls: int | None = option(None, least=0)
+    """Environments of several turns: how many answers of tools an episode may show; default: no limit."""
+    episode_seconds: float | None = option(None, above=0)
+    """Environments of several turns: an episode that has taken so long shows no further turn. Results then depend on the
+    clock; default: no limit."""
     temperature: float = option(1.0, least=0)
     """Of sampling; log-probabilities are taken under the same temperature."""
     stop: tuple[str, ...] = ()
@@ -284,7 +290,8 @@ class RL(Training):
     engine: Literal["local", "vllm"] = "local"
     """What samples: local, with the learner's own weights, or vLLM in a process of its own."""
     engine_cache: float = option(4.0, above=0)
-    """vLLM: limit of its key-value cache, in GiB."""
+    """In GiB. vLLM: limit of its key-value cache. local: of what is kept of episodes between their turns; what is let go is
+    computed again, to the same bits."""
     engine_seconds: float = option(120.0, above=0, most=86_400)
     """vLLM: time limit of a hand-over of weights, and of one decoding step; beyond it the run stops."""
 
@@ -343,10 +350,14 @@ class Evaluation(Data):
     """Sample from this many likeliest tokens (0: all)."""
     max_tokens: int = option(256, above=0)
     """Token budget of a reply."""
-    episode_tokens: int | None = option(None, above=0)
+    max_episode_tokens: int | None = option(None, above=0)
     """Token budget of all replies of an episode together; default: none."""
     max_turns: int = option(64, above=0)
     """How many replies an episode may have."""
+    max_tool_calls: int | None = option(None, least=0)
+    """How many answers of tools an episode may show; default: no limit."""
+    episode_seconds: float | None = option(None, above=0)
+    """An episode that has taken so long shows no further turn; default: no limit."""
     stop: tuple[str, ...] = ()
     """Strings that end a reply."""
     success: float | None = None

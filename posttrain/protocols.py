@@ -132,7 +132,15 @@ class Engine(Protocol):
     @property
     def backend(self) -> str: ...  # what computes, in words
 
-    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling) -> None: ...
+    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
+        """Ask for a reply. `keep`: the next request of this id may begin with these tokens and the reply.
+
+        Only what is new in it is then computed. Whether it is, and whether what was kept was let go meanwhile, changes no
+        bit of the reply where requests are `batch_invariant`.
+        """
+        ...
+
+    def forget(self, id: int) -> None: ...  # no other request goes on from this one
     def poll(self) -> list[Completion]: ...  # works for a few decoding steps; [] where nothing has finished in them
     def load(self, weights: Any, version: int) -> None: ...  # hand-over; for shared weights only the version changes
     def close(self) -> None: ...

@@ -29,8 +29,8 @@ class DataOptions(FromRowsOptions, total=False):
     """A response made from columns, in the same way (sft)."""
     too_long: Literal["skip", "truncate", "refuse"]
     """What happens to rows that do not fit the model's context (in rl: prompts that leave no room for a reply). skip:
-    they are left out and counted; truncate: prompts lose their beginning, demonstrations their end; refuse: all are
-    measured before the first step, and one of them ends the run."""
+    they are left out and counted; truncate: prompts lose their beginning, demonstrations their end, and what is shown
+    later in an episode its middle; refuse: all are measured before the first step, and one of them ends the run."""
 
 
 class TrainingOptions(DataOptions, total=False):
@@ -241,10 +241,15 @@ class RLOptions(TrainingOptions, total=False):
     """Rollouts per task."""
     max_tokens: int
     """Token budget of a reply."""
-    episode_tokens: int | None
+    max_episode_tokens: int | None
     """Environments of several turns: token budget of all replies of an episode together; default: none."""
     max_turns: int
     """Environments of several turns: how many replies an episode may have."""
+    max_tool_calls: int | None
+    """Environments of several turns: how many answers of tools an episode may show; default: no limit."""
+    episode_seconds: float | None
+    """Environments of several turns: an episode that has taken so long shows no further turn. Results then depend on
+    the clock; default: no limit."""
     temperature: float
     """Of sampling; log-probabilities are taken under the same temperature."""
     stop: tuple[str, ...]
@@ -281,7 +286,8 @@ class RLOptions(TrainingOptions, total=False):
     engine: Literal["local", "vllm"]
     """What samples: local, with the learner's own weights, or vLLM in a process of its own."""
     engine_cache: float
-    """vLLM: limit of its key-value cache, in GiB."""
+    """In GiB. vLLM: limit of its key-value cache. local: of what is kept of episodes between their turns; what is let
+    go is computed again, to the same bits."""
     engine_seconds: float
     """vLLM: time limit of a hand-over of weights, and of one decoding step; beyond it the run stops."""
     advantage: Literal["baselined", "to-go", "process", "decoupled", "gae", "earned", "none"]
@@ -404,10 +410,14 @@ class EvaluationOptions(DataOptions, total=False):
     """Sample from this many likeliest tokens (0: all)."""
     max_tokens: int
     """Token budget of a reply."""
-    episode_tokens: int | None
+    max_episode_tokens: int | None
     """Token budget of all replies of an episode together; default: none."""
     max_turns: int
     """How many replies an episode may have."""
+    max_tool_calls: int | None
+    """How many answers of tools an episode may show; default: no limit."""
+    episode_seconds: float | None
+    """An episode that has taken so long shows no further turn; default: no limit."""
     stop: tuple[str, ...]
     """Strings that end a reply."""
     success: float | None

@@ -5,7 +5,7 @@ What batches of them look like stands in `posttrain.batch`, who works with them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
@@ -42,10 +42,12 @@ class StopReason(StrEnum):
     LENGTH = "length"  # spent its token budget, or the episode's: truncated
     CONTEXT = "context"  # filled the model's context window: truncated
     TURNS = "turns"  # the episode had as many turns as a run allows: truncated
+    CALLS = "calls"  # its tools gave as many answers as a run allows: truncated
+    TIME = "time"  # the episode took longer than a run allows: truncated
 
     @property
     def truncated(self) -> bool:
-        return self in (StopReason.LENGTH, StopReason.CONTEXT, StopReason.TURNS)
+        return self not in (StopReason.EOS, StopReason.STOP)
 
 
 class InvalidKind(StrEnum):
@@ -135,6 +137,9 @@ Env = Callable[[Task], Generator["Turn | str | Ask", Any, Verdict]]
 """A generator function: yields what the model should see, receives what it said, returns the reward.
 
 To an `Ask` it receives the answer of a service instead of a `Reply`."""
+
+AsyncEnv = Callable[[Task], AsyncGenerator[Any, Any]]
+"""The same, written with `async def`: it yields turns and questions, and last of all the verdict."""
 
 Reward = Callable[[Task, str], Verdict]
 """A plain function (task, reply) -> reward; it is lifted to an environment of one turn."""
@@ -362,6 +367,7 @@ class PlayedTurn:
     length: int  # tokens
     reward: float = 0.0  # what the environment gave for this step before the episode's end
     seconds: float = field(default=0.0, compare=False)  # that it took: depends on the clock, and goes with the timings
+    cut: int = 0  # tokens of it that did not fit the context and were left out
 
 
 @dataclass(frozen=True)

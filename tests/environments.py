@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
+from contextlib import suppress
 from typing import Any
 
-from posttrain.types import Ask, Invalid, Reply, Task, Turn
+from posttrain.types import Ask, Graded, Invalid, Reply, Task, Turn
 
 
 def asking(task: Task) -> Generator[Turn | str, Reply, float]:
@@ -45,3 +47,103 @@ def careful(task: Task) -> Generator[Turn | str | Ask, Any, Any]:
     reply = yield task["prompt"]
     score = yield Ask("judge", reply)
     return 0.25 if isinstance(score, Invalid) else score
+
+
+# -- that wait ---------------------------------------------------------------------------------------------------------
+
+
+def meeting(size: int) -> Any:
+    """An environment, and a reward, whose episodes all wait for each other."""
+    here: dict[str, Any] = {}
+
+    async def meet() -> None:
+        barrier = here.setdefault("barrier", asyncio.Barrier(size))
+        await barrier.wait()
+
+    async def env(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
+        reply = yield Turn(task["prompt"])
+        await meet()
+        yield float(reply)
+
+    async def reward(task: dict[str, Any], reply: str) -> float:
+        await meet()
+        return float(reply)
+
+    return env, reward
+
+
+async def misbehaving(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
+    """Waits, and does what the reply says."""
+    reply = yield Turn(task["prompt"])
+    await asyncio.sleep(0.01)
+    if reply == "hang":
+        await asyncio.sleep(1000)
+    if reply == "loop":
+        while True:
+            pass
+    if reply == "exit":
+        os._exit(3)
+    if reply == "raise":
+        raise ValueError("bad thing")
+    if reply == "cancel":
+        raise asyncio.CancelledError
+    if reply == "odd":
+        yield Turn()
+    if reply == "deaf":
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1000)
+    if reply == "silent":
+        return
+    if reply == "none":
+        yield None
+    await asyncio.sleep(0.3)  # the others wait while it happens
+    yield float(len(reply))
+
+
+async def asking_too(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
+    """As `asking`."""
+    reply = yield Turn(task["prompt"], stop=("7",))
+    total = len(reply)
+    for _ in range(2):
+        await asyncio.sleep(os.urandom(1)[0] / 255 * 0.02)
+        reply = yield f"<info>{reply}</info>"
+        total += len(reply)
+    yield float(total)
+
+
+async def echo(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
+    reply = yield task["prompt"]
+    said = []
+    while reply != "end":
+        said.append(str(reply))
+        if reply == "exit":
+            os._exit(3)
+        await asyncio.sleep(0)
+        reply = yield "+".join(said)
+    yield Graded({"turns": float(len(said))})
+
+
+async def tidy(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
+    """Waits for ever, and leaves a file when it is told to end."""
+    try:
+        yield task["prompt"]
+        await asyncio.sleep(1000)
+    finally:
+        with open(task["file"], "w"):
+            pass
+
+
+async def one_task(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
+    """What it opens before a reply it closes after it."""
+    current = asyncio.current_task()
+    async with asyncio.timeout(60):
+        await asyncio.sleep(0)
+        yield "a"
+    yield float(current is asyncio.current_task())
+
+
+class Scorer:
+    async def __call__(self, task: dict[str, Any], reply: str) -> dict[str, float]:
+        await asyncio.sleep(0)
+        return {"length": float(len(reply)), "one": 1.0}

@@ -171,7 +171,7 @@ def test_a_file_without_a_name_says_what_to_write() -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("limit", "3 (int), not a function"), ("Judge", "is a class"), ("later", "async"), ("backwards", "(task, reply)")],
+    [("limit", "3 (int), not a function"), ("Judge", "is a class"), ("backwards", "(task, reply)")],
 )
 def test_what_cannot_be_called_as_an_environment_is_refused(my: Path, name: str, said: str) -> None:
     assert said in refusal(f"{my}:{name}")

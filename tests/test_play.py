@@ -16,7 +16,7 @@ import posttrain
 from posttrain.algorithms.credit import earnings
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.chat import Conversation
-from posttrain.envs.play import Episode, Player
+from posttrain.envs.play import Bounds, Episode, Player, cut_observation
 from posttrain.envs.playing import Playing
 from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.kernels import binder, build
@@ -93,7 +93,7 @@ def test_no_byte_of_a_run_depends_on_when_environments_answer(tokenizer: Tokeniz
     def files(env: Any, workers: int) -> dict[str, bytes]:
         run = posttrain.rl(
             rows, env, str(tmp_path / "start"), out=str(tmp_path / f"{workers}"), env_workers=workers, algorithm="dapo",
-            steps=3, prompts=2, group=3, max_tokens=9, episode_tokens=27, lr=1e-2, threads=1, quiet=True,
+            steps=3, prompts=2, group=3, max_tokens=9, max_episode_tokens=27, lr=1e-2, threads=1, quiet=True,
             compiled=code == "compiled",
         )  # fmt: skip
         return {p.name: p.read_bytes() for p in [run.path / "metrics.jsonl", *sorted(run.path.glob("rollouts/*"))]}
@@ -246,7 +246,7 @@ def test_loops_that_do_not_look_at_the_stop_end_by_themselves_and_earn_no_more(t
             yield Turn("again", reward=0.5)
         return 2.0
 
-    for rollout in played(env, tokenizer, max_tokens=2, limits={"max_turns": 3}):
+    for rollout in played(env, tokenizer, max_tokens=2, limits={"bounds": Bounds(turns=3)}):
         assert rollout.stop is StopReason.TURNS
         assert rollout.reward == 2.0 + 3 * 0.5, "one for each reply that the policy gave"
 
@@ -257,25 +257,31 @@ def test_environment_that_asks_on_without_an_end_is_invalid(tokenizer: Tokenizer
         while True:
             yield "again"
 
-    for rollout in played(env, tokenizer, max_tokens=2, limits={"max_turns": 3}):
+    for rollout in played(env, tokenizer, max_tokens=2, limits={"bounds": Bounds(turns=3)}):
         assert isinstance(rollout.reward, Invalid) and "stop was turns" in rollout.reward.reason
         assert len([t for t in rollout.turns if t.kind is SpanKind.SAMPLED]) == 3
 
 
-@pytest.mark.parametrize("out_of", ["turns", "length", "context"])
+@pytest.mark.parametrize("out_of", ["turns", "length", "context", "calls", "time"])
 def test_an_episode_that_runs_out_is_told_and_keeps_its_reward(tokenizer: Tokenizer, out_of: str) -> None:
-    limits: dict[str, Any] = {"turns": {"max_turns": 2}, "length": {"episode_tokens": 11}, "context": {}}[out_of]
+    bounds = {
+        "turns": Bounds(turns=2),
+        "length": Bounds(tokens=11),
+        "context": Bounds(),
+        "calls": Bounds(tool_calls=2),
+        "time": Bounds(seconds=1e-9),
+    }[out_of]
     context = 40 if out_of == "context" else 256
 
     def env(task: Task) -> Generator[Turn | str, Reply, dict[str, float]]:
         reply = yield Turn(task["prompt"])
         heard = 1
         while reply or not reply.stop.truncated:
-            reply = yield Turn("and then ", reward=0.25)
+            reply = yield Turn("and then ", reward=0.25, tool=True)
             heard += 1
         return {str(reply.stop): 1.0, "heard": float(heard)}
 
-    for rollout in played(env, tokenizer, context=context, limits=limits, max_tokens=4):
+    for rollout in played(env, tokenizer, context=context, limits={"bounds": bounds}, max_tokens=4):
         replies = [t for t in rollout.turns if t.kind is SpanKind.SAMPLED]
         assert rollout.rewards == {out_of: 1.0, "heard": len(replies) + 1.0}
         assert rollout.reward == 1.0 + len(replies) + 1.0 + 0.25 * len(replies)
@@ -285,8 +291,51 @@ def test_an_episode_that_runs_out_is_told_and_keeps_its_reward(tokenizer: Tokeni
         assert transcript.spans[-1].kind is SpanKind.SAMPLED and len(transcript) <= context
 
 
+def test_calls_of_tools_alone_are_counted_and_none_may_be_allowed(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Generator[Turn | str, Reply, dict[str, float]]:
+        yield Turn(task["prompt"])
+        for _ in range(3):
+            yield "and then "
+        reply = yield Turn("found ", tool=True)
+        return {str(reply.stop): 1.0}
+
+    for most, stop in ((0, StopReason.CALLS), (1, None)):
+        for rollout in played(env, tokenizer, 3, limits={"bounds": Bounds(tool_calls=most)}, max_tokens=4):
+            assert (StopReason.CALLS in rollout.rewards) == (stop is StopReason.CALLS)
+            assert sum(t.kind is SpanKind.SAMPLED for t in rollout.turns) == 4 + (stop is None)
+
+
+def test_an_answer_that_does_not_fit_loses_its_middle_and_the_record_says_so(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Generator[Turn | str, Reply, float]:
+        yield Turn(task["prompt"])
+        yield Turn("<" + "0123456789" * 9 + ">", tool=True)
+        return 1.0
+
+    for rollout in played(env, tokenizer, 3, context=60, max_tokens=9, limits={"too_long": "truncate"}):
+        (transcript,) = rollout.transcripts
+        [shown] = [t for t in rollout.turns if t.kind is SpanKind.TOOL]
+        whole = tokenizer.encode(shown.text)
+        tokens = transcript.tokens[shown.start : shown.start + shown.length]
+        assert shown.cut == len(whole) - shown.length > 0 and rollout.stop is not StopReason.CONTEXT
+        end = shown.length // 4
+        assert tokens == whole[: shown.length - end] + whole[len(whole) - end :]
+        assert shown.start + shown.length == 60 - 9, "a whole reply fits behind it"
+    for rollout in played(env, tokenizer, 3, context=60, max_tokens=9, limits={"too_long": "skip"}):
+        assert rollout.stop is StopReason.CONTEXT and rollout.turns[-1].length == rollout.turns[-1].cut == 0
+
+
+@pytest.mark.parametrize("room", [0, 3, 7, 8, 20, 99, 100, 101])
+def test_what_is_cut_leaves_room_for_a_reply_or_half_of_what_there_is(room: int) -> None:
+    tokens = list(range(100))
+    found = cut_observation(tokens, room, 30)
+    if room < 8 or room > 100:
+        assert found == tokens
+    else:
+        assert len(found) == max(room // 2, room - 30) and found == sorted(set(found))
+
+
 def test_the_budget_of_an_episode_holds_over_all_its_replies(tokenizer: Tokenizer) -> None:
-    rollouts = played(asking, tokenizer, limits={"episode_tokens": 11})
+    rollouts = played(asking, tokenizer, limits={"bounds": Bounds(tokens=11)})
     assert max(r.n_sampled for r in rollouts) == 11
     cut = [r for r in rollouts if r.n_sampled == 11]
     assert {r.stop for r in cut} == {StopReason.LENGTH} and not any(isinstance(r.reward, Invalid) for r in rollouts)
@@ -298,9 +347,9 @@ def watched(env: Any, tokenizer: Tokenizer, count: int, **limits: Any) -> tuple[
     pool = EnvPool(env, 0)
     submit, drop, poll = engine.submit, pool.drop, pool.poll
 
-    def submitted(id: int, prompt: Any, sampling: Sampling) -> None:
+    def submitted(id: int, prompt: Any, sampling: Sampling, keep: bool) -> None:
         asked.append((id, sampling.max_tokens))
-        submit(id, prompt, sampling)
+        submit(id, prompt, sampling, keep)
 
     def dropped(index: int) -> None:
         asked.append(("drop", index))
@@ -322,7 +371,7 @@ def test_a_reply_may_have_what_its_turn_the_run_and_the_episode_leave_it(tokeniz
             reply = yield "on "
         return 1.0
 
-    rollouts, asked, _ = watched(env, tokenizer, 6, episode_tokens=14)
+    rollouts, asked, _ = watched(env, tokenizer, 6, bounds=Bounds(tokens=14))
     for index, rollout in enumerate(rollouts):
         lengths = [span.length for span in rollout.transcripts[0].spans if span.kind is SpanKind.SAMPLED]
         budgets = [tokens for id, tokens in asked if id == index]
@@ -339,7 +388,7 @@ def test_answers_are_heard_in_the_order_of_the_episodes_and_a_lost_episode_is_dr
         while True:
             yield "on "
 
-    rollouts, asked, pool = watched(env, tokenizer, 5, max_turns=2)
+    rollouts, asked, pool = watched(env, tokenizer, 5, bounds=Bounds(turns=2))
     assert [id for id, _ in asked[:5]] == [0, 1, 2, 3, 4]
     assert sorted(index for what, index in asked if what == "drop") == [0, 1, 2, 3, 4]
     assert all(isinstance(r.reward, Invalid) for r in rollouts) and pool.waited >= 0
@@ -509,7 +558,7 @@ def test_part_of_a_reply_that_is_not_learned_from_counts_for_the_tokens_before_i
         assert rollout.steps == [(first.length, 0.5)]
 
 
-@pytest.mark.parametrize("limits", [{"episode_tokens": 14}, {"max_turns": 3}], ids=["tokens", "turns"])
+@pytest.mark.parametrize("limits", [{"tokens": 14}, {"turns": 3}], ids=["tokens", "turns"])
 def test_bounds_are_those_of_the_episode_over_all_contexts_learned_from_or_not(
     tokenizer: Tokenizer, limits: dict[str, int]
 ) -> None:
@@ -521,9 +570,9 @@ def test_bounds_are_those_of_the_episode_over_all_contexts_learned_from_or_not(
             reply = yield Turn("on ", fresh=True, learn=False)
         return 1.0
 
-    rollouts, _, _ = watched(env, tokenizer, 6, **limits)
+    rollouts, _, _ = watched(env, tokenizer, 6, bounds=Bounds(**limits))
     for rollout in rollouts:
-        if "max_turns" in limits:
+        if "turns" in limits:
             assert len([t for t in rollout.turns if t.kind is SpanKind.SAMPLED]) == 3
             assert rollout.stop is StopReason.TURNS
         else:

@@ -58,7 +58,7 @@ def test_assistant_turns_of_a_chat_are_imitated_up_to_their_end_token() -> None:
     ]  # fmt: skip
     transcript = demonstrate({"id": "a", "messages": messages}, tokenizer, (end,))
     assert imitated(transcript) == [*tokenizer.encode("there"), end, *tokenizer.encode("too"), end]
-    assert tokenizer.decode(transcript.tokens) == tokenizer.render(messages, generation=False)
+    assert tokenizer.decode(transcript.tokens) == tokenizer.render(messages, generation=False).removesuffix("\n")
     cut = demonstrate({"id": "a", "messages": messages}, tokenizer, (end,), length=len(transcript) - 3)
     assert cut.tokens == transcript.tokens[:-3] and imitated(cut)[:3] == imitated(transcript)[:3]
 

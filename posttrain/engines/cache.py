@@ -29,6 +29,14 @@ class Prefix:
     v: Tensor
     logits: Tensor  # [V], of the first token to sample
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.k, self.v, self.logits
+
+    def alone(self) -> Prefix:
+        """Itself, without the memory of prompts that were computed beside it."""
+        return self if all(x._base is None for x in self.tensors) else Prefix(*(x.clone() for x in self.tensors))
+
 
 @dataclass(frozen=True)
 class _Groups:
@@ -76,6 +84,18 @@ class Cache:
         del self.prompt[count:]
         self._release(set(self.prompt))
         self._reseated()
+
+    def states(self, slot: int, tokens: int) -> Tensor:
+        """A copy of a request's own keys and values, [2, layers, kv_heads, tokens, size]; whole units of tokens."""
+        return self.own[:, :, slot, :, : self._whole(tokens)].clone()
+
+    def restore(self, slot: int, states: Tensor) -> None:
+        """The inverse."""
+        self.own[:, :, slot, :, : states.shape[3]] = states
+
+    def extend(self, slot: int, place: int, tokens: int) -> ExtendAttention:
+        """Where the next so many own tokens of a request are put, from `place` on, and what they may look at."""
+        return ExtendAttention(self, slot, place, tokens)
 
     def step(self, place: Tensor, longest: int) -> DecodeAttention:
         """Where the next token of every request is put and what it may look at; place int64 [B], all below `longest`."""
@@ -175,10 +195,47 @@ class DecodeAttention:
         return merged(own, own_mass, shared, shared_mass.view_as(own_mass)).reshape(q.shape)
 
 
+class ExtendAttention:
+    """The `Attend` of given tokens that follow what one request has in the cache. What fills them up sees nothing."""
+
+    def __init__(self, cache: Cache, slot: int, place: int, tokens: int) -> None:
+        self.cache, self.slot, self.place, self.tokens = cache, slot, place, tokens
+        prompt = cache.prompt[slot]
+        self.row, self.length = cache.row[prompt], len(prompt)
+        own = torch.arange(place + tokens, device=cache.device)
+        repeat = cache.config.heads // cache.config.kv_heads
+        visible = own[None, :] <= torch.arange(place, place + tokens, device=cache.device)[:, None]
+        self.mask = _added(visible, cache.dtype)[:, 0, 0].repeat(repeat, 1)[
+            None, None
+        ]  # [1, 1, R * tokens, place + tokens]
+        self.all = torch.zeros(1, 1, 1, self.length, dtype=cache.dtype, device=cache.device)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [n, heads, size], k and v [n, kv_heads, size], n at least `tokens` -> [n, heads, size]."""
+        cache, count, (heads, size) = self.cache, self.tokens, k.shape[1:]
+        where = slice(self.place, self.place + count)
+        keys, values = cache.own[0, layer, self.slot], cache.own[1, layer, self.slot]
+        keys[:, where] = k[:count].transpose(0, 1).to(cache.dtype)
+        values[:, where] = v[:count].transpose(0, 1).to(cache.dtype)
+        # The R query heads that share a key head are laid as its queries.
+        queries = q[:count].to(cache.dtype).unflatten(1, (heads, -1)).permute(1, 2, 0, 3).reshape(1, heads, -1, size)
+        own = attention(queries, keys[None, :, : where.stop], values[None, :, : where.stop], self.mask)
+        shared = attention(
+            queries,
+            cache.shared[0, layer, self.row, :, : self.length][None],
+            cache.shared[1, layer, self.row, :, : self.length][None],
+            self.all,
+        )
+        out = merged(*own, *shared).view(heads, -1, count, size).permute(2, 0, 1, 3).reshape(count, -1, size)
+        whole = torch.zeros_like(q, dtype=cache.dtype)
+        whole[:count] = out
+        return whole
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Attention [B, heads, n, size] of q over k and v [B, heads, m, size], and the logsumexp of its scores [B, heads, n].
 
-    mask [B, 1, 1, m] is added to the scores.
+    mask [B, 1, 1 or n, m] is added to the scores.
     """
     if q.device.type == "cpu":
         return fused(q, k, v, mask)

@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ UNIT = 32
 """Numbers of rows and strides of buffers are multiples of it: vectors, panels and tiles of every processor divide it."""
 KINDS = ("products", "attention", "norms", "sampling")
 """Of the work in a step, as in decode.c."""
+FEED_ROWS = 256  # tokens that are given, in a step
+SAMPLED = ("count", "budget", "seed", "temperature", "filtered", "ended", "tokens", "logp")
+"""Fields of a step that are of drawing alone."""
 HEAD_ROWS = 16  # of an output head's product that torch computes
 PACKED_HEAD = 1 << 22
 """Entries of an output head up to which a copy is kept: memory is not to grow with the vocabulary."""
@@ -150,6 +154,14 @@ class PackedModel:
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
+class Given(NamedTuple):
+    """Tokens that follow what a request has in the cache."""
+
+    slot: int
+    place: int  # of the first of them, among its own
+    tokens: tuple[int, ...]
+
+
 class CompiledStep:
     """Decoding steps of one model. Holds copies of its weights and buffers until `forget`."""
 
@@ -172,38 +184,15 @@ class CompiledStep:
 
     def __call__(self, cache: PackedCache, rows: RunningBatch, count: int) -> tuple[Tensor, slice | Tensor] | None:
         """One token for the first `count` requests. Returns what it leaves to draw: logits float32 [n, V] and whose."""
-        if self._packed is None or not self._packed.current:
-            self._packed = PackedModel(self._decoder, self._dtype, self._library.lanes)
-        step = self._step(cache, rows, count)
-        self._library.run(self._packed.model, step)
-        if not self._packed.has_head:
-            hidden = self._buffers["last"].view(-1, step.hidden_stride)[:count, : self._decoder.config.hidden]
-            return logits_in_blocks(self._decoder, hidden), slice(0, count)
-        if rows.filtered_slots is None:
-            return None
-        logits = self._buffers["logits"].view(-1, step.logits_stride)
-        return logits[rows.filtered_slots, : self._decoder.config.vocab], rows.filtered_slots
-
-    def _step(self, cache: PackedCache, rows: RunningBatch, count: int) -> binder.Step:
-        assert self._packed is not None
-        config, library, model = self._decoder.config, self._library, self._packed.model
-        threads = torch.get_num_threads()
-        order, prompt, prompt_length = cache.requests()
-        own_tokens, prompt_tokens = cache.own.shape[4], cache.shared.shape[4]
-        cos, sin = self._tables(cache.positions)
-        lines = _round_up(count)
-        hidden = _round_up(config.hidden)
-        qkv = _round_up((config.heads + 2 * config.kv_heads) * config.head_size)
-        attended = _round_up(config.heads * config.head_size)
-        inner = _round_up(config.intermediate)
-        logits = _round_up(config.vocab, library.vocab_block) if self._packed.has_head else 0
-        scratch = library.scratch(model, own_tokens + prompt_tokens)
-        return binder.Step(
-            rows=count,
-            threads=threads,
+        packed = self._pack()
+        order, prompt, _ = cache.requests()
+        step = self._step(
+            cache,
+            count,
             order=order.data_ptr(),
+            groups=count,
+            draws=1,
             prompt=prompt.data_ptr(),
-            prompt_length=prompt_length.data_ptr(),
             token=rows.token.data_ptr(),
             length=rows.length.data_ptr(),
             count=rows.count.data_ptr(),
@@ -215,6 +204,85 @@ class CompiledStep:
             tokens=rows.tokens.data_ptr(),
             logp=rows.logp.data_ptr(),
             sampled_stride=rows.tokens.shape[1],
+        )
+        self._library.run(packed.model, step)
+        if not packed.has_head:
+            hidden = self._buffers["last"].view(-1, step.hidden_stride)[:count, : self._decoder.config.hidden]
+            return logits_in_blocks(self._decoder, hidden), slice(0, count)
+        if rows.filtered_slots is None:
+            return None
+        logits = self._buffers["logits"].view(-1, step.logits_stride)
+        return logits[rows.filtered_slots, : self._decoder.config.vocab], rows.filtered_slots
+
+    def feed(self, cache: PackedCache, given: Sequence[Given]) -> None:
+        """Keys and values of tokens that are given, into the cache: the bits that decoding them one by one would give."""
+        left = list(given)
+        while left:
+            taken: list[Given] = []
+            room = FEED_ROWS
+            while left and room:
+                one = left.pop(0)
+                taken.append(one._replace(tokens=one.tokens[:room]))
+                if len(one.tokens) > room:
+                    left.insert(0, one._replace(place=one.place + room, tokens=one.tokens[room:]))
+                room -= len(taken[-1].tokens)
+            self._feed(cache, taken)
+
+    def _feed(self, cache: PackedCache, given: Sequence[Given]) -> None:
+        """At most `FEED_ROWS` tokens."""
+        packed = self._pack()
+        _, prompts, lengths = cache.requests()
+        given = sorted(given, key=lambda one: int(prompts[one.slot]))  # those of one prompt side by side
+        counts = torch.tensor([len(one.tokens) for one in given])
+        slots = torch.tensor([one.slot for one in given], dtype=torch.int32)
+        starts = torch.tensor([one.place for one in given]) + lengths[prompts[slots.long()].long()]
+        ends = counts.cumsum(0)
+        count = int(ends[-1])
+        position = torch.arange(count) - (ends - counts - starts).repeat_interleave(counts)
+        slot = slots.repeat_interleave(counts)
+        prompt = prompts[slot.long()]
+        token = torch.tensor([token for one in given for token in one.tokens])
+        order = torch.arange(count, dtype=torch.int32)
+        group = torch.cat((torch.zeros(1, dtype=torch.int32), ends.to(torch.int32)))
+        step = self._step(
+            cache,
+            count,
+            order=order.data_ptr(),
+            group=group.data_ptr(),
+            groups=len(given),
+            slot=slot.data_ptr(),
+            prompt=prompt.data_ptr(),
+            token=token.data_ptr(),
+            length=position.data_ptr(),
+        )
+        self._library.run(packed.model, step)
+
+    def _pack(self) -> PackedModel:
+        if self._packed is None or not self._packed.current:
+            self._packed = PackedModel(self._decoder, self._dtype, self._library.lanes)
+        return self._packed
+
+    def _step(self, cache: PackedCache, rows: int, **of_rows: Any) -> binder.Step:
+        """`of_rows`: fields that say what the rows are."""
+        assert self._packed is not None
+        config, library, model = self._decoder.config, self._library, self._packed.model
+        threads = torch.get_num_threads()
+        _, _, prompt_length = cache.requests()
+        own_tokens, prompt_tokens = cache.own.shape[4], cache.shared.shape[4]
+        cos, sin = self._tables(cache.positions)
+        lines = _round_up(rows)
+        hidden = _round_up(config.hidden)
+        qkv = _round_up((config.heads + 2 * config.kv_heads) * config.head_size)
+        attended = _round_up(config.heads * config.head_size)
+        inner = _round_up(config.intermediate)
+        logits = _round_up(config.vocab, library.vocab_block) if self._packed.has_head else 0
+        scratch = library.scratch(model, own_tokens + prompt_tokens)
+        nothing = dict.fromkeys(("group", "slot", *SAMPLED)) | {"draws": 0, "sampled_stride": 0}
+        return binder.Step(
+            **{**nothing, **of_rows},
+            rows=rows,
+            threads=threads,
+            prompt_length=prompt_length.data_ptr(),
             eos=self._eos.data_ptr(),
             eos_count=len(self._eos),
             cos=cos.data_ptr(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from posttrain.engines.kept import KEPT_BYTES
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.uncached import UncachedEngine
 from posttrain.models.decoder import Decoder
@@ -9,8 +10,11 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine, Model
 
 
-def embedded(model: Model, tokenizer: Tokenizer, slots: int = 256, precision: str = "float32") -> Engine:
-    """`slots`: how many requests run at once."""
+def embedded(
+    model: Model, tokenizer: Tokenizer, slots: int = 256, precision: str = "float32", kept_gib: float | None = None
+) -> Engine:
+    """`slots`: how many requests run at once. `kept_gib`: of keys and values that are kept between turns."""
     if isinstance(model, Decoder):
-        return LocalEngine(model, tokenizer, slots, precision)
+        kept = KEPT_BYTES if kept_gib is None else int(kept_gib * 2**30)
+        return LocalEngine(model, tokenizer, slots, precision, kept)
     return UncachedEngine(model, tokenizer, slots, precision)

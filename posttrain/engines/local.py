@@ -24,7 +24,8 @@ from torch import Tensor
 
 from posttrain.batch import Layout
 from posttrain.engines.cache import Cache, Prefix
-from posttrain.engines.compiled import CompiledStep, PackedCache, logits_in_blocks, supported
+from posttrain.engines.compiled import CompiledStep, Given, PackedCache, logits_in_blocks, supported
+from posttrain.engines.kept import KEPT_BYTES, Keeper, Kept
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.engines.running import RunningBatch
 from posttrain.engines.sampler import sample, uniform
@@ -53,6 +54,7 @@ class LocalEngine:
         tokenizer: Tokenizer,
         slots: int = 256,
         precision: str = "float32",
+        kept_bytes: int = KEPT_BYTES,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -66,6 +68,10 @@ class LocalEngine:
         self.waiting: deque[Request] = deque()
         self.prefixes: dict[tuple[int, ...], Prefix] = {}
         self.running: list[Request] = []  # [B], request of each slot
+        self.kept = Keeper(kept_bytes)
+        self.computed = 0  # tokens that went through the model
+        self._resumed: dict[int, Kept] = {}  # by the id of the waiting request that goes on from it
+        self._prefix_of: dict[int, Prefix] = {}  # of running requests that are to be kept
         self._rows = RunningBatch(self.device)
         self.dtype = torch.bfloat16 if precision == "bfloat16" else model.head.dtype
         self._compiled = CompiledStep(model, self.dtype, self.eos) if supported(model, self.dtype) else None
@@ -83,12 +89,26 @@ class LocalEngine:
         assert not self.running and not self.waiting, "weights change between batches of rollouts, not within one"
         self.version = version
         self.prefixes.clear()
+        self.kept.clear()
         self._forget_copies()
 
-    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling) -> None:
+    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
         """Queue one request. Raises UserError if the prompt leaves no room for a reply."""
-        request = Request(id, tuple(prompt), sampling)
+        tokens, kept = tuple(prompt), self.kept.take(id)
+        if kept is None or tokens[: len(kept.prompt) + len(kept.own)] != kept.tokens:
+            request = Request(id, tokens, sampling, keep=keep)
+        else:
+            request = Request(id, kept.prompt, sampling, tokens[len(kept.prompt) :], keep)
+            self._resumed[id] = kept
+            if kept.prefix is not None:
+                self.prefixes[kept.prompt] = kept.prefix
         self.waiting.append(request.check(self.context, self.model.config.vocab))
+
+    def forget(self, id: int) -> None:
+        self.kept.take(id)
+
+    def copy(self, id: int, to: int) -> None:
+        self.kept.copy(id, to)
 
     def poll(self) -> list[Completion]:
         """Decode until a request has finished, for a few steps at most; [] if none has."""
@@ -112,6 +132,9 @@ class LocalEngine:
     def close(self) -> None:
         self.waiting.clear()
         self.prefixes.clear()
+        self.kept.clear()
+        self._resumed.clear()
+        self._prefix_of.clear()
         self.running.clear()
         self._rest()
 
@@ -140,11 +163,15 @@ class LocalEngine:
     def _admit(self, free: int) -> None:
         """Move requests from the line into free slots and sample their first token."""
         requests = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
+        requests.sort(key=lambda r: not r.own)  # those that go on come first
         waiting = len(self.running) + len(requests) + len(self.waiting)
-        self._prefill([p for p in dict.fromkeys(r.prompt for r in requests) if p not in self.prefixes])
+        here = {r.prompt: r.prompt in self._cache.row for r in requests} | {
+            r.prompt: False for r in requests if not r.own
+        }
+        self._prefill([prompt for prompt, there in here.items() if not there and prompt not in self.prefixes])
         self._cache.reserve(
             min(self.slots, waiting),
-            max(r.budget(self.context) for r in requests),
+            max(len(r.own) + r.budget(self.context) for r in requests),
             len({r.prompt for r in requests}),
             max(len(r.prompt) for r in requests),
         )
@@ -152,10 +179,45 @@ class LocalEngine:
         first = len(self.running)
         self.running.extend(requests)
         self._rows.append(requests, self.context)
-        logits = torch.stack([self.prefixes[r.prompt].logits for r in requests])
-        self._choose(logits, slice(first, len(self.running)))
+        for request in requests:
+            if request.keep and request.prompt in self.prefixes:
+                self.prefixes[request.prompt] = self.prefixes[request.prompt].alone()
+                self._prefix_of[request.id] = self.prefixes[request.prompt]
+        fresh = first + sum(bool(r.own) for r in requests)
+        self._go_on(range(first, fresh))
+        if fresh < len(self.running):
+            logits = torch.stack([self.prefixes[r.prompt].logits for r in self.running[fresh:]])
+            self._choose(logits, slice(fresh, len(self.running)))
         still = Counter(r.prompt for r in self.waiting)
         self.prefixes = {p: x for p, x in self.prefixes.items() if still[p]}
+
+    def _go_on(self, slots: range) -> None:
+        """Compute what these slots were given behind what was kept of them, but for the last token: that is decoded."""
+        given = []
+        for slot in slots:
+            request = self.running[slot]
+            kept, place = self._resumed.pop(request.id), 0
+            if kept.states is not None:
+                self._cache.restore(slot, kept.states)
+                place = len(kept.own) - 1
+            if tokens := request.own[place:-1]:
+                given.append(Given(slot, place, tokens))
+        self.computed += sum(len(one.tokens) for one in given)
+        if self._compiled is not None and given:
+            assert isinstance(self._cache, PackedCache)
+            self._compiled.feed(self._cache, given)
+        for one in given if self._compiled is None else ():
+            self._extend(one)
+
+    def _extend(self, given: Given) -> None:
+        """The same by torch's operations, of one request."""
+        count, first = len(given.tokens), len(self.running[given.slot].prompt) + given.place
+        total = -(-count // ROUND) * ROUND if rounds(self.device) else count
+        tokens = torch.zeros(total, dtype=torch.int64, device=self.device)
+        tokens[:count] = torch.tensor(given.tokens, device=self.device)
+        position = torch.arange(first, first + total, device=self.device)
+        attend = self._cache.extend(given.slot, given.place, count)
+        self.model(tokens, position, attend, tokens[:1] * 0)
 
     def _prefill(self, prompts: list[tuple[int, ...]]) -> None:
         while prompts:
@@ -168,6 +230,7 @@ class LocalEngine:
 
     def _prefill_batch(self, prompts: list[tuple[int, ...]]) -> None:
         """Compute and keep these prompts, in one pass through the model."""
+        self.computed += sum(map(len, prompts))
         layout = self._laid(prompts)
         ends = [start + length - 1 for start, length in zip(layout.start, layout.length, strict=True)]
         last = torch.tensor(ends[: len(prompts)], device=self.device)
@@ -208,6 +271,7 @@ class LocalEngine:
     def _decode(self) -> None:
         """One token for every running request."""
         count, rows = len(self.running), self._rows
+        self.computed += count
         if self._compiled is not None:
             assert isinstance(self._cache, PackedCache)
             left = self._compiled(self._cache, rows, count)
@@ -215,7 +279,7 @@ class LocalEngine:
             if left is not None:
                 self._choose(*left)
             return
-        attend = self._cache.step(rows.count[:count] - 1, rows.longest)
+        attend = self._cache.step((rows.before + rows.count)[:count] - 1, rows.longest)
         hidden = self.model(rows.token[:count], rows.length[:count], attend)
         rows.advance(count)
         self._choose(self.model.logits(hidden), slice(0, count))
@@ -243,6 +307,8 @@ class LocalEngine:
         if not out:
             return []
         completions = self._completions(out, stopped)
+        for slot, completion in zip(out, completions, strict=True):
+            self._keep(slot, completion)
         keep = sorted(set(range(count)) - set(out))
         # Fill the holes among the first len(keep) slots from the slots behind them.
         holes = [slot for slot in out if slot < len(keep)]
@@ -294,6 +360,15 @@ class LocalEngine:
                 )
             )
         return found
+
+    def _keep(self, slot: int, completion: Completion) -> None:
+        """Set aside what a request leaves, if another one may go on from it."""
+        request = self.running[slot]
+        if not request.keep:
+            return
+        own = (*request.own, *completion.tokens)
+        prefix = self._prefix_of.pop(request.id, None)
+        self.kept.put(request.id, Kept(request.prompt, own, prefix, self._cache.states(slot, len(own) - 1)))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")

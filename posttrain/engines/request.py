@@ -20,6 +20,8 @@ class Request:
     id: int
     prompt: tuple[int, ...]
     sampling: Sampling
+    own: tuple[int, ...] = ()  # what follows the prompt and is given too, where an earlier request goes on
+    keep: bool = False  # whether another one may go on from where this one ends
 
     def check(self, context: int, vocab: int) -> Request:
         """Itself. Raises UserError if the prompt leaves no room for a reply, or holds a token the model lacks."""
@@ -27,21 +29,26 @@ class Request:
             raise UserError(
                 "an empty prompt: there is nothing to continue; give the task a prompt or the tokenizer a BOS"
             )
-        if len(self.prompt) >= context:
+        if self.given >= context:
             raise UserError(
-                f"a prompt of {len(self.prompt)} tokens leaves no room in the model's context of {context}: "
+                f"a prompt of {self.given} tokens leaves no room in the model's context of {context}: "
                 "shorten it, or leave such rows out"
             )
-        if max(self.prompt) >= vocab:
+        if (largest := max(*self.prompt, *self.own, 0)) >= vocab:
             raise UserError(
-                f"the tokenizer gives token {max(self.prompt)}, the model's vocabulary has {vocab}: "
+                f"the tokenizer gives token {largest}, the model's vocabulary has {vocab}: "
                 "they do not belong together, or the prompt holds a special token that the model lacks"
             )
         return self
 
     def budget(self, context: int) -> int:
         """Tokens that may be sampled."""
-        return min(self.sampling.max_tokens, context - len(self.prompt))
+        return min(self.sampling.max_tokens, context - self.given)
+
+    @property
+    def given(self) -> int:
+        """Tokens before the first that is sampled."""
+        return len(self.prompt) + len(self.own)
 
 
 def stop_window(stop: Iterable[str]) -> int:

@@ -31,7 +31,19 @@ class _Asked(NamedTuple):
 class RunningBatch:
     """What is known of each running request, one row per slot, on the device: a decoding step touches no Python list."""
 
-    _COLUMNS = ("token", "length", "count", "seed", "budget", "temperature", "top_p", "top_k", "filtered", "ended")
+    _COLUMNS = (
+        "token",
+        "length",
+        "before",
+        "count",
+        "seed",
+        "budget",
+        "temperature",
+        "top_p",
+        "top_k",
+        "filtered",
+        "ended",
+    )
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -42,6 +54,7 @@ class RunningBatch:
         self.slot = integers  # 0, 1, 2, ...
         self.token = integers  # the last token sampled
         self.length = integers  # tokens in the cache, so also the position of the next
+        self.before = integers  # own tokens that were given
         self.count = integers  # tokens sampled
         self.budget = integers  # tokens that may be sampled
         self.seed = integers
@@ -50,7 +63,7 @@ class RunningBatch:
         self.ended = bools
         self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [slots, tokens sampled]
         self.logp = torch.zeros(0, 0, dtype=torch.float32, device=device)
-        self.longest = 0  # the greatest `count`, known without asking the device
+        self.longest = 0  # the most own tokens, given or sampled, known without asking the device
         self._asked: list[_Asked] = []  # [size]
         self._note()
 
@@ -58,8 +71,9 @@ class RunningBatch:
         sampling = [r.sampling for r in requests]
         budget = [r.budget(context) for r in requests]
         new = {
-            "token": torch.zeros(len(requests), dtype=torch.int64),
-            "length": torch.tensor([len(r.prompt) for r in requests]),
+            "token": torch.tensor([r.own[-1] if r.own else 0 for r in requests]),
+            "length": torch.tensor([len(r.prompt) + max(0, len(r.own) - 1) for r in requests]),
+            "before": torch.tensor([len(r.own) for r in requests]),
             "count": torch.zeros(len(requests), dtype=torch.int64),
             "seed": torch.tensor([s.seed for s in sampling]),
             "budget": torch.tensor(budget),
@@ -79,7 +93,8 @@ class RunningBatch:
             setattr(self, name, grown)
         self.size = total
         self.slot = torch.arange(total, device=self.device)
-        self.longest = max(self.longest, 1)  # what is new samples its first token before anything is decoded
+        # what is new samples its first token before anything is decoded; what goes on does so by decoding
+        self.longest = max(self.longest, *(max(1, len(r.own)) for r in requests))
         self._asked += map(_Asked.of, sampling)
         self._note()
 
@@ -109,7 +124,7 @@ class RunningBatch:
                 self._asked[new] = self._asked[old]
         del self._asked[count:]
         self.size = count
-        self.longest = int(self.count[:count].max()) if count else 0
+        self.longest = int((self.before + self.count)[:count].max()) if count else 0
         self._note()
 
     def _note(self) -> None:

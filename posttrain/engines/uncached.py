@@ -59,10 +59,13 @@ class UncachedEngine:
         assert not self._running and not self._waiting, "weights change between batches of rollouts, not within one"
         self.version = version
 
-    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Queue one request. Raises UserError if the prompt leaves no room for a reply."""
+    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
+        """Queue one request. Raises UserError if the prompt leaves no room for a reply. There is nothing to keep."""
         request = Request(id, tuple(prompt), sampling)
         self._waiting.append(request.check(self.model.config.context, self.model.config.vocab))
+
+    def forget(self, id: int) -> None:
+        pass
 
     def poll(self) -> list[Completion]:
         """One token of every running request; the replies that ended with it."""

@@ -117,12 +117,15 @@ class VLLMEngine:
             self.process.fail(f"took over version {answer[0]} with checksum {answer[1]:08x}, not {checksum:08x}")
         self.version = version
 
-    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Queue one request. Raises UserError if the prompt leaves no room for a reply."""
+    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
+        """Queue one request. Raises UserError if the prompt leaves no room for a reply. vLLM's own prefix cache keeps."""
         if 0 < sampling.temperature < COLDEST:
             raise UserError(f"vLLM samples at temperature 0 or {COLDEST} and above, not at {sampling.temperature}")
         request = Request(id, tuple(prompt), sampling)
         self._submitted.append(request.check(self.context, self.vocab))
+
+    def forget(self, id: int) -> None:
+        pass
 
     def poll(self) -> list[Completion]:
         """Decode until at least one request has finished; [] when nothing is running or waiting."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from posttrain.types import Completion, StopReason, Turn, UserError
-
-_MARK = "\u2063reply\u2063"  # stands for a sampled reply when the template is asked what surrounds one
+from posttrain.types import Completion, StopReason, Turn
 
 
 class Texts(Protocol):
@@ -18,6 +16,7 @@ class Texts(Protocol):
     def encode(self, text: str, start: bool = False) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
     def render(self, messages: Sequence[Mapping[str, str]], generation: bool = True) -> str: ...
+    def render_after(self, before: Sequence[Mapping[str, str]], new: Sequence[Mapping[str, str]]) -> str: ...
 
 
 class Conversation:
@@ -36,20 +35,12 @@ class Conversation:
         if first:
             self.messages = list(turn.messages)
             return self.tokenizer.encode(self.tokenizer.render(self.messages, generation=True), start=True)
-        # The template decides what stands between a reply and the next message: ask it with a mark in the reply's place.
-        before = [*self.messages, {"role": "assistant", "content": _MARK}]
-        closed = self.tokenizer.render(before, generation=False)
-        opened = self.tokenizer.render([*before, *turn.messages], generation=True)
-        if not opened.startswith(closed) or closed.count(_MARK) != 1:
-            raise UserError(
-                "this chat template rewrites earlier messages: use it with one turn, or yield text, not messages"
-            )
-        after = self.tokenizer.encode(opened[closed.index(_MARK) + len(_MARK) :])
+        after = self.tokenizer.encode(self.tokenizer.render_after(self.messages, turn.messages))
         ended = last is not None and not last.stop.truncated and after[:1] == list(last.tokens[-1:])
         if ended:  # the end of the reply is there already: the policy sampled it, as an end id or as a stop string
             after = after[1:]
         said = last.text if last else ""
         if ended and last is not None and last.stop is StopReason.STOP:
             said = said.removesuffix(self.tokenizer.decode(last.tokens[-1:]))
-        self.messages = [*before[:-1], {"role": "assistant", "content": said}, *turn.messages]
+        self.messages = [*self.messages, {"role": "assistant", "content": said}, *turn.messages]
         return after

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import pickle
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from types import ModuleType
 from typing import Any
 
 from posttrain.envs.reading import read_number
 from posttrain.messages import near_or_all, short
-from posttrain.types import Env, Invalid, Reply, Reward, Task, Turn, UserError, Verdict
+from posttrain.types import AsyncEnv, Env, Invalid, Reply, Reward, Task, Turn, UserError, Verdict
 from posttrain.user_code import PRIVATE, describe_error, import_target, importable, named_in, split_name, unwrapped
 
 BUILTIN = {
@@ -67,8 +67,18 @@ def _home(spec: str | Callable[..., Any]) -> ModuleType | None:
 
 def is_generator_env(function: Callable[..., Any]) -> bool:
     """True for an environment (generator function, or object whose call is one), False for a plain reward."""
+    return _is(function, inspect.isgeneratorfunction) or _is(function, inspect.isasyncgenfunction)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """True for an environment or a reward that is written with `async def`: many of them wait side by side."""
+    return _is(function, inspect.isasyncgenfunction) or _is(function, inspect.iscoroutinefunction)
+
+
+def _is(function: Callable[..., Any], kind: Callable[[object], bool]) -> bool:
+    """Of a function, or an object's call, below its decorators."""
     inner = unwrapped(function)
-    return inspect.isgeneratorfunction(inner) or inspect.isgeneratorfunction(type(inner).__call__)
+    return kind(inner) or kind(type(inner).__call__)
 
 
 def opening(task: Task) -> Turn:
@@ -90,6 +100,16 @@ def lift(reward: Reward) -> Env:
     def env(task: Task) -> Generator[Turn | str, Reply, Verdict]:
         reply = yield opening(task)
         return reward(task, reply)
+
+    return env
+
+
+def lift_async(reward: Callable[[Task, Reply], Awaitable[Verdict]]) -> AsyncEnv:
+    """The same of a reward that waits."""
+
+    async def env(task: Task) -> AsyncGenerator[Any, Any]:
+        reply = yield opening(task)
+        yield await reward(task, reply)
 
     return env
 
@@ -141,8 +161,6 @@ def _checked(function: object, label: str) -> Callable[..., Any]:
         raise UserError(f"{label} is {short(function)}, not a function")
     if inspect.isclass(function):
         raise UserError(f"{label} is a class: name a function, or an instance that can be called")
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise UserError(f"{label} is async: write it with plain def, each call has a worker process to itself")
     kind, given = ("an environment", ("task",)) if is_generator_env(function) else ("a reward", ("task", "reply"))
     try:
         signature = inspect.signature(function)

@@ -16,7 +16,7 @@ from typing import Literal
 
 from posttrain.envs.asking import Services
 from posttrain.envs.chat import Texts
-from posttrain.envs.playing import Episode, Playing
+from posttrain.envs.playing import Episode, Playing, is_tool
 from posttrain.envs.pool import Done, EnvPool
 from posttrain.protocols import Engine
 from posttrain.seeds import seed_of
@@ -27,9 +27,20 @@ __all__ = ["MAX_TURNS", "Episode", "Player"]
 MAX_TURNS = 64  # an environment that never returns would play for ever
 MOST_ASKS = 1024  # questions of an episode to services, for the same reason
 PAUSE = 0.001  # seconds between looks at services where nothing else is to be done
+LEAST_SHOWN = 8  # tokens of context in which something is still shown
 PATIENCE = 64  # empty replies to one that asks on after its episode has run out: loops end by themselves
 
 TooLong = Literal["skip", "truncate", "refuse"]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of an episode; None: there is none."""
+
+    tokens: int | None = None  # that may be sampled, over all its replies
+    turns: int = MAX_TURNS  # replies
+    tool_calls: int | None = None  # answers of tools that may be shown
+    seconds: float | None = None  # after which no turn is shown
 
 
 @dataclass(frozen=True)
@@ -48,11 +59,9 @@ class Player:
     """Tokens of prompt and replies together that fit."""
     too_long: TooLong = "refuse"
     """What becomes of an episode whose first prompt leaves no room for a reply: it is Invalid ("skip"), the prompt loses its
-    beginning ("truncate"), or UserError is raised ("refuse"), as it always is for a prompt of no tokens."""
-    episode_tokens: int | None = None
-    """Most tokens that may be sampled in an episode, over all its replies."""
-    max_turns: int = MAX_TURNS
-    """Most replies of an episode."""
+    beginning ("truncate"), or UserError is raised ("refuse"), as it always is for a prompt of no tokens. With "truncate",
+    what is shown later loses its middle."""
+    bounds: Bounds = Bounds()
     services: Services = field(default_factory=Services)
     """Who answers what environments ask."""
 
@@ -79,7 +88,7 @@ class _Play:
 
     def played(self) -> list[Rollout]:
         for index, p in enumerate(self.playing):
-            self.asked[index] = time.perf_counter()
+            self.asked[index] = p.began = time.perf_counter()
             self.pool.start(index, p.episode.task)
         while len(self.finished) < len(self.playing):
             self._hear()
@@ -100,7 +109,7 @@ class _Play:
             self.services.waited += now - began
         for index, event in events:
             if isinstance(event, Done):
-                self.finished[index] = self.playing[index].rollout(event)
+                self._finish(index, event)
             elif isinstance(event, Turn):
                 self.heard.append((index, event, now - self.asked[index]))
             elif len(self.playing[index].answers) == MOST_ASKS:
@@ -141,9 +150,12 @@ class _Play:
         p = self.playing[index]
         tokens = self._tokens(p, turn)
         empty = turn.fresh or not p.turns
+        whole = len(tokens)
+        if not empty and self.by.too_long == "truncate":
+            tokens = cut_observation(tokens, self.by.context - len(p.transcripts[-1]), self._most_tokens(p, turn))
         problem = self._problem(p, tokens) if empty else None
         stop = self._exhausted(p, turn, tokens) if problem is None else None
-        p.show(turn, tokens if problem is None and stop is None else [], seconds)
+        p.show(turn, tokens if problem is None and stop is None else [], seconds, whole - len(tokens))
         if problem is not None:
             self._end(index, problem)
         elif stop is not None and p.asked_in_vain == PATIENCE:
@@ -159,15 +171,20 @@ class _Play:
     def _submit(self, index: int, turn: Turn) -> None:
         p = self.playing[index]
         sampling = p.episode.sampling or self.by.sampling
-        budget = min(sampling.max_tokens, turn.max_tokens or sampling.max_tokens)
-        if self.by.episode_tokens is not None:
-            budget = min(budget, self.by.episode_tokens - p.n_sampled)
+        budget = self._most_tokens(p, turn)
+        if self.by.bounds.tokens is not None:
+            budget = min(budget, self.by.bounds.tokens - p.n_sampled)
         asked = len(p.replies) + 1
         seed = p.episode.seed if asked == 1 else seed_of(p.episode.seed, asked)
         sampling = replace(sampling, max_tokens=budget, stop=turn.stop or sampling.stop, seed=seed)
         self.asked[index] = time.perf_counter()
-        self.engine.submit(index, p.transcripts[-1].tokens, sampling)
+        self.engine.submit(index, p.transcripts[-1].tokens, sampling, keep=not self.pool.single_turn)
         self.sampled += 1
+
+    def _most_tokens(self, p: Playing, turn: Turn) -> int:
+        """Of the reply to a turn, as far as the episode leaves them."""
+        most = (p.episode.sampling or self.by.sampling).max_tokens
+        return min(most, turn.max_tokens or most)
 
     def _tokens(self, p: Playing, turn: Turn) -> list[int]:
         """What puts the turn before the policy."""
@@ -200,17 +217,39 @@ class _Play:
 
     def _exhausted(self, p: Playing, turn: Turn, tokens: Sequence[int]) -> StopReason | None:
         """What the episode has run out of, if anything."""
-        if len(p.replies) >= self.by.max_turns:
+        bounds = self.by.bounds
+        if len(p.replies) >= bounds.turns:
             return StopReason.TURNS
-        if self.by.episode_tokens is not None and p.n_sampled >= self.by.episode_tokens:
+        if bounds.tokens is not None and p.n_sampled >= bounds.tokens:
             return StopReason.LENGTH
+        if bounds.tool_calls is not None and is_tool(turn) and p.tool_answers >= bounds.tool_calls:
+            return StopReason.CALLS
+        if bounds.seconds is not None and p.turns and time.perf_counter() - p.began > bounds.seconds:
+            return StopReason.TIME
         before = 0 if turn.fresh or not p.turns else len(p.transcripts[-1])
         full = before + len(tokens) >= self.by.context or (p.told and not turn.fresh)
         return StopReason.CONTEXT if full else None
 
     def _end(self, index: int, problem: str) -> None:
-        self.finished[index] = self.playing[index].rollout(Done(Invalid(problem, InvalidKind.UNREADABLE)))
+        self._finish(index, Done(Invalid(problem, InvalidKind.UNREADABLE)))
         self.pool.drop(index)
+
+    def _finish(self, index: int, done: Done) -> None:
+        self.finished[index] = self.playing[index].rollout(done)
+        self.engine.forget(index)
+
+
+def cut_observation(tokens: Sequence[int], room: int, max_tokens: int) -> list[int]:
+    """What is shown in `room` tokens of context, so that a whole reply fits, or half of the room at least is shown.
+
+    Of what does not fit the middle is left out: three quarters are its beginning, where what was found best stands, and the
+    rest its end, which closes what was opened.
+    """
+    if len(tokens) < room or room < LEAST_SHOWN:
+        return list(tokens)
+    length = max(room // 2, room - max_tokens)
+    end = length // 4
+    return [*tokens[: length - end], *tokens[len(tokens) - end :]]
 
 
 def cut_prompt(tokens: Sequence[int], context: int, max_tokens: int) -> list[int]:

@@ -34,6 +34,11 @@ class Episode:
     sampling: Sampling | None = None  # instead of the player's
 
 
+def is_tool(turn: Turn) -> bool:
+    """Whether it is the answer of a tool."""
+    return turn.tool or (bool(turn.messages) and all(message["role"] == "tool" for message in turn.messages or ()))
+
+
 @dataclass(frozen=True)
 class _Said:
     """A reply as the environment had it."""
@@ -55,6 +60,8 @@ class Playing:
         self.replies: list[_Said] = []
         self.answers: list[tuple[str, Any]] = []  # of services, each with the name of the service
         self.asks = ""  # the service that was asked last
+        self.began = 0.0  # when, by the clock that the player reads
+        self.tool_answers = 0  # that were shown
         self.steps: list[tuple[int, float]] = []  # (scored tokens up to its end, step reward)
         self.told = False  # that it has run out of something, since its context last began
         self.asked_in_vain = 0  # times, over all contexts
@@ -76,8 +83,8 @@ class Playing:
             self.conversation, self._last = Conversation(self.tokenizer), None
         return self.conversation.show(turn, self._last)
 
-    def show(self, turn: Turn, tokens: Sequence[int], seconds: float) -> None:
-        """The policy sees these tokens of the turn: none where it is not asked any more."""
+    def show(self, turn: Turn, tokens: Sequence[int], seconds: float, cut: int = 0) -> None:
+        """The policy sees these tokens of the turn: none where it is not asked any more. `cut`: so many are left out."""
         if turn.reward and not self.told:  # an empty reply after the end earns nothing
             self.steps.append((self.n_scored, turn.reward))
         if turn.fresh and self.turns and tokens:
@@ -85,12 +92,12 @@ class Playing:
             self.told = False
         transcript = self.transcripts[-1]
         messages = turn.messages or ()
-        tool = turn.tool or (bool(messages) and all(message["role"] == "tool" for message in messages))
         kind = SpanKind.OBSERVATION if len(transcript) else SpanKind.PROMPT
-        if tool and len(transcript):
+        if is_tool(turn) and len(transcript):
             kind = SpanKind.TOOL
+            self.tool_answers += bool(tokens)
         text = turn.text if turn.text is not None else "\n".join(message["content"] for message in messages)
-        self._note(kind, text, len(tokens), turn.reward, seconds)
+        self._note(kind, text, len(tokens), turn.reward, seconds, cut if tokens else 0)
         transcript.observe(tokens, kind)
         self._learn = turn.learn
 
@@ -132,9 +139,9 @@ class Playing:
             answers=self.answers,
         )
 
-    def _note(self, kind: SpanKind, text: str, tokens: int, reward: float, seconds: float) -> None:
+    def _note(self, kind: SpanKind, text: str, tokens: int, reward: float, seconds: float, cut: int = 0) -> None:
         place = len(self.transcripts) - 1
-        self.turns.append(PlayedTurn(kind, text, place, len(self.transcripts[-1]), tokens, reward, seconds))
+        self.turns.append(PlayedTurn(kind, text, place, len(self.transcripts[-1]), tokens, reward, seconds, cut))
 
     def _placed(self, spans: Sequence[SpanReward]) -> list[tuple[int, float]] | Invalid:
         """(scored tokens up to its end, reward) of each part of a reply."""

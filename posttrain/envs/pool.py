@@ -9,6 +9,9 @@ What is decided here:
   with the fewest of them. When that is lost, its other episodes are replayed in a fresh one from their task, the replies
   and the answers of services that they had, which gives what was there before if the environment is deterministic. It
   should be: seed what is random from the task.
+* An environment that is written with `async def` waits beside others: a worker has as many of its steps under way as are
+  asked. It sees to the limit itself, and tells nothing but the result; the pool does so a little later, for code that
+  never gives the thread back. Then, and when such a worker dies, the episode whose code ran last is the one that is blamed.
 * The first worker starts at once and the others when it has imported the environment, while models are loaded: an import
   that fails does so once.
 * Nothing waits for a worker to read or to write: sockets are written as far as they take it, and read as far as there is.
@@ -16,6 +19,7 @@ What is decided here:
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import selectors
@@ -30,17 +34,20 @@ from typing import Any
 from posttrain.children import Child, pair
 from posttrain.envs.load import is_generator_env, load_env, opening, pack_env
 from posttrain.envs.reading import Done, Event
+from posttrain.envs.stage import OneByOne, Stage, stage_of
 from posttrain.envs.wire import (
     LONGEST_ANSWER,
+    NOTE_BYTES,
     Command,
     Frames,
     Garbled,
+    Greeting,
     Setup,
     framed,
+    noted,
     read_answer,
     read_greeting,
 )
-from posttrain.envs.worker import Stage
 from posttrain.types import Invalid, InvalidKind, Task, Turn, UserError
 
 __all__ = ["Done", "EnvPool", "Event", "Turn"]
@@ -50,6 +57,8 @@ LONGEST_STEP = 86_400.0  # seconds of a limit: the system cannot wait much longe
 IMPORT_TRIES = 3  # of a worker that takes the place of a lost one
 CLOSE_SECONDS = 1.0  # for idle workers to leave by themselves
 READ_BYTES = 1 << 18  # at once
+GRACE_SECONDS = 1.0  # for a worker whose code waits to see to a limit itself
+MOST_BESIDE = 1024  # scores that wait side by side in a worker
 
 
 def default_workers() -> int:
@@ -68,12 +77,13 @@ class _Episode:
     waiting: bool = True  # a command of it is unanswered
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Order:
     """What a worker is to do: the next step of an episode, or to forget it."""
 
     episode: _Episode
     drop: bool = False
+    since: float = 0.0  # when it was begun, in a worker whose code waits
 
 
 class _Worker:
@@ -81,13 +91,20 @@ class _Worker:
 
     def __init__(self, setup: Setup, folder: str) -> None:
         self.ready = False
+        self.waits = False  # whether it works on all that was sent side by side
         self.queue: deque[_Order] = deque()  # to be sent
-        self.sent: deque[_Order] = deque()  # what it is working on, in order
+        self.sent: dict[int, _Order] = {}  # what it is working on, by the number of the episode, in order
         self.since = time.monotonic()  # when it began the first of `sent`
         self.socket, theirs = pair()
         self.socket.setblocking(False)
-        with theirs:
-            self.child = Child("posttrain.envs.worker:main", [theirs.fileno()], folder=folder)
+        note = os.memfd_create("posttrain")
+        try:
+            os.ftruncate(note, NOTE_BYTES)
+            self.note = mmap.mmap(note, NOTE_BYTES)
+            with theirs:
+                self.child = Child("posttrain.envs.worker:main", [theirs.fileno(), note], folder=folder)
+        finally:
+            os.close(note)
         self.frames = Frames(LONGEST_ANSWER)
         self.unsent = bytearray(framed(pickle.dumps(setup)))
 
@@ -112,6 +129,14 @@ class _Worker:
         return self.frames.add(more)
 
     @property
+    def blamed(self) -> _Order:
+        """What it was at."""
+        first = next(iter(self.sent.values()))
+        if not self.waits:
+            return first
+        return next((order for number, order in self.sent.items() if noted(number) == self.note[:]), first)
+
+    @property
     def stirs(self) -> bool:
         """Whether there is something to read, or the end."""
         try:
@@ -125,14 +150,16 @@ class _Worker:
     def kill(self) -> None:
         self.child.kill()
         self.socket.close()
+        self.note.close()
 
 
 class EnvPool:
     """Episodes of one environment: `start` and `send` ask, `poll` brings the answers, in the order they come.
 
-    `env` is a name as in `load_env`, a reward or a generator function; `workers`: how many processes, None: as many as
-    there are processors; `seconds`: the limit of one step; `memory`: GiB that a worker may take (0: no limit). With
-    `workers=0` everything runs in this process, at once and in the caller's thread, without limits: for a debugger.
+    `env` is a name as in `load_env`, a reward or a generator function, either of them perhaps async; `workers`: how many
+    processes, None: as many as there are processors; `seconds`: the limit of one step; `memory`: GiB that a worker may
+    take (0: no limit). With `workers=0` everything runs in this process, at once and in the caller's thread, without
+    limits: for a debugger.
     """
 
     def __init__(
@@ -163,14 +190,14 @@ class EnvPool:
         self._imported = False  # whether any worker ever did
         self._tries = 0  # imports in a row that failed since
         self._closed = False
-        self._stage = Stage(load_env(env)) if workers == 0 else None
+        self._stage: Stage | OneByOne | None = stage_of(load_env(env)) if workers == 0 else None
         self._single_turn: bool | None = None  # not known before a worker has imported the environment
         if self._stage is not None:
             self._single_turn = self._stage.single_turn
             return
         if not isinstance(env, str):
             self._single_turn = not is_generator_env(load_env(env))
-        self._setup = Setup(pack_env(env), memory)
+        self._setup = Setup(pack_env(env), self._name, memory, seconds)
         self._add_worker()
 
     # -- asking --------------------------------------------------------------------------------------------------------
@@ -309,12 +336,16 @@ class EnvPool:
         """When the worker is to be given up, unless it answers."""
         if not worker.ready:
             return worker.since + IMPORT_SECONDS
-        return worker.since + self._seconds if worker.sent else None
+        if not worker.sent:
+            return None
+        if worker.waits:
+            return min(order.since for order in worker.sent.values()) + self._seconds + GRACE_SECONDS
+        return worker.since + self._seconds
 
     def _dispatch(self) -> None:
         for worker in list(self._workers):
-            if worker.ready and not worker.sent and (worker.queue or self._queue):
-                if worker.stirs:
+            if worker.ready and (worker.waits or not worker.sent) and (worker.queue or self._queue):
+                if not worker.sent and worker.stirs:
                     self._receive(worker)  # nothing was asked of it: it is gone, or speaks out of turn
                     continue
                 self._hand(worker)
@@ -323,9 +354,7 @@ class EnvPool:
 
     def _hand(self, worker: _Worker) -> None:
         """Give a free worker what is queued for it, or its share of what is queued for any: less when less is left."""
-        if self._single_turn is not None:
-            share = -(-len(self._queue) // (2 * self.size)) if self._single_turn else 0
-            worker.queue.extend(self._queue.popleft() for _ in range(share))
+        worker.queue.extend(self._queue.popleft() for _ in range(self._share(worker)))
         if not worker.queue:
             return
         commands = []
@@ -335,9 +364,21 @@ class EnvPool:
             task = None if episode.placed or order.drop else self._pickled(episode.task)
             commands.append(Command(episode.number, task, () if order.drop else tuple(sent), order.drop))
             episode.placed = not order.drop
-        worker.sent, worker.queue = worker.queue, deque()
+            order.since = time.monotonic()
+            worker.sent[episode.number] = order
+        worker.queue.clear()
         worker.unsent += framed(pickle.dumps(commands))
         worker.since = time.monotonic()
+
+    def _share(self, worker: _Worker) -> int:
+        """How much of what is queued for any worker this one takes."""
+        if not self._single_turn:
+            return 0
+        if worker.waits:
+            under_way = sum(len(other.sent) for other in self._workers)
+            fair = -(-(len(self._queue) + under_way) // self.size)
+            return min(len(self._queue), max(0, min(fair, MOST_BESIDE) - len(worker.sent)))
+        return -(-len(self._queue) // (2 * self.size))
 
     def _pickled(self, task: Task) -> bytes:
         try:
@@ -372,26 +413,28 @@ class EnvPool:
 
     def _take(self, worker: _Worker, content: bytes) -> None:
         answer = read_answer(content)
-        if not worker.sent or answer.number != worker.sent[0].episode.number:
+        order = worker.sent.get(answer.number)
+        if order is None or not (worker.waits or order is worker.blamed):
             raise Garbled("an answer out of turn")
-        order = worker.sent[0]
         if answer.event is None and not order.drop:
+            order.since = worker.since
             return  # a step that was replayed
         if order.drop != (answer.event is None):
             raise Garbled("an answer out of turn")
-        worker.sent.popleft()
+        del worker.sent[answer.number]
         if answer.event is not None:
             self._answer(order.episode, answer.event)
 
-    def _greet(self, worker: _Worker, message: bool | str) -> None:
+    def _greet(self, worker: _Worker, message: Greeting | str) -> None:
         if isinstance(message, str):
             self._import_failed(worker, message)
             return
         worker.ready, self._imported, self._tries = True, True, 0
+        worker.waits = message.waits
         while len(self._workers) < self.size:
             self._add_worker()
         if self._single_turn is None:
-            self._single_turn = message
+            self._single_turn = message.single_turn
             orders, self._queue = self._queue, deque()
             for order in orders:  # all of them starts
                 self._ask(order.episode)
@@ -408,7 +451,8 @@ class EnvPool:
             self._import_failed(worker, f"{self._name}: {reason.replace('its', 'a')} while it was imported")
             return
         if worker.sent:
-            order = worker.sent.popleft()
+            order = worker.blamed
+            del worker.sent[order.episode.number]
             if not order.drop:
                 self._answer(order.episode, Done(Invalid(f"{self._name}: {reason}", kind)))
         self._replace(worker)
@@ -427,7 +471,7 @@ class EnvPool:
         self._workers.remove(lost)
         lost.kill()
         fresh = self._add_worker()
-        orders = [order for order in (*lost.sent, *lost.queue) if not order.drop]
+        orders = [order for order in (*lost.sent.values(), *lost.queue) if not order.drop]
         if self._single_turn:
             self._queue.extendleft(reversed(orders))
         else:

@@ -5,7 +5,8 @@ any code runs, answers in JSON that is read as strictly as what environments yie
 and what cannot be read is `Garbled`.
 
     pool -> worker   a `Setup`, then lists of `Command`
-    worker -> pool   {"ready": whether it is a plain reward} or {"failed": message}, then for each command, in order,
+    worker -> pool   {"ready": whether it is a plain reward, "async": whether it waits} or {"failed": message}, then for
+                     each command, in order unless it waits,
                      {"number": n, "turn": {...}}, {"number": n, "ask": {...}} or {"number": n, "done": {...}}, or
                      {"number": n} where nothing is to be said: to a dropped episode, and to a replayed step, whose
                      answer the pool has had before
@@ -17,7 +18,7 @@ import json
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from posttrain.envs.reading import LONGEST_TEXT, MOST_REWARD, Done, Event, cleaned, read_ask, read_turn
 from posttrain.types import Ask, Invalid, InvalidKind, SpanReward, Turn
@@ -35,7 +36,9 @@ class Setup:
     """What a worker is told first."""
 
     env: str | bytes  # see `load.pack_env`
+    name: str  # of the environment, in messages
     memory: float  # GiB that it may take; 0: no limit
+    seconds: float  # limit of a step of code that waits; of other code the pool sees to it
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,20 @@ class Command:
 class Answer:
     number: int
     event: Event | None  # None: a step is over, of which nothing is to be said
+
+
+class Greeting(NamedTuple):
+    """What an environment is."""
+
+    single_turn: bool  # a plain reward
+    waits: bool  # written with `async def`
+
+
+NOTE_BYTES = 8  # of the memory in which a worker notes which episode's code runs
+
+
+def noted(number: int) -> bytes:
+    return number.to_bytes(NOTE_BYTES, "little")
 
 
 def framed(content: bytes) -> bytes:
@@ -83,8 +100,8 @@ class Frames:
 # -- the worker's side -------------------------------------------------------------------------------------------------
 
 
-def write_greeting(single_turn: bool) -> bytes:
-    return _written({"ready": single_turn})
+def write_greeting(single_turn: bool, waits: bool) -> bytes:
+    return _written({"ready": single_turn, "async": waits})
 
 
 def write_failure(message: str) -> bytes:
@@ -113,11 +130,11 @@ def _written(message: dict[str, Any]) -> bytes:
 # -- the pool's side ---------------------------------------------------------------------------------------------------
 
 
-def read_greeting(content: bytes) -> bool | str:
-    """Whether it is a plain reward, or why there is none."""
+def read_greeting(content: bytes) -> Greeting | str:
+    """What the environment is, or why there is none."""
     message = _read(content)
-    if message.keys() == {"ready"} and isinstance(message["ready"], bool):
-        return message["ready"]
+    if message.keys() == {"ready", "async"} and all(isinstance(flag, bool) for flag in message.values()):
+        return Greeting(message["ready"], message["async"])
     if message.keys() == {"failed"} and isinstance(message["failed"], str):
         return cleaned(message["failed"])
     raise Garbled("a greeting that is none")

@@ -1,108 +1,42 @@
-"""The process that plays environments, and what it answers. Decides how user code that raises is reported.
+"""The process that plays environments, and what it answers.
 
-The pool (`posttrain.envs.pool`) sends lists of commands over a socket; each is answered as soon as it is done, before the
-next one begins, so that whatever happens to this process the pool knows which episode it was in.
+The pool (`posttrain.envs.pool`) sends lists of commands over a socket; each is answered as soon as it is done. Of code
+that has the thread to itself one is done before the next one begins, so that whatever happens to this process the pool
+knows which episode it was in. Of code that waits many are under way, and a few bytes of memory that both share say whose
+turn it was last.
 """
 
 from __future__ import annotations
 
-import copy
+import asyncio
+import mmap
 import os
 import pickle
 import socket
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
-from posttrain.envs.load import is_generator_env, lift, unpack_env
-from posttrain.envs.reading import Done, Event, cleaned, read_verdict, read_yielded
-from posttrain.envs.wire import Command, Frames, Setup, write_answer, write_failure, write_greeting
-from posttrain.types import Ask, Env, Invalid, InvalidKind, Reply, Task, UserError
-from posttrain.user_code import describe_error, source_file
+from posttrain.envs.load import is_async, unpack_env
+from posttrain.envs.reading import Done, Event
+from posttrain.envs.stage import AsyncStage, Stage
+from posttrain.envs.wire import (
+    NOTE_BYTES,
+    Command,
+    Frames,
+    Setup,
+    noted,
+    write_answer,
+    write_failure,
+    write_greeting,
+)
+from posttrain.types import Ask, Invalid, InvalidKind, Reply, UserError
+from posttrain.user_code import describe_error
 
 DIVERGED = (
     "went another way when it was replayed after a crash: an environment must depend on its task, and on the replies and "
     "answers that it gets, alone"
 )
-
-
-class Stage:
-    """The episodes in progress in this process. Nothing that an environment raises leaves it.
-
-    `alone`: the process is the environment's own, so that not even a KeyboardInterrupt is the user's. `memory`: GiB that
-    it may take, for the reason when there are no more (0: no limit).
-    """
-
-    def __init__(self, function: Callable[..., Any], alone: bool = False, memory: float = 0.0) -> None:
-        self.single_turn = not is_generator_env(function)
-        self._env: Env = lift(function) if self.single_turn else function
-        self._file = source_file(function)
-        self._memory = memory
-        self._alone = alone
-        self._episodes: dict[int, Generator[Any, Any, Any]] = {}
-
-    def start(self, id: int, task: Task) -> Event:
-        self._episodes[id] = self._begin(task)
-        return self._resume(id, None)
-
-    def send(self, id: int, said: Any) -> Event:
-        """`said`: the reply to its turn, or the answer to its question."""
-        return self._resume(id, said)
-
-    def drop(self, id: int) -> None:
-        episode = self._episodes.pop(id, None)
-        try:
-            if episode is not None:
-                episode.close()  # may run code of the user's
-        except BaseException as error:
-            self._let_through(error)
-
-    def _let_through(self, error: BaseException) -> None:
-        """Raise what is the user's at the keyboard; everything else that an environment raises is its own."""
-        if isinstance(error, KeyboardInterrupt) and not self._alone:
-            raise error
-
-    def raised(self, error: BaseException) -> Done:
-        """What becomes of an episode whose code raised."""
-        try:
-            reason = describe_error(error, self._file)
-        except BaseException as failed:  # the user's __str__, or no memory is left for the message
-            self._let_through(failed)
-            reason = type(error).__name__
-        if isinstance(error, MemoryError) and self._memory:
-            reason += f"; a worker may take {self._memory:g} GiB: see --env-memory"
-        return Done(Invalid(cleaned(reason), InvalidKind.RAISED))
-
-    def _begin(self, task: Task) -> Generator[Any, Any, Any]:
-        """Calls the environment only when it is first resumed: what a decorator raises is then caught like the rest.
-
-        The rows of a group are one object: each episode has a copy, to change as it likes.
-        """
-        return (yield from self._env(task if self._alone else copy.deepcopy(task)))
-
-    def _resume(self, id: int, said: Any) -> Event:
-        episode = self._episodes.pop(id)
-        try:
-            event = read_yielded(episode.send(said))
-        except StopIteration as end:
-            return self._verdict(end.value)
-        except BaseException as error:
-            self._let_through(error)
-            self._episodes[id] = episode  # not ended, if what it yielded is what failed
-            self.drop(id)
-            return self.raised(error)
-        self._episodes[id] = episode
-        if isinstance(event, Invalid):
-            self.drop(id)
-            return Done(event)
-        return event
-
-    def _verdict(self, value: Any) -> Done:
-        try:
-            return read_verdict(value)
-        except BaseException as error:  # types of the user's
-            self._let_through(error)
-            return self.raised(error)
 
 
 class _Connection:
@@ -125,30 +59,54 @@ class _Connection:
         return self._arrived.pop(0)
 
     def send(self, frame: bytes) -> None:
-        if os.getpid() != self._owner:  # a child of user code came back as if it were its parent
-            os._exit(0)
+        self._check_owner()
         self._socket.sendall(frame)
 
+    async def receive_beside(self) -> bytes:
+        """As `receive`, while others work."""
+        while not self._arrived:
+            more = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 20)
+            if not more:
+                raise EOFError
+            self._arrived += self._frames.add(more)
+        return self._arrived.pop(0)
 
-def main(descriptor: int) -> None:
-    """Play what is asked through this socket until it is closed."""
+    async def send_beside(self, frame: bytes) -> None:
+        self._check_owner()
+        async with self._sending:  # a frame is not to begin in the middle of another
+            await asyncio.get_running_loop().sock_sendall(self._socket, frame)
+
+    def open_beside(self) -> None:
+        """From here on the last two are used."""
+        self._socket.setblocking(False)
+        self._sending = asyncio.Lock()
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:  # a child of user code came back as if it were its parent
+            os._exit(0)
+
+
+def main(descriptor: int, note: int) -> None:
+    """Play what is asked through this socket until it is closed. `note`: memory that is shared with the pool."""
     if sys.stdout is not None:  # what the user prints is for the eyes, and should not wait
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     connection = _Connection(descriptor)
     try:
         setup: Setup = pickle.loads(connection.receive())
         _limit_memory(setup.memory)
-        stage = _load(setup, connection)
-        while stage is not None:
+        stage = _load(setup, connection, note)
+        if isinstance(stage, AsyncStage):
+            asyncio.run(_beside(connection, stage))
+        while isinstance(stage, Stage):
             for command in pickle.loads(connection.receive()):
                 _answer(connection, stage, command)
     except (EOFError, OSError):
         return  # the pool is gone, or has closed us; or user code has closed the socket
 
 
-def _load(setup: Setup, connection: _Connection) -> Stage | None:
+def _load(setup: Setup, connection: _Connection, note: int) -> Stage | AsyncStage | None:
     try:
-        stage = Stage(unpack_env(setup.env), alone=True, memory=setup.memory)
+        stage = _stage(setup, unpack_env(setup.env), note)
     except UserError as error:
         connection.send(write_failure(str(error)))
         return None
@@ -157,8 +115,22 @@ def _load(setup: Setup, connection: _Connection) -> Stage | None:
         said = f"the environment does not load in a worker: {describe_error(error, None)}{hint}"
         connection.send(write_failure(said))
         return None
-    connection.send(write_greeting(stage.single_turn))
+    connection.send(write_greeting(stage.single_turn, isinstance(stage, AsyncStage)))
     return stage
+
+
+def _stage(setup: Setup, function: Callable[..., Any], note: int) -> Stage | AsyncStage:
+    if not is_async(function):
+        return Stage(function, True, setup.memory)
+    shared = mmap.mmap(note, NOTE_BYTES)
+
+    def enters(number: int) -> None:
+        shared[:] = noted(number)
+
+    return AsyncStage(function, True, setup.memory, setup.seconds, f"{setup.name}: ", enters)
+
+
+# -- code that has the thread to itself --------------------------------------------------------------------------------
 
 
 def _answer(connection: _Connection, stage: Stage, command: Command) -> None:
@@ -175,15 +147,63 @@ def _answer(connection: _Connection, stage: Stage, command: Command) -> None:
     except BaseException as error:  # classes of the user's among what is in the task
         event = stage.raised(error)
     for said in command.sent:
-        if isinstance(event, Done) or isinstance(event, Ask) == isinstance(said, Reply):
-            if not (isinstance(event, Done) and isinstance(event.reward, Invalid)):
-                stage.drop(number)
-                event = Done(Invalid(DIVERGED, InvalidKind.RAISED))
+        if _parted(event, said):
+            event = _diverged(stage, number, event)
             break
         if not stage.single_turn:  # the start of a plain reward takes no time: not worth a message
             connection.send(write_answer(number, None))
         event = stage.send(number, said)
     connection.send(write_answer(number, event))
+
+
+def _parted(event: Event, said: Any) -> bool:
+    """Whether what was said before cannot be the answer to this."""
+    return isinstance(event, Done) or isinstance(event, Ask) == isinstance(said, Reply)
+
+
+def _diverged(stage: Stage | AsyncStage, number: int, event: Event) -> Event:
+    """What becomes of an episode that goes another way when it is replayed."""
+    if isinstance(event, Done) and isinstance(event.reward, Invalid):
+        return event
+    stage.drop(number)
+    return Done(Invalid(DIVERGED, InvalidKind.RAISED))
+
+
+# -- code that waits ---------------------------------------------------------------------------------------------------
+
+
+async def _beside(connection: _Connection, stage: AsyncStage) -> None:
+    """Answer commands side by side."""
+    connection.open_beside()
+    working: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
+    while True:
+        for command in pickle.loads(await connection.receive_beside()):
+            task = asyncio.get_running_loop().create_task(_answer_beside(connection, stage, command))
+            working.add(task)
+            task.add_done_callback(working.discard)
+
+
+async def _answer_beside(connection: _Connection, stage: AsyncStage, command: Command) -> None:
+    """As `_answer`."""
+    number = command.number
+    event: Event | None = None
+    if command.drop:
+        stage.drop(number)
+    elif command.task is None:
+        event = await stage.send(number, command.sent[0])
+    else:
+        try:
+            event = await stage.start(number, pickle.loads(command.task))
+        except Exception as error:
+            event = stage.raised(error)
+        for said in command.sent:
+            if _parted(event, said):
+                event = _diverged(stage, number, event)
+                break
+            if not stage.single_turn:
+                await connection.send_beside(write_answer(number, None))
+            event = await stage.send(number, said)
+    await connection.send_beside(write_answer(number, event))
 
 
 def _limit_memory(gib: float) -> None:

@@ -124,6 +124,10 @@ class Step:
     rows: Int64
     threads: Int64
     order: Pointer
+    group: Pointer
+    groups: Int64
+    slot: Pointer
+    draws: Int64
     prompt: Pointer
     prompt_length: Pointer
     token: Pointer

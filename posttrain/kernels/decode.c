@@ -57,6 +57,10 @@ STRUCTURE(model, MODEL_FIELDS)
     FIELD(int64_t, threads) \
     /* requests: [B] each unless said otherwise */ \
     FIELD(const int32_t *, order)         /* rows, those of one prompt side by side */ \
+    FIELD(const int32_t *, group)         /* [groups + 1] where the rows of each slot begin in order; NULL: each is alone */ \
+    FIELD(int64_t, groups) \
+    FIELD(const int32_t *, slot)          /* its own tokens' place in the cache; NULL: that of the row */ \
+    FIELD(int64_t, draws)                 /* 0: no token is drawn, only keys and values are wanted */ \
     FIELD(const int32_t *, prompt)        /* its prompt's place in the cache */ \
     FIELD(const int32_t *, prompt_length) /* [prompts] */ \
     FIELD(int64_t *, token)               /* the last one; becomes the next */ \
@@ -230,7 +234,8 @@ int64_t decode_scratch(const struct model *m, int64_t visible) {
 }
 
 // The new token's keys and values go into the cache, then its queries look at all that is there. A piece of work is a
-// request and a key head, which touches no other's part of the cache.
+// request and a key head, which touches no other's part of the cache; of several tokens of a request one after the other,
+// so that each gives the bits that it gives alone.
 static void attention(struct worker *w, int64_t layer) {
     const struct model *m = w->m;
     const struct step *s = w->s;
@@ -238,31 +243,37 @@ static void attention(struct worker *w, int64_t layer) {
     const float *qk_norm = m->layer[layer].qk_norm, scale = 1.0f / sqrtf((float)m->head_size);
     const int64_t size = m->head_size, padded = round_up(size, LANES), repeat = m->heads / m->kv_heads;
     const struct attention_scratch a = attention_scratch(m, w->scratch, s->own_tokens + s->prompt_tokens);
+    const int keys_alone = !s->draws && layer == m->layers - 1;  // nobody reads what comes behind them
     memset(a.query, 0, sizeof(float) * (size_t)(repeat * padded));  // also what pads them
-    for (int64_t piece; (piece = claim(w)) < s->rows * m->kv_heads;) {
-        const int64_t head = piece / s->rows, row = s->order[piece % s->rows], prompt = s->prompt[row];
-        const int64_t place = s->count[row] - 1;
-        const float *cos = s->cos + s->length[row] * size, *sin = s->sin + s->length[row] * size;
-        const float *qkv = s->qkv + row * s->qkv_stride, *value = qkv + (m->heads + m->kv_heads + head) * size;
-        for (int64_t q = 0; q < repeat; q++)
-            rotate_head(m, qkv + (head * repeat + q) * size, qk_norm, cos, sin, scale, a.query + q * padded);
-        rotate_head(m, qkv + (m->heads + head) * size, qk_norm ? qk_norm + size : NULL, cos, sin, 1.0f, a.key);
-        const int64_t own = ((layer * s->own_slots + row) * m->kv_heads + head) * s->own_tokens * padded;
-        const int64_t shared = ((layer * s->prompt_slots + prompt) * m->kv_heads + head) * s->prompt_tokens * padded;
-        const int64_t block = own + place / LANES * LANES * padded + place % LANES;
-        for (int64_t i = 0; i < size; i++) {
-            store_one(s->own_keys, block + i * LANES, a.key[i], dtype);
-            store_one(s->own_values, own + place * padded + i, value[i], dtype);
+    for (int64_t piece; (piece = claim(w)) < s->groups * m->kv_heads;) {
+        const int64_t head = piece / s->groups, group = piece % s->groups;
+        const int64_t first = s->group ? s->group[group] : group, end = s->group ? s->group[group + 1] : group + 1;
+        for (int64_t at = first; at < end; at++) {
+            const int64_t row = s->order[at], slot = s->slot ? s->slot[row] : row, prompt = s->prompt[row];
+            const int64_t place = s->length[row] - s->prompt_length[prompt];
+            const float *cos = s->cos + s->length[row] * size, *sin = s->sin + s->length[row] * size;
+            const float *qkv = s->qkv + row * s->qkv_stride, *value = qkv + (m->heads + m->kv_heads + head) * size;
+            for (int64_t q = 0; q < repeat && !keys_alone; q++)
+                rotate_head(m, qkv + (head * repeat + q) * size, qk_norm, cos, sin, scale, a.query + q * padded);
+            rotate_head(m, qkv + (m->heads + head) * size, qk_norm ? qk_norm + size : NULL, cos, sin, 1.0f, a.key);
+            const int64_t own = ((layer * s->own_slots + slot) * m->kv_heads + head) * s->own_tokens * padded;
+            const int64_t shared = ((layer * s->prompt_slots + prompt) * m->kv_heads + head) * s->prompt_tokens * padded;
+            const int64_t block = own + place / LANES * LANES * padded + place % LANES;
+            for (int64_t i = 0; i < size; i++) {
+                store_one(s->own_keys, block + i * LANES, a.key[i], dtype);
+                store_one(s->own_values, own + place * padded + i, value[i], dtype);
+            }
+            if (keys_alone) continue;
+            const struct visible visible = {
+                {element(s->prompt_keys, shared, dtype), element(s->own_keys, own, dtype)},
+                {element(s->prompt_values, shared, dtype), element(s->own_values, own, dtype)},
+                {s->prompt_length[prompt], place + 1},
+            };
+            attend_all(dtype, repeat, size, padded, a.query, &visible, a.scores, a.scores_stride, a.out);
+            void *out = element(s->attended, row * s->attended_stride + head * repeat * size, dtype);
+            for (int64_t q = 0; q < repeat; q++)
+                for (int64_t i = 0; i < size; i++) store_one(out, q * size + i, a.out[q * padded + i], dtype);
         }
-        const struct visible visible = {
-            {element(s->prompt_keys, shared, dtype), element(s->own_keys, own, dtype)},
-            {element(s->prompt_values, shared, dtype), element(s->own_values, own, dtype)},
-            {s->prompt_length[prompt], place + 1},
-        };
-        attend_all(dtype, repeat, size, padded, a.query, &visible, a.scores, a.scores_stride, a.out);
-        void *out = element(s->attended, row * s->attended_stride + head * repeat * size, dtype);
-        for (int64_t q = 0; q < repeat; q++)
-            for (int64_t i = 0; i < size; i++) store_one(out, q * size + i, a.out[q * padded + i], dtype);
     }
 }
 
@@ -306,6 +317,7 @@ static void run(struct worker *w) {
         end_phase(w, PRODUCTS);  // attention reads q, k and v of a head, which are outputs of several panels
         attention(w, l - m->layer);
         end_phase(w, ATTENTION);  // each panel reads all heads of every row of attended
+        if (!s->draws && l == m->layer + m->layers - 1) break;
         product(w, &l->o, s->attended, s->attended_stride, dtype, ADD, s->x, s->hidden_stride);
         end_phase(w, PRODUCTS);  // the norm reads whole rows of x, to which each panel adds a part
         norm(w, l->mlp_norm, s->normed, dtype);
@@ -318,6 +330,7 @@ static void run(struct worker *w) {
 #ifdef __AMX_BF16__
     if (dtype == BF16) _tile_release();
 #endif
+    if (!s->draws) return;
     norm(w, m->norm, s->last, FLOAT32);
     end_phase(w, NORMS);  // each panel of the head reads every row of last
     if (m->head.weight) {

@@ -37,6 +37,15 @@ VOCAB_MOST = 2**24  # entries of a tokenizer to be trained: its trainer reserves
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+_MARK = "\u2063reply\u2063"  # stands for a sampled reply when a template is asked what surrounds one
+_WORD = "Xyzzy"  # stands for what is to be shown
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
+
+
 class Tokenizer:
     """A trained tokenizer with its special tokens and chat template."""
 
@@ -59,6 +68,7 @@ class Tokenizer:
         self.special = {name: _token_text(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.backend = backend
+        self._parts: dict[str, bool] = {}  # of each chat template, see `_takes_parts`
         self._continuation = _continuation(backend)
         self._opening = _opening(backend)
         self.eos_id, self.bos_id, self.pad_id = (self._id(name) for name in ("eos_token", "bos_token", "pad_token"))
@@ -160,11 +170,58 @@ class Tokenizer:
             raise UserError(
                 "this tokenizer has no chat template: put chat_template.jinja into its folder, or prompt with text"
             )
+        return self._rendered(messages, generation, self._takes_parts)
+
+    def render_after(self, before: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> str:
+        """What the template puts behind a reply to the messages `before`, up to where the model is to reply to `new`.
+
+        It begins with the end of the reply. A template may show what is before otherwise than when the model read it (it
+        drops the thinking of earlier turns, for example): only what comes behind the reply is asked of it. Raises
+        UserError if the template does not show a reply as it was said, or shows nothing of a new message.
+        """
+        text = self.render([*before, {"role": "assistant", "content": _MARK}, *new])
+        if text.count(_MARK) != 1:
+            raise UserError(
+                "this chat template does not show a reply where it was said: use it with one turn, or yield text, not "
+                "messages"
+            )
+        after = text[text.index(_MARK) + len(_MARK) :]
+        for place, message in enumerate(new):
+            content = message.get("content")
+            if isinstance(content, str) and content.strip() not in after and not self._shows([*before], new, place):
+                raise UserError(
+                    f"this chat template shows nothing of a message whose role is {message.get('role')!r}: yield it as "
+                    "text, or in another role"
+                )
+        return after
+
+    def _shows(self, before: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], place: int) -> bool:
+        """Whether a message is shown, perhaps in other words, such as JSON: a word in its place is."""
+        marked = [{**message, "content": _WORD} if i == place else message for i, message in enumerate(new)]
+        return _WORD in self.render([*before, {"role": "assistant", "content": _MARK}, *marked])
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], generation: bool, parts: bool) -> str:
         from posttrain.models.templates import render
 
-        variables: dict[str, Any] = {"messages": [dict(message) for message in messages], **self.special}
+        assert self.chat_template is not None
+        shown = [_in_parts(message) if parts else dict(message) for message in messages]
+        variables: dict[str, Any] = {"messages": shown, **self.special}
         variables |= {"tools": None, "documents": None, "add_generation_prompt": generation}
         return render(self.chat_template, variables, self.template_name)
+
+    @property
+    def _takes_parts(self) -> bool:
+        """Whether the template shows contents that are lists of parts, and text not: those of models that see pictures."""
+        assert self.chat_template is not None
+        if self.chat_template not in self._parts:
+            asked, found = [{"role": "user", "content": _WORD}], {}
+            for parts in (False, True):
+                try:
+                    found[parts] = _WORD in self._rendered(asked, True, parts)
+                except UserError:  # what it wants else is told where it is used
+                    found[parts] = False
+            self._parts[self.chat_template] = found[True] and not found[False]
+        return self._parts[self.chat_template]
 
     def padding(self, ends: Sequence[int]) -> Tokenizer:
         """The same with a token to pad with that is none of `ends`: a special one where there is one, or else a new one.

@@ -75,7 +75,7 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
     return {
         arm: practise(
             arena, folder, arm, seed, settings, say,
-            algorithm="dr-grpo", aggregate=arm, max_grad_norm=0.0, episode_tokens=2 * settings["max_tokens"],
+            algorithm="dr-grpo", aggregate=arm, max_grad_norm=0.0, max_episode_tokens=2 * settings["max_tokens"],
         )
         for arm in ARMS
     }  # fmt: skip

@@ -73,7 +73,8 @@ def _said(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             transcript = turn["transcript"]
             yield "", "(a new context)"
         reward = f"  (reward {_cell(turn['reward'])})" if turn["reward"] else ""
-        yield SPEAKERS.get(turn["kind"], turn["kind"]), turn["text"] + reward
+        cut = f"  ({turn['cut']} tokens left out)" if turn.get("cut") else ""
+        yield SPEAKERS.get(turn["kind"], turn["kind"]), turn["text"] + cut + reward
     if not row["turns"]:
         yield from (("prompt", row["prompt"]), ("reply", row["text"]))
     if row.get("answer") is not None:

@@ -220,6 +220,7 @@ def _turn(turn: PlayedTurn) -> Row:
         "transcript": turn.transcript,
         "start": turn.start,
         "length": turn.length,
+        **({"cut": turn.cut} if turn.cut else {}),
     }
 
 

@@ -64,21 +64,29 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterato
         yield tokenizer.encode(task.get("prompt", ""), start=True), False
         yield [*tokenizer.encode(task["response"]), eos_ids[0]], True
         return
-    before = ""
+    said = -1  # place of the assistant's last message
+    reply: list[int] = []
     for i, message in enumerate(task["messages"]):
         if message["role"] != "assistant":
             continue
         shown = tokenizer.render(task["messages"][:i], generation=True)
         whole = tokenizer.render(task["messages"][: i + 1], generation=False)
-        if not (shown.startswith(before) and whole.startswith(shown)):
-            raise UserError("this chat template rewrites earlier messages, so the reply's tokens are not known")
-        yield tokenizer.encode(shown[len(before) :], start=not before), False
+        if not whole.startswith(shown):
+            raise UserError("this chat template rewrites what opens a reply, so the reply's tokens are not known")
+        if said < 0:
+            yield tokenizer.encode(shown, start=True), False
+        else:  # as a policy would see it: behind what it said stands what it said, however the template shows it later
+            after = tokenizer.encode(tokenizer.render_after(task["messages"][:said], task["messages"][said + 1 : i]))
+            ended = next((n for n in range(min(len(after), len(reply)), 0, -1) if reply[-n:] == after[:n]), 0)
+            yield after[ended:], False
         reply = tokenizer.encode(whole[len(shown) :])
-        ends = [i for i, token in enumerate(reply) if token in eos_ids]
-        end = ends[-1] + 1 if ends else len(reply)  # what the template puts after the end of a turn is not sampled
-        yield reply[:end] if ends else [*reply, eos_ids[0]], True
-        yield reply[end:], False
-        before = whole
+        ends = [place for place, token in enumerate(reply) if token in eos_ids]
+        content = str(message["content"]).strip()
+        closing = whole[len(shown) :].rpartition(content)[2] if content else ""
+        behind = sum(token in eos_ids for token in tokenizer.encode(closing))  # several: a policy ends with the first
+        end = ends[-max(behind, 1)] + 1 if ends else len(reply)  # what the template puts after it is not sampled
+        said, reply = i, reply[:end]
+        yield reply if ends else [*reply, eos_ids[0]], True
 
 
 class Transcripts(Made[Transcript]):

@@ -49,8 +49,8 @@ def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
 def _episode_tokens(run: RL, single_turn: bool) -> int | None:
     """Most tokens that the policy may sample in an episode; None: there is no bound."""
     if single_turn or run.max_turns == 1:
-        return min(run.max_tokens, run.episode_tokens or run.max_tokens)
-    return run.episode_tokens
+        return min(run.max_tokens, run.max_episode_tokens or run.max_tokens)
+    return run.max_episode_tokens
 
 
 def _given(run: RL, flag: str) -> bool:

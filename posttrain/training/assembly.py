@@ -184,7 +184,7 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
 def _engine(config: RL, model: Model, tokenizer: Tokenizer) -> Engine:
     """What samples the rollouts."""
     if config.engine == "local":
-        return embedded(model, tokenizer, config.slots, config.precision)
+        return embedded(model, tokenizer, config.slots, config.precision, config.engine_cache)
     if not isinstance(model, Decoder):
         raise UserError(
             f"--engine {config.engine} cannot take over the weights of a {type(model).__name__}: leave it out"

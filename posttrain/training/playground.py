@@ -19,7 +19,7 @@ from posttrain.data.tasks import Stream, Tasks
 from posttrain.envs.asked import unscored
 from posttrain.envs.asking import Services
 from posttrain.envs.journal import Journal
-from posttrain.envs.play import MAX_TURNS, Player, TooLong
+from posttrain.envs.play import Bounds, Player, TooLong
 from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
@@ -37,13 +37,12 @@ class Playground:
     services: Services
     sampling: Sampling
     too_long: TooLong = "refuse"
-    episode_tokens: int | None = None
-    max_turns: int = MAX_TURNS
+    bounds: Bounds = Bounds()
 
     def player(self, engine: Engine, tokenizer: Tokenizer, context: int) -> Player:
         """Who plays with what this engine samples; `context`: tokens that its model reads."""
-        bounds = context, self.too_long, self.episode_tokens, self.max_turns
-        return Player(self.pool, engine, tokenizer, self.sampling, *bounds, services=self.services)
+        bounds = context, self.too_long, self.bounds, self.services
+        return Player(self.pool, engine, tokenizer, self.sampling, *bounds)
 
     @property
     def lines(self) -> list[str]:
@@ -77,7 +76,8 @@ def open_playground(
             yield Playground(pool, services, Sampling(), config.too_long)
             return
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
-        yield Playground(pool, services, sampling, config.too_long, config.episode_tokens, config.max_turns)
+        bounds = Bounds(config.max_episode_tokens, config.max_turns, config.max_tool_calls, config.episode_seconds)
+        yield Playground(pool, services, sampling, config.too_long, bounds)
 
 
 @contextmanager

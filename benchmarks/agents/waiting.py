@@ -1,137 +1,158 @@
-"""What waiting for tools costs: episodes whose tools take a time, beside the same with tools that answer at once.
+"""How long episodes with slow tools take, beside the longest of them alone: python benchmarks/agents/waiting.py
 
-    python benchmarks/agents/waiting.py
+64 episodes of 3 turns; after each reply a tool answers, after a time drawn from an exponential distribution of mean
+0.5 s, the same for every run. The critical path is the episode whose tools take longest, played alone. A model with random
+weights samples. What is sampled has to be that of a run whose tools answer at once, to the last bit.
 
-64 episodes of 3 turns, each reply followed by a tool whose latency is exponential with a mean of half a second, in two
-workers. The critical path is that of the slowest episode: its latencies, and the time of the run with instant tools. And
-the memory of 256 tools that wait at once, beside workers that do nothing.
+The environment is async; --blocking: one that is not, each of whose episodes occupies a worker while its tool works. Then
+the memory of 256 tools that wait at once, over that of workers that do nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
-import random
+import platform
+import statistics
+import subprocess
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
+from posttrain.seeds import seed_of
+from posttrain.types import Reply, Task, Turn
 
-from posttrain.engines.embedded import embedded
-from posttrain.envs.play import Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.models.folder import load_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Reply, Rollout, Sampling, Turn
+if TYPE_CHECKING:
+    from posttrain.envs.pool import EnvPool
 
-MODEL = Path(__file__).resolve().parents[3] / "shared" / "data" / "models" / "gsm8k-5m"
-EPISODES, TURNS, MEAN, TOKENS, WAITING = 64, 3, 0.5, 32, 256
+TURNS, MEAN, WAITING = 3, 0.5, 256
 
 
-async def tool(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
-    """A reply, a tool's answer, and so on; the reward is how much was said."""
-    reply = yield Turn(task["prompt"])
-    said = len(reply)
-    for latency in task["latencies"][:-1]:
-        await asyncio.sleep(latency)
-        reply = yield f"\n[{said}]\n"
-        said += len(reply)
-    await asyncio.sleep(task["latencies"][-1])
-    yield float(said)
+def latency(task: Task, turn: int) -> float:
+    """Seconds of the tool after a reply: exponential."""
+    draw = (seed_of("latency", task["id"], turn) % 2**32 + 0.5) / 2**32
+    return -MEAN * math.log(draw)
 
 
-def tasks(seed: int, mean: float) -> list[dict[str, Any]]:
-    draw = random.Random(seed)
-    found = []
-    for number in range(EPISODES):
-        latencies = [mean * draw.expovariate(1.0) for _ in range(TURNS)]
-        found.append({"id": str(number), "prompt": f"Anna has {number} apples.", "latencies": latencies})
-    return found
+async def tools(task: Task) -> AsyncGenerator[Turn | str | float, Reply]:
+    reply = yield task["prompt"]
+    for turn in range(1, TURNS):
+        await asyncio.sleep(task["scale"] * latency(task, turn))
+        reply = yield Turn(f"<{len(reply)}>", tool=True)
+    await asyncio.sleep(task["scale"] * latency(task, TURNS))
+    yield float(len(reply))
 
 
-def played(seed: int, mean: float, workers: int) -> tuple[float, list[Rollout]]:
-    model, tokenizer = load_model(MODEL), Tokenizer.load(MODEL)
-    engine = embedded(model, tokenizer, slots=EPISODES)
-    with EnvPool(tool, workers=workers, seconds=60.0) as pool:
-        pool.ready()
-        sampling = Sampling(max_tokens=TOKENS)
-        player = Player(pool, engine, tokenizer, sampling, model.config.context)
-        player.play([Episode({"id": "warm", "prompt": "A", "latencies": [0.0] * TURNS}, "warm", 0)])
-        begin = time.perf_counter()
-        rollouts = player.play([Episode(task, task["id"], seed + i) for i, task in enumerate(tasks(seed, mean))])
-        return time.perf_counter() - begin, rollouts
+def blocking_tools(task: Task) -> Generator[Turn | str, Reply, float]:
+    reply = yield task["prompt"]
+    for turn in range(1, TURNS):
+        time.sleep(task["scale"] * latency(task, turn))
+        reply = yield Turn(f"<{len(reply)}>", tool=True)
+    time.sleep(task["scale"] * latency(task, TURNS))
+    return float(len(reply))
 
 
-def same(some: list[Rollout], others: list[Rollout]) -> bool:
-    """Whether all that is learned from is the same to the last bit."""
-
-    def essence(rollout: Rollout) -> Any:
-        logp = [t.sampler_logp for t in rollout.transcripts]
-        return (
-            [(t.tokens, t.spans) for t in rollout.transcripts],
-            [x.tobytes() for x in logp if x is not None],
-            rollout.reward,
-            rollout.stop,
-        )
-
-    return repr(list(map(essence, some))) == repr(list(map(essence, others)))
-
-
-def memory(pool: EnvPool) -> float:
-    """Resident MiB of the workers, each counted with what it shares."""
-    own = str(os.getpid())
-    parents = {}
+def memory() -> float:
+    """Resident MiB of all that this process started."""
+    sizes = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line)
         except OSError:
             continue
-        parents[folder.name] = status["PPid"].strip(), int(status.get("VmRSS", "0 kB").split()[0]) / 1024
-    total, below = 0.0, {own}
-    for _ in range(4):  # keepers, and workers below them
-        below |= {pid for pid, (parent, _) in parents.items() if parent in below}
-    total = sum(size for pid, (_, size) in parents.items() if pid in below - {own})
-    return total
+        sizes[folder.name] = status["PPid"].strip(), int(status.get("VmRSS", "0 kB").split()[0]) / 1024
+    below = {str(os.getpid())}
+    while more := {pid for pid, (parent, _) in sizes.items() if parent in below} - below:
+        below |= more
+    return sum(sizes[pid][1] for pid in below - {str(os.getpid())})
 
 
-def waiting(workers: int) -> tuple[float, float]:
+def waiting(pool: EnvPool) -> tuple[float, float]:
     """MiB of the workers before, and while so many tools wait."""
-    with EnvPool(tool, workers=workers, seconds=60.0) as pool:
+    before = memory()
+    for id in range(WAITING):
+        pool.start(id, {"id": str(id), "prompt": "a", "scale": 9.0})
+    asked = 0
+    while asked < WAITING:
+        for id, _ in pool.poll(None):
+            pool.send(id, Reply("reply"))
+            asked += 1
+    pool.poll(0.2)
+    return before, memory()
+
+
+def measure(env: str, episodes: int, workers: int, runs: int, max_tokens: int, compiled: bool, threads: int) -> None:
+    import torch
+
+    from posttrain.engines.local import LocalEngine
+    from posttrain.envs.play import Episode, Player
+    from posttrain.envs.pool import EnvPool
+    from posttrain.kernels import build
+    from posttrain.models.decoder import DecoderConfig, new_decoder
+    from posttrain.models.tokenizer import Tokenizer
+    from posttrain.types import Rollout, Sampling
+
+    build.use(compiled)
+    torch.set_num_threads(threads)
+    tokenizer = Tokenizer.train(["0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>"], 64, "characters")
+    config = DecoderConfig(
+        vocab=tokenizer.vocab_size, hidden=128, layers=4, heads=4, kv_heads=4, head_size=32, intermediate=352,
+        context=512, tied=True,
+    )  # fmt: skip
+    model = new_decoder(config, 0)
+    model.eos_ids = (tokenizer.eos_id or 0,)
+    engine = LocalEngine(model, tokenizer)
+
+    def timed(pool: EnvPool, ids: Sequence[int], scale: float = 1.0) -> tuple[float, list[Rollout]]:
+        tasks = [{"id": str(i), "prompt": f"task {i} ", "scale": scale} for i in ids]
+        begin = time.perf_counter()
+        player = Player(pool, engine, tokenizer, Sampling(max_tokens=max_tokens), config.context)
+        rollouts = player.play([Episode(task, task["id"], seed_of(task["id"])) for task in tasks])
+        return time.perf_counter() - begin, rollouts
+
+    def waits(i: int) -> float:
+        return sum(latency({"id": str(i)}, turn) for turn in range(1, TURNS + 1))
+
+    slowest = max(range(episodes), key=waits)
+    print(f"{episodes} episodes of {TURNS} turns, {workers} workers, {engine.backend}, {threads} threads")
+    print(f"tools: {sum(map(waits, range(episodes))):.1f} s in all, {waits(slowest):.2f} s in the slowest episode")
+
+    def bits(rollouts: list[Rollout]) -> list[object]:
+        return [[(t.tokens, list(t.logp)) for t in r.transcripts] for r in rollouts]
+
+    with EnvPool(f"{Path(__file__)}:{env}", workers, seconds=60.0) as pool:
         pool.ready()
-        before = memory(pool)
-        for id in range(WAITING):
-            pool.start(id, {"id": str(id), "prompt": "A", "latencies": [2.0] * TURNS})
-        asked = 0
-        while asked < WAITING:
-            for id, _ in pool.poll(None):
-                pool.send(id, Reply("reply"))
-                asked += 1
-        pool.poll(0.5)
-        return before, memory(pool)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--workers", type=int, default=2)
-    options = parser.parse_args()
-    torch.set_num_threads(2)
-    for seed in options.seeds:
-        instant, expected = played(seed, 0.0, options.workers)
-        seconds, found = played(seed, MEAN, options.workers)
-        longest = max(sum(task["latencies"]) for task in tasks(seed, MEAN))
-        path = longest + instant
-        print(
-            f"seed {seed}: {seconds:.2f} s; instant tools {instant:.2f} s, slowest episode's tools {longest:.2f} s: "
-            f"{seconds / path:.2f} of the critical path, {seconds / longest:.2f} of its tools alone; "
-            f"same bytes: {same(found, expected)}"
-        )
-    before, there = waiting(options.workers)
-    print(f"{WAITING} waiting tools in {options.workers} workers: {there - before:.0f} MiB more than {before:.0f}")
+        _, instant = timed(pool, range(episodes), 0.0)  # everything is compiled, imported and warm
+        ratios = []
+        for run in range(runs):
+            path, _ = timed(pool, [slowest])
+            seconds, rollouts = timed(pool, range(episodes))
+            ratios.append(seconds / path)
+            assert bits(rollouts) == bits(instant), "timing has changed what was sampled"
+            print(f"run {run + 1}: {seconds:.2f} s, critical path {path:.2f} s: {ratios[-1]:.3f} times")
+    if env == "tools":
+        with EnvPool(f"{Path(__file__)}:{env}", workers, seconds=60.0) as pool:
+            pool.ready()
+            before, there = waiting(pool)
+        print(f"{WAITING} tools that wait in {workers} workers: {there - before:.0f} MiB more than {before:.0f}")
+    print(f"median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    print(f"{time.strftime('%Y-%m-%d')}, commit {commit}, {machine}")
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--no-compiled", dest="compiled", action="store_false")
+    parser.add_argument("--blocking", action="store_true")
+    given = parser.parse_args()
+    env = "blocking_tools" if given.blocking else "tools"
+    measure(env, given.episodes, given.workers, given.runs, given.max_tokens, given.compiled, given.threads)

@@ -50,7 +50,7 @@ class SegmentAttention:
 
     @cached_property
     def compiled(self) -> CompiledAttention:
-        """On a processor, differentiable once: where there is a compiler, in float32. Heads are filled up to whole panels."""
+        """On a processor, differentiable once: where there is a compiler, in float32. Heads become whole panels."""
         return CompiledAttention(self.layout, self._forest)
 
     @cached_property

@@ -314,8 +314,8 @@ def report(found: dict[int, dict[str, Any]], command: str) -> str:
         "",
         "What PPO needs was chosen on seeds 8 and 9, which are not reported. With 24 stories a prompt instead of 48, so "
         "with some 3,500 comparisons for the reward model, its rate was 0.711 [0.664, 0.758] on seed 9, and between 0.450 "
-        "and 0.556 on seed 8 with KL coefficients of 0.12 and 0.2, fixed or controlled; with 13,500 comparisons it was 0.795 "
-        "[0.744, 0.842] on seed 8. The options of the others are those of a trial on seed 0 with 16 stories a prompt; "
+        "and 0.556 on seed 8 with KL coefficients of 0.12 and 0.2, fixed or controlled; with 13,500 comparisons it was "
+        "0.795 [0.744, 0.842] on seed 8. The options of the others are those of a trial on seed 0 with 16 stories a prompt; "
         "they take as many updates as before, a quarter of a pass over the pairs.",
         "",
         f"Stories of seed {seeds[0]}, the first of some held-out prompts, with the judge's score:",

@@ -62,7 +62,7 @@ REWARD = (
 )
 REWARD += "--steps 10 --save-every 2 --tokens-per-microbatch 40 --threads 1".split()
 ONE_TURN = [*RL, "--env", "env.py:reward", "--algorithm", "grpo"]
-TURNS = [*RL, *"--env env.py:dialogue --algorithm dr-grpo --epochs 2 --minibatches 2 --episode-tokens 21".split()]
+TURNS = [*RL, *"--env env.py:dialogue --algorithm dr-grpo --epochs 2 --minibatches 2 --max-episode-tokens 21".split()]
 TAUGHT = ["distill", *RL[1:], *"--teacher teacher --env env.py:reward --algorithm distill-k1 --minibatches 2".split()]
 TAUGHT += ["--teacher-prompt-template", "{answer}: {prompt}"]
 

@@ -355,7 +355,7 @@ def test_all_that_counts_the_tokens_of_an_episode_counts_the_same() -> None:
 
     assert limits(True) == limits(False, max_turns=1) == (8, 8)
     assert limits(False, max_episode_tokens=20) == (20, 20) and limits(True, max_episode_tokens=20) == (8, 8)
-    with pytest.raises(UserError, match="aggregate and shaping count the tokens of an episode.*--episode-tokens"):
+    with pytest.raises(UserError, match="aggregate and shaping count the tokens of an episode.*--max-episode-tokens"):
         limits(False)
 
 

@@ -37,7 +37,7 @@ def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
         parts = f"{' and '.join(counting)} {'counts' if len(counting) == 1 else 'count'}"
         raise UserError(
             f"{row.name}: its {parts} the tokens of an episode, which in this environment may have several replies: "
-            "say with --episode-tokens how many there are at most"
+            "say with --max-episode-tokens how many there are at most"
         )
     check_ranges(row)
     for broken, reason in [*_contradictions(row, run), *_without_effect(row, run)]:

@@ -63,7 +63,9 @@ def test_transformers_reads_the_same_raw_scores(tmp_path: Path, family: str, tie
     expected = scores(model, texts)
     assert expected.max() - expected.min() > 0.3
     for side in ("left", "right"):
-        assert torch.allclose(theirs(other.eval(), texts, side, config["pad_token_id"]), expected, atol=5e-5, rtol=5e-5), side
+        assert torch.allclose(
+            theirs(other.eval(), texts, side, config["pad_token_id"]), expected, atol=5e-5, rtol=5e-5
+        ), side
         alone = torch.cat([theirs(other, [text], side, config["pad_token_id"]) for text in texts])
         assert torch.allclose(alone, expected, atol=5e-5, rtol=5e-5)
     assert torch.equal(scores(load_reward_model(tmp_path / "reward"), texts), expected)

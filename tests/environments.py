@@ -113,14 +113,15 @@ async def asking_too(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
 
 
 async def echo(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
+    """What was said so far, turn by turn."""
     reply = yield task["prompt"]
-    said = []
+    said = [str(reply)]
     while reply != "end":
-        said.append(str(reply))
         if reply == "exit":
             os._exit(3)
-        await asyncio.sleep(0)
+        await asyncio.sleep(1000 if reply == "hang" else 0)
         reply = yield "+".join(said)
+        said.append(str(reply))
     yield Graded({"turns": float(len(said))})
 
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import environments
 import pytest
 from processes import descendants, gone, is_running
 
@@ -201,11 +202,12 @@ def test_an_episode_of_many_turns_hears_every_reply(my: str, open_pool: Callable
     assert not pool.single_turn and pool.pending == 0 and pool.poll(None) == []
 
 
+@pytest.mark.parametrize("kind", ["plain", "async"])
 @pytest.mark.parametrize("last", ["hang", "exit"])
 def test_the_other_episodes_of_a_lost_worker_are_replayed(
-    my: str, open_pool: Callable[..., EnvPool], last: str
+    my: str, open_pool: Callable[..., EnvPool], last: str, kind: str
 ) -> None:
-    pool = open_pool(f"{my}:echo", seconds=0.5)
+    pool = open_pool(environments.echo if kind == "async" else f"{my}:echo", seconds=0.5)
     for id in range(4):
         pool.start(id, {"id": id, "prompt": f"p{id}"})
     answers(pool)

@@ -106,3 +106,16 @@ def test_oldest_and_newest_torch_of_the_makefile_are_the_bounds() -> None:
 def test_pictures_and_files_that_a_page_names_exist(name: str) -> None:
     for path in re.findall(r"\]\(([\w/.+-]+)(?:#[\w-]+)?\)", TEXTS[name]):
         assert (PAGES[name].parent / path).exists(), path
+
+
+def test_every_script_that_a_document_names_is_there() -> None:
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {
+        (document.name, script)
+        for document in documents
+        for script in re.findall(
+            r"\b(?:benchmarks|recipes|examples|tests)/[\w/]+\.(?:py|toml)", document.read_text("utf-8")
+        )
+    }
+    assert len(named) > 30
+    assert not [(document, script) for document, script in sorted(named) if not (ROOT / script).exists()]

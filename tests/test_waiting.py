@@ -96,26 +96,6 @@ def test_reasons_say_what_happened() -> None:
     assert "ValueError: bad thing" in reasons["raise"] and "environments.py" in reasons["raise"]
 
 
-def test_episodes_of_a_lost_worker_are_replayed() -> None:
-    with EnvPool(echo, workers=1, seconds=5.0) as pool:
-        for id in range(4):
-            pool.start(id, {"id": id, "prompt": f"p{id}"})
-        answers(pool)
-        for id in range(4):
-            pool.send(id, Reply(f"a{id}"))
-        answers(pool)
-        for id, reply in enumerate(["b0", "exit", "b2"]):
-            pool.send(id, Reply(reply))
-        found = answers(pool)
-        assert isinstance(lost := found.pop(1), Done) and isinstance(lost.reward, Invalid)
-        assert found == {0: Turn("a0+b0"), 2: Turn("a2+b2")}
-        pool.send(3, Reply("b3"))
-        assert answers(pool) == {3: Turn("a3+b3")}
-        for id in (0, 2, 3):
-            pool.send(id, Reply("end"))
-        assert answers(pool) == {id: Done(2.0, {"turns": 2.0}) for id in (0, 2, 3)}
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_episode_is_one_task(workers: int) -> None:
     with EnvPool(one_task, workers=workers, seconds=10) as pool:
@@ -131,7 +111,7 @@ def test_a_dropped_episode_is_over_and_its_number_free() -> None:
         pool.start(0, TASK)
         answers(pool)
         pool.send(0, Reply("end", StopReason.EOS))
-        assert answers(pool) == {0: Done(0.0, {"turns": 0.0})}
+        assert answers(pool) == {0: Done(1.0, {"turns": 1.0})}
 
 
 @pytest.mark.parametrize("way", ["too slow", "dropped"])

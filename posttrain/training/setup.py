@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from posttrain.config import Data, Evaluation, FromRows, Sample, Training
+from posttrain.config import Data, Evaluation, Label, Sample, Training
 from posttrain.data.convert import Conversion, Convert
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
@@ -73,7 +73,7 @@ def microbatch_tokens(config: Training, device: torch.device) -> int:
 
 
 def load_tasks(
-    config: FromRows,
+    config: Data | Label,
     rows: Any = None,
     env: Callable[..., Any] | None = None,
     need: Sequence[str] = ("prompt",),
@@ -87,7 +87,7 @@ def load_tasks(
     are given are taken as they are, or converted by the latter. An environment that makes its own prompts needs none.
     `left_out`: which rows `convert` leaves out, in words.
     """
-    spec = env or (config.env if isinstance(config, Data) else "") or None
+    spec = env or config.env or None
     if convert is None and spec is not None:
         function = load_env(spec)  # its mistakes are told before anything heavy starts
         need = () if need == ("prompt",) and is_generator_env(function) else need

@@ -27,6 +27,7 @@ from posttrain.config import (
     Training,
     named_services,
 )
+from posttrain.envs.load import BUILTIN
 from posttrain.names import suggestion
 from posttrain.part import knob_of
 from posttrain.types import UserError
@@ -111,7 +112,8 @@ def _validate_label(config: Label) -> None:
         return
     if not config.tasks:
         raise UserError("--items is missing: a file of rows with responses, such as posttrain sample writes")
-    if config.with_ in LABELLERS or ("=" in config.with_ and not config.service):
+    named = not config.with_ or config.service or ("=" not in config.with_ and ":" in config.with_)
+    if not named and config.with_ not in set(BUILTIN) - set(LABELLERS):
         raise UserError(
             f"--with {config.with_:.60} names no labeller: reward-model=FOLDER, judge=RECIPE.toml, or my.py:reward"
         )

@@ -76,7 +76,7 @@ def reward(task: Any, reply: str) -> Any:
     if reply in RESULTS:
         return RESULTS[reply]()
     if reply == "close":
-        os.closerange(3, 100)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # descriptors have the numbers that they have in the pool
     if reply == "fork and return":
         os.fork()  # both go on: the child must not answer
     if reply == "fork and stay" and os.fork() == 0:

@@ -23,7 +23,7 @@ ENDS = {  # what the model itself says when it has replied
 OTHERS = ("<s>", "</s>", "<|endoftext|>")  # special tokens besides
 NO_SYSTEM = {"gemma"}
 NO_TOOL = {  # a tool's message is refused: by the template, or because it would show nothing
-    "gemma", "gemma3", "gemma4_v5", "gptoss", "phi3", "phi3_5"
+    "gemma", "gemma3", "phi3", "phi3_5"
 }  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not FAMILIES, reason="needs the chat templates in ../shared/data/templates")

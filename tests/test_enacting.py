@@ -12,12 +12,14 @@ from conftest import tiny
 from environments import looking_up
 
 from posttrain import rl, sft
+from posttrain.cli.main import main
 from posttrain.data.tasks import to_tasks
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.play import Episode, Player
 from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
+from posttrain.runs.printing import sample
 from posttrain.sources.enacting import enacting, stored
 from posttrain.sources.lengths import TooLong
 from posttrain.sources.sft import Transcripts
@@ -172,3 +174,52 @@ def test_a_rollout_of_another_tokenizer_or_a_damaged_one_is_refused(place: Path)
     for damage in ({"turns": [{"kind": "sampled"}]}, {"transcripts": [{"tokens": 3}]}, {"transcripts": [7]}):
         with pytest.raises(UserError, match="damaged"):
             stored({**row, **damage}, Tokenizer.load(resolve(place / "sft")))
+
+
+# -- read by people ----------------------------------------------------------------------------------------------------
+
+
+def test_an_episode_reads_like_a_conversation(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollouts", str(place / "rl"), "--number", "100"]) == 0
+    shown = capsys.readouterr().out
+    file = place / "rl" / "rollouts" / "step-000001.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert shown.count("── reward") == len(rows) and shown.count("prompt │") == len(rows)
+    assert shown.count("tool   │") == sum(turn["kind"] == "tool" for row in rows for turn in row["turns"]) > 0
+    assert main(["rollouts", str(file), "--order", "longest", "--number", "1", "--json"]) == 0
+    longest = json.loads(capsys.readouterr().out)
+    lengths = [sum(turn["length"] for turn in row["turns"]) for row in rows]
+    assert sum(turn["length"] for turn in longest["turns"]) == max(lengths)
+    group = rows[0]["group"]
+    assert main(["rollouts", str(place / "rl"), "--group", group, "--number", "100", "--json"]) == 0
+    assert {json.loads(line)["group"] for line in capsys.readouterr().out.splitlines()} == {group}
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--step", "7"], "holds no rollouts of step 7: take one of 1 to 1"),
+        (["--group", "zz"], "no rollouts of the group 'zz'"),
+        (["--order", "odd"], "order"),
+    ],
+)
+def test_what_is_not_there_is_said(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
+) -> None:
+    assert main(["rollouts", str(place / "rl"), *words]) == 2
+    assert problem in " ".join(capsys.readouterr().err.split())
+    assert main(["rollouts", str(place)]) == 2 and main(["rollouts", str(place / "no.jsonl")]) == 2
+
+
+def test_calls_of_tools_are_printed_behind_their_reply(capsys: pytest.CaptureFixture[str]) -> None:
+    calls = [
+        {"tool": "find", "arguments": {"what": "x"}, "end": 4},
+        {"tool": "", "arguments": {}, "end": 9, "problem": "odd"},
+    ]
+    turn = {"kind": "sampled", "text": "hm", "reward": 0.0, "transcript": 0, "start": 0, "length": 3, "calls": calls}
+    sample([{"group": "g", "reward": 1.0, "advantage": 0.5, "stop": "eos", "turns": [turn]}], 1)
+    assert capsys.readouterr().out.splitlines()[1:4] == [
+        "reply  │ hm",
+        "call   │ find(what='x')",
+        "call   │ malformed: odd",
+    ]

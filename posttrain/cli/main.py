@@ -58,6 +58,7 @@ for _name, _function, _help in (
     ("chat", "chat", "Talk to a checkpoint (to one without a chat template: give it text to continue)."),
     ("algorithms", "algorithms", "The algorithms and the idea of each, or one of them in plain mathematics."),
     ("check", "check", "Run a reward or an environment against sample replies, before any training."),
+    ("rollouts", "rollouts", "What was said in a step of a run, turn by turn: prompts, replies, tools, rewards."),
     ("audit", "audit", "Look for reward hacking in a run: what goes with the reward, what spreads, what comes apart."),
     ("reproduce", "reproduce", "Test what a paper claims in a small experiment: table, plot, verdict with intervals."),
 ):

@@ -71,8 +71,9 @@ class Data(FromRows):
     in an episode its middle; refuse: all are
     measured before the first step, and one of them ends the run."""
     env: str = ""
-    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, verdict,
-    word-problems). In sft only its row_to_task is used, if it has one."""
+    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, search-qa,
+    verdict, word-problems), perhaps with options of its own: search-qa,topk=5. In sft only its row_to_task is used, if it
+    has one."""
 
 
 @dataclass(frozen=True)
@@ -285,6 +286,9 @@ class RL(Training):
     """Recipe (TOML) of a judge, which environments ask as "judge": a model behind an OpenAI-compatible endpoint, or a
     checkpoint that reasons before its verdict. Without --env, its verdict is the reward. Of several, NAME=RECIPE is asked
     by its name."""
+    retriever: tuple[str, ...] = ()
+    """What environments ask as "retriever" for passages: the folder of an index (posttrain retriever build), or the address
+    of a server that speaks Search-R1's protocol (http://host:8000). Of several, NAME=FOLDER is asked by its name."""
     slots: int = option(256, above=0)
     """How many replies are sampled at once: bounds the memory of the key-value cache."""
     engine: Literal["local", "vllm"] = "local"
@@ -383,6 +387,9 @@ class Evaluation(Data):
     """Recipe (TOML) of a judge, which environments ask as "judge": a model behind an OpenAI-compatible endpoint, or a
     checkpoint that reasons before its verdict. Without --env, its verdict is the reward. Of several, NAME=RECIPE is asked
     by its name."""
+    retriever: tuple[str, ...] = ()
+    """What environments ask as "retriever" for passages: the folder of an index (posttrain retriever build), or the address
+    of a server that speaks Search-R1's protocol (http://host:8000). Of several, NAME=FOLDER is asked by its name."""
     slots: int = option(256, above=0)
     """How many replies are sampled at once."""
     compiled: bool = True
@@ -436,6 +443,8 @@ class Check(Data):
     """As in training; without it, an environment that asks one gets made-up answers."""
     judge: tuple[str, ...] = ()
     """As in training; without it, an environment that asks one gets made-up answers."""
+    retriever: tuple[str, ...] = ()
+    """As in training; without it, an environment that asks one gets made-up passages."""
 
     def __post_init__(self) -> None:
         _play_the_only_service(self)
@@ -490,6 +499,8 @@ class Sample(Data):
     """Folder of a reward model, whose scores are written beside the replies; as in evaluation."""
     judge: tuple[str, ...] = ()
     """Recipe (TOML) of a judge, whose scores are written beside the replies; as in evaluation."""
+    retriever: tuple[str, ...] = ()
+    """What environments ask for passages: the folder of an index, or the address of a server; as in evaluation."""
     slots: int = option(256, above=0)
     """How many replies are sampled at once."""
     compiled: bool = True
@@ -595,12 +606,26 @@ OF_ONE_CALL = frozenset({"out", "resume", "accept_changes", "overwrite", "quiet"
 """Options that a continued run does not take over."""
 
 FREE_TO_CHANGE = frozenset(
-    {"steps", "save_every", "keep", "threads", "env_workers", "env_seconds", "env_memory", "engine_seconds", "health"}
+    {
+        "steps",
+        "save_every",
+        "keep",
+        "threads",
+        "env_workers",
+        "env_seconds",
+        "env_memory",
+        "engine_seconds",
+        "health",
+        "retriever",
+    }
 )
 """Options that a continued run takes over unless they are given anew."""
 
 
-SERVICES = ("reward_model", "judge")
+SCORERS = ("reward_model", "judge")
+"""Options that name services which say how good a reply is."""
+
+SERVICES = (*SCORERS, "retriever")
 """Options that name services."""
 
 
@@ -614,7 +639,7 @@ def named_services(values: Sequence[str], kind: str) -> list[tuple[str, str]]:
 
 def _play_the_only_service(config: RL | Evaluation | Check | Sample) -> None:
     """Without an environment, a reward model or a judge alone is one."""
-    given = [(kind.replace("_", "-"), value) for kind in SERVICES for value in getattr(config, kind)]
+    given = [(kind.replace("_", "-"), value) for kind in SCORERS for value in getattr(config, kind)]
     if not config.env and len(given) == 1:
         [(kind, value)] = given
         [(name, _)] = named_services([value], kind)

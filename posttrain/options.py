@@ -78,7 +78,8 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat) -> N
 
 def _services(config: RL | Evaluation | Check | Sample | Chat) -> list[str]:
     """Names of the services. Raises UserError if two have the same."""
-    names = [n for kind in SERVICES for n, _ in named_services(getattr(config, kind), kind.replace("_", "-"))]
+    given = {kind.replace("_", "-"): getattr(config, kind, ()) for kind in SERVICES}
+    names = [n for kind, values in given.items() for n, _ in named_services(values, kind)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"two services are called {twice!r}: give them names, such as --judge strict=RECIPE")
     return names

@@ -101,6 +101,7 @@ def open_services(
     try:
         recipes = _recipes(config)
         _ask_endpoints(recipes, services, resumed)
+        _open_retrievers(config, services, resumed)
         for name, model in named_services(config.reward_model, "reward-model"):
             from posttrain.services.reward_model import RewardModel
 
@@ -128,11 +129,27 @@ def _ask_endpoints(recipes: Mapping[str, Recipe | Generative], services: Service
         from posttrain.services.judge import Judge  # and with it a library for HTTP
 
         judge = services.named[name] = Judge(recipe, name)
-        if (problem := judge.problem()) is None:
-            continue
-        if not resumed:
-            raise UserError(problem)
-        warn(f"{problem}; the run goes on with the answers that it has, and what it asks beyond them is invalid")
+        if (problem := judge.problem()) is not None:
+            _tell_problem(problem, resumed)
+
+
+def _tell_problem(problem: str, resumed: bool) -> None:
+    """A service that is down."""
+    if not resumed:
+        raise UserError(problem)
+    warn(f"{problem}; the run goes on with the answers that it has, and what it asks beyond them is invalid")
+
+
+def _open_retrievers(
+    config: RL | Evaluation | Check | Sample | Label | Chat, services: Services, resumed: bool
+) -> None:
+    """Open indices, and ask servers once."""
+    for name, place in named_services(getattr(config, "retriever", ()), "retriever"):
+        from posttrain.services.retriever import Remote, retriever
+
+        found = services.named[name] = retriever(place, name)
+        if isinstance(found, Remote) and (problem := found.problem()) is not None:
+            _tell_problem(problem, resumed)
 
 
 def counted(services: Services) -> Sequence[str]:

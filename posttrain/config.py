@@ -593,6 +593,63 @@ class Label(FromRows):
         return (self.with_.partition("=")[2],) if self.service == "judge" else ()
 
 
+@dataclass(frozen=True)
+class RetrieverBuild:
+    """Make an index of passages: of their words (BM25), or with an encoder of their vectors."""
+
+    passages: str = ""
+    """Rows with title and text, or with contents, and perhaps an id: a file, a folder or the name of a dataset."""
+    out: str = "runs/index"
+    """The folder of the index. It appears whole, or not at all."""
+    split: str | None = None
+    """Which split of a dataset that has several."""
+    limit: int | None = option(None, above=0)
+    """Read only this many rows, the first ones."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """Names of columns: --fields.text body --fields.title heading."""
+    k1: float = option(0.9, least=0, most=100)
+    """BM25: how soon the count of a word in a passage is enough."""
+    b: float = option(0.4, least=0, most=1)
+    """BM25: how much long passages count less, from 0 to 1."""
+    encoder: str | None = None
+    """Dense: the folder of an encoder that transformers loads, or a function my.py:encode(texts, kind), where kind is query
+    or passage, that returns an array, a row for each text."""
+    pooling: Literal["mean", "first", "last"] = "mean"
+    """Folder of an encoder: which hidden states are the vector: the mean of all, that of the first token (CLS), or that of
+    the last."""
+    normalised: bool = True
+    """Folder of an encoder: vectors of length 1, so that products are cosines."""
+    query_prefix: str = ""
+    """Folder of an encoder: what stands before a query, such as "query: "."""
+    passage_prefix: str = ""
+    """Folder of an encoder: what stands before a passage, such as "passage: "."""
+    longest: int = option(256, above=0)
+    """Folder of an encoder: tokens of a text that are read."""
+    faiss: str | None = None
+    """Dense: a kind of FAISS index (Flat, HNSW32, "IVF256,PQ32" ...); default: plain products with every vector."""
+    device: str = "auto"
+    """Folder of an encoder: auto, cpu, cuda ..."""
+    overwrite: bool = False
+    """Replace an index that is already in --out."""
+
+
+@dataclass(frozen=True)
+class RetrieverServe:
+    """Serve an index over HTTP, by the protocol of Search-R1, until it is interrupted."""
+
+    host: str = "127.0.0.1"
+    """The address it is bound to. There is no key: whoever reaches it may ask."""
+    port: int = option(8000, least=0, most=65_535)
+    """The port; 0: any that is free, which is printed."""
+    topk: int = option(3, above=0, most=100)
+    """Passages for a query that does not say how many."""
+    encoder: str | None = None
+    """Of a dense index, where the encoder has moved since it was built."""
+
+
+OF_RETRIEVERS = (RetrieverBuild, RetrieverServe)
+"""What posttrain retriever is given."""
+
 LABELLERS = ("reward-model", "judge")
 """Services that label."""
 

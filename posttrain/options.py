@@ -39,8 +39,7 @@ AnyConfig = TypeVar("AnyConfig", bound=FromRows)
 
 def validate(config: Training | Evaluation | Check | Sample | Label | Chat) -> None:
     """Refuse numbers that make no sense, in one line each. What depends on data or model is checked elsewhere."""
-    for f in fields(config):
-        knob_of(f).bounds.check(f"--{f.name.replace('_', '-')}", getattr(config, f.name))
+    check_bounds(config)
     for name in ("stop", "prompt_template", "response_template", "teacher_prompt_template"):
         value = getattr(config, name, None) or ()
         for text in (value,) if isinstance(value, str) else value:
@@ -74,6 +73,12 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat) -> N
         _validate_rl(config)
     if isinstance(config, Sample):
         _validate_sample(config)
+
+
+def check_bounds(config: Any) -> None:
+    """Raises UserError for a number that lies outside its option's range."""
+    for f in fields(config):
+        knob_of(f).bounds.check(f"--{f.name.replace('_', '-')}", getattr(config, f.name))
 
 
 def _services(config: RL | Evaluation | Check | Sample | Chat) -> list[str]:

@@ -46,6 +46,7 @@ class TransformersEncoder:
             import transformers
         except ImportError as error:
             raise UserError("--encoder FOLDER needs transformers: pip install 'posttrain[transformers]'") from error
+        transformers.utils.logging.disable_progress_bar()
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:

@@ -73,6 +73,8 @@ def encoder_of(identity: dict[str, Any], folder: Path, given: Encoder | str | No
 
     Raises UserError if that is another one by now.
     """
+    if not identity:
+        raise UserError(f"the index in {folder} is damaged (it names no encoder): {AGAIN.format(folder)}")
     if given is None and "function" not in identity and "folder" not in identity:
         way = "open it in Python with open_index(folder, encoder)"
         raise UserError(f"the encoder of the index in {folder} was an object: {way}")

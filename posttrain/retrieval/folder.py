@@ -155,8 +155,8 @@ def _move(draft: Path, place: Path, overwrite: bool) -> None:
     old = draft.with_suffix(".old")
     if place.exists():
         place.rename(old)
-    (draft / LOCK).unlink()
     draft.rename(place)
+    (place / LOCK).unlink()
     _sync(place.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -211,6 +211,8 @@ def reading(folder: Path) -> Iterator[None]:
     """Within it, files of an index that do not fit each other are a UserError."""
     try:
         yield
+    except UserError:  # a ValueError, too
+        raise
     except (OSError, ValueError, KeyError, IndexError, EOFError, TypeError) as error:
         raise _damaged(folder, one_line(error)) from error
 

@@ -66,7 +66,7 @@ class Index:
         if not 0 < k <= MOST:
             raise UserError(f"k is {k}: from 1 to {MOST} passages may be asked for")
         with reading(self.folder):
-            found = self._searcher.search(queries, k)
+            found = self._searcher.search([query.encode("utf-8", "replace").decode() for query in queries], k)
             return [[Hit(self.passages[place], score) for place, score in own] for own in found]
 
 

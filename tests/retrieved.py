@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.client
 import json
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from posttrain.retrieval.index import build
+from posttrain.retrieval.server import Service, serving
 
 ROWS = [
     {"id": "rome", "title": "Rome", "text": "Rome is the capital of Italy. It lies on the Tiber."},
@@ -27,3 +32,36 @@ def small_index(folder: Path, rows: Iterable[Mapping[str, Any]] = ROWS, **option
     """An index of these rows, given in memory."""
     build(list(rows), folder, **options)
     return folder
+
+
+@contextmanager
+def served(index: Any, topk: int = 3, **limits: Any) -> Iterator[int]:
+    """The port of a server of this index, in a thread."""
+    loop, ready, bound = asyncio.new_event_loop(), threading.Event(), []
+    ended = loop.create_future()
+
+    async def run() -> None:
+        async with serving(Service(index, topk, **limits).application()) as port:
+            bound.append(port)
+            ready.set()
+            await ended
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+    thread.start()
+    assert ready.wait(20)
+    try:
+        yield bound[0]
+    finally:
+        loop.call_soon_threadsafe(ended.set_result, None)
+        thread.join()
+        loop.close()
+
+
+def asked(port: int, body: Any, path: str = "/retrieve", method: str = "POST") -> tuple[int, Any]:
+    """(status, JSON) of a request. `body`: bytes, or what is written as JSON."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request(method, path, body if isinstance(body, bytes | None) else json.dumps(body))
+    response = connection.getresponse()
+    content = json.loads(response.read())
+    connection.close()
+    return response.status, content

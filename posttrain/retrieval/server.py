@@ -29,6 +29,7 @@ from posttrain.types import UserError
 HOST, PORT = "127.0.0.1", 8000
 ARRIVE_SECONDS = 15.0  # for the head of a request, and for its body
 TAKE_SECONDS = 30.0  # for an answer to be taken
+LINGER_SECONDS = 2.0  # for the rest of a request that was refused before all of it had come
 GOODBYE_SECONDS = 2.0  # for requests to be answered when the server ends
 
 
@@ -124,9 +125,13 @@ async def serving(application: web.Application, host: str = HOST, port: int = 0)
     """Serve it on a port (0: any free one), which is given. Raises UserError if it cannot be used."""
     listening = _bound(host, port)
     runner = web.AppRunner(
-        application, access_log=None, handler_cancellation=True, keepalive_timeout=ARRIVE_SECONDS,
+        application,
+        access_log=None,
+        handler_cancellation=True,  # a client that goes away waits for nothing
+        keepalive_timeout=ARRIVE_SECONDS,  # from the opening of a connection, or from its last answer, to a whole head
+        lingering_time=LINGER_SECONDS,
         shutdown_timeout=GOODBYE_SECONDS,
-    )  # fmt: skip
+    )
     try:
         await runner.setup()
         await web.SockSite(runner, listening, backlog=1024).start()

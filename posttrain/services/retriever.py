@@ -221,15 +221,16 @@ class Local:
         try:
             while more := self._socket.recv(1 << 18):
                 messages += map(json.loads, self._frames.add(more))
-            raise self._gone()
         except BlockingIOError:
-            pass
+            more = b"."  # it is still there
         except OSError:
-            raise self._gone() from None
+            more = b""
         except (ValueError, RecursionError):
-            raise UserError(f"the process of {self.name} sent what cannot be read") from None
+            raise self._garbled() from None
         if not all(isinstance(message, dict) for message in messages):
-            raise UserError(f"the process of {self.name} sent what cannot be read")
+            raise self._garbled()
+        if not more and not messages:  # what it said before its end is told first
+            raise self._gone()
         return messages
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -244,6 +245,9 @@ class Local:
             self._answers.append((number, [dict(zip(names, one, strict=True)) for one in found]))
         else:
             self._invalid(number, "its process sent what cannot be read")
+
+    def _garbled(self) -> UserError:
+        return UserError(f"the process of {self.name} sent what cannot be read")
 
     def _gone(self) -> UserError:
         ended = f"died ({self._child.exit()})" if self._child.wait(1.0) else "closed its socket"

@@ -576,7 +576,7 @@ class Label(FromRows):
     @property
     def env(self) -> str:
         """What the environment is that asks the service, or scores."""
-        return self.service or ("" if "=" in self.with_ else self.with_)
+        return self.service or ("" if re.match(r"[\w-]*=", self.with_) else self.with_)
 
     @property
     def service(self) -> str:

@@ -27,7 +27,7 @@ from posttrain.config import (
     Training,
     named_services,
 )
-from posttrain.envs.load import BUILTIN
+from posttrain.envs.load import BUILTIN, split_options
 from posttrain.names import suggestion
 from posttrain.part import knob_of
 from posttrain.types import UserError
@@ -118,8 +118,8 @@ def _validate_label(config: Label) -> None:
         return
     if not config.tasks:
         raise UserError("--items is missing: a file of rows with responses, such as posttrain sample writes")
-    named = not config.with_ or config.service or ("=" not in config.with_ and ":" in config.with_)
-    if not named and config.with_ not in set(BUILTIN) - set(LABELLERS):
+    named = not config.with_ or config.service or ":" in config.env
+    if not named and split_options(config.with_)[0] not in set(BUILTIN) - set(LABELLERS):
         raise UserError(
             f"--with {config.with_:.60} names no labeller: reward-model=FOLDER, judge=RECIPE.toml, or my.py:reward"
         )

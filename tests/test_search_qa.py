@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from retrieved import ROWS, small_index, write_rows
+from scripted import Scripted
 
 from posttrain.cli.main import main
 from posttrain.envs.load import load_env, success_of
@@ -18,9 +19,8 @@ from posttrain.envs.play import Bounds, Episode, Player
 from posttrain.envs.pool import EnvPool
 from posttrain.envs.search_qa import LONGEST_QUERY, row_to_task, search_qa
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine
 from posttrain.retrieval.index import open_index
-from posttrain.types import Ask, Completion, Invalid, Reply, Sampling, SpanKind, StopReason, Task, Turn, UserError
+from posttrain.types import Ask, Invalid, Reply, Sampling, SpanKind, StopReason, Task, Turn, UserError
 
 FOUND = [
     {"id": "a", "contents": '"Paris"\nParis is the capital of France.', "score": 2.0},
@@ -393,34 +393,6 @@ def test_rows_that_are_none_are_refused(row: dict[str, Any]) -> None:
 
 
 # -- played ------------------------------------------------------------------------------------------------------------
-
-
-class Scripted:
-    """An engine that says what it is told, turn by turn, up to the stop string."""
-
-    batch_invariant = True
-    backend = "a script"
-
-    def __init__(self, tokenizer: Tokenizer, replies: Sequence[str]) -> None:
-        self.tokenizer, self.replies, self.done = tokenizer, list(replies), list[Completion]()
-
-    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
-        text = self.replies.pop(0)
-        ends = [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]
-        text, stop = (text[: min(ends)], StopReason.STOP) if ends else (text, StopReason.EOS)
-        tokens = self.tokenizer.encode(text)
-        self.done.append(Completion(id, tokens, [-0.5] * len(tokens), text, stop, 0))
-
-    def poll(self) -> list[Completion]:
-        done, self.done = self.done, []
-        return done
-
-    def forget(self, id: int) -> None: ...
-    def load(self, weights: Any, version: int) -> None: ...
-    def close(self) -> None: ...
-
-
-_engine: type[Engine] = Scripted
 
 
 def test_an_episode_over_an_index_learns_what_was_sampled_and_nothing_else(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from recipe_modules import recipe_module
 from retrieved import small_index
-from scripted import Scripted
+from said_by_script import Scripted
 
 from posttrain.config import RL, SFT
 from posttrain.envs.asking import Services
@@ -88,7 +88,10 @@ def test_what_is_imitated_is_what_is_played(recipe: ModuleType, index: Index) ->
 
 
 def test_made_up_questions_have_their_answer_in_the_passage(recipe: ModuleType, index: Index) -> None:
-    contents = '"T"\nIn the year of 1868 the city was called Edo by all. Later the young Emperor Meiji named it anew, as is known.'
+    told = (
+        "In the year of 1868 the city was called Edo by all. Later the young Emperor Meiji named it anew, as is known."
+    )
+    contents = f'"T"\n{told}'
     drawn = {recipe.made_up(contents, random.Random(seed)) for seed in range(40)}
     assert drawn == {
         ("In the year of what the city was called Edo by all?", "1868"),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from retrieved import ROWS, small_index, write_rows
-from scripted import Scripted
+from said_by_script import Scripted
 
 from posttrain.cli.main import main
 from posttrain.envs.load import load_env, success_of
@@ -375,6 +375,8 @@ def test_rows_of_question_answering_are_read(row: dict[str, Any], answers: list[
     assert total(play([found["response"]], of=found)[2]) == 1
     turns, asked, result = play(found["replies"], of=found, format=0.2)
     assert total(result) == 1 and asked == [{"query": "Who?", "k": 3}] and len(turns) == 2
+    own = row_to_task({**row, "replies": ["a", "b"]})
+    assert own is not None and own["replies"] == ["a", "b"] and "response" not in own
 
 
 @pytest.mark.parametrize(
@@ -430,12 +432,10 @@ def test_check_plays_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     write_rows(
         tmp_path / "rows.jsonl", [{"question": f"Is it {r['title']}", "golden_answers": [r["title"]]} for r in ROWS[:2]]
     )
-    replies = [SEARCH, RIGHT, "<answer> Rome </answer>"]
-    (tmp_path / "replies").write_text("".join(reply.replace("\n", " ") + "\n" for reply in replies))
     words = ["check", "--tasks", "rows.jsonl", "--retriever", "index", "--env", "search-qa,topk=1,shown=20"]
     assert main(words) == 0
-    assert "in order" in capsys.readouterr().out
-    assert main([*words, "--replies", "replies"]) == 0
     told = capsys.readouterr().out
-    assert "it asks the service retriever: it answered itself" in told and "Doc 1(Title:" in told
+    assert told.endswith("in order\n") and "it asks the service retriever: it answered itself" in told
+    assert "Doc 1(Title:" in told and "without an answer" in told
+    assert main([*words[:-1], "search-qa,searches=0", "--limit", "1"]) == 0
     assert load_env("search-qa") is search_qa

@@ -62,17 +62,18 @@ def row_to_task(row: dict[str, Any]) -> Task | None:
     question = question.strip()
     question = question if question.endswith("?") else question + "?"
     kept: Task = {name: row[name] for name in ("id", "dataset") if name in row}
-    answer = f"<answer> {answers[0]} </answer>"
+    return {**kept, "question": question, "answers": answers, "answer": answers[0], **_right(row, question, answers[0])}
+
+
+def _right(row: dict[str, Any], question: str, answer: str) -> Task:
+    """Replies that are right: the row's own, or one that answers at once, and two of which the first searches."""
+    if row.get("replies") is not None:
+        return {"replies": row["replies"]}
+    said = f"<answer> {answer} </answer>"
+    search = f"<think> I have to look this up. </think>\n<search> {question} </search>"
     return {
-        **kept,
-        "question": question,
-        "answers": answers,
-        "answer": answers[0],
-        "response": f"<think> I know this. </think>\n{answer}",
-        "replies": [
-            f"<think> I have to look this up. </think>\n<search> {question} </search>",
-            f"<think> Now I know. </think>\n{answer}",
-        ],
+        "response": f"<think> I know this. </think>\n{said}",
+        "replies": [search, f"<think> Now I know. </think>\n{said}"],
     }
 
 

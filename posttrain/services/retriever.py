@@ -45,16 +45,17 @@ def retriever(place: str, name: str = "retriever", retries: int = RETRIES) -> Se
 
 
 def _read_question(content: Any) -> tuple[str, int] | str:
-    """The query and how many passages are asked for, or why it is no question."""
+    """The query and how many passages are asked for, or why it is no question.
+
+    Of a query that is too long the beginning counts: a policy could otherwise make its reward invalid.
+    """
     asked = {"query": content} if isinstance(content, str) else content
     if not isinstance(asked, dict) or not isinstance(asked.get("query"), str) or asked.keys() - {"query", "k"}:
         return f"a retriever is asked with {FORM}"
     k = asked.get("k", 3)
     if type(k) is not int or not 0 < k <= MOST_TOPK:
         return f"k is {short(k)}; from 1 to {MOST_TOPK} passages may be asked for"
-    if len(asked["query"]) > LONGEST_QUERY:
-        return f"a query of {len(asked['query']):,} characters; at most {LONGEST_QUERY:,}"
-    return asked["query"], k
+    return asked["query"][:LONGEST_QUERY], k
 
 
 class Remote:

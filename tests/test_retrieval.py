@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,7 +129,7 @@ def test_every_word_has_its_number_and_no_other_word_has_one(
 def test_the_vocabulary_stays_on_the_disk(tmp_path: Path) -> None:
     """190 MB of an index of 1 GB were in the memory of every process."""
     words = [f"word{i}" for i in range(300_000)]
-    rows = [{"text": " ".join(words[i : i + 10_000])} for i in range(0, len(words), 10_000)]
+    rows = [{"text": " ".join(words[i : i + 5000])} for i in range(0, len(words), 5000)]
     small_index(tmp_path / "i", rows)
     code = """
 import sys
@@ -163,6 +166,10 @@ print(own() - before)
         ('{"id": true, "text": "x"}', "rows.jsonl:2: column id is True"),
         ('{"id": "a", "title": 3, "text": "x"}', "rows.jsonl:2: column title is 3"),
         ('{"id": "a", "text": "x\\ud800"}', r"rows.jsonl:2: column text has half a character .* at 2"),
+        (
+            '{"id": "a", "text": "' + "x" * 100_000 + '"}',
+            "rows.jsonl:2: the passage has 100,003 characters.*: split it",
+        ),
         ('{"id": "rome", "text": "x"}', "rows.jsonl:2: the id 'rome' is that of rows.jsonl:1"),
     ],
 )
@@ -191,6 +198,10 @@ def test_rows_may_be_of_many_forms(tmp_path: Path) -> None:
     assert (passage.id, passage.title, passage.text) == ("a", "A b", "Text.")
     [passage] = read_passages(Source([{"text": "Text."}]))
     assert (passage.id, passage.title, passage.contents) == ("0", "", '""\nText.')
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(json.dumps(ROWS[0]).encode()))
+    assert [p.id for p in read_passages(Source(tmp_path / "rows.jsonl.gz"))] == ["rome"]
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    assert [p.id for p in read_passages(Source(tmp_path / "rows.parquet"))] == [row["id"] for row in ROWS]
     file = tmp_path / "rows.csv"
     file.write_text("id,title,text\n1,A,one\n2,B,two\n3,C,three\n")
     assert [p.id for p in read_passages(Source(str(file), limit=2))] == ["1", "2"]
@@ -283,8 +294,11 @@ def test_what_is_no_index_is_never_replaced(tmp_path: Path) -> None:
         build(ROWS, tmp_path / "link", overwrite=True)
     (tmp_path / "empty").mkdir()
     build(ROWS, tmp_path / "empty")
-    with pytest.raises(UserError, match="cannot write to"):
-        build(ROWS, tmp_path / "file" / "index")
+    for place in (tmp_path / "file" / "index", "a\x00b", "x" * 5000, ""):
+        with pytest.raises(UserError, match="cannot write to|is no place for an index"):
+            build(ROWS, place)
+        with pytest.raises(UserError, match="index"):
+            open_index(place)
 
 
 FILES = [

@@ -98,6 +98,8 @@ def drafted(place: Path, overwrite: bool) -> Iterator[Path]:
 
     Raises UserError if something is there that may not be replaced, or if nothing can be written.
     """
+    if not place.name:
+        raise UserError(f"{place} is no place for an index: name a folder, such as runs/index")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         _clear(place)
@@ -105,8 +107,10 @@ def drafted(place: Path, overwrite: bool) -> Iterator[Path]:
         draft = place.with_name(f".{place.name}.{os.getpid()}-{os.urandom(4).hex()}.draft")
         draft.mkdir()
         lock = os.open(draft / LOCK, os.O_CREAT | os.O_RDWR)
-    except OSError as error:
-        raise UserError(f"cannot write to {place.parent}: {one_line(error)}") from error
+    except UserError:  # a ValueError, as is a name that no system takes
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write to {str(place.parent)!r:.100}: {one_line(error)}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield draft

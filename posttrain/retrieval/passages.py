@@ -21,6 +21,7 @@ from posttrain.messages import clip, short
 from posttrain.types import UserError
 
 FILE, OFFSETS = "passages.jsonl", "passages.offsets.npy"
+LONGEST_CONTENTS = 100_000  # characters of a passage: what is longer is shown to nobody as a whole
 NAMES = ("id", "title", "text", "contents")
 """Columns that are read."""
 
@@ -96,6 +97,10 @@ def _passage(row: Row, where: str, number: int, fields: Mapping[str, str]) -> Pa
         contents = f'"{title}"\n{_text(row, named["text"], where)}'
     else:
         raise UserError(f"{where}: {no_column('text', row)}; name it with --fields.text COLUMN")
+    if len(contents) > LONGEST_CONTENTS:
+        raise UserError(
+            f"{where}: the passage has {len(contents):,} characters, of at most {LONGEST_CONTENTS:,}: split it"
+        )
     return Passage(_whole(str(id), named["id"], where), contents)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from posttrain.endpoint import Failed
 from posttrain.messages import clip, short
 from posttrain.retrieval.index import Hit
+from posttrain.retrieval.passages import LONGEST_CONTENTS
 
 PATH = "retrieve"
 MOST_BYTES = 16 << 20  # of a request
@@ -28,7 +29,6 @@ MOST_QUERIES = 4096  # of a request: Search-R1's trainer sends those of a whole 
 LONGEST_QUERY = 32_768  # characters
 MOST_TOPK = 100
 MOST_PASSAGES = 50_000  # of an answer
-LONGEST_CONTENTS = 100_000  # characters of a passage that are taken in
 
 
 class Refused(Exception):

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -364,7 +363,6 @@ def test_the_command_serves_until_it_is_interrupted(index: Index) -> None:
     try:
         assert process.stdout is not None and process.stderr is not None
         assert "5 passages, bm25" in process.stdout.readline()
-        assert select.select([process.stdout], [], [], 20)[0]
         found = re.fullmatch(r"address     http://127.0.0.1:(\d+)/retrieve\n", process.stdout.readline())
         assert found
         _, answer = asked(int(found[1]), {"queries": ["Tiber", "France"]})

@@ -72,8 +72,8 @@ class Data(FromRows):
     measured before the first step, and one of them ends the run."""
     env: str = ""
     """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, search-qa,
-    verdict, word-problems), perhaps with options of its own: search-qa,topk=5. In sft only its row_to_task is used, if it
-    has one."""
+    verdict, word-problems), perhaps with options of its own: search-qa,topk=5. In sft, rows with replies are played
+    through it; for other rows its row_to_task makes the demonstrations, if it has one."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,12 @@ class SFT(Passes):
     """Rows per optimizer update."""
     mask_prompt: bool = True
     """Learn the responses only; --no-mask-prompt: the prompts too."""
+    min_reward: float | None = None
+    """Of rollouts that a run kept, and of replies that are played through --env: imitate those with this reward or more."""
+    env_seconds: float = option(10.0, above=0, most=86_400)
+    """Time limit of one call of the environment, as in rl."""
+    env_memory: float = option(4.0, least=0)
+    """Memory limit of the environment's process, in GiB, as in rl."""
     lr: float = option(1e-4, above=0)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"

@@ -101,6 +101,13 @@ class SFTOptions(PassesOptions, total=False):
 
     mask_prompt: bool
     """Learn the responses only; --no-mask-prompt: the prompts too."""
+    min_reward: float | None
+    """Of rollouts that a run kept, and of replies that are played through --env: imitate those with this reward or
+    more."""
+    env_seconds: float
+    """Time limit of one call of the environment, as in rl."""
+    env_memory: float
+    """Memory limit of the environment's process, in GiB, as in rl."""
     hidden: int
     """From scratch: width of the residual stream."""
     layers: int
@@ -122,8 +129,8 @@ class SFTOptions(PassesOptions, total=False):
     scratch with the sizes below."""
     env: str
     """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, search-qa,
-    verdict, word-problems), perhaps with options of its own: search-qa,topk=5. In sft only its row_to_task is used, if
-    it has one."""
+    verdict, word-problems), perhaps with options of its own: search-qa,topk=5. In sft, rows with replies are played
+    through it; for other rows its row_to_task makes the demonstrations, if it has one."""
 
 
 class PreferOptions(PassesOptions, total=False):

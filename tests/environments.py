@@ -184,3 +184,15 @@ async def one_of_many_waiting(task: Task) -> AsyncGenerator[Any, Any]:
             os._exit(7)
         found += await asyncio.gather(*(recorded(_look_beside, task["folder"], task["id"]) for _ in range(2)))
     yield {"reward": 1.0, "calls": len(found)}
+
+
+def looking_up(task: Task) -> Generator[Turn | str, Reply, float]:
+    """What ends with 7 is given back as a tool's answer, up to three times; the last reply is to be the answer."""
+    reply = yield Turn(task["prompt"], stop=("7",))
+    for _ in range(3):
+        if reply == "raise":
+            raise RuntimeError("as asked")
+        if not reply.endswith("7"):
+            break
+        reply = yield Turn(str(reply), stop=("7",), tool=True)
+    return float(reply == task["answer"])

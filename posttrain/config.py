@@ -163,6 +163,8 @@ class SFT(Passes):
     """Time limit of one call of the environment, as in rl."""
     env_memory: float = option(4.0, least=0)
     """Memory limit of the environment's process, in GiB, as in rl."""
+    retriever: tuple[str, ...] = ()
+    """What the environment asks for passages while replies are played: the folder of an index, or an address, as in rl."""
     lr: float = option(1e-4, above=0)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"

@@ -108,6 +108,9 @@ class SFTOptions(PassesOptions, total=False):
     """Time limit of one call of the environment, as in rl."""
     env_memory: float
     """Memory limit of the environment's process, in GiB, as in rl."""
+    retriever: tuple[str, ...]
+    """What the environment asks for passages while replies are played: the folder of an index, or an address, as in
+    rl."""
     hidden: int
     """From scratch: width of the residual stream."""
     layers: int

@@ -5,16 +5,18 @@
 The questions are those of SQuAD and PopQA over the real passages of ../shared/data/retrieval. Whole articles of SQuAD and a
 fifth of PopQA's questions are held out. What happens, each in a folder of its own under --out:
 
-    index      BM25 over all passages (posttrain retriever build)
-    reading    pre-training on episodes about made-up questions: a sentence of a passage with a name or a number left out,
-               the passages that a search for it finds, and what was left out; all of it is learned, so that a model that
-               has read nothing learns to find again what stands before it; and passages alone
-    imitation  sft on questions of the training share: one search for the question, then the answer, where a passage that
-               was found has it; and the answer straight away, for the policy that may not search
-    search     GRPO with the environment search-qa; the reward is the exact match alone
-    direct     the same without a search engine
-    results    exact match on held-out questions, greedy, of each before and after GRPO, with intervals over questions, and
-               whole episodes: results.json, results.md
+    index             BM25 over all passages (posttrain retriever build)
+    reading           pre-training on made-up questions: a sentence of a passage with a name or a number left out, the
+                      passages that a search for it finds, and what was left out. All of it is learned, so that a model
+                      that has read nothing learns to find again what stands before it; and passages alone
+    search-imitation  sft on questions of the training share, played in the environment search-qa: one search for the
+                      question, then the answer, where a passage that is shown has it
+    search            GRPO in the same environment; the reward is the exact match alone
+    direct-imitation, direct
+                      the same without a search engine
+    results.json, results.md
+                      exact match on held-out questions, greedy, before and after GRPO, with intervals over questions, and
+                      whole episodes
 
 What is finished is not repeated, and what was interrupted goes on from its newest checkpoint. Other settings than those of
 --out need another --out.
@@ -191,16 +193,18 @@ def reading_rows(index: Index, seed: int) -> Iterator[Row]:
         yield from without(task, remembering(task["answers"]))
 
 
-def imitation_rows(index: Index, train: Sequence[Row]) -> list[Row]:
-    """Episodes on the questions of the training share."""
-    with_search, without = dialogue(index, SEARCHING), dialogue(index, DIRECT)
-    rows: list[Row] = []
+def imitation_rows(index: Index, train: Sequence[Row], searches: bool) -> list[Row]:
+    """Questions of the training share with the replies to imitate; those that a search does not answer are left out."""
+    rows = []
     for row in train:
         task = row_to_task(row)
         assert task is not None
-        if replies := searching(index, task["question"], task["answers"], row["gold_ids"]):
-            rows += with_search(task, replies)
-        rows += without(task, remembering(task["answers"]))
+        replies = (
+            searching(index, task["question"], task["answers"], row["gold_ids"])
+            if searches
+            else remembering(task["answers"])
+        )
+        rows += [{**row, "replies": replies}] if replies else []
     return rows
 
 
@@ -262,22 +266,20 @@ def train(stages: Stages, size: Size, seed: int, data: Path, machine: dict[str, 
         lambda: reading_rows(index, seed), out=out, **shape, **how, **common, steps=size.reading, rows=size.rows,
         mask_prompt=False, lr=2e-3 if size.hidden < 512 else 6e-4, warmup=min(200, size.reading // 10),
     ))  # fmt: skip
-    shown = stages.run("imitation", lambda out, how: posttrain.sft(
-        imitation_rows(index, learned), model=read, out=out, **how, **common, epochs=size.imitation, rows=size.rows,
-        lr=3e-4, warmup=20,
-    ))  # fmt: skip
-    trained: dict[str, tuple[str, dict[str, Any]]] = {}
+    trained: dict[str, tuple[str, str, dict[str, Any]]] = {}
     for name, options in (("search", SEARCHING), ("direct", DIRECT)):
         asked: dict[str, Any] = {"env": named(options)} | ({"retriever": (place,)} if options is SEARCHING else {})
-        less = {**common, "save_every": -(-size.save_every // 10), "weight_decay": 0.0}
-        folder = stages.run(name, lambda out, how, asked=asked, less=less: posttrain.rl(  # type: ignore[misc]
-            learned, model=shown, out=out, **asked, **how, **less,
-            steps=size.steps, prompts=size.prompts, group=size.group, max_tokens=64, lr=3e-5, warmup=5, settings={"kl": 0.0},
+        shown = imitation_rows(index, learned, options is SEARCHING)
+        start = stages.run(f"{name}-imitation", lambda out, how, shown=shown, asked=asked: posttrain.sft(  # type: ignore[misc]
+            shown, model=read, out=out, **asked, **how, **common, epochs=size.imitation, rows=size.rows, lr=3e-4, warmup=20,
         ))  # fmt: skip
-        trained[name] = folder, asked
-    return measured(
-        shown, trained, held_out[: size.unseen] if size.limit else sample(held_out, size.unseen), seed, machine
-    )
+        less = {**common, "save_every": -(-size.save_every // 10), "weight_decay": 0.0}
+        folder = stages.run(name, lambda out, how, start=start, asked=asked, less=less: posttrain.rl(  # type: ignore[misc]
+            learned, model=start, out=out, **asked, **how, **less, steps=size.steps, prompts=size.prompts, group=size.group,
+            max_tokens=64, lr=3e-5, warmup=5, settings={"kl": 0.0},
+        ))  # fmt: skip
+        trained[name] = start, folder, asked
+    return measured(trained, sample(held_out, size.unseen), seed, machine)
 
 
 def named(options: dict[str, Any]) -> str:
@@ -293,13 +295,13 @@ def sample(rows: Sequence[Row], count: int) -> list[Row]:
 
 
 def measured(
-    start: str, trained: dict[str, tuple[str, dict[str, Any]]], unseen: list[Row], seed: int, machine: dict[str, Any]
+    trained: dict[str, tuple[str, str, dict[str, Any]]], unseen: list[Row], seed: int, machine: dict[str, Any]
 ) -> dict[str, Any]:
     """Exact match on questions that nobody has learned from, before and after GRPO."""
     how = {name: value for name, value in machine.items() if name != "quiet"}
     figures: dict[str, Any] = {}
     episodes: dict[str, list[str]] = {}
-    for name, (folder, asked) in trained.items():
+    for name, (start, folder, asked) in trained.items():
         for when, model in (("imitation", start), ("grpo", folder)):
             found = posttrain.evaluate(
                 unseen, asked["env"], str(resolve(model)), samples=1, k=(1,), temperature=0.0, max_tokens=64, seed=seed,

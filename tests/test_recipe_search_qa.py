@@ -17,11 +17,12 @@ from posttrain.envs.asking import Services
 from posttrain.envs.load import load_env
 from posttrain.envs.play import Episode, Player
 from posttrain.envs.pool import EnvPool
+from posttrain.envs.search_qa import SEARCH
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import filled, validate
 from posttrain.retrieval.index import Index, open_index
 from posttrain.services.retriever import retriever
-from posttrain.sources.sft import demonstrate
+from posttrain.sources.enacting import enacting
 from posttrain.types import Sampling, UserError
 
 QUESTIONS = [
@@ -63,28 +64,21 @@ def test_settings_exist(recipe: ModuleType) -> None:
 
 
 def test_what_is_imitated_is_what_is_played(recipe: ModuleType, index: Index) -> None:
-    rows = recipe.imitation_rows(index, QUESTIONS)
-    searched, direct = (
-        [row for row in rows if "Doc" in row["response"]],
-        [row for row in rows if "remember" in row["response"]],
-    )
-    assert len(direct) == 3 and [row["response"].split("<answer> ")[1] for row in searched] == [
-        "It </answer>",
-        "Tolkien </answer>",
-    ]
-    tokenizer = Tokenizer.train([row["prompt"] + row["response"] for row in rows], 600)
-    [asked, answered] = rows[:2]
-    task = recipe.row_to_task(QUESTIONS[0])
+    rows = recipe.imitation_rows(index, QUESTIONS, True)
+    assert [row["replies"][1].split("<answer> ")[1] for row in rows] == ["It </answer>", "Tolkien </answer>"]
+    assert len(recipe.imitation_rows(index, QUESTIONS, False)) == 3
+    tokenizer = Tokenizer.train([SEARCH, *rows[0]["replies"], *(passage.contents for passage in index.passages)], 600)
+    [task, _] = map(recipe.row_to_task, rows)
     with EnvPool(recipe.named(recipe.SEARCHING), workers=0) as pool, Services() as asking:
         asking.named["retriever"] = retriever(str(index.folder))
-        engine = Scripted(tokenizer, [asked["response"], answered["response"]])
-        player = Player(pool, engine, tokenizer, Sampling(), 4096, services=asking)
-        [rollout] = player.play([Episode(task, "t", 0)])
-    assert rollout.rewards["exact"] == rollout.rewards["form"] == 1
+        engine = Scripted(tokenizer, rows[0]["replies"])
+        [rollout] = Player(pool, engine, tokenizer, Sampling(), 4096, services=asking).play([Episode(task, "t", 0)])
+        [shown], reward = enacting(pool, tokenizer, [1], asking)(task)
+    assert rollout.rewards["exact"] == rollout.rewards["form"] == reward == 1
     [played] = rollout.transcripts
-    shown = [demonstrate(row, tokenizer, [1]) for row in (asked, answered)]
-    assert shown[1].tokens[:-1] == played.tokens, "but for the end of the sequence, which a stop string comes before"
-    assert shown[0].tokens[:-1] == played.tokens[: len(shown[0]) - 1]
+    assert shown.tokens == played.tokens and shown.scored.tolist() == played.scored.tolist()
+    said = tokenizer.decode([shown.tokens[place] for place in shown.scored.tolist()])
+    assert said == "".join(rows[0]["replies"])
 
 
 def test_made_up_questions_have_their_answer_in_the_passage(recipe: ModuleType, index: Index) -> None:

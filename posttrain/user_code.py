@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -53,11 +54,13 @@ def describe_error(error: BaseException, file: str | None) -> str:
 
 
 def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What decorators were put around; the function itself where these lead round in a circle."""
+    """What decorators and bound arguments were put around; the function itself where decorators lead round in a circle."""
     try:
-        return inspect.unwrap(function)
+        while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
+            function = function.func if isinstance(function, functools.partial) else inspect.unwrap(function)
     except ValueError:
-        return function
+        pass
+    return function
 
 
 def source_file(function: Callable[..., Any]) -> str | None:

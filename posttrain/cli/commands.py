@@ -15,9 +15,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from cyclopts import Parameter
 
-from posttrain.config import RL, SFT, Chat, Check, Distill, Evaluation, Label, Prefer, RewardModelling, Sample
+from posttrain.config import (
+    RL,
+    SFT,
+    Chat,
+    Check,
+    Distill,
+    Evaluation,
+    Label,
+    Prefer,
+    RetrieverBuild,
+    RetrieverServe,
+    RewardModelling,
+    Sample,
+)
 from posttrain.messages import clip, one_line
-from posttrain.options import AnyConfig, validate
+from posttrain.options import AnyConfig, check_bounds, validate
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
@@ -311,6 +324,44 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
         report = run_check(config.env, tasks, lines, config.env_seconds, config.env_memory, services)
     print("\n".join(report.lines()))
     return 0 if report.ok else 2
+
+
+def retriever_build(*, config: Annotated[RetrieverBuild, Options] = RetrieverBuild()) -> int:  # noqa: B008  frozen
+    """Make an index of passages: of their words (BM25), or with an encoder of their vectors."""
+    from time import perf_counter
+
+    from posttrain.retrieval.index import build
+
+    check_bounds(config)
+    if not config.passages:
+        raise UserError("--passages is missing: a file of rows with title and text, such as passages.jsonl")
+    chosen = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("passages", "out")}
+    plain = RetrieverBuild()
+    began = perf_counter()
+    manifest = build(config.passages, config.out, **{n: v for n, v in chosen.items() if v != getattr(plain, n)})
+    size = sum(size for size, _ in manifest.files.values())
+    made = ", ".join(f"{name} {value}" for name, value in manifest.settings.items() if value is not None)
+    print(f"index       {config.out}, {manifest.count:,} passages, {manifest.kind} ({made})")
+    print(f"took        {perf_counter() - began:.1f} s, {size / 2**20:.1f} MiB")
+    print(f"serve it    posttrain retriever serve {config.out}")
+    print(f"use it      posttrain rl --env search-qa --retriever {config.out} ...")
+    return 0
+
+
+def retriever_serve(index: str, *, config: Annotated[RetrieverServe, Options] = RetrieverServe()) -> int:  # noqa: B008
+    """Serve an index over HTTP, by the protocol of Search-R1, until it is interrupted.
+
+    Parameters
+    ----------
+    index
+        Folder of the index: --out of posttrain retriever build.
+    """
+    from posttrain.retrieval.index import open_index
+    from posttrain.retrieval.server import serve
+
+    check_bounds(config)
+    serve(open_index(index, config.encoder), config.host, config.port, config.topk)
+    return 0
 
 
 def reproduce(

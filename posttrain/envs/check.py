@@ -4,7 +4,7 @@ Each task is played with its own answer, if it has one, and with replies of the 
 junk, very much, other scripts. Each case is played twice. An environment is in order if every case has a reward, the
 second time gives what the first gave, and a right reply earns another reward than a wrong one. Where no right reply is
 known, equal rewards are told and not judged. A service that the environment asks answers itself where it was given; else
-answers are made up, numbers that follow from the question, and one case is played without an answer.
+answers are made up, which follow from the question, and one case is played without an answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from posttrain.envs.asking import Services, digest
+from posttrain.envs.asking import OPTIONS, Services, made_up
 from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.models.tool_reading import HERMES
 from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
@@ -110,9 +110,10 @@ class Report:
         """What it asked, and what becomes of an episode whose question has no answer."""
         lines = []
         for name in self.asked:
-            how = "numbers from 0 to 1 were made up as its answers" if name in self.made_up else "it answered itself"
-            option = {"judge": "--judge RECIPE", "reward-model": "--reward-model FOLDER"}.get(name)
-            ways = option or f"--judge {name}=RECIPE or --reward-model {name}=FOLDER"
+            what = "passages" if "retriever" in name else "numbers from 0 to 1"
+            how = f"{what} were made up as its answers" if name in self.made_up else "it answered itself"
+            option = OPTIONS.get(name)
+            ways = option or " or ".join(given.replace(" ", f" {name}=", 1) for given in OPTIONS.values())
             lines.append(f"it asks the service {name}: {how}" + (f"; {ways} asks it" if name in self.made_up else ""))
         if self.unanswered is not None:
             lines.append(f"without an answer (task {self.unanswered.task}): {_outcome(self.unanswered, set())}")
@@ -208,7 +209,7 @@ class _Answers:
         self.asked[ask.service] = None
         if self.services.problem(ask) is not None:
             self.made_up[ask.service] = None
-            return int(digest("", ask)[:4], 16) / 0xFFFF
+            return made_up(ask)
         self.services.ask(0, ask)
         while not (answers := self.services.poll()):
             time.sleep(0.001)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from posttrain.engines.scripted import ScriptedEngine
+from posttrain.envs.asking import Services
 from posttrain.envs.play import Episode, Player
 from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
@@ -16,13 +17,17 @@ Enact = Callable[[Task], tuple[Sequence[Transcript], float]]
 """Plays a task with its own `replies`: what is to be imitated of it, in each of its contexts, and its reward."""
 
 
-def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Enact:
-    """Through this environment. It raises UserError where replies and environment do not fit together."""
+def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], services: Services | None = None) -> Enact:
+    """Through this environment. It raises UserError where replies and environment do not fit together.
+
+    `services`: who answers what the environment asks.
+    """
+    services = services or Services()
 
     def enact(task: Task) -> tuple[Sequence[Transcript], float]:
         engine = ScriptedEngine(tokenizer, eos_ids, {0: task["replies"]})
         own = {key: value for key, value in task.items() if key != "replies"}
-        player = Player(pool, engine, tokenizer, Sampling(max_tokens=ENDLESS), ENDLESS)
+        player = Player(pool, engine, tokenizer, Sampling(max_tokens=ENDLESS), ENDLESS, services=services)
         [rollout] = player.play([Episode(own, str(task.get("id")), 0)])
         if isinstance(rollout.reward, Invalid):
             raise UserError(f"the environment cannot be played with its replies: {rollout.reward.reason}")

@@ -21,6 +21,7 @@ from posttrain.runs.opening import RunFolder, begin
 from posttrain.sources.enacting import enacting
 from posttrain.sources.sft import Demonstrations, Likelihood, Transcripts
 from posttrain.training.passes import must_end, sizes, updates
+from posttrain.training.playground import open_services
 from posttrain.training.setup import (
     end_tokens,
     microbatch_tokens,
@@ -61,7 +62,8 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     eos, enact = end_tokens(model, tokenizer), None
     if config.env and any("replies" in task and "response" not in task for task in tasks.examples()):
         pool = opened.enter_context(EnvPool(config.env, 1, config.env_seconds, config.env_memory))
-        enact = enacting(pool, tokenizer, eos)
+        services = opened.enter_context(open_services(config, device, run.checkpoint is not None))
+        enact = enacting(pool, tokenizer, eos, services)
 
     def transcripts(tasks: Tasks | Stream) -> Transcripts:
         how = config.mask_prompt, enact, config.min_reward

@@ -321,7 +321,7 @@ def test_run_whose_vllm_dies_is_saved_and_says_how_to_go_on(
                 os.kill(descendants(self.process.child.process.pid)[0], signal.SIGKILL)
             super().load(weights, version)
 
-    monkeypatch.setattr("posttrain.training.assembly.VLLMEngine", Mortal)
+    monkeypatch.setattr("posttrain.engines.opening.VLLMEngine", Mortal)
     save_model(small(tokenizer), tmp_path / "start", tokenizer)
     tasks = [{"id": str(i), "prompt": f"{i}+1="} for i in range(2)]
     with pytest.raises(UserError, match="died while taking over weights of version 2.*after step 2 with .* --resume"):

@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
-from posttrain.config import RL, SFT, Chat, Check, Distill, Evaluation, Label, Prefer, RewardModelling, Sample
+from posttrain.config import (
+    RL,
+    SFT,
+    Chat,
+    Check,
+    Distill,
+    Evaluation,
+    Label,
+    Prefer,
+    RewardModelling,
+    Sample,
+    ServePolicy,
+)
 from posttrain.messages import clip, one_line
 from posttrain.options import AnyConfig, validate
 from posttrain.types import UserError
@@ -229,6 +241,15 @@ def chat(model: str, *, config: Annotated[Chat, Options] = Chat()) -> int:  # no
 
     validate(config)
     converse(model, config)
+    return 0
+
+
+def serve_policy(*, config: Annotated[ServePolicy, Options] = ServePolicy()) -> int:  # noqa: B008
+    """Answer requests over HTTP with what a checkpoint samples: token ids in and out, and OpenAI's forms on top."""
+    from posttrain.cli.serving import serve_policy as serve
+
+    validate(config)
+    serve(config)
     return 0
 
 

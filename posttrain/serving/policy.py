@@ -1,0 +1,124 @@
+"""Who answers: what a server asks of a policy, and the one that an engine is."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.seeds import seed_of
+from posttrain.serving.asked import SEEDS, Asked, Prompt, Refused
+from posttrain.serving.desk import Desk
+from posttrain.serving.said import Said
+from posttrain.types import Completion, Sampling, StopReason
+
+
+class Policy(Protocol):
+    """What answers requests."""
+
+    def describe(self) -> dict[str, Any]:
+        """Its card, as OpenAI lists models; `max_model_len`: tokens of prompt and reply together, as vLLM has it."""
+        ...
+
+    def check(self, model: str | None) -> None:
+        """Raises Refused if it is not the model that is asked for."""
+        ...
+
+    async def reply(self, prompt: Prompt, asked: Asked, number: int) -> Said:
+        """The reply of that number to a prompt. Cancelled where the client goes away. Raises Refused, UserError."""
+        ...
+
+
+class EnginePolicy:
+    """An engine with its tokenizer. `close` it."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        tokenizer: Tokenizer,
+        name: str,
+        context: int,
+        eos_ids: Sequence[int],
+        max_tokens: int | None = None,
+    ) -> None:
+        """`name`: of the model, as clients call it; `context`: tokens it reads; `max_tokens`: most of a reply."""
+        self.desk, self.tokenizer, self.name, self.context = desk, tokenizer, name, context
+        self.eos_ids, self.max_tokens = frozenset(eos_ids), max_tokens or context
+        self._added = tokenizer.added
+        self._texts = ThreadPoolExecutor(1, "texts")  # long prompts take time, in which others are to be heard
+
+    def describe(self) -> dict[str, Any]:
+        return {"id": self.name, "root": self.name, "max_model_len": self.context}
+
+    def check(self, model: str | None) -> None:
+        if model is not None and model != self.name:
+            raise Refused(f"there is no model {model!r:.200}; it is {self.name!r}", 404, "model_not_found", "model")
+
+    async def reply(self, prompt: Prompt, asked: Asked, number: int) -> Said:
+        tokens, ends = await self._read(prompt, asked)
+        room = self.context - len(tokens)
+        if room <= 0:
+            raise Refused(
+                f"This model's maximum context length is {self.context} tokens; the prompt has {len(tokens)}, which leaves "
+                "no room for a reply: shorten it",
+                code="context_length_exceeded",
+                parameter="messages",
+            )
+        most = min(self.max_tokens, room)  # a reply that is cut says so
+        base = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed
+        sampling = Sampling(
+            asked.temperature,
+            asked.top_p,
+            asked.top_k,
+            min(most, asked.max_tokens or most),
+            (*asked.stop, *ends.values()),
+            base if number == 0 else seed_of(base, number),
+        )
+        completion = await self.desk.complete(tokens, sampling)
+        stopped_by, ending = ended_by(completion, asked.stop, ends)
+        return Said(completion, len(tokens), tokens, stopped_by, ending, self.tokenizer.decode)
+
+    async def _read(self, prompt: Prompt, asked: Asked) -> tuple[Sequence[int], dict[int, str]]:
+        """The tokens of a prompt, and the text of each token besides the model's own ends that is to end a reply."""
+
+        def read() -> tuple[Sequence[int], dict[int, str]]:
+            ends = {id: self._end(id) for id in asked.stop_ids if id not in self.eos_ids}
+            if isinstance(prompt, tuple):
+                return prompt, ends
+            text = prompt if isinstance(prompt, str) else self.tokenizer.render(prompt)
+            return self.tokenizer.encode(text, start=True), ends
+
+        return await asyncio.get_running_loop().run_in_executor(self._texts, read)
+
+    def _end(self, id: int) -> str:
+        """The text of a token that is to end a reply. Only one that is never part of another text can."""
+        text = self._added.get(id)
+        if text is None:
+            raise Refused(
+                f"stop_token_ids: token {id} is neither an end of the model's nor a special token",
+                parameter="stop_token_ids",
+            )
+        return text
+
+    def close(self) -> None:
+        self.desk.close()
+        self._texts.shutdown(wait=False, cancel_futures=True)
+
+
+def ended_by(completion: Completion, stop: Sequence[str], ends: dict[int, str]) -> tuple[str | int | None, str]:
+    """What ended a reply besides the model itself: a stop string or the id of a token; and the same as text."""
+    if completion.stop is StopReason.STOP:
+        for id, text in ends.items():
+            if completion.tokens[-1] == id:
+                return id, text
+        for text in stop:
+            if completion.text.endswith(text):
+                return text, text
+    return None, ""
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Policy] = EnginePolicy

@@ -75,12 +75,16 @@ class Turn:
 
     text: str | None = None  # appended as it stands
     messages: Sequence[Mapping[str, str]] | None = None  # or: chat messages, rendered by the tokenizer's template
+    tokens: Sequence[int] | None = None  # or: token ids, always the whole of a context
     stop: tuple[str, ...] = ()  # stop strings; the reply ends with the one that was reached
     reward: float = 0.0  # reward of the step that led here (0: none)
     max_tokens: int | None = None  # budget of this reply; None: the run's
     tool: bool = False  # whether a tool says this (messages of the role "tool" say so themselves)
     fresh: bool = False  # begin a transcript of its own: nothing that was said before is in the model's context
     learn: bool = True  # whether the reply to this is learned from
+    whole: bool = (
+        False  # it is all that the policy is to see: continues the context that it begins with, or a fresh one
+    )
 
 
 @dataclass(frozen=True)
@@ -103,14 +107,18 @@ class Reply(str):
     """
 
     stop: StopReason
+    sampled: Completion | None  # the same as tokens; None where nothing was
+    read: int  # tokens before it
 
-    def __new__(cls, text: str, stop: StopReason = StopReason.EOS) -> Reply:
+    def __new__(
+        cls, text: str, stop: StopReason = StopReason.EOS, sampled: Completion | None = None, read: int = 0
+    ) -> Reply:
         reply = super().__new__(cls, text)
-        reply.stop = stop
+        reply.stop, reply.sampled, reply.read = stop, sampled, read
         return reply
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Reply, (str(self), self.stop)
+        return Reply, (str(self), self.stop, self.sampled, self.read)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ LONGEST_TEXT = 1 << 20
 A question to a service may have as many, written as JSON."""
 DEEPEST = 32  # levels of lists and dicts in a question to a service
 MOST_INTEGER = 1 << 63  # beyond it JSON readers disagree
+MOST_TOKEN = 1 << 31  # ids are below it
 MOST_PARTS = 256  # of a reward; spans likewise
 LONGEST_NAME = 200  # characters of a part's name
 MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings of a turn, and characters of one
@@ -150,8 +151,8 @@ def read_turn(value: Any) -> Turn | Invalid:
         value = Turn(text=value)
     if not isinstance(value, Turn):
         return unreadable(f"yielded {short(value)}; expected a Turn or a string")
-    if (value.text is None) == (value.messages is None):
-        return unreadable("yielded a Turn that needs one of text and messages")
+    if sum(given is not None for given in (value.text, value.messages, value.tokens)) != 1:
+        return unreadable("yielded a Turn that needs one of text, messages and tokens")
     if value.text is not None and not isinstance(value.text, str):
         return unreadable(f"yielded a Turn whose text is {short(value.text)}; expected a string")
     given: Any = value.messages
@@ -164,6 +165,9 @@ def read_turn(value: Any) -> Turn | Invalid:
         return unreadable("yielded a Turn whose messages hold something other than strings")
     if messages is not None and not all({"role", "content"} <= message.keys() for message in messages):
         return unreadable('yielded a Turn with a message that lacks "role" or "content"')
+    tokens = _read_tokens(value.tokens)
+    if isinstance(tokens, Invalid):
+        return tokens
     texts = [value.text] if value.text is not None else [p for m in messages or () for pair in m.items() for p in pair]
     if problem := _problem(texts):
         return problem
@@ -173,7 +177,7 @@ def read_turn(value: Any) -> Turn | Invalid:
     most = value.max_tokens
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
         return unreadable(f"yielded a Turn whose max_tokens is {short(most)}; expected a positive integer")
-    flags = {name: getattr(value, name) for name in ("tool", "fresh", "learn")}
+    flags = {name: getattr(value, name) for name in ("tool", "fresh", "learn", "whole")}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             return unreadable(f"yielded a Turn whose {name} is {short(flag)}; expected True or False")
@@ -182,7 +186,18 @@ def read_turn(value: Any) -> Turn | Invalid:
         return reward
     plain = None if messages is None else [{str.__str__(k): str.__str__(v) for k, v in m.items()} for m in messages]
     text = None if value.text is None else str.__str__(value.text)
-    return Turn(text, plain, stop, reward, None if most is None else int(most), **flags)
+    flags["whole"] = flags["whole"] or tokens is not None
+    return Turn(text, plain, tokens, stop, reward, None if most is None else int(most), **flags)
+
+
+def _read_tokens(value: Any) -> list[int] | Invalid | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(type(id) is int for id in value):
+        return unreadable(f"yielded a Turn whose tokens are {short(value)}; expected a list of token ids")
+    if len(value) > LONGEST_TEXT or not all(0 <= id < MOST_TOKEN for id in value):
+        return unreadable(f"yielded a Turn with {len(value):,} tokens, or with ids that no vocabulary has")
+    return list(value)
 
 
 def _read_stop(value: Any) -> tuple[str, ...] | Invalid:

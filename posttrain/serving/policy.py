@@ -1,4 +1,4 @@
-"""Who answers: what a server asks of a policy, and the one that an engine is."""
+"""A policy that an engine is, with its tokenizer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.seeds import seed_of
@@ -14,22 +14,6 @@ from posttrain.serving.asked import SEEDS, Asked, Prompt, Refused
 from posttrain.serving.desk import Desk
 from posttrain.serving.said import Said
 from posttrain.types import Completion, Sampling, StopReason
-
-
-class Policy(Protocol):
-    """What answers requests."""
-
-    def describe(self) -> dict[str, Any]:
-        """Its card, as OpenAI lists models; `max_model_len`: tokens of prompt and reply together, as vLLM has it."""
-        ...
-
-    def check(self, model: str | None) -> None:
-        """Raises Refused if it is not the model that is asked for."""
-        ...
-
-    async def reply(self, prompt: Prompt, asked: Asked, number: int) -> Said:
-        """The reply of that number to a prompt. Cancelled where the client goes away. Raises Refused, UserError."""
-        ...
 
 
 class EnginePolicy:
@@ -121,4 +105,6 @@ def ended_by(completion: Completion, stop: Sequence[str], ends: dict[int, str]) 
 
 
 if TYPE_CHECKING:
+    from posttrain.serving.server import Policy
+
     _proof: Callable[..., Policy] = EnginePolicy

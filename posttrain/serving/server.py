@@ -20,13 +20,13 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from aiohttp import web
 
 from posttrain.messages import one_line
 from posttrain.serving import said
-from posttrain.serving.asked import Asked, Refused, read_body, read_chat, read_completion, read_generate
-from posttrain.serving.policy import Policy
+from posttrain.serving.asked import Asked, Prompt, Refused, read_body, read_chat, read_completion, read_generate
 from posttrain.serving.said import Form, Said
 from posttrain.types import UserError
 
@@ -42,6 +42,22 @@ class Limits:
 
     requests: int = 1024
     body: int = 32 << 20  # bytes
+
+
+class Policy(Protocol):
+    """What answers requests."""
+
+    def describe(self) -> dict[str, Any]:
+        """Its card, as OpenAI lists models; `max_model_len`: tokens of prompt and reply together, as vLLM has it."""
+        ...
+
+    def check(self, model: str | None) -> None:
+        """Raises Refused if it is not the model that is asked for."""
+        ...
+
+    async def reply(self, prompt: Prompt, asked: Asked, number: int) -> Said:
+        """The reply of that number to a prompt. Cancelled where the client goes away. Raises Refused, UserError."""
+        ...
 
 
 Find = Callable[[web.Request], Policy]

@@ -27,11 +27,14 @@ from posttrain.types import (
     Sampling,
     SpanReward,
     Task,
+    ToolCall,
     Turn,
     UserError,
 )
 
 if TYPE_CHECKING:
+    from posttrain.envs.recording import recorded
+    from posttrain.envs.tools import Tools
     from posttrain.training.evaluation import Evaluated
     from posttrain.training.labelling import Labelled
     from posttrain.training.sampling import Written
@@ -58,17 +61,32 @@ __all__ = [
     "Sampling",
     "SpanReward",
     "Task",
+    "ToolCall",
+    "Tools",
     "Turn",
     "UserError",
     "distill",
     "evaluate",
     "label",
     "prefer",
+    "recorded",
     "reward_model",
     "rl",
     "sample",
     "sft",
 ]
+
+LATER = {"Tools": "posttrain.envs.tools", "recorded": "posttrain.envs.recording"}
+"""What is imported when it is asked for: rewards that need none of it start sooner."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(LATER[name]), name)
+
 
 Rows = str | PathLike[str] | Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]]
 """A file, folder or dataset by its name; rows in memory; a generator; a function that makes rows without end."""

@@ -74,7 +74,7 @@ class Turn:
     """What an environment shows the model next, and how the reply is to be sampled."""
 
     text: str | None = None  # appended as it stands
-    messages: Sequence[Mapping[str, str]] | None = None  # or: chat messages, rendered by the tokenizer's template
+    messages: Sequence[Mapping[str, Any]] | None = None  # or: chat messages, rendered by the tokenizer's template
     tokens: Sequence[int] | None = None  # or: token ids, always the whole of a context
     stop: tuple[str, ...] = ()  # stop strings; the reply ends with the one that was reached
     reward: float = 0.0  # reward of the step that led here (0: none)
@@ -82,9 +82,8 @@ class Turn:
     tool: bool = False  # whether a tool says this (messages of the role "tool" say so themselves)
     fresh: bool = False  # begin a transcript of its own: nothing that was said before is in the model's context
     learn: bool = True  # whether the reply to this is learned from
-    whole: bool = (
-        False  # it is all that the policy is to see: continues the context that it begins with, or a fresh one
-    )
+    whole: bool = False  # this is all that the policy is to see: it continues a context of the episode, or begins one
+    tools: Sequence[Any] | None = None  # with messages that begin a context: functions, or their JSON schemas
 
 
 @dataclass(frozen=True)
@@ -98,27 +97,50 @@ class Ask:
     content: Any  # plain JSON data: text, numbers, lists, dicts with text for keys
 
 
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that stands in a reply."""
+
+    name: str  # of the tool; "" where none can be read
+    arguments: Mapping[str, Any]  # JSON data by name
+    end: int = 0  # characters of the reply up to and with the call: where a `SpanReward` for it ends
+    problem: str | None = None  # why it cannot be made, if it is malformed
+    id: str = ""  # tells the calls of an episode apart
+
+
 class Reply(str):
     """What the model said: the text of the sampled tokens up to and with the stop string, without the end-of-sequence token.
 
     It is a `str` for environments that only read it; `reply.stop` tells why it ended. An empty reply whose stop is
-    CONTEXT, LENGTH or TURNS was not sampled: the episode has run out of that. The environment may still
+    truncated was not sampled: the episode has run out of that. The environment may still
     score what there is, and gets nothing else if it goes on asking (only a fresh turn has its context to itself).
     """
 
     stop: StopReason
+    tool_calls: tuple[ToolCall, ...]  # in order, malformed ones too, where a turn has told the model of tools
+    number: int  # of the episode's replies: 0 is the first
+    before_calls: int | None  # characters before the first call of a tool; None: it makes none
     sampled: Completion | None  # the same as tokens; None where nothing was
     read: int  # tokens before it
 
     def __new__(
-        cls, text: str, stop: StopReason = StopReason.EOS, sampled: Completion | None = None, read: int = 0
+        cls,
+        text: str,
+        stop: StopReason = StopReason.EOS,
+        tool_calls: Sequence[ToolCall] = (),
+        number: int = 0,
+        before_calls: int | None = None,
+        sampled: Completion | None = None,
+        read: int = 0,
     ) -> Reply:
         reply = super().__new__(cls, text)
-        reply.stop, reply.sampled, reply.read = stop, sampled, read
+        reply.stop, reply.tool_calls, reply.number = stop, tuple(tool_calls), number
+        reply.before_calls, reply.sampled, reply.read = before_calls, sampled, read
         return reply
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Reply, (str(self), self.stop, self.sampled, self.read)
+        said = self.stop, self.tool_calls, self.number, self.before_calls, self.sampled, self.read
+        return Reply, (str(self), *said)
 
 
 @dataclass(frozen=True)
@@ -376,6 +398,7 @@ class PlayedTurn:
     reward: float = 0.0  # what the environment gave for this step before the episode's end
     seconds: float = field(default=0.0, compare=False)  # that it took: depends on the clock, and goes with the timings
     cut: int = 0  # tokens of it that did not fit the context and were left out
+    calls: tuple[ToolCall, ...] = ()  # of tools, in a reply
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import suppress
 from typing import Any
 
+from posttrain.envs.recording import recorded
 from posttrain.types import Ask, Graded, Invalid, Reply, Task, Turn
 
 
@@ -148,3 +149,38 @@ class Scorer:
     async def __call__(self, task: dict[str, Any], reply: str) -> dict[str, float]:
         await asyncio.sleep(0)
         return {"length": float(len(reply)), "one": 1.0}
+
+
+# -- that record -------------------------------------------------------------------------------------------------------
+
+
+def _look(folder: str, name: str) -> int:
+    """Leaves a file each time it is called."""
+    count = sum(file.startswith(f"{name}-") for file in os.listdir(folder)) + 1
+    open(os.path.join(folder, f"{name}-{count}"), "x").close()
+    return count
+
+
+async def _look_beside(folder: str, name: str) -> int:
+    await asyncio.sleep(0.01 * (os.urandom(1)[0] % 3))
+    return _look(folder, name)
+
+
+def one_of_many(task: Task) -> Generator[str, Reply, Any]:
+    """Two recorded calls a reply; "die" ends the process."""
+    found: list[int] = []
+    while (reply := (yield f"{found}")) != "end":
+        if reply == "die":
+            os._exit(7)
+        found += [recorded(_look, task["folder"], task["id"]) for _ in range(2)]
+    assert found == sorted(found)
+    return {"reward": 1.0, "calls": len(found)}
+
+
+async def one_of_many_waiting(task: Task) -> AsyncGenerator[Any, Any]:
+    found: list[int] = []
+    while (reply := (yield f"{found}")) != "end":
+        if reply == "die":
+            os._exit(7)
+        found += await asyncio.gather(*(recorded(_look_beside, task["folder"], task["id"]) for _ in range(2)))
+    yield {"reward": 1.0, "calls": len(found)}

@@ -11,7 +11,7 @@ import pytest
 from posttrain.envs.chat import Conversation
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.sources.sft import demonstrate
-from posttrain.types import Completion, StopReason, Turn, UserError
+from posttrain.types import Completion, StopReason, ToolCall, Turn, UserError
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "templates"
 FAMILIES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
@@ -20,10 +20,10 @@ ENDS = {  # what the model itself says when it has replied
     "idefics3": "<end_of_utterance>", "smolvlm": "<end_of_utterance>", "llama3": "<|eot_id|>", "mistral": "</s>",
     "phi3": "<|end|>", "qwen": "<|im_end|>",
 }  # fmt: skip
-OTHERS = ("<s>", "</s>", "<|endoftext|>")  # special tokens besides
+OTHERS = ("<s>", "</s>", "<|endoftext|>", "<|call|>")  # special tokens besides
 NO_SYSTEM = {"gemma"}
 NO_TOOL = {  # a tool's message is refused: by the template, or because it would show nothing
-    "gemma", "gemma3", "gemma4_v5", "gptoss", "phi3", "phi3_5"
+    "gemma", "gemma3", "phi3", "phi3_5"
 }  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not FAMILIES, reason="needs the chat templates in ../shared/data/templates")
@@ -90,6 +90,68 @@ def test_a_tools_answer_is_shown_or_refused_and_never_lost(family: str) -> None:
         return
     shown = tokenizer.decode(talk.show(turn, completion))
     assert answer["content"] in shown or json.dumps(answer["content"])[1:-1] in shown
+
+
+CALLERS = {"deepseek_r1_distill": False, "deepseekv3": False, "gemma4_v5": True, "gptoss": True, "llama3_1": True,
+           "llama3_2": True, "mistral_nemo": True, "qwen2_5": True, "qwen3": True, "qwen3_5_nothink": True,
+           "qwen3_5_think": True, "qwen3_8": True, "qwen3_instruct_2507": True, "qwen3_vl": True}  # fmt: skip
+"""Families whose templates show calls -> whether they show the tools as well."""
+ONE_CALL = {"llama3_1", "llama3_2", "gptoss"}
+WEATHER: dict[str, Any] = {
+    "name": "get_weather",
+    "description": "The weather.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "description": "c"}, "days": {"type": "integer", "description": "d"}},
+        "required": ["city"],
+    },
+}
+TOOLS = [{"type": "function", "function": WEATHER}]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_are_read_and_answered_as_the_template_shows_them(family: str) -> None:
+    tokenizer, end = tokenizer_of(family)
+    form = tokenizer.tool_format
+    assert (form is not None) == (family in CALLERS)
+    if form is None:
+        return
+    calls = [ToolCall("get_weather", {"city": "Pa\"ris", "days": 3}, id="abcdefgh1"),
+             ToolCall("get_weather", {"city": "Rome"}, id="abcdefgh2")][: 1 if family in ONE_CALL else 2]  # fmt: skip
+    talk = Conversation(tokenizer)
+    tools = TOOLS if CALLERS[family] else None
+    shown = tokenizer.decode(talk.show(Turn(messages=asked(family), tools=tools), None))
+    assert "get_weather" in shown or not tools
+    opening = tokenizer.render(asked(family), True, tools)
+    whole = tokenizer.render([*asked(family), form.message(calls)], False, tools)
+    if not whole.startswith(opening):  # it opens a reply with what it does not show, or moves the tools
+        mark = "[/INST]" if family == "mistral_nemo" else "<｜Assistant｜>"
+        opening = whole[: whole.index(mark) + len(mark)]
+    reply = whole[len(opening) :]
+    read = talk.calls(reply)
+    assert [(c.name, dict(c.arguments), c.problem) for c in read] == [(c.name, dict(c.arguments), None) for c in calls]
+    reply = reply.split(end)[0].rstrip("\n") + ("<|call|>" if family == "gptoss" and end in reply else "")
+    if family == "gemma4_v5":
+        reply = reply.removesuffix("<|tool_response>")
+    ids = tokenizer.encode(reply) + ([] if family == "gptoss" else tokenizer.encode(end))
+    completion = Completion(0, ids, [0.0] * len(ids), reply, StopReason.EOS, 0)
+    talk.calls(reply)
+    messages = [
+        {"role": "tool", "name": c.name, "tool_call_id": c.id, "content": f"sunny in {c.arguments['city'][0]}"}
+        for c in read
+    ]
+    after = tokenizer.decode(talk.show(Turn(messages=messages), completion))
+    assert [after.count(f"sunny in {c.arguments['city'][0]}") for c in calls] == [1] * len(calls)
+    # what a fresh rendering of all of it shows behind the calls, and nothing twice
+    again = tokenizer.render([*asked(family), form.message(calls), *messages], True, tools)
+    assert again.endswith(after) or family == "mistral_nemo"
+    assert not after.startswith(end) and "Paris" not in after and "arguments" not in after
+    # the next reply and question are laid as ever
+    tokens = tokenizer.encode("so sunny") + tokenizer.encode(end)
+    talk.calls("so sunny")
+    answered = Completion(0, tokens, [0.0] * len(tokens), "so sunny", StopReason.EOS, 0)
+    on = tokenizer.decode(talk.show(Turn(messages=[{"role": "user", "content": "and then?"}]), answered))
+    assert on.count("and then?") == 1 and "sunny" not in on
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -122,7 +122,7 @@ def test_replies_that_go_on_are_what_the_learner_scores(
     batch = collate([[t] for t in talked.transcripts], range(3), weight=torch.ones(3))
     (outputs,) = LocalLearner(model, Optimization()).evaluate([batch])
     assert batch.sampler_logp is not None and len(batch.sampler_logp) > 60
-    assert (outputs.logp - batch.sampler_logp).abs().max() < 2e-5
+    assert (outputs.logp - batch.sampler_logp).abs().max() < 1e-4  # float32: up to 4e-5 on some processors
 
 
 def test_tokens_are_those_of_requests_that_are_computed_anew(tokenizer: Tokenizer, backend: str) -> None:
@@ -269,4 +269,4 @@ def test_a_model_whose_vocabulary_is_read_in_blocks_goes_on_too(tokenizer: Token
     batch = collate([[t] for t in talked.transcripts], range(3), weight=torch.ones(3))
     (outputs,) = LocalLearner(model, Optimization()).evaluate([batch])
     assert batch.sampler_logp is not None
-    assert (outputs.logp - batch.sampler_logp).abs().max() < 2e-5
+    assert (outputs.logp - batch.sampler_logp).abs().max() < 1e-4  # float32: up to 4e-5 on some processors

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
-from posttrain.types import Completion, StopReason, Turn
+from posttrain.types import Completion, ToolCall, Turn, UserError
+
+
+class Continued(Protocol):
+    """What stands behind a reply, and a message that stands for the reply."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def reply(self) -> Mapping[str, Any]: ...
+
+
+class ToolFormat(Protocol):
+    """How calls of tools are written."""
+
+    def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall]: ...
+    def start(self, text: str) -> int: ...
+    def message(self, calls: Sequence[ToolCall]) -> dict[str, Any]: ...
 
 
 class Texts(Protocol):
@@ -15,17 +34,34 @@ class Texts(Protocol):
 
     def encode(self, text: str, start: bool = False) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
-    def render(self, messages: Sequence[Mapping[str, str]], generation: bool = True) -> str: ...
-    def render_after(self, before: Sequence[Mapping[str, str]], new: Sequence[Mapping[str, str]]) -> str: ...
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        generation: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str: ...
+    def render_after(
+        self,
+        before: Sequence[Mapping[str, Any]],
+        new: Sequence[Mapping[str, Any]],
+        calls: Sequence[ToolCall] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Continued: ...
+    @property
+    def tool_format(self) -> ToolFormat | None: ...
 
 
 class Conversation:
-    """The text side of one episode: turns in, tokens to observe out."""
+    """The text side of one context: turns in, tokens to observe out."""
 
     def __init__(self, tokenizer: Texts) -> None:
         self.tokenizer = tokenizer
-        self.messages: list[Mapping[str, str]] = []
+        self.messages: list[Mapping[str, Any]] = []
         self.first = True
+        self.chat = False  # whether it began with messages
+        self.tools: Sequence[Mapping[str, Any]] | None = None  # that the model was told of
+        self.last_calls: Sequence[ToolCall] = ()  # of the last reply
+        self.n_calls = 0
 
     def show(self, turn: Turn, last: Completion | None) -> list[int]:
         """Tokens that put `turn` before the policy; `last` is what it sampled just before, if anything."""
@@ -33,14 +69,49 @@ class Conversation:
         if turn.messages is None:
             return self.tokenizer.encode(turn.text or "", start=first)
         if first:
-            self.messages = list(turn.messages)
-            return self.tokenizer.encode(self.tokenizer.render(self.messages, generation=True), start=True)
-        after = self.tokenizer.encode(self.tokenizer.render_after(self.messages, turn.messages))
-        ended = last is not None and not last.stop.truncated and after[:1] == list(last.tokens[-1:])
-        if ended:  # the end of the reply is there already: the policy sampled it, as an end id or as a stop string
-            after = after[1:]
-        said = last.text if last else ""
-        if ended and last is not None and last.stop is StopReason.STOP:
-            said = said.removesuffix(self.tokenizer.decode(last.tokens[-1:]))
-        self.messages = [*self.messages, {"role": "assistant", "content": said}, *turn.messages]
-        return after
+            self.messages, self.tools, self.chat = list(turn.messages), turn.tools, True
+            if any(message.get("tool_calls") for message in self.messages):
+                self.messages = with_calls(self.messages, self.tokenizer.tool_format)
+            return self.tokenizer.encode(self.tokenizer.render(self.messages, True, self.tools), start=True)
+        if turn.tools is not None and turn.tools != self.tools:
+            raise UserError("a chat template shows tools where a context begins: give its first turn all of them")
+        after = self.tokenizer.render_after(self.messages, turn.messages, self.last_calls, self.tools)
+        self.messages = [*self.messages, after.reply, *turn.messages]
+        tokens = self.tokenizer.encode(after.text)
+        # what of it ends the reply, the policy has sampled: the end id, a stop string, what closes a call
+        sampled = [] if last is None or last.stop.truncated else list(last.tokens)
+        longest = min(len(sampled), len(tokens))
+        return tokens[next((n for n in range(longest, 0, -1) if sampled[-n:] == tokens[:n]), 0) :]
+
+    def calls(self, text: str) -> Sequence[ToolCall]:
+        """The calls of tools in a reply."""
+        form = self.tokenizer.tool_format if self.chat else None
+        self.last_calls = ()
+        if form is not None:
+            found = form.read(text, self.tools or ())
+            self.last_calls = tuple(replace(call, id=self._id(call, place)) for place, call in enumerate(found))
+            self.n_calls += len(found)
+        return self.last_calls
+
+    def before_calls(self, text: str) -> int | None:
+        """Characters of the last reply before its first call; None where it makes none."""
+        form = self.tokenizer.tool_format if self.last_calls else None
+        return None if form is None else form.start(text)
+
+    def _id(self, call: ToolCall, place: int) -> str:
+        """Its own, if all templates take it."""
+        return call.id if re.fullmatch("[A-Za-z0-9]{9}", call.id) else f"call{self.n_calls + place:05d}"
+
+
+def with_calls(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None) -> list[Mapping[str, Any]]:
+    """Messages whose calls of tools are as the template takes them. `form`: of its calls; None: it shows none."""
+    if form is None:
+        return list(messages)
+    found: list[Mapping[str, Any]] = []
+    for message in messages:
+        if listed := message.get("tool_calls"):
+            calls = [ToolCall(c["function"]["name"], c["function"]["arguments"], id=c.get("id", "")) for c in listed]
+            made = form.message(calls)
+            message = {**made, "content": message.get("content") or made["content"]}
+        found.append(message)
+    return found

@@ -18,6 +18,7 @@ from typing import Any
 
 from posttrain.envs.asking import Services, digest
 from posttrain.envs.pool import Done, EnvPool, Event
+from posttrain.models.tool_reading import HERMES
 from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
 
 STANDARD = {
@@ -27,7 +28,7 @@ STANDARD = {
     "unicode": "答えは４２ です \N{GRINNING FACE} \u0661\u0662 \u200b\x00 \N{LATIN SMALL LETTER E WITH ACUTE}",
 }
 TASKS = 4  # more only take longer to read
-OWN = ("response", "answer")  # what a task may call its right reply
+OWN = ("response", "answer")  # what a task may call its right reply; its "replies" are several, turn by turn
 SHOWN = 2  # turns of an episode that are printed beside the first
 WITHOUT = Invalid("no answer, to see what becomes of it", InvalidKind.UNANSWERED)
 MOST_ASKS = 64  # questions of an episode
@@ -36,7 +37,7 @@ TURNS = 8  # the reply is repeated that often; many environments wait for a word
 
 @dataclass(frozen=True)
 class Case:
-    """One task played with one reply, given again on every turn."""
+    """One task played with one reply, given again on every turn, or with its own replies, turn by turn."""
 
     task: str  # its id
     kind: str  # of reply
@@ -61,7 +62,7 @@ class Report:
     @property
     def known(self) -> bool:
         """Whether one of the replies is a task's own, which ought to be right."""
-        return any(case.kind in OWN for case in self.cases)
+        return any(case.kind in (*OWN, "replies") for case in self.cases)
 
     @property
     def invalid(self) -> list[Case]:
@@ -178,18 +179,19 @@ def check(
     unanswered = None
     with EnvPool(env_spec, workers=1, seconds=seconds, memory=memory) as pool:
         for number, task in enumerate(tasks[:TASKS]):
-            for kind, reply in _sample_replies(task, replies):
-                shown, result, slowest = _play(pool, task, reply, answers)
+            for kind, script in _sample_replies(task, replies):
+                reply = "".join(script)
+                shown, result, slowest = _play(pool, task, script, answers)
                 repeats = True
                 if not (result and isinstance(result.reward, Invalid)):  # it may have taken all of its time
-                    shown_again, result_again, slowest_again = _play(pool, task, reply, answers)
+                    shown_again, result_again, slowest_again = _play(pool, task, script, answers)
                     repeats = (shown, result) == (shown_again, result_again)
                     slowest = max(slowest, slowest_again)
                 name = str(task.get("id", number))
                 steps = tuple(turn.reward for turn in shown if turn.reward)
                 cases.append(Case(name, kind, reply, tuple(map(_text, shown)), result, steps, slowest, repeats))
                 if answers.asked and unanswered is None:
-                    shown, result, slowest = _play(pool, task, reply, None)
+                    shown, result, slowest = _play(pool, task, script, None)
                     unanswered = Case(name, kind, reply, tuple(map(_text, shown)), result, (), slowest, True)
     return Report(tuple(cases), replies is not None, tuple(answers.asked), tuple(answers.made_up), unanswered)
 
@@ -213,17 +215,23 @@ class _Answers:
         return answers[0][1]
 
 
-def _sample_replies(task: Task, replies: Sequence[str] | None) -> list[tuple[str, str]]:
+def _sample_replies(task: Task, replies: Sequence[str] | None) -> list[tuple[str, list[str]]]:
+    """Kinds of replies, each with what is said turn by turn."""
     if replies is not None:
-        return [(f"reply {number}", reply) for number, reply in enumerate(replies, 1)]
-    own = [(key, str(task[key])) for key in OWN if isinstance(task.get(key), str | int | float)]
-    return [*own, *STANDARD.items()]
+        return [(f"reply {number}", [reply]) for number, reply in enumerate(replies, 1)]
+    own = [(key, [str(task[key])]) for key in OWN if isinstance(task.get(key), str | int | float)]
+    script = task.get("replies")
+    if isinstance(script, list | tuple) and script and all(isinstance(reply, str) for reply in script):
+        own = [("replies", list(script)), *own]
+    return [*own, *((kind, [reply]) for kind, reply in STANDARD.items())]
 
 
-def _play(pool: EnvPool, task: Task, reply: str, answer: _Answers | None) -> tuple[list[Turn], Done | None, float]:
+def _play(
+    pool: EnvPool, task: Task, script: Sequence[str], answer: _Answers | None
+) -> tuple[list[Turn], Done | None, float]:
     """One episode -> its turns, its end if it came within `TURNS`, and the seconds of its slowest call.
 
-    Without `answer`, questions have none.
+    `script`: the replies, of which the last is given again and again. Without `answer`, questions have none.
     """
     pool.ready()  # a worker that starts anew is not the environment's time
     shown: list[Turn] = []
@@ -236,7 +244,11 @@ def _play(pool: EnvPool, task: Task, reply: str, answer: _Answers | None) -> tup
         if len(shown) > TURNS or asked > MOST_ASKS:
             pool.drop(0)
             return shown, None, slowest
-        said = Reply(reply) if isinstance(event, Turn) else WITHOUT if answer is None else answer(event)
+        if isinstance(event, Turn):
+            text = script[min(len(shown), len(script)) - 1]
+            said: Any = Reply(text, tool_calls=HERMES.read(text, event.tools or ()), number=len(shown) - 1)
+        else:
+            said = WITHOUT if answer is None else answer(event)
         event, seconds = _timed(pool, partial(pool.send, 0, said))
         slowest = max(slowest, seconds)
     return shown, event, slowest

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.envs.chat import Conversation, Texts
-from posttrain.types import Completion, StopReason, Transcript, Turn
+from posttrain.types import Completion, Reply, StopReason, Transcript, Turn
 
 
 class Context:
@@ -25,6 +25,7 @@ class Context:
         self.last: Completion | None = None  # that was sampled in it
         self.told = False  # that the episode has run out of something
         self.messages: list[Mapping[str, Any]] | None = []  # given and said; None: not all of it was messages
+        self._stop: tuple[str, ...] = ()  # of the last turn
         self.text: str | None = ""  # the same of text
 
     def read(self, turn: Turn) -> list[int]:
@@ -33,11 +34,11 @@ class Context:
         self.shown(turn)
         return tokens
 
-    def reply(self, completion: Completion, learn: bool) -> None:
+    def reply(self, completion: Completion, said: Reply, learn: bool) -> None:
         self.transcript.sample(completion, learn)
         self.last = completion
         if self.messages is not None:
-            self.messages.append({"role": "assistant", "content": completion.text})
+            self.messages.append({"said": said, "stop": self._stop})
         if self.text is not None:
             whole = (
                 completion.stop is not StopReason.EOS and self.tokenizer.decode(completion.tokens) == completion.text
@@ -52,14 +53,15 @@ class Context:
             return replace(turn, tokens=turn.tokens[len(so_far) :]) if begins else None
         if turn.messages is not None:
             count = len(self.messages or ())
-            begins = 0 < count < len(turn.messages) and all(map(_same, self.messages or (), turn.messages))
+            begins = 0 < count < len(turn.messages) and (turn.tools or None) == (self.conversation.tools or None)
+            begins = begins and all(map(_same, self.messages or (), turn.messages))
             return replace(turn, messages=turn.messages[count:]) if begins else None
         begins = bool(self.text) and (turn.text or "").startswith(self.text or "")
         return replace(turn, text=(turn.text or "")[len(self.text or "") :]) if begins else None
 
     def shown(self, turn: Turn) -> None:
         """A turn is put before the policy."""
-        self.conversation.first = False
+        self.conversation.first, self._stop = False, turn.stop
         if turn.messages is None:
             self.messages = None
         elif self.messages is not None:
@@ -79,10 +81,20 @@ def placed(turn: Turn, contexts: Sequence[Context]) -> tuple[Turn, Context | Non
 
 
 def _same(seen: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    """Whether a message is the one that was seen. Programs trim what a model said: white space around it is not compared."""
-    if seen["role"] != "assistant":
+    """Whether a message is the one that was seen.
+
+    A reply is known by its calls of tools, or else by its text, with or without the stop string. Programs trim what a model
+    said, so white space around it is not compared.
+    """
+    said: Reply | None = seen.get("said")
+    if said is None:
         return dict(seen) == dict(given)
-    return given["role"] == "assistant" and given["content"].strip() == seen["content"].strip()
+    calls = [call.id for call in said.tool_calls if call.problem is None]
+    if calls or given.get("tool_calls"):
+        return given["role"] == "assistant" and [call.get("id") for call in given.get("tool_calls") or ()] == calls
+    text = given.get("content")
+    shown = {said.strip(), *(said.removesuffix(stop).strip() for stop in seen["stop"])}
+    return given["role"] == "assistant" and isinstance(text, str) and text.strip() in shown
 
 
 def positions(steps: Iterable[tuple[int, int, float]], transcripts: Sequence[Transcript]) -> list[tuple[int, float]]:

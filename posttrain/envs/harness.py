@@ -210,13 +210,17 @@ def _turn(prompt: Prompt, asked: Asked) -> Turn:
     how: dict[str, Any] = {"stop": asked.stop, "max_tokens": asked.max_tokens, "whole": True}
     if isinstance(prompt, str):
         return Turn(text=prompt, **how)
-    return Turn(tokens=prompt, **how) if isinstance(prompt, tuple) else Turn(messages=prompt, **how)
+    if isinstance(prompt, tuple):
+        return Turn(tokens=prompt, **how)
+    return Turn(messages=prompt, tools=asked.tools or None, **how)
 
 
 def _said(reply: Reply, asked: Asked, turn: Turn) -> Said:
     completion = reply.sampled or Completion(0, (), (), str(reply), reply.stop, 0)
     ending = next((s for s in asked.stop if reply.stop is StopReason.STOP and reply.endswith(s)), None)
-    return Said(completion, reply.read or len(turn.tokens or ()), turn.tokens, ending, ending or "")
+    calls = tuple(call for call in reply.tool_calls if call.problem is None) if asked.tools else ()
+    read = reply.read or len(turn.tokens or ())
+    return Said(completion, read, turn.tokens, ending, ending or "", None, calls, reply.before_calls)
 
 
 def _digest(prompt: Prompt, asked: Asked, number: int) -> bytes:

@@ -20,7 +20,7 @@ from posttrain.envs.playing import Episode, Playing, is_tool
 from posttrain.envs.pool import Done, EnvPool
 from posttrain.protocols import Engine
 from posttrain.seeds import seed_of
-from posttrain.types import Ask, Completion, Invalid, InvalidKind, Reply, Rollout, Sampling, StopReason, Turn, UserError
+from posttrain.types import Ask, Completion, Invalid, InvalidKind, Rollout, Sampling, StopReason, Turn, UserError
 
 __all__ = ["MAX_TURNS", "Episode", "Player"]
 
@@ -141,16 +141,20 @@ class _Play:
         """Give an environment its reply."""
         self.sampled -= 1
         now = time.perf_counter()
-        self.playing[completion.id].reply(completion, now - self.asked[completion.id])
+        reply = self.playing[completion.id].reply(completion, now - self.asked[completion.id])
         self.asked[completion.id] = now
-        read = len(self.playing[completion.id].context.transcript) - len(completion.tokens)
-        self.pool.send(completion.id, Reply(completion.text, completion.stop, completion, read))
+        self.pool.send(completion.id, reply)
 
     def _show(self, index: int, turn: Turn, seconds: float) -> None:
         """Put a turn before the policy, unless the episode has run out of something."""
         p = self.playing[index]
         turn = p.place(turn)
-        tokens = self._tokens(p, turn)
+        try:
+            tokens = self._tokens(p, turn)
+        except UserError as error:
+            if not turn.whole:
+                raise
+            return self._end(index, f"yielded what the model cannot read: {error}")  # a program said it
         empty = not len(p.context.transcript)
         whole = len(tokens)
         if not empty and turn.tokens is None and self.by.too_long == "truncate":
@@ -162,12 +166,12 @@ class _Play:
         if problem is not None:
             self._end(index, problem)
         elif stop is not None and p.asked_in_vain == PATIENCE:
-            told = f"asked {PATIENCE} times after a reply whose stop was {p.stop}: nothing more is sampled, return a reward"
-            self._end(index, told)
+            vain = f"asked {PATIENCE} times after a reply whose stop was {p.stop}: nothing more is sampled, return a reward"
+            self._end(index, vain)
         elif stop is not None:
-            p.tell(stop)
+            told = p.tell(stop)
             self.asked[index] = time.perf_counter()
-            self.pool.send(index, Reply("", p.stop))
+            self.pool.send(index, told)
         else:
             self._submit(index, turn)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,14 @@ from posttrain.types import (
     Invalid,
     InvalidKind,
     PlayedTurn,
+    Reply,
     Rollout,
     Sampling,
     SpanKind,
     SpanReward,
     StopReason,
     Task,
+    ToolCall,
     Transcript,
     Turn,
 )
@@ -38,6 +40,13 @@ class Episode:
 def is_tool(turn: Turn) -> bool:
     """Whether it is the answer of a tool."""
     return turn.tool or (bool(turn.messages) and all(message["role"] == "tool" for message in turn.messages or ()))
+
+
+def content_text(message: Mapping[str, Any]) -> str:
+    """The text of a chat message, whose content may be a list of parts."""
+    content = message["content"]
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))
 
 
 @dataclass(frozen=True)
@@ -106,26 +115,32 @@ class Playing:
         if is_tool(turn) and len(transcript):
             kind = SpanKind.TOOL
             self.tool_answers += bool(tokens)
-        text = turn.text if turn.text is not None else "\n".join(message["content"] for message in messages)
+        text = turn.text if turn.text is not None else "\n".join(map(content_text, messages))
         if turn.tokens is not None:
             text = self.tokenizer.decode(tokens)
         self._note(kind, text, len(tokens), turn.reward, seconds, cut if tokens else 0)
         transcript.observe(tokens, kind)
         self._learn = turn.learn
 
-    def reply(self, completion: Completion, seconds: float) -> None:
-        """The policy has answered."""
+    def reply(self, completion: Completion, seconds: float) -> Reply:
+        """The policy has answered: what the environment gets."""
+        read = len(self.context.transcript)
+        calls = self.context.conversation.calls(completion.text)
+        before = self.context.conversation.before_calls(completion.text)
+        said = Reply(completion.text, completion.stop, calls, len(self.replies), before, completion, read)
         self.replies.append(_Said(completion.text, completion.tokens, *self._end, self._learn))
-        self._note(SpanKind.SAMPLED, completion.text, len(completion.tokens), 0.0, seconds)
-        self.context.reply(completion, self._learn)
+        self._note(SpanKind.SAMPLED, completion.text, len(completion.tokens), 0.0, seconds, calls=calls)
+        self.context.reply(completion, said, self._learn)
         self.stop = completion.stop
+        return said
 
-    def tell(self, stop: StopReason) -> None:
+    def tell(self, stop: StopReason) -> Reply:
         """The environment is told that the episode has run out of something."""
         if not self.context.told:
             self.context.told, self.stop = True, stop
         self.asked_in_vain += 1
         self.replies.append(_Said("", (), *self._end, False))
+        return Reply("", self.stop, (), len(self.replies) - 1)
 
     def rollout(self, done: Done) -> Rollout:
         """What it amounts to."""
@@ -151,9 +166,18 @@ class Playing:
             answers=self.answers,
         )
 
-    def _note(self, kind: SpanKind, text: str, tokens: int, reward: float, seconds: float, cut: int = 0) -> None:
-        start = len(self.context.transcript)
-        self.turns.append(PlayedTurn(kind, text, self._end[0], start, tokens, reward, seconds, cut))
+    def _note(
+        self,
+        kind: SpanKind,
+        text: str,
+        tokens: int,
+        reward: float,
+        seconds: float,
+        cut: int = 0,
+        calls: Sequence[ToolCall] = (),
+    ) -> None:
+        place, start = self._end[0], len(self.context.transcript)
+        self.turns.append(PlayedTurn(kind, text, place, start, tokens, reward, seconds, cut, tuple(calls)))
 
     @property
     def _end(self) -> tuple[int, int]:

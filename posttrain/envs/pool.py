@@ -38,10 +38,12 @@ from posttrain.envs.stage import OneByOne, Stage, stage_of
 from posttrain.envs.wire import (
     LONGEST_ANSWER,
     NOTE_BYTES,
+    Answer,
     Command,
     Frames,
     Garbled,
     Greeting,
+    Record,
     Setup,
     framed,
     noted,
@@ -72,6 +74,7 @@ class _Episode:
     number: int  # of all that this pool began
     task: Task
     sent: list[Any] = field(default_factory=list)  # to it, in order: replies, and answers of services
+    recorded: dict[int, Any] = field(default_factory=dict)  # what it is to do once, and did
     worker: _Worker | None = None  # where it is, or will be: None for a plain reward that nothing is asked of
     placed: bool = False  # its worker holds it, and has seen all that was sent except the last, which may be on its way
     waiting: bool = True  # a command of it is unanswered
@@ -262,6 +265,8 @@ class EnvPool:
 
     def close(self) -> None:
         """End the workers; episodes in progress are lost. May be called twice."""
+        if self._stage is not None and not self._closed:
+            self._stage.close()
         self._closed = True
         workers, self._workers = self._workers, []
         for worker in workers:
@@ -362,7 +367,8 @@ class EnvPool:
             episode = order.episode
             sent = episode.sent[-1:] if episode.placed else episode.sent
             task = None if episode.placed or order.drop else self._pickled(episode.task)
-            commands.append(Command(episode.number, task, () if order.drop else tuple(sent), order.drop))
+            recorded = {} if task is None else episode.recorded
+            commands.append(Command(episode.number, task, () if order.drop else tuple(sent), order.drop, recorded))
             episode.placed = not order.drop
             order.since = time.monotonic()
             worker.sent[episode.number] = order
@@ -400,9 +406,8 @@ class EnvPool:
     def _receive(self, worker: _Worker) -> None:
         try:
             for content in worker.read():
-                worker.since = time.monotonic()
                 if worker.ready:
-                    self._take(worker, content)
+                    self._take(worker, read_answer(content))
                 else:
                     self._greet(worker, read_greeting(content))
         except Garbled as error:
@@ -411,9 +416,13 @@ class EnvPool:
             ended = f"died ({worker.child.exit()})" if worker.child.wait(CLOSE_SECONDS) else "closed its socket"
             self._lost(worker, f"its worker process {ended}", InvalidKind.DIED)
 
-    def _take(self, worker: _Worker, content: bytes) -> None:
-        answer = read_answer(content)
+    def _take(self, worker: _Worker, answer: Answer | Record) -> None:
         order = worker.sent.get(answer.number)
+        if isinstance(answer, Record):  # which gives it no more time, and may come of an episode that was given up
+            if order is not None and not order.drop:
+                order.episode.recorded[answer.which] = answer.result
+            return
+        worker.since = time.monotonic()
         if order is None or not (worker.waits or order is worker.blamed):
             raise Garbled("an answer out of turn")
         if answer.event is None and not order.drop:
@@ -430,6 +439,7 @@ class EnvPool:
             self._import_failed(worker, message)
             return
         worker.ready, self._imported, self._tries = True, True, 0
+        worker.since = time.monotonic()
         worker.waits = message.waits
         while len(self._workers) < self.size:
             self._add_worker()

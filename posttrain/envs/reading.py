@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.messages import short
-from posttrain.types import Ask, Graded, Invalid, InvalidKind, SpanReward, Turn
+from posttrain.types import Ask, Graded, Invalid, InvalidKind, SpanReward, Turn, UserError
 
 MOST_REWARD = 1e6
 """Rewards beyond this, in absolute value, are invalid: gradients made of them are noise, or not finite."""
@@ -113,13 +113,13 @@ def read_ask(value: Ask) -> Ask | Invalid:
         return unreadable(f"yielded an Ask whose service is {short(name)}; expected the name of one, such as 'judge'")
     size = [0]
     try:
-        content = _plain(value.content, size, 0)
+        content = plain_data(value.content, size, 0)
     except ValueError as problem:
         return unreadable(f"yielded an Ask {problem}")
     return Ask(str.__str__(name), content)
 
 
-def _plain(value: Any, size: list[int], depth: int) -> Any:
+def plain_data(value: Any, size: list[int], depth: int) -> Any:
     """A copy made of JSON's own types. Adds its characters to `size`. Raises ValueError with what cannot be asked."""
     size[0] += 2 + (len(value) if isinstance(value, str) else 24 if isinstance(value, int | float) else 2)
     if size[0] > LONGEST_TEXT:
@@ -137,9 +137,9 @@ def _plain(value: Any, size: list[int], depth: int) -> Any:
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
     if isinstance(value, list | tuple):
-        return [_plain(item, size, depth + 1) for item in value]
+        return [plain_data(item, size, depth + 1) for item in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {_plain(key, size, depth): _plain(item, size, depth + 1) for key, item in value.items()}
+        return {plain_data(key, size, depth): plain_data(item, size, depth + 1) for key, item in value.items()}
     raise ValueError(
         f"whose content holds {short(value)}; expected JSON data: text, finite numbers, lists, dicts with text for keys"
     )
@@ -155,22 +155,19 @@ def read_turn(value: Any) -> Turn | Invalid:
         return unreadable("yielded a Turn that needs one of text, messages and tokens")
     if value.text is not None and not isinstance(value.text, str):
         return unreadable(f"yielded a Turn whose text is {short(value.text)}; expected a string")
-    given: Any = value.messages
-    if given is not None and not (isinstance(given, (list, tuple)) and all(isinstance(m, Mapping) for m in given)):
-        return unreadable(
-            f'yielded a Turn whose messages are {short(given)}; expected a list of {{"role": ..., "content": ...}}'
-        )
-    messages = None if given is None else [dict(message) for message in given]
-    if not all(isinstance(part, str) for message in messages or () for pair in message.items() for part in pair):
-        return unreadable("yielded a Turn whose messages hold something other than strings")
-    if messages is not None and not all({"role", "content"} <= message.keys() for message in messages):
-        return unreadable('yielded a Turn with a message that lacks "role" or "content"')
+    messages = _read_messages(value.messages)
+    if isinstance(messages, Invalid):
+        return messages
     tokens = _read_tokens(value.tokens)
     if isinstance(tokens, Invalid):
         return tokens
-    texts = [value.text] if value.text is not None else [p for m in messages or () for pair in m.items() for p in pair]
-    if problem := _problem(texts):
+    if value.text is not None and (problem := _problem([value.text])):
         return problem
+    tools = _read_tools(value.tools)
+    if isinstance(tools, Invalid):
+        return tools
+    if tools is not None and messages is None:
+        return unreadable("yielded a Turn with tools and text; a chat template shows tools: they need messages")
     stop = _read_stop(value.stop)
     if isinstance(stop, Invalid):
         return stop
@@ -184,10 +181,9 @@ def read_turn(value: Any) -> Turn | Invalid:
     reward = read_number(value.reward, "yielded a Turn whose reward is")
     if isinstance(reward, Invalid):
         return reward
-    plain = None if messages is None else [{str.__str__(k): str.__str__(v) for k, v in m.items()} for m in messages]
     text = None if value.text is None else str.__str__(value.text)
     flags["whole"] = flags["whole"] or tokens is not None
-    return Turn(text, plain, tokens, stop, reward, None if most is None else int(most), **flags)
+    return Turn(text, messages, tokens, stop, reward, None if most is None else int(most), **flags, tools=tools)
 
 
 def _read_tokens(value: Any) -> list[int] | Invalid | None:
@@ -198,6 +194,69 @@ def _read_tokens(value: Any) -> list[int] | Invalid | None:
     if len(value) > LONGEST_TEXT or not all(0 <= id < MOST_TOKEN for id in value):
         return unreadable(f"yielded a Turn with {len(value):,} tokens, or with ids that no vocabulary has")
     return list(value)
+
+
+def _read_messages(given: Any) -> list[dict[str, Any]] | Invalid | None:
+    """Chat messages, of plain JSON data."""
+    if given is None:
+        return None
+    if not (isinstance(given, (list, tuple)) and all(isinstance(m, Mapping) for m in given)):
+        return unreadable(
+            f'yielded a Turn whose messages are {short(given)}; expected a list of {{"role": ..., "content": ...}}'
+        )
+    size = [0]
+    messages = []
+    for message in given:
+        try:
+            plain = plain_data(message, size, 0)
+        except ValueError as problem:
+            return unreadable(f"yielded a Turn with a message {problem}")
+        if not isinstance(plain.get("role"), str) or "content" not in plain:
+            return unreadable('yielded a Turn with a message that lacks "role" or "content"')
+        if not isinstance(plain["content"], str | list | None):
+            return unreadable(
+                f"yielded a Turn with a message whose content is {short(plain['content'])}; expected text"
+            )
+        messages.append(plain)
+    return messages
+
+
+def _read_tools(given: Any) -> list[dict[str, Any]] | Invalid | None:
+    """The JSON schemas of tools, which may be given as functions."""
+    if given is None:
+        return None
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        return unreadable(f"yielded a Turn whose tools are {short(given)}; expected a list of functions")
+    found = []
+    for tool in given:
+        try:
+            found.append(read_schema(tool))
+        except UserError as problem:
+            return unreadable(f"yielded a Turn with a tool that cannot be shown: {problem}")
+    names = [tool["function"]["name"] for tool in found]
+    if len(set(names)) < len(names):
+        return unreadable(f"yielded a Turn with two tools of one name: {', '.join(sorted(names))}")
+    return found
+
+
+def read_schema(tool: Any) -> dict[str, Any]:
+    """The schema of a tool, given as a function or as the schema itself. Raises UserError."""
+    if callable(tool):
+        from posttrain.envs.schemas import schema_of
+
+        tool = schema_of(tool)
+    if isinstance(tool, Mapping) and "function" not in tool and "name" in tool:
+        tool = {"type": "function", "function": tool}
+    try:
+        plain = plain_data(tool, [0], 0)
+    except ValueError as problem:
+        raise UserError(f"it is a schema {problem}") from None
+    function = plain.get("function") if isinstance(plain, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise UserError(f'{short(tool)} is neither a function nor {{"type": "function", "function": {{"name": ...}}}}')
+    if not isinstance(function.get("parameters", {}), dict):
+        raise UserError(f"the parameters of {function['name']} are {short(function['parameters'])}, not a JSON schema")
+    return plain
 
 
 def _read_stop(value: Any) -> tuple[str, ...] | Invalid:

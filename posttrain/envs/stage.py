@@ -9,24 +9,29 @@ from __future__ import annotations
 import asyncio
 import copy
 import types
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from posttrain.envs.load import is_async, is_generator_env, lift, lift_async
 from posttrain.envs.reading import Done, Event, cleaned, read_verdict, read_yielded, unreadable
+from posttrain.envs.recording import CURRENT, Journal
 from posttrain.types import Ask, AsyncEnv, Env, Invalid, InvalidKind, Task, Turn, UserError
 from posttrain.user_code import describe_error, source_file
+
+Records = Callable[[int, int, Any], None]
+"""Keeps what an episode recorded: the episode's number, the number of the result, and the result."""
 
 
 class _Reports:
     """What user code did, in words. Nothing that it raises leaves this.
 
     `alone`: the process is the environment's own, so that not even a KeyboardInterrupt is the user's. `memory`: GiB that
-    it may take, for the reason when there are no more (0: no limit).
+    it may take, for the reason when there are no more (0: no limit). `records`: who keeps what episodes record.
     """
 
-    def __init__(self, function: Callable[..., Any], alone: bool, memory: float) -> None:
+    def __init__(self, function: Callable[..., Any], alone: bool, memory: float, records: Records | None) -> None:
+        self._records = records
         self.single_turn = not is_generator_env(function)
         self._file = source_file(function)
         self._memory = memory
@@ -55,6 +60,10 @@ class _Reports:
             self._let_through(error)
             return self.raised(error)
 
+    def _journal(self, id: int, known: Mapping[int, Any]) -> Journal:
+        records = self._records
+        return Journal(None if records is None else lambda number, value: records(id, number, value), known)
+
     def _own(self, task: Task) -> Task:
         """The rows of a group are one object: each episode has a copy, to change as it likes."""
         return task if self._alone else copy.deepcopy(task)
@@ -63,13 +72,16 @@ class _Reports:
 class Stage(_Reports):
     """The episodes in progress in this process, of which one runs at a time."""
 
-    def __init__(self, function: Callable[..., Any], alone: bool = False, memory: float = 0.0) -> None:
-        super().__init__(function, alone, memory)
+    def __init__(
+        self, function: Callable[..., Any], alone: bool = False, memory: float = 0.0, records: Records | None = None
+    ) -> None:
+        super().__init__(function, alone, memory, records)
         self._env: Env = lift(function) if self.single_turn else function
-        self._episodes: dict[int, Generator[Any, Any, Any]] = {}
+        self._episodes: dict[int, tuple[Generator[Any, Any, Any], Journal]] = {}
 
-    def start(self, id: int, task: Task) -> Event:
-        self._episodes[id] = self._begin(task)
+    def start(self, id: int, task: Task, known: Mapping[int, Any] | None = None) -> Event:
+        """`known`: what it recorded when it was played before."""
+        self._episodes[id] = self._begin(task), self._journal(id, known or {})
         return self._resume(id, None)
 
     def send(self, id: int, said: Any) -> Event:
@@ -80,18 +92,24 @@ class Stage(_Reports):
         episode = self._episodes.pop(id, None)
         try:
             if episode is not None:
-                episode.close()  # may run code of the user's
+                episode[0].close()  # may run code of the user's
         except BaseException as error:
             self._let_through(error)
+
+    def close(self) -> None:
+        """Give up what is in progress."""
+        for id in list(self._episodes):
+            self.drop(id)
 
     def _begin(self, task: Task) -> Generator[Any, Any, Any]:
         """Calls the environment only when it is first resumed: what a decorator raises is then caught like the rest."""
         return (yield from self._env(self._own(task)))
 
     def _resume(self, id: int, said: Any) -> Event:
-        episode = self._episodes.pop(id)
+        playing, journal = episode = self._episodes.pop(id)
+        token = CURRENT.set(journal)
         try:
-            event = read_yielded(episode.send(said))
+            event = read_yielded(playing.send(said))
         except StopIteration as end:
             return self._verdict(end.value)
         except BaseException as error:
@@ -99,6 +117,8 @@ class Stage(_Reports):
             self._episodes[id] = episode  # not ended, if what it yielded is what failed
             self.drop(id)
             return self.raised(error)
+        finally:
+            CURRENT.reset(token)
         self._episodes[id] = episode
         if isinstance(event, Invalid):
             self.drop(id)
@@ -134,15 +154,17 @@ class AsyncStage(_Reports):
         seconds: float | None = None,
         name: str = "",
         enters: Callable[[int], None] = lambda number: None,
+        records: Records | None = None,
     ) -> None:
-        super().__init__(function, alone, memory)
+        super().__init__(function, alone, memory, records)
         self._env: AsyncEnv = lift_async(function) if self.single_turn else function
         self._seconds, self._name, self._enters = seconds, name, enters
         self._episodes: dict[int, _Waiting] = {}
 
-    async def start(self, id: int, task: Task) -> Event:
+    async def start(self, id: int, task: Task, known: Mapping[int, Any] | None = None) -> Event:
+        """`known`: what it recorded when it was played before."""
         episode = self._episodes[id] = _Waiting()
-        run = _stepped(self._play(episode, task), lambda: self._enters(id))
+        run = _stepped(self._play(episode, task, self._journal(id, known or {})), lambda: self._enters(id))
         episode.task = asyncio.get_running_loop().create_task(run)
         return await self._event(id, episode)
 
@@ -167,8 +189,9 @@ class AsyncStage(_Reports):
             self._episodes.pop(id, None)
         return event
 
-    async def _play(self, episode: _Waiting, task: Task) -> None:
+    async def _play(self, episode: _Waiting, task: Task, journal: Journal) -> None:
         """An episode from its beginning to its end, in one task: what it opens with `async with` it may close."""
+        CURRENT.set(journal)  # of this task
         playing: AsyncGenerator[Any, Any] | None = None
         try:
             playing = self._env(self._own(task))
@@ -202,14 +225,23 @@ class OneByOne:
         self._loop = asyncio.new_event_loop()
         self.single_turn = self._stage.single_turn
 
-    def start(self, id: int, task: Task) -> Event:
-        return self._finished(self._stage.start(id, task))
+    def start(self, id: int, task: Task, known: Mapping[int, Any] | None = None) -> Event:
+        return self._finished(self._stage.start(id, task, known))
 
     def send(self, id: int, said: Any) -> Event:
         return self._finished(self._stage.send(id, said))
 
     def drop(self, id: int) -> None:
         self._stage.drop(id)
+
+    def close(self) -> None:
+        """Cancel what is in progress."""
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.close()
 
     def _finished(self, step: Coroutine[Any, Any, Event]) -> Event:
         try:
@@ -237,5 +269,8 @@ def _stepped(coroutine: Coroutine[Any, Any, None], enters: Callable[[], None]) -
             return
         try:
             said, go_on = (yield waits_for), coroutine.send
+        except GeneratorExit:  # nobody waits for it any more
+            coroutine.close()
+            raise
         except BaseException as error:  # it was cancelled
             said, go_on = error, coroutine.throw

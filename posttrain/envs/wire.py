@@ -9,18 +9,19 @@ and what cannot be read is `Garbled`.
                      each command, in order unless it waits,
                      {"number": n, "turn": {...}}, {"number": n, "ask": {...}} or {"number": n, "done": {...}}, or
                      {"number": n} where nothing is to be said: to a dropped episode, and to a replayed step, whose
-                     answer the pool has had before
+                     answer the pool has had before; and at any time {"number": n, "record": [which, result]}
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
-from posttrain.envs.reading import LONGEST_TEXT, MOST_REWARD, Done, Event, cleaned, read_ask, read_turn
+from posttrain.envs.reading import LONGEST_TEXT, MOST_REWARD, Done, Event, cleaned, plain_data, read_ask, read_turn
+from posttrain.envs.recording import MOST_RECORDS
 from posttrain.types import Ask, Invalid, InvalidKind, SpanReward, Turn
 
 LONGEST_ANSWER = 8 * LONGEST_TEXT + (1 << 20)  # bytes: what a character takes in JSON, and all that stands beside
@@ -49,12 +50,22 @@ class Command:
     task: bytes | None  # pickled: begin the episode; None: it goes on
     sent: tuple[Any, ...]  # to be fed to it one after the other: replies, and answers of services
     drop: bool = False  # forget the episode
+    recorded: Mapping[int, Any] = field(default_factory=dict)  # where it begins anew: see `recording`
 
 
 @dataclass(frozen=True)
 class Answer:
     number: int
     event: Event | None  # None: a step is over, of which nothing is to be said
+
+
+@dataclass(frozen=True)
+class Record:
+    """The result of what an episode is to do once."""
+
+    number: int  # of the episode
+    which: int  # of its results
+    result: Any
 
 
 class Greeting(NamedTuple):
@@ -123,6 +134,10 @@ def write_answer(number: int, event: Event | None) -> bytes:
     return _written({"number": number, "done": done})
 
 
+def write_record(number: int, which: int, result: Any) -> bytes:
+    return _written({"number": number, "record": [which, result]})
+
+
 def _written(message: dict[str, Any]) -> bytes:
     return framed(json.dumps(message, ensure_ascii=False, allow_nan=False).encode())
 
@@ -140,10 +155,12 @@ def read_greeting(content: bytes) -> Greeting | str:
     raise Garbled("a greeting that is none")
 
 
-def read_answer(content: bytes) -> Answer:
+def read_answer(content: bytes) -> Answer | Record:
     """Raises Garbled."""
     message = _read(content)
     number, kinds = message.pop("number", None), set(message)
+    if type(number) is int and kinds == {"record"}:
+        return _read_record(number, message["record"])
     if type(number) is not int or kinds not in ({"turn"}, {"ask"}, {"done"}, set()):
         raise Garbled("an answer that is none")
     if not kinds:
@@ -164,6 +181,18 @@ def read_answer(content: bytes) -> Answer:
     except (TypeError, ValueError, AttributeError):
         raise Garbled("a turn that is none") from None
     return Answer(number, Done(turn) if isinstance(turn, Invalid) else turn)
+
+
+def _read_record(number: int, record: Any) -> Record:
+    if not isinstance(record, list) or len(record) != 2 or type(record[0]) is not int:
+        raise Garbled("a record that is none")
+    which, result = record
+    if not 0 <= which < MOST_RECORDS:
+        raise Garbled("a record beyond all that there may be")
+    try:
+        return Record(number, which, plain_data(result, [0], 0))
+    except ValueError:
+        raise Garbled("a record that is none") from None
 
 
 def _read_done(done: dict[str, Any]) -> Done:

@@ -29,6 +29,7 @@ from posttrain.envs.wire import (
     write_answer,
     write_failure,
     write_greeting,
+    write_record,
 )
 from posttrain.types import Ask, Invalid, InvalidKind, Reply, UserError
 from posttrain.user_code import describe_error
@@ -72,14 +73,29 @@ class _Connection:
         return self._arrived.pop(0)
 
     async def send_beside(self, frame: bytes) -> None:
-        self._check_owner()
-        async with self._sending:  # a frame is not to begin in the middle of another
-            await asyncio.get_running_loop().sock_sendall(self._socket, frame)
+        self._unsent += frame
+        await self._flush()
+
+    def put_beside(self, frame: bytes) -> None:
+        """As `send_beside`, which need not be waited for: it goes before all that is sent later."""
+        self._unsent += frame
+        task = asyncio.get_running_loop().create_task(self._flush())
+        self._flushing.add(task)
+        task.add_done_callback(self._flushing.discard)
 
     def open_beside(self) -> None:
-        """From here on the last two are used."""
+        """From here on those are used."""
         self._socket.setblocking(False)
         self._sending = asyncio.Lock()
+        self._unsent = bytearray()
+        self._flushing: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
+
+    async def _flush(self) -> None:
+        self._check_owner()
+        async with self._sending:  # a frame is not to begin in the middle of another
+            while self._unsent:
+                frames, self._unsent = self._unsent, bytearray()
+                await asyncio.get_running_loop().sock_sendall(self._socket, frames)
 
     def _check_owner(self) -> None:
         if os.getpid() != self._owner:  # a child of user code came back as if it were its parent
@@ -106,7 +122,7 @@ def main(descriptor: int, note: int) -> None:
 
 def _load(setup: Setup, connection: _Connection, note: int) -> Stage | AsyncStage | None:
     try:
-        stage = _stage(setup, unpack_env(setup.env), note)
+        stage = _stage(setup, unpack_env(setup.env), connection, note)
     except UserError as error:
         connection.send(write_failure(str(error)))
         return None
@@ -119,15 +135,22 @@ def _load(setup: Setup, connection: _Connection, note: int) -> Stage | AsyncStag
     return stage
 
 
-def _stage(setup: Setup, function: Callable[..., Any], note: int) -> Stage | AsyncStage:
+def _stage(setup: Setup, function: Callable[..., Any], connection: _Connection, note: int) -> Stage | AsyncStage:
     if not is_async(function):
-        return Stage(function, True, setup.memory)
+
+        def sends(number: int, which: int, result: Any) -> None:
+            connection.send(write_record(number, which, result))
+
+        return Stage(function, True, setup.memory, sends)
     shared = mmap.mmap(note, NOTE_BYTES)
 
     def enters(number: int) -> None:
         shared[:] = noted(number)
 
-    return AsyncStage(function, True, setup.memory, setup.seconds, f"{setup.name}: ", enters)
+    def puts(number: int, which: int, result: Any) -> None:
+        connection.put_beside(write_record(number, which, result))
+
+    return AsyncStage(function, True, setup.memory, setup.seconds, f"{setup.name}: ", enters, puts)
 
 
 # -- code that has the thread to itself --------------------------------------------------------------------------------
@@ -143,7 +166,7 @@ def _answer(connection: _Connection, stage: Stage, command: Command) -> None:
         connection.send(write_answer(number, stage.send(number, command.sent[0])))
         return
     try:
-        event = stage.start(number, pickle.loads(command.task))
+        event = stage.start(number, pickle.loads(command.task), command.recorded)
     except BaseException as error:  # classes of the user's among what is in the task
         event = stage.raised(error)
     for said in command.sent:
@@ -193,7 +216,7 @@ async def _answer_beside(connection: _Connection, stage: AsyncStage, command: Co
         event = await stage.send(number, command.sent[0])
     else:
         try:
-            event = await stage.start(number, pickle.loads(command.task))
+            event = await stage.start(number, pickle.loads(command.task), command.recorded)
         except Exception as error:
             event = stage.raised(error)
         for said in command.sent:

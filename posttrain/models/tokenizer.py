@@ -13,10 +13,11 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tokenizers
 from tokenizers import Regex, decoders, pre_tokenizers
@@ -25,7 +26,9 @@ from tokenizers.trainers import BpeTrainer
 
 from posttrain.messages import one_line
 from posttrain.models.json_files import Fields, read_json, read_text, write_json
-from posttrain.types import UserError
+from posttrain.models.tool_format import format_of
+from posttrain.models.tool_reading import ToolFormat
+from posttrain.types import ToolCall, UserError
 
 PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unk|>"
 # How a text is cut before byte pairs are merged: words with what precedes them, single digits, punctuation, line ends,
@@ -44,6 +47,13 @@ _WORD = "Xyzzy"  # stands for what is to be shown
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
+
+
+class Continued(NamedTuple):
+    """What stands behind a reply."""
+
+    text: str
+    reply: Mapping[str, Any]  # a message that stands for the reply, for later calls
 
 
 class Tokenizer:
@@ -69,6 +79,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.backend = backend
         self._parts: dict[str, bool] = {}  # of each chat template, see `_takes_parts`
+        self._formats: dict[str, ToolFormat | None] = {}  # likewise
         self._continuation = _continuation(backend)
         self._opening = _opening(backend)
         self.eos_id, self.bos_id, self.pad_id = (self._id(name) for name in ("eos_token", "bos_token", "pad_token"))
@@ -166,52 +177,127 @@ class Tokenizer:
         except BaseException as error:
             raise _failed(error, "the tokenizer cannot decode its own tokens") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], generation: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        generation: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The text of chat messages by the checkpoint's template; generation=True ends where the model is to reply.
 
-        Raises UserError if there is no template, or if the template refuses the messages.
+        `tools`: JSON schemas of functions that it may call. Raises UserError if there is no template, or if the template
+        refuses the messages or shows nothing of the tools.
         """
         if self.chat_template is None:
             raise UserError(
                 "this tokenizer has no chat template: put chat_template.jinja into its folder, or prompt with text"
             )
-        return self._rendered(messages, generation, self._takes_parts)
+        text = self._rendered(messages, generation, self._takes_parts, tools)
+        for tool in tools or ():
+            if tool["function"]["name"] not in text:
+                raise UserError(
+                    f"this chat template does not show the tool {tool['function']['name']!r}: describe it in a message, "
+                    "and leave it out of tools"
+                )
+        return text
 
-    def render_after(self, before: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> str:
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the template writes calls of tools, None if it shows none."""
+        if self.chat_template is None:
+            return None
+        if self.chat_template not in self._formats:
+            self._formats[self.chat_template] = format_of(lambda messages: self.render(messages, generation=False))
+        return self._formats[self.chat_template]
+
+    def render_after(
+        self,
+        before: Sequence[Mapping[str, Any]],
+        new: Sequence[Mapping[str, Any]],
+        calls: Sequence[ToolCall] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Continued:
         """What the template puts behind a reply to the messages `before`, up to where the model is to reply to `new`.
 
-        It begins with the end of the reply. A template may show what is before otherwise than when the model read it (it
-        drops the thinking of earlier turns, for example): only what comes behind the reply is asked of it. Raises
-        UserError if the template does not show a reply as it was said, or shows nothing of a new message.
+        `calls`: those that the reply made. The text begins with the end of the reply. A template may show what is before
+        otherwise than when the model read it (it drops the thinking of earlier turns, for example): only what comes
+        behind the reply is asked of it. Raises UserError if the template does not show a reply as it was said, or shows
+        nothing of a new message.
         """
-        text = self.render([*before, {"role": "assistant", "content": _MARK}, *new])
-        if text.count(_MARK) != 1:
-            raise UserError(
-                "this chat template does not show a reply where it was said: use it with one turn, or yield text, not "
-                "messages"
-            )
-        after = text[text.index(_MARK) + len(_MARK) :]
+        problem: UserError | None = None
+        for reply, closing in self._stand_ins(calls, new):
+            try:
+                text = self.render([*before, reply, *new], True, tools)
+                end = text.find(_MARK) + len(_MARK) if text.count(_MARK) == 1 else -1
+                if end >= 0 and closing is not None:
+                    end = closing(text, _MARK)
+                if end < 0:
+                    continue
+                self._check_shown(text[end:], before, reply, new, tools)
+            except UserError as error:
+                problem = problem or error
+                continue
+            return Continued(text[end:], json.loads(json.dumps(reply, ensure_ascii=False).replace(_MARK, _WORD)))
+        raise problem or UserError(
+            "this chat template does not show a reply where it was said: use it with one turn, or yield text, not messages"
+        )
+
+    def _stand_ins(
+        self, calls: Sequence[ToolCall], new: Sequence[Mapping[str, Any]]
+    ) -> Iterator[tuple[dict[str, Any], Callable[[str, str], int] | None]]:
+        """Messages that may stand for the reply, each with what finds the end of a call in a rendered text.
+
+        Some templates take a tool's answer only behind a call, and some show another end behind one.
+        """
+        form = self.tool_format
+        answered = [m for m in new if m["role"] == "tool"]
+        if not calls and answered:
+            calls = [
+                ToolCall(str(m.get("name") or "tool"), {}, id=str(m.get("tool_call_id") or "call00000"))
+                for m in answered
+            ]
+            yield {"role": "assistant", "content": _MARK}, None
+        if calls and form is not None:
+            marked = [ToolCall(call.name or "unknown", {}, id=call.id) for call in calls]
+            marked[-1] = replace(marked[-1], arguments={"text": _MARK})
+            yield form.message(marked), form.end_of_call
+            yield form.message(marked[-1:]), form.end_of_call  # a template may take one call a turn
+        yield {"role": "assistant", "content": _MARK}, None
+
+    def _check_shown(
+        self,
+        after: str,
+        before: Sequence[Mapping[str, Any]],
+        reply: Mapping[str, Any],
+        new: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        """Raises UserError if something of the new messages is not shown."""
         for place, message in enumerate(new):
             content = message.get("content")
-            if isinstance(content, str) and content.strip() not in after and not self._shows([*before], new, place):
+            if not isinstance(content, str) or content.strip() in after:
+                continue
+            # perhaps in other words, such as JSON: a word in its place is
+            marked = [{**message, "content": _WORD} if i == place else message for i, message in enumerate(new)]
+            if _WORD not in self.render([*before, reply, *marked], True, tools):
                 raise UserError(
                     f"this chat template shows nothing of a message whose role is {message.get('role')!r}: yield it as "
                     "text, or in another role"
                 )
-        return after
 
-    def _shows(self, before: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], place: int) -> bool:
-        """Whether a message is shown, perhaps in other words, such as JSON: a word in its place is."""
-        marked = [{**message, "content": _WORD} if i == place else message for i, message in enumerate(new)]
-        return _WORD in self.render([*before, {"role": "assistant", "content": _MARK}, *marked])
-
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], generation: bool, parts: bool) -> str:
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        generation: bool,
+        parts: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         from posttrain.models.templates import render
 
         assert self.chat_template is not None
         shown = [_in_parts(message) if parts else dict(message) for message in messages]
         variables: dict[str, Any] = {"messages": shown, **self.special}
-        variables |= {"tools": None, "documents": None, "add_generation_prompt": generation}
+        variables |= {"tools": tools and list(tools), "documents": None, "add_generation_prompt": generation}
         return render(self.chat_template, variables, self.template_name)
 
     @property

@@ -32,7 +32,7 @@ from posttrain.runs.files import (
 )
 from posttrain.runs.provenance import circumstances, now
 from posttrain.runs.reading import Row, read_run, read_steps, rollout_steps
-from posttrain.types import Invalid, PlayedTurn, Rollout, SpanKind, Transcript, UserError
+from posttrain.types import Invalid, PlayedTurn, Rollout, SpanKind, ToolCall, Transcript, UserError
 
 
 class Record:
@@ -221,7 +221,13 @@ def _turn(turn: PlayedTurn) -> Row:
         "start": turn.start,
         "length": turn.length,
         **({"cut": turn.cut} if turn.cut else {}),
+        **({"calls": [_call(call) for call in turn.calls]} if turn.calls else {}),
     }
+
+
+def _call(call: ToolCall) -> Row:
+    wrong = {} if call.problem is None else {"problem": call.problem}
+    return {"tool": call.name, "arguments": plain(dict(call.arguments)), "end": call.end, **wrong}
 
 
 def _transcript(transcript: Transcript) -> Row:

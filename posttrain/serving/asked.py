@@ -240,13 +240,37 @@ def _read_message(fields: _Fields, place: int, message: Any) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_read_part(part, wrong) for part in content)
-    if message.get("tool_calls") or message.get("function_call"):
-        raise wrong("has calls of tools, which cannot be rendered here")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or message.get("function_call"):
+        raise wrong("has calls of tools in another form than tool_calls, a list")
     if content is None and message["role"] == "assistant":
-        content = ""
-    if not isinstance(content, str):
+        content = None if calls else ""
+    elif not isinstance(content, str):
         raise wrong(f"has the content {short(content)}; expected a string, or a list of parts of text")
-    return {"role": message["role"], "content": content}
+    read: dict[str, Any] = {"role": message["role"], "content": content}
+    if calls:
+        read["tool_calls"] = [_read_call(call, wrong) for call in calls]
+    for name in ("name", "tool_call_id"):
+        if isinstance(message.get(name), str):
+            read[name] = message[name]
+    return read
+
+
+def _read_call(call: Any, wrong: Callable[[str], Refused]) -> dict[str, Any]:
+    """A call of a tool; its arguments as an object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise wrong(f'has a call of a tool {short(call)}; expected {{"id", "type": "function", "function": ...}}')
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            raise wrong("has a call of a tool whose arguments are not JSON") from None
+    if not isinstance(arguments, dict):
+        raise wrong(f"has a call of a tool whose arguments are {short(arguments)}; expected an object")
+    id = call.get("id") if isinstance(call.get("id"), str) else ""
+    return {"id": id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _read_part(part: Any, wrong: Callable[[str], Refused]) -> str:
@@ -257,11 +281,21 @@ def _read_part(part: Any, wrong: Callable[[str], Refused]) -> str:
 
 
 def _read_tools(fields: _Fields) -> tuple[dict[str, Any], ...]:
-    """The tools that a policy is told of. None can be, so far."""
-    given = fields.body.get("tools")
-    if given and fields.body.get("tool_choice") != "none":
-        raise Refused("tools cannot be told to this policy: leave them out", parameter="tools")
-    return ()
+    """The schemas of the tools that a policy is told of."""
+    given, choice = fields.body.get("tools") or [], fields.body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise fields.wrong("tool_choice", '"auto" or "none": no policy can be made to call a tool')
+    if not isinstance(given, list):
+        raise fields.wrong("tools", "a list")
+    found = []
+    for tool in given:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise Refused(f'{short(tool)} is no {{"type": "function", "function": {{"name": ...}}}}', parameter="tools")
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise Refused(f"the parameters of {function['name']:.100} are no JSON schema", parameter="tools")
+        found.append({"type": "function", "function": function})
+    return tuple(found) if choice != "none" else ()
 
 
 def _read_prompt(fields: _Fields, prompt: Any) -> Prompt:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from posttrain.envs.chat import with_calls
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.seeds import seed_of
 from posttrain.serving.asked import SEEDS, Asked, Prompt, Refused
 from posttrain.serving.desk import Desk
 from posttrain.serving.said import Said
-from posttrain.types import Completion, Sampling, StopReason
+from posttrain.types import Completion, Sampling, StopReason, ToolCall
 
 
 class EnginePolicy:
@@ -63,7 +66,20 @@ class EnginePolicy:
         )
         completion = await self.desk.complete(tokens, sampling)
         stopped_by, ending = ended_by(completion, asked.stop, ends)
-        return Said(completion, len(tokens), tokens, stopped_by, ending, self.tokenizer.decode)
+        calls, before = self._calls(completion, asked) if asked.tools else ((), None)
+        return Said(completion, len(tokens), tokens, stopped_by, ending, self.tokenizer.decode, calls, before)
+
+    def _calls(self, completion: Completion, asked: Asked) -> tuple[Sequence[ToolCall], int | None]:
+        """The calls of tools in a reply that can be made, and where the first begins.
+
+        What a template shows of a call may have its id, on which the next reply depends: it follows from the reply.
+        """
+        form = self.tokenizer.tool_format
+        found = form.read(completion.text, asked.tools) if form is not None else []
+        calls = [
+            replace(call, id=_id_of(completion, place)) for place, call in enumerate(found) if call.problem is None
+        ]
+        return calls, form.start(completion.text) if form is not None and calls else None
 
     async def _read(self, prompt: Prompt, asked: Asked) -> tuple[Sequence[int], dict[int, str]]:
         """The tokens of a prompt, and the text of each token besides the model's own ends that is to end a reply."""
@@ -72,8 +88,10 @@ class EnginePolicy:
             ends = {id: self._end(id) for id in asked.stop_ids if id not in self.eos_ids}
             if isinstance(prompt, tuple):
                 return prompt, ends
-            text = prompt if isinstance(prompt, str) else self.tokenizer.render(prompt)
-            return self.tokenizer.encode(text, start=True), ends
+            if isinstance(prompt, str):
+                return self.tokenizer.encode(prompt, start=True), ends
+            messages = with_calls(prompt, self.tokenizer.tool_format)
+            return self.tokenizer.encode(self.tokenizer.render(messages, True, asked.tools), start=True), ends
 
         return await asyncio.get_running_loop().run_in_executor(self._texts, read)
 
@@ -90,6 +108,12 @@ class EnginePolicy:
     def close(self) -> None:
         self.desk.close()
         self._texts.shutdown(wait=False, cancel_futures=True)
+
+
+def _id_of(completion: Completion, place: int) -> str:
+    """Nine letters and digits: some templates take no others."""
+    content = repr((list(completion.tokens), place)).encode()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()[:9]
 
 
 def ended_by(completion: Completion, stop: Sequence[str], ends: dict[int, str]) -> tuple[str | int | None, str]:

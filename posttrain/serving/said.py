@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.serving.asked import Asked, Refused
-from posttrain.types import Completion, StopReason
+from posttrain.types import Completion, StopReason, ToolCall
 
 Form = Callable[[str, Asked, Sequence["Said"]], dict[str, Any]]
 """The answer to a request, of the model's name, the request, and what was said to each of its prompts."""
@@ -26,15 +26,31 @@ class Said:
     stopped_by: str | int | None = None  # the stop string, or the id of the token, that ended it
     ending: str = ""  # the same as text
     decode: Callable[[Sequence[int]], str] | None = None  # None where no tokenizer is at hand
+    calls: Sequence[ToolCall] = ()  # of tools, those that can be made
+    before_calls: int | None = None  # characters before the first
 
     def text(self, asked: Asked) -> str:
         """As clients are shown it: without the stop string, unless they ask for it."""
         text = self.completion.text
         return text if asked.shows_stop else text.removesuffix(self.ending)
 
+    def message(self, asked: Asked) -> dict[str, Any]:
+        """As chat has it."""
+        if not self.calls:
+            return {"role": "assistant", "content": self.text(asked), "refusal": None}
+        listed = []
+        for index, call in enumerate(self.calls):
+            function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+            number = {"index": index} if asked.stream else {}
+            listed.append({**number, "id": call.id, "type": "function", "function": function})
+        content = self.completion.text[: self.before_calls or 0] or None
+        return {"role": "assistant", "content": content, "refusal": None, "tool_calls": listed}
+
     @property
     def finish_reason(self) -> str:
-        return "stop" if self.completion.stop in (StopReason.EOS, StopReason.STOP) else "length"
+        if self.completion.stop not in (StopReason.EOS, StopReason.STOP):
+            return "length"
+        return "tool_calls" if self.calls else "stop"
 
     def token(self, id: int) -> str:
         return f"token_id:{id}" if self.decode is None else self.decode([id])
@@ -44,7 +60,7 @@ def chat(name: str, asked: Asked, said: Sequence[Said]) -> dict[str, Any]:
     choices = []
     for index, one in enumerate(said):
         logprobs = {"content": [_openai_logprob(one, *pair) for pair in _pairs(one)], "refusal": None}
-        message = {"role": "assistant", "content": one.text(asked), "refusal": None}
+        message = one.message(asked)
         choices.append(
             {
                 "index": index,

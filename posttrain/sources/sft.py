@@ -76,7 +76,8 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterato
         if said < 0:
             yield tokenizer.encode(shown, start=True), False
         else:  # as a policy would see it: behind what it said stands what it said, however the template shows it later
-            after = tokenizer.encode(tokenizer.render_after(task["messages"][:said], task["messages"][said + 1 : i]))
+            before, new = task["messages"][:said], task["messages"][said + 1 : i]
+            after = tokenizer.encode(tokenizer.render_after(before, new).text)
             ended = next((n for n in range(min(len(after), len(reply)), 0, -1) if reply[-n:] == after[:n]), 0)
             yield after[ended:], False
         reply = tokenizer.encode(whole[len(shown) :])

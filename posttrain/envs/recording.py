@@ -1,0 +1,76 @@
+"""What an episode did once and is not to do again: `recorded`.
+
+Environments are played again from their task and the replies they had when their worker is lost. What they ask of the
+world on the way, such as a search, would be asked again and might answer otherwise. A result that was recorded is kept by
+the pool, and comes back instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+from posttrain.envs.reading import plain_data
+
+MOST_RECORDS = 4096  # of an episode
+
+Keep = Callable[[int, Any], None]
+"""Sends a result to the pool: its number within the episode, and what it is."""
+
+
+class Journal:
+    """The results of one episode, by the order in which they were asked for."""
+
+    def __init__(self, keep: Keep | None = None, known: Mapping[int, Any] | None = None) -> None:
+        self._keep = keep
+        self._known = dict(known or {})
+        self._asked = 0
+
+    def next(self) -> tuple[int, bool]:
+        """The number of what is asked now, and whether its result is known."""
+        number = self._asked
+        if number == MOST_RECORDS:
+            raise RuntimeError(f"an episode may record {MOST_RECORDS:,} results")
+        self._asked += 1
+        return number, number in self._known
+
+    def known(self, number: int) -> Any:
+        return self._known[number]
+
+    def write(self, number: int, value: Any) -> Any:
+        try:
+            plain = plain_data(value, [0], 0)
+        except ValueError as problem:
+            raise TypeError(f"recorded a result {problem}") from None
+        if self._keep is not None:
+            self._keep(number, plain)
+        return plain
+
+
+CURRENT: ContextVar[Journal | None] = ContextVar("journal", default=None)
+
+
+def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function once in an episode, however often the episode is played: `page = recorded(fetch, url)`.
+
+    What it returns is plain JSON data. Of a coroutine function the result is awaited: `page = await recorded(fetch, url)`.
+    What it raises is not recorded. Outside of an environment it is a plain call.
+    """
+    journal = CURRENT.get() or Journal()
+    number, known = journal.next()
+    if inspect.iscoroutinefunction(function):
+        return _awaited(journal, number, known, partial(function, *args, **kwargs))
+    if known:
+        return journal.known(number)
+    return journal.write(number, function(*args, **kwargs))
+
+
+async def _awaited(journal: Journal, number: int, known: bool, call: Callable[[], Any]) -> Any:
+    if known:
+        await asyncio.sleep(0)
+        return journal.known(number)
+    return journal.write(number, await call())

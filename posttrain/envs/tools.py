@@ -1,0 +1,171 @@
+"""Makes the calls of tools that replies ask for, and answers them. Decides what becomes of a call that cannot be made.
+
+def assistant(task):
+    tools = Tools(search, calculator, malformed="answer", raising="end")
+    reply = yield Turn(messages=task["messages"], tools=tools)
+    while turn := tools.answer(reply):
+        reply = yield turn
+    return float(task["answer"] in reply)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from posttrain.envs.reading import cleaned, read_schema
+from posttrain.envs.recording import recorded
+from posttrain.envs.schemas import validator_of
+from posttrain.messages import near_or_all
+from posttrain.types import Reply, SpanReward, ToolCall, Turn, UserError
+
+Then = Literal["answer", "end", "invalid"]
+"""What becomes of an episode: the model is told and goes on, it ends and is scored, or it is invalid."""
+
+
+class ToolFailed(Exception):
+    """A call that makes its episode invalid."""
+
+
+@dataclass(frozen=True)
+class Called:
+    """A call that was made, or could not be."""
+
+    call: ToolCall
+    reply: int  # the number of the reply it stands in
+    answer: str  # what the model is told
+    problem: str | None = None  # why there is no result
+
+    def earns(self, reward: float) -> SpanReward:
+        """A reward for the tokens of this call: put it among the spans of a `Graded`."""
+        return SpanReward(self.call.end, reward, self.reply)
+
+
+class Tools:
+    """The tools of one episode: make it inside the environment. Over it go their schemas, so it is what `Turn.tools` takes.
+
+    `functions` have type hints and docstrings; some may be coroutine functions, then use `answer_async`. `malformed`:
+    what becomes of a call that cannot be read, names no tool of these, or has other arguments than the tool takes;
+    `raising`: of one whose tool raises. Results are recorded: a lost worker makes no call twice.
+    """
+
+    def __init__(self, *functions: Callable[..., Any], malformed: Then = "answer", raising: Then = "answer") -> None:
+        for then in (malformed, raising):
+            if then not in get_args(Then):
+                raise UserError(f"a call that fails leads to one of {', '.join(get_args(Then))}, not {then!r}")
+        self.schemas = [read_schema(function) for function in functions]
+        self._functions = {
+            schema["function"]["name"]: function for schema, function in zip(self.schemas, functions, strict=True)
+        }
+        if len(self._functions) < len(functions):
+            raise UserError("two tools have one name")
+        self._then = {"malformed": malformed, "raising": raising}
+        self.calls: list[Called] = []  # all so far, in order
+        self.ended: str | None = None  # why, if a call ended the episode
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.schemas)
+
+    def answer(self, reply: Reply) -> Turn | None:
+        """Make the calls of a reply: the turn that answers them; None if it makes none, or one of them ends the episode.
+
+        Raises ToolFailed where that is to be invalid.
+        """
+        made = []
+        for call in reply.tool_calls:
+            function = self._checked(call)
+            if isinstance(function, str):
+                made.append(self._failed(call, reply, function, "malformed"))
+            elif inspect.iscoroutinefunction(function):
+                raise UserError(f"{call.name} is a coroutine function: use `await tools.answer_async(reply)`")
+            else:
+                outcome = recorded(_outcome, function, dict(call.arguments))
+                made.append(self._made(call, reply, outcome))
+            if self.ended is not None:
+                break
+        return self._turn(made)
+
+    async def answer_async(self, reply: Reply) -> Turn | None:
+        """As `answer`, for environments that wait: all calls of the reply are under way together."""
+        checked = [(call, self._checked(call)) for call in reply.tool_calls]
+        waiting = [
+            recorded(_outcome_async, function, dict(call.arguments))
+            for call, function in checked
+            if not isinstance(function, str)
+        ]
+        outcomes = iter(await asyncio.gather(*waiting))
+        made = []
+        for call, function in checked:
+            if isinstance(function, str):
+                made.append(self._failed(call, reply, function, "malformed"))
+            else:
+                made.append(self._made(call, reply, next(outcomes)))
+        return self._turn(made)
+
+    def _checked(self, call: ToolCall) -> Callable[..., Any] | str:
+        """The function to be called, or why it cannot be."""
+        if call.problem is not None:
+            return call.problem
+        function = self._functions.get(call.name)
+        if function is None:
+            return f"there is no tool {call.name!r}{near_or_all(call.name, sorted(self._functions))}"
+        from jsonschema import Draft202012Validator
+
+        parameters = next(s for s in self.schemas if s["function"]["name"] == call.name)["function"].get(
+            "parameters", {}
+        )
+        error = next(iter(Draft202012Validator(validator_of(parameters)).iter_errors(dict(call.arguments))), None)
+        if error is None:
+            return function
+        where = "".join(f"[{part!r}]" for part in error.path)
+        return f"the arguments{where} do not fit: {cleaned(error.message)[:300]}"
+
+    def _made(self, call: ToolCall, reply: Reply, outcome: Mapping[str, Any]) -> Called:
+        if "raised" in outcome:
+            return self._failed(call, reply, outcome["raised"], "raising")
+        called = Called(call, reply.number, outcome["answer"])
+        self.calls.append(called)
+        return called
+
+    def _failed(self, call: ToolCall, reply: Reply, problem: str, way: str) -> Called:
+        called = Called(call, reply.number, f"Error: {problem}", problem)
+        self.calls.append(called)
+        if self._then[way] == "invalid":
+            raise ToolFailed(f"{call.name or 'a call'}: {problem}")
+        if self._then[way] == "end" and self.ended is None:
+            self.ended = problem
+        return called
+
+    def _turn(self, made: list[Called]) -> Turn | None:
+        if not made or self.ended is not None:
+            return None
+        messages = [
+            {"role": "tool", "name": c.call.name or "unknown", "tool_call_id": c.call.id, "content": c.answer}
+            for c in made
+        ]
+        return Turn(messages=messages)
+
+
+def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, str]:
+    try:
+        return {"answer": _said(function(**arguments))}
+    except Exception as error:
+        return {"raised": cleaned(f"{type(error).__name__}: {error}")}
+
+
+async def _outcome_async(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, str]:
+    try:
+        result = function(**arguments)
+        return {"answer": _said(await result if inspect.isawaitable(result) else result)}
+    except Exception as error:
+        return {"raised": cleaned(f"{type(error).__name__}: {error}")}
+
+
+def _said(result: Any) -> str:
+    """What the model is told: text as it stands, anything else as JSON."""
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    return text.encode("utf-8", "replace").decode()

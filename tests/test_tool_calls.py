@@ -1,0 +1,241 @@
+"""Calls of tools: their format is read off the checkpoint's template, and what a policy writes is read as it stands."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from posttrain.models.tool_format import format_of
+from posttrain.models.tool_reading import HERMES, ToolFormat
+from posttrain.types import ToolCall, UserError
+
+Write = Callable[[Sequence[Mapping[str, Any]]], str]
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _functions(message: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
+    return [(c["function"]["name"], c["function"]["arguments"], c["id"]) for c in message["tool_calls"]]
+
+
+def _many(write: Callable[[str, Any, str], str], around: tuple[str, str] = ("", ""), between: str = "") -> Any:
+    return lambda m: around[0] + between.join(write(*call) for call in _functions(m)) + around[1]
+
+
+def _one(write: Callable[[str, Any, str], str]) -> Any:
+    def written(message: Mapping[str, Any]) -> str:
+        if len(message["tool_calls"]) > 1:
+            raise UserError("one call a turn")
+        return write(*_functions(message)[0])
+
+    return written
+
+
+def _dict(arguments: Any) -> dict[str, Any]:
+    if not isinstance(arguments, dict):
+        raise UserError("not a mapping")
+    return arguments
+
+
+def _keyed(key: str, between: str, end: str) -> Callable[[Any], str]:
+    return lambda a: "".join(
+        f"{key}{k}{between}{v if isinstance(v, str) else json.dumps(v)}{end}" for k, v in _dict(a).items()
+    )
+
+
+def _brace(value: Any) -> str:
+    if isinstance(value, str):
+        return f"<escape>{value}<escape>"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{_brace(v)}" for k, v in sorted(value.items())) + "}"
+    return "[" + ",".join(map(_brace, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+
+def _python(name: str, arguments: Any, id: str) -> str:
+    return f"{name}({', '.join(f'{k}={v!r}' for k, v in _dict(arguments).items())})"
+
+
+def _named(key: str, given: str) -> Callable[[str, Any, str], str]:
+    return lambda n, a, i: json.dumps({key: n, given: a if isinstance(a, dict) else json.loads(a)}, ensure_ascii=False)
+
+
+FORMATS: dict[str, Any] = {  # how public families write calls, each in a few words of our own
+    "hermes": _many(lambda n, a, i: f"<tool_call>\n{_named('name', 'arguments')(n, a, i)}\n</tool_call>", between="\n"),
+    "llama 3": _one(_named("name", "parameters")),
+    "list": _many(_named("name", "arguments"), ("<|tool_call|>[", "]"), ", "),
+    "closed list": _many(_named("name", "arguments"), ("<TOOLCALL>[", "]</TOOLCALL>"), ", "),
+    "list of numbered": _many(
+        lambda n, a, i: json.dumps({"tool_call_id": i, "tool_name": n, "parameters": _dict(a)}, ensure_ascii=False),
+        ("<|START_ACTION|>[\n    ", "\n]<|END_ACTION|>"), ",\n    ",
+    ),
+    "name and id": _many(lambda n, a, i: f"[TOOL_CALLS]{n}[CALL_ID]{i}[ARGS]{_json(a)}"),
+    "name": _many(lambda n, a, i: f"[TOOL_CALLS]{n}[ARGS]{_json(a)}"),
+    "name between marks": _many(
+        lambda n, a, i: f"<|call_begin|>{n}<|sep|>{_json(a)}<|call_end|>", ("<|calls_begin|>", "<|calls_end|>")
+    ),
+    "id that names": _many(
+        lambda n, a, i: f"<|call_begin|>{i}<|arguments|>{_json(a)}<|call_end|>", ("<|section_begin|>", "<|section_end|>")
+    ),
+    "coder": _many(
+        lambda n, a, i: f"<tool_call>\n<function={n}>\n"
+        + _keyed("<parameter=", ">\n", "\n</parameter>\n")(a) + "</function>\n</tool_call>", between="\n",
+    ),
+    "keys and values": _many(
+        lambda n, a, i: f"<tool_call>{n}\n"
+        + _keyed("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")(a) + "</tool_call>", between="\n",
+    ),
+    "invoke": _many(
+        lambda n, a, i: f'<invoke name="{n}">\n' + _keyed('<parameter name="', '">', "</parameter>\n")(a) + "</invoke>\n",
+        ("<m:tool_call>\n", "</m:tool_call>"),
+    ),
+    "braces": _many(lambda n, a, i: f"<start_call>call:{n}{_brace(_dict(a))}<end_call>"),
+    "python list": _many(_python, ("[", "]"), ", "),
+    "python between marks": _many(_python, ("<|call_start|>[", "]<|call_end|>"), ", "),
+}  # fmt: skip
+CALLS = [
+    ToolCall("get_weather", {"city": 'Zo"\u00eb {x} [y] <b>\nline', "days": 3}, id="a1b2c3d4e"),
+    ToolCall("find.it-now_2", {"where": {"deep": [1, None, True, "s"]}, "what": "3", "none": None}, id="f6g7h8i9j"),
+]
+TOOLS = [
+    {"function": {"name": name, "parameters": {"properties": {key: {"type": kind} for key, kind in types.items()}}}}
+    for name, types in {
+        "get_weather": {"city": "string", "days": "integer"},
+        "find.it-now_2": {"what": "string", "where": "object"},
+    }.items()
+]
+
+
+def rendering(family: str) -> Write:
+    def render(messages: Sequence[Mapping[str, Any]]) -> str:
+        text = ""
+        for message in messages:
+            said = FORMATS[family](message) if message.get("tool_calls") else message["content"]
+            text += f"<|{message['role']}|>\n{said}<|end|>\n"
+        return text
+
+    return render
+
+
+def said(family: str, calls: Sequence[ToolCall]) -> tuple[ToolFormat, str]:
+    render = rendering(family)
+    found = format_of(render)
+    assert found is not None
+    return found, render([found.message(calls)]).removeprefix("<|assistant|>\n").removesuffix("<|end|>\n")
+
+
+def plain(calls: Sequence[ToolCall]) -> list[tuple[str, Any, str | None]]:
+    return [(call.name, dict(call.arguments), call.problem) for call in calls]
+
+
+def asked(family: str) -> list[ToolCall]:
+    """Calls that this family can make: a name in Python has no hyphen, and of some one call a turn."""
+    calls = [ToolCall(c.name.replace("-", "_"), c.arguments, id=c.id) for c in CALLS] if "python" in family else CALLS
+    return calls[:1] if family == "llama 3" else calls
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_calls_are_read_as_the_template_writes_them(family: str) -> None:
+    calls = asked(family)
+    for count in range(1, len(calls) + 1):
+        form, text = said(family, calls[:count])
+        found = form.read(text, TOOLS)
+        assert plain(found) == plain(calls[:count])
+        assert [call.end for call in found] == sorted(call.end for call in found) and found[-1].end <= len(text)
+        thought = "<think>I could say " + text + "</think>\n\n"
+        assert plain(form.read(thought + text, TOOLS)) == plain(calls[:count])
+        if form.opening:
+            assert plain(form.read("Let me see. " + text, TOOLS)) == plain(calls[:count])
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_a_call_ends_where_the_next_may_begin(family: str) -> None:
+    calls = asked(family)
+    form, text = said(family, calls)
+    found = form.read(text, TOOLS)
+    if len(calls) == 2 and found[0].end < found[1].end:  # not those that stand in one list
+        assert calls[0].name in text[: found[0].end] and calls[1].name not in text[: found[0].end]
+        assert plain(form.read(text[: found[0].end], TOOLS)) == plain(calls[:1])
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_a_reply_without_a_call_makes_none(family: str) -> None:
+    form, _ = said(family, asked(family))
+    for text in (
+        "",
+        "The answer is 7.",
+        '{"answer": 7}',
+        "[1, 2]",
+        "f(x) = 2",
+        "a < b and {c}",
+        "<think>hm</think> so",
+    ):
+        assert form.read(text, TOOLS) == []
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_a_call_cut_anywhere_is_malformed_or_none_and_never_another_call(family: str) -> None:
+    calls = asked(family)[:1]
+    form, text = said(family, calls)
+    for end in range(len(text)):
+        for found in form.read(text[:end], TOOLS):
+            assert found.problem is not None or plain([found]) == plain(calls)
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_reading_hostile_text_takes_time_in_proportion_and_raises_nothing(family: str) -> None:
+    form, text = said(family, asked(family)[:1])
+    opening = form.opening or text[:8]
+    began = time.monotonic()
+    for hostile in (
+        opening * 5000, text * 2000, "{" * 50_000, opening + "[" * 50_000, opening + '{"name":' * 5000, "<" * 50_000,
+        opening + "9" * 50_000, opening + "-" * 50_000, opening + "f(" * 5000, opening + "\x00\ud7ff\u2028" * 5000,
+        opening + '{"name": "a", "arguments": NaN}', opening + " " * 50_000, (opening + " ") * 5000 + form.closing,
+        opening + "x" * 300 + form.gap, text.replace("get_weather", "rm -rf /; x"), text.replace("get_weather", ""),
+    ):  # fmt: skip
+        for call in form.read(hostile, TOOLS):
+            json.dumps(dict(call.arguments), allow_nan=False)
+            assert isinstance(call.name, str) and (call.problem is None or call.problem.isprintable())
+            assert 0 < call.end <= len(hostile)
+            assert " " not in call.name
+    assert time.monotonic() - began < 20  # quadratic time would take minutes
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("<tool_call>{'name': 'f'}</tool_call>", "not JSON"),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}', "does not end with </tool_call>"),
+        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "the name of the tool is 3"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "names no tool"),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "not an object"),
+        ('<tool_call>{"name": "f", "arguments": "{1"}</tool_call>', "not JSON"),
+        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is no JSON"),
+        ("<tool_call></tool_call>", "not JSON"),
+    ],
+)
+def test_what_is_wrong_with_a_call_is_said(text: str, problem: str) -> None:
+    found = HERMES.read(text + " and then")
+    assert len(found) == 1 and problem in str(found[0].problem)
+
+
+def test_arguments_given_as_text_are_read_and_a_call_without_any_has_none() -> None:
+    found = HERMES.read(
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call><tool_call>{"name":"g"}</tool_call>'
+    )
+    assert plain(found) == [("f", {"a": 1}, None), ("g", {}, None)]
+
+
+def test_a_keyed_value_is_text_where_the_schema_says_so() -> None:
+    form, text = said("coder", [ToolCall("get_weather", {"city": "12", "days": "12", "other": "12", "word": "x"})])
+    tools = [{"function": {"name": "get_weather", "parameters": TOOLS[0]["function"]["parameters"]}}]
+    assert dict(form.read(text, tools)[0].arguments) == {"city": "12", "days": 12, "other": 12, "word": "x"}
+
+
+def test_a_template_that_shows_no_calls_has_no_format() -> None:
+    assert format_of(lambda messages: "".join(f"{m['role']}: {m['content']}\n" for m in messages)) is None

@@ -48,6 +48,7 @@ HOMES = {
     "rapidfuzz": ("sources/diversity.py", "verify/", "audit/templates.py"),
     "httpcore2": ("connections.py", "endpoint.py"),
     "aiohttp": ("serving/",),
+    "verifiers": ("envs/verifiers_side.py",),
     "jsonschema": ("verify/", "services/", "envs/tools.py"),
     "docstring_parser": ("envs/schemas.py",),
     "referencing": ("verify/",),

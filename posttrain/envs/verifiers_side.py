@@ -17,8 +17,6 @@ import os
 import sys
 from typing import Any
 
-import verifiers.v1 as vf
-
 MOST_CLIENTS = 256  # of the library that are held
 
 
@@ -46,6 +44,8 @@ async def main() -> None:
 
 class Side:
     def __init__(self, setup: dict[str, Any]) -> None:
+        import verifiers.v1 as vf
+
         self.setup = setup
         self.env = vf.load_environment(vf.resolve_env_config(setup["env"]))
         self.runs: dict[int, asyncio.Task[list[dict[str, Any]]]] = {}
@@ -102,6 +102,8 @@ class Side:
         return True
 
     async def _played(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        import verifiers.v1 as vf
+
         client = {"api_key_var": "POSTTRAIN_KEY", **self.setup["client"], "base_url": message["url"]}
         kinds = {"train": vf.TrainClientConfig, "eval": vf.EvalClientConfig}
         context = vf.ModelContext(

@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from posttrain.messages import one_line
 from posttrain.protocols import Engine
+from posttrain.serving.asked import Refused
 from posttrain.types import Completion, Sampling, UserError
 
 JOIN_SECONDS = 30.0  # for a decoding step to end
@@ -40,14 +42,17 @@ class Desk:
         self._failed = failed
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[Completion]] = {}  # clients, by the number of their request
-        self._problem: BaseException | None = None
+        self._problem: Refused | None = None
         self._asked = 0
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
     async def complete(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        """A reply. Cancelled, it is not sampled to its end. Raises UserError for what the engine refuses."""
+        """A reply. Cancelled, it is not sampled to its end.
+
+        Raises UserError for what the engine refuses, and Refused if it cannot go on.
+        """
         if self._problem is not None:
             raise self._problem
         self._asked += 1
@@ -83,10 +88,10 @@ class Desk:
                 answer.set_exception(outcome)
 
     def _fail(self, problem: BaseException) -> None:
-        self._problem = problem
+        self._problem = Refused(f"the engine cannot go on: {one_line(problem)}", 503)
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(problem)
+                answer.set_exception(self._problem)
         self._failed(problem)
 
     # -- in the thread -------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Served:
 
 @contextmanager
 def served(
-    engine: Engine, tokenizer: Tokenizer, context: int, limits: Limits = Limits(), max_tokens: int | None = None
+    engine: Engine, tokenizer: Tokenizer, context: int, limits: Limits | None = None, max_tokens: int | None = None
 ) -> Iterator[Served]:
     """Serve what the engine samples, on a free port."""
     found, ready = Served(), threading.Event()
@@ -67,7 +67,7 @@ def served(
         over.append((asyncio.get_running_loop(), end))
         policy = EnginePolicy(Desk(engine, found.failed.append), tokenizer, "tiny", context, ends, max_tokens)
         try:
-            async with serving(Service(lambda request: policy, limits).application()) as found.port:
+            async with serving(Service(lambda request: policy, limits or Limits()).application()) as found.port:
                 ready.set()
                 await end.wait()
         finally:

@@ -156,7 +156,9 @@ def test_the_openai_client_reads_answers_and_streams_alike(server: Served) -> No
         assert model.id == "tiny" and model.max_model_len == CONTEXT  # type: ignore[attr-defined]
         asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "fox"}], "max_tokens": 16}
         whole = client.chat.completions.create(**asked, seed=4)
-        pieces = list(client.chat.completions.create(**asked, seed=4, stream=True, stream_options={"include_usage": True}))
+        pieces = list(
+            client.chat.completions.create(**asked, seed=4, stream=True, stream_options={"include_usage": True})
+        )
         said = "".join(choice.delta.content or "" for piece in pieces for choice in piece.choices)
         assert said == whole.choices[0].message.content
         assert pieces[-1].usage == whole.usage

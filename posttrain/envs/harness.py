@@ -120,12 +120,13 @@ def _environment(function: Harness, unfinished: float, overflow: str) -> AsyncEn
                     yield unfinished
                 yield running.result()
             finally:
-                running.cancel()
-                with suppress(Exception, asyncio.CancelledError):
-                    await running
+                if not running.done():
+                    running.cancel()
+                    with suppress(Exception, asyncio.CancelledError):
+                        await running
 
     functools.update_wrapper(environment, function)
-    vars(environment).pop("__wrapped__")  # it is no generator, and takes another argument
+    vars(environment)["stands_for"] = vars(environment).pop("__wrapped__")  # which is no generator
     return environment
 
 

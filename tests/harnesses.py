@@ -1,4 +1,7 @@
-"""Programs that speak OpenAI's API: what tests of harnesses share. They run in workers, as users' own do."""
+"""Programs that speak OpenAI's API: what tests of harnesses share. They run in workers, as users' own do.
+
+The client is imported where it is used: that takes a worker longer than all that it does in a test.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
-from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from posttrain.envs.harness import Endpoint, harness
 from posttrain.types import Invalid, Reply, Task, Turn
@@ -33,6 +36,8 @@ async def by_hand(task: Task) -> AsyncGenerator[Any, Reply]:
 
 @harness
 async def agent(task: Task, endpoint: Endpoint) -> float:
+    from openai import AsyncOpenAI
+
     async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key) as client:
         messages, total = [user(task["prompt"])], 0
         for more in (*MORE, ""):
@@ -47,6 +52,8 @@ async def agent(task: Task, endpoint: Endpoint) -> float:
 
 @harness
 def blocking(task: Task, endpoint: Endpoint) -> float:
+    from openai import OpenAI
+
     with OpenAI(base_url=endpoint.url, api_key=endpoint.key) as client:
         messages, total = [user(task["prompt"])], 0
         for more in (*MORE, ""):
@@ -117,6 +124,8 @@ async def insatiable(task: Task, endpoint: Endpoint) -> float:
 @harness(overflow="error")
 async def compacting(task: Task, endpoint: Endpoint) -> dict[str, float]:
     """Begins anew where its conversation no longer fits."""
+    from openai import AsyncOpenAI, BadRequestError
+
     async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0) as client:
         messages, refusals, turns = [user(task["prompt"])], 0, 0
         while turns < 6:
@@ -145,12 +154,15 @@ async def failing(task: Task, endpoint: Endpoint) -> Any:
 
 @harness
 async def impatient(task: Task, endpoint: Endpoint) -> dict[str, float]:
-    """Gives up its first request, and asks it again."""
+    """Gives up its first request once the policy has it, and asks it again. Nothing is sampled before that."""
+    sampling, given_up = Path(task["folder"], "sampling"), Path(task["folder"], "given up")
     body = {"messages": [user(task["prompt"])], "max_tokens": 9}
     first = asyncio.ensure_future(ask(endpoint, body))
-    await asyncio.sleep(0.2)
+    while not sampling.exists():
+        await asyncio.sleep(0.01)
     first.cancel()
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.05)
+    given_up.touch()
     _, answer = await ask(endpoint, body)
     _, other = await ask(endpoint, body)
     choices = [one["choices"][0]["message"]["content"] for one in (answer, other)]
@@ -181,6 +193,8 @@ LOOK_UP = {
 @harness
 async def with_tools(task: Task, endpoint: Endpoint) -> dict[str, float]:
     """Answers calls of a tool, as OpenAI's clients do."""
+    from openai import AsyncOpenAI
+
     async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key) as client:
         messages: list[Any] = [user(task["prompt"])]
         tools: Any = [{"type": "function", "function": LOOK_UP}]

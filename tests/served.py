@@ -55,7 +55,12 @@ class Served:
 
 @contextmanager
 def served(
-    engine: Engine, tokenizer: Tokenizer, context: int, limits: Limits | None = None, max_tokens: int | None = None
+    engine: Engine,
+    tokenizer: Tokenizer,
+    context: int,
+    limits: Limits | None = None,
+    max_tokens: int | None = None,
+    name: str = "tiny",
 ) -> Iterator[Served]:
     """Serve what the engine samples, on a free port."""
     found, ready = Served(), threading.Event()
@@ -65,7 +70,7 @@ def served(
     async def run() -> None:
         end = asyncio.Event()
         over.append((asyncio.get_running_loop(), end))
-        policy = EnginePolicy(Desk(engine, found.failed.append), tokenizer, "tiny", context, ends, max_tokens)
+        policy = EnginePolicy(Desk(engine, found.failed.append), tokenizer, name, context, ends, max_tokens)
         try:
             async with serving(Service(lambda request: policy, limits or Limits()).application()) as found.port:
                 ready.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import harnesses
@@ -37,9 +38,11 @@ def expected(words: Tokenizer) -> list[Any]:
     return said(played(harnesses.by_hand, words))
 
 
-@pytest.mark.parametrize("name", ["agent", "blocking", "program"])
-def test_a_harness_is_the_environment_that_says_the_same(words: Tokenizer, expected: list[Any], name: str) -> None:
-    found = played(getattr(harnesses, name), words, workers=2)
+@pytest.mark.parametrize(("name", "workers"), [("agent", 2), ("blocking", 0), ("program", 0)])
+def test_a_harness_is_the_environment_that_says_the_same(
+    words: Tokenizer, expected: list[Any], name: str, workers: int
+) -> None:
+    found = played(getattr(harnesses, name), words, workers=workers)
     assert said(found) == expected
     assert all(len(rollout.transcripts) == 1 for rollout in found)
 
@@ -49,9 +52,12 @@ def test_it_is_played_alike_in_this_process_and_leaves_no_server(words: Tokenize
     assert not any(door.sessions or door._guests for door in _doors.values())
 
 
-def play(words: Tokenizer, env: Any, count: int = 4, workers: int = 1, seconds: float = 20.0, **limits: Any) -> Any:
+def play(words: Tokenizer, env: Any, count: int = 4, workers: int = 0, seconds: float = 20.0, **limits: Any) -> Any:
     engine = limits.pop("engine", None) or LocalEngine(tiny(words, context=128), words, slots=4)
-    asked = [replace(e, task={**e.task, "id": str(n), "ids": [5, 6, 7 + n]}) for n, e in enumerate(episodes(count))]
+    more = limits.pop("task", {})
+    asked = [
+        replace(e, task={**e.task, **more, "id": str(n), "ids": [5, 6, 7 + n]}) for n, e in enumerate(episodes(count))
+    ]
     with EnvPool(env, workers, seconds) as pool:
         return Player(pool, engine, words, Sampling(max_tokens=9), 128, **limits).play(asked)
 
@@ -78,7 +84,7 @@ def test_a_full_context_may_be_told_as_servers_tell_it(words: Tokenizer) -> None
 
 def test_a_harness_that_fails_makes_its_episode_invalid_alone_and_leaves_nothing_behind(words: Tokenizer) -> None:
     began, before = time.monotonic(), set(descendants(os.getpid()))
-    rollouts = play(words, harnesses.failing, 5, seconds=2.0)
+    rollouts = play(words, harnesses.failing, 5, workers=1, seconds=1.0)
     kinds = [rollout.reward.kind for rollout in rollouts]
     assert kinds == [
         InvalidKind.RAISED, InvalidKind.TIMEOUT, InvalidKind.TIMEOUT, InvalidKind.REPORTED, InvalidKind.UNREADABLE,
@@ -89,26 +95,30 @@ def test_a_harness_that_fails_makes_its_episode_invalid_alone_and_leaves_nothing
     assert not set(descendants(os.getpid())) - before
 
 
-class Slow:
-    """An engine that takes its time."""
+class Waiting:
+    """An engine that samples nothing until a file is there, and says by another that it was asked."""
 
-    def __init__(self, engine: Engine, seconds: float) -> None:
-        self.engine, self.seconds = engine, seconds
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.engine, self.folder = engine, folder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
     def poll(self) -> list[Completion]:
-        time.sleep(self.seconds)
+        (self.folder / "sampling").touch()
+        if not (self.folder / "given up").exists():
+            time.sleep(0.01)
+            return []
         return self.engine.poll()
 
 
-def test_who_asks_again_after_a_lost_connection_gets_the_reply_that_was_sampled(words: Tokenizer) -> None:
-    engine = Slow(LocalEngine(tiny(words, context=128), words, slots=4), 0.2)
-    [rollout] = play(words, harnesses.impatient, 1, engine=engine)
-    assert sum(turn.kind is SpanKind.SAMPLED for turn in rollout.turns) == 2, (
-        "one request was asked twice, and answered once"
-    )
+def test_who_asks_again_after_a_lost_connection_gets_the_reply_that_was_sampled(
+    words: Tokenizer, tmp_path: Path
+) -> None:
+    engine = Waiting(LocalEngine(tiny(words, context=128), words, slots=4), tmp_path)
+    [rollout] = play(words, harnesses.impatient, 1, workers=1, engine=engine, task={"folder": str(tmp_path)})
+    sampled = [turn for turn in rollout.turns if turn.kind is SpanKind.SAMPLED]
+    assert len(sampled) == 2, "the first request was asked twice, and answered once"
     assert rollout.rewards["same"] == 0.0, "a request that was answered is sampled anew"
 
 
@@ -154,7 +164,7 @@ def test_calls_of_tools_go_out_and_their_answers_come_back_into_one_transcript()
     tokenizer.chat_template = template.read_text()
     call = '<tool_call>\n{"name": "look_up", "arguments": {"word": "fox"}}\n</tool_call>'
     engine = Scripted(tokenizer, [f"I look.\n{call}<|im_end|>", f"{call}\n{call}<|im_end|>", "done<|im_end|>"])
-    with EnvPool(harnesses.with_tools, 1, 20) as pool:
+    with EnvPool(harnesses.with_tools, 0) as pool:
         [rollout] = Player(pool, engine, tokenizer, Sampling(), 4096).play(episodes(1))
     assert isinstance(rollout, Rollout) and rollout.reward == 3.0, rollout.reward
     [transcript] = rollout.transcripts

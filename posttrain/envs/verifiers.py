@@ -71,11 +71,9 @@ class Taskset:
 
     def environment(self, unfinished: float = 0.0) -> AsyncEnv:
         """What plays its tasks. `unfinished`: as of a `harness`."""
-        sides: WeakKeyDictionary[asyncio.AbstractEventLoop, _Side] = WeakKeyDictionary()
 
         async def play(task: Task, endpoint: Endpoint) -> dict[str, float]:
-            side = sides.setdefault(asyncio.get_running_loop(), _Side(self))
-            return _reward(await side.play(task["index"], endpoint.url))
+            return _reward(await _side_of(self).play(task["index"], endpoint.url))
 
         return harness(unfinished=unfinished)(play)
 
@@ -167,6 +165,15 @@ class _Side:
     def _write(self, message: dict[str, Any]) -> None:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+
+_sides: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Side]] = WeakKeyDictionary()
+
+
+def _side_of(taskset: Taskset) -> _Side:
+    """The one process for this taskset and event loop."""
+    sides = _sides.setdefault(asyncio.get_running_loop(), {})
+    return sides.setdefault(repr(taskset), _Side(taskset))
 
 
 def _reward(traces: Sequence[Mapping[str, Any]]) -> dict[str, float]:

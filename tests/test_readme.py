@@ -1,4 +1,4 @@
-"""README and the pages on environments and verifiers say what the code does, and what they show runs."""
+"""README and the pages on environments, serving and verifiers say what the code does, and what they show runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posttrain.cli.main import _known, app
 from posttrain.config import VERBS
 from posttrain.user_code import load_named
 
-PAGES = {name: ROOT / name for name in ("README.md", "docs/environments.md", "docs/verifiers.md")}
+PAGES = {name: ROOT / name for name in ("README.md", "docs/environments.md", "docs/serving.md", "docs/verifiers.md")}
 TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
 README = TEXTS["README.md"]
 WORDS = {"--config", "--set", "--help", "--json", "--replies", "--index-url", "--seed"}
@@ -49,7 +49,7 @@ def test_every_block_runs_in_its_order(name: str, tmp_path: Path, monkeypatch: p
     for made in set(sys.modules) - before:
         if str(getattr(sys.modules[made], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[made]
-    assert sum(ran) == {"README.md": 20, "docs/environments.md": 10, "docs/verifiers.md": 16}[name]
+    assert sum(ran) == {"README.md": 20, "docs/environments.md": 10, "docs/serving.md": 5, "docs/verifiers.md": 16}[name]
 
 
 def test_rewards_of_the_page_on_environments_judge_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

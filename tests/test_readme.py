@@ -49,7 +49,9 @@ def test_every_block_runs_in_its_order(name: str, tmp_path: Path, monkeypatch: p
     for made in set(sys.modules) - before:
         if str(getattr(sys.modules[made], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[made]
-    assert sum(ran) == {"README.md": 20, "docs/environments.md": 10, "docs/serving.md": 5, "docs/verifiers.md": 16}[name]
+    assert (
+        sum(ran) == {"README.md": 20, "docs/environments.md": 10, "docs/serving.md": 5, "docs/verifiers.md": 16}[name]
+    )
 
 
 def test_rewards_of_the_page_on_environments_judge_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

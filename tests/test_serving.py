@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,12 @@ def alone(tokenizer: Tokenizer, prompt: list[int], sampling: Sampling) -> Comple
     while not (done := engine.poll()):
         pass
     return done[0]
+
+
+def same(ours: Sequence[float], theirs: Sequence[float], tokenizer: Tokenizer) -> bool:
+    """Whether log-probabilities are the same: to the last bit, where these do not depend on what is sampled beside it."""
+    exact = engine_of(tokenizer).batch_invariant
+    return list(ours) == (list(theirs) if exact else pytest.approx(list(theirs), abs=1e-4))
 
 
 ASKED: list[dict[str, Any]] = [
@@ -118,7 +124,7 @@ def test_completions_answer_each_prompt_as_often_as_asked_and_in_order(server: S
         prompt, number = asked["prompt"][place // 2], place % 2  # type: ignore[index]
         seed = 9 if number == 0 else seed_of(9, number)
         own = alone(words, words.encode(prompt, start=True), Sampling(0.5, max_tokens=12, seed=seed))
-        assert choice["text"] == own.text and choice["logprobs"]["token_logprobs"] == list(own.logp)
+        assert choice["text"] == own.text and same(choice["logprobs"]["token_logprobs"], own.logp, words)
     _, several = server.ask("/v1/completions", {"prompt": [tokens, tokens], "seed": 1, "max_tokens": 4})
     _, one = server.ask("/v1/completions", {"prompt": tokens, "seed": 1, "max_tokens": 4})
     assert [choice["text"] for choice in several["choices"]] == [one["choices"][0]["text"]] * 2
@@ -301,7 +307,8 @@ def test_a_cancelled_request_leaves_the_others_as_they_are(words: Tokenizer) -> 
     every, some = replies(False), replies(True)
     assert set(every) == set(range(6)) and set(some) <= {0, 2, 3, 5, 1}
     assert len(every[1].tokens) > 9 and 1 not in some and 4 not in some
-    assert all(some[id] == every[id] for id in some)
+    for id, one in some.items():
+        assert one.tokens == every[id].tokens and same(one.logp, every[id].logp, words)
 
 
 def test_an_engine_that_fails_ends_every_request_and_tells(words: Tokenizer) -> None:

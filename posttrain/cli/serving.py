@@ -6,7 +6,6 @@ import asyncio
 import signal
 from collections.abc import Callable
 from contextlib import closing, suppress
-from functools import partial
 
 from posttrain.config import ServePolicy
 from posttrain.engines.opening import open_engine
@@ -24,7 +23,11 @@ from posttrain.training.setup import choose_device, end_tokens, use_threads
 POLL_STEPS = 8  # of vLLM's, after which new requests join
 
 
-def serve_policy(config: ServePolicy, say: Callable[[str], None] = partial(print, flush=True)) -> None:
+def _say(line: str) -> None:
+    print(line, flush=True)  # a program may wait for the address
+
+
+def serve_policy(config: ServePolicy, say: Callable[[str], None] = _say) -> None:
     """Answer until a signal says to stop. Raises UserError if the checkpoint cannot be loaded, or the engine fails.
 
     The version of the weights, which answers carry, is the step of the checkpoint in its run, or else 0.

@@ -24,7 +24,7 @@ import inspect
 import os
 import secrets
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -34,9 +34,11 @@ from weakref import WeakKeyDictionary
 from posttrain.serving.asked import Asked, Prompt, Refused
 from posttrain.serving.said import Said
 from posttrain.serving.server import HOST, Limits, Policy, Service, serving
+from posttrain.serving.together import together
 from posttrain.types import AsyncEnv, Completion, Reply, StopReason, Task, Turn, Verdict
 
 MODEL = "policy"
+OVER = "there is no such episode, or it is over"
 KEY_BYTES = 16
 MOST_THREADS = 1024  # episodes of harnesses that are not async, in one worker
 
@@ -64,7 +66,14 @@ class Endpoint:
     @property
     def environment(self) -> Mapping[str, str]:
         """The variables by which programs are usually told."""
-        return {"OPENAI_BASE_URL": self.url, "OPENAI_API_BASE": self.url, "OPENAI_API_KEY": self.key}
+        direct = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), HOST)))
+        return {
+            "OPENAI_BASE_URL": self.url,
+            "OPENAI_API_BASE": self.url,
+            "OPENAI_API_KEY": self.key,
+            "NO_PROXY": direct,
+            "no_proxy": direct,
+        }
 
     async def run(self, *command: str, given: str | None = None, folder: str | None = None) -> Ran:
         """Run a program with these variables to its end; it and all of its group are killed where the episode ends before.
@@ -155,6 +164,7 @@ class _Session:
     endpoint: Endpoint
     overflow: str
     told: bool = False  # that the episode has run out of something
+    _closed: bool = False
     _asked: asyncio.Queue[_Request] = field(default_factory=asyncio.Queue)
     _waiting: set[asyncio.Future[Said]] = field(default_factory=set)
     _unread: dict[bytes, asyncio.Future[Said]] = field(default_factory=dict)  # whose clients went away
@@ -165,8 +175,13 @@ class _Session:
     def check(self, model: str | None) -> None:
         pass
 
-    async def reply(self, prompt: Prompt, asked: Asked, number: int) -> Said:
+    async def replies(self, prompt: Prompt, asked: Asked) -> Sequence[Said]:
+        return await together(self._reply(prompt, asked, number) for number in range(asked.count))
+
+    async def _reply(self, prompt: Prompt, asked: Asked, number: int) -> Said:
         """A client that lost its connection and asks again gets what was said to it, instead of another reply."""
+        if self._closed:
+            raise Refused(OVER, 410)
         request = _Request(_turn(prompt, asked), asyncio.get_running_loop().create_future(), asked)
         same = _digest(prompt, asked, number)
         said = self._unread.pop(same, None)
@@ -202,8 +217,9 @@ class _Session:
 
     def close(self) -> None:
         """Nobody is answered any more."""
+        self._closed = True
         for said in self._waiting:
-            said.set_exception(Refused("this episode is over", 410))
+            said.set_exception(Refused(OVER, 410))
             said.exception()
 
 
@@ -262,7 +278,7 @@ class _Door:
         def find(request: Any) -> _Session:
             session = self.sessions.get(request.match_info["key"])
             if session is None:
-                raise Refused("there is no such episode, or it is over", 410)
+                raise Refused(OVER, 410)
             return session
 
         async with serving(Service(find, Limits()).application("/{key}")) as port:

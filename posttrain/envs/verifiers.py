@@ -135,28 +135,32 @@ class _Side:
             env=self.taskset._variables,
             limit=LONGEST_LINE,
         )
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(self.taskset._setup).encode() + b"\n")
+            answer = json.loads(await process.stdout.readline() or "{}")
+            if not answer.get("ready"):
+                raise RuntimeError(f"verifiers does not start: {answer.get('failed', 'see what it printed')}")
+        except BaseException:
+            _kill(process)
+            raise
         self._process = process
-        self._write(self.taskset._setup)
-        assert process.stdout is not None
-        answer = json.loads(await process.stdout.readline() or "{}")
-        if not answer.get("ready"):
-            self._process = None
-            with suppress(ProcessLookupError):
-                process.kill()
-            raise RuntimeError(f"verifiers does not start: {answer.get('failed', 'see what it printed')}")
         self._hearing = asyncio.ensure_future(self._hear(process, process.stdout))
 
     async def _hear(self, process: asyncio.subprocess.Process, lines: asyncio.StreamReader) -> None:
-        while line := await lines.readline():
-            told = json.loads(line)
-            run = self._runs.get(told["run"])
-            if run is None or run.done():
-                continue
-            if "traces" in told:
-                run.set_result(told["traces"])
-            else:
-                run.set_exception(RuntimeError(told["failed"]))
+        """Take in what it says, until it ends or says what cannot be read."""
+        with suppress(ValueError, LookupError, TypeError):
+            while line := await lines.readline():
+                told = json.loads(line)
+                run = self._runs.get(told["run"])
+                if run is None or run.done():
+                    continue
+                if "traces" in told:
+                    run.set_result(told["traces"])
+                else:
+                    run.set_exception(RuntimeError(str(told["failed"])))
         self._process = None
+        _kill(process)
         code = await process.wait()
         for run in self._runs.values():
             if not run.done():
@@ -165,6 +169,11 @@ class _Side:
     def _write(self, message: dict[str, Any]) -> None:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
 
 
 _sides: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Side]] = WeakKeyDictionary()

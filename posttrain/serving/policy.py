@@ -16,6 +16,7 @@ from posttrain.seeds import seed_of
 from posttrain.serving.asked import SEEDS, Asked, Prompt, Refused
 from posttrain.serving.desk import Desk
 from posttrain.serving.said import Said
+from posttrain.serving.together import together
 from posttrain.types import Completion, Sampling, StopReason, ToolCall
 
 
@@ -44,7 +45,7 @@ class EnginePolicy:
         if model is not None and model != self.name:
             raise Refused(f"there is no model {model!r:.200}; it is {self.name!r}", 404, "model_not_found", "model")
 
-    async def reply(self, prompt: Prompt, asked: Asked, number: int) -> Said:
+    async def replies(self, prompt: Prompt, asked: Asked) -> Sequence[Said]:
         tokens, ends = await self._read(prompt, asked)
         room = self.context - len(tokens)
         if room <= 0:
@@ -55,16 +56,20 @@ class EnginePolicy:
                 parameter="messages",
             )
         most = min(self.max_tokens, room)  # a reply that is cut says so
-        base = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed
+        seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed
         sampling = Sampling(
             asked.temperature,
             asked.top_p,
             asked.top_k,
             min(most, asked.max_tokens or most),
             (*asked.stop, *ends.values()),
-            base if number == 0 else seed_of(base, number),
+            seed,
         )
-        completion = await self.desk.complete(tokens, sampling)
+        each = [replace(sampling, seed=seed_of(seed, number)) for number in range(1, asked.count)]
+        completions = await together(self.desk.complete(tokens, how) for how in (sampling, *each))
+        return [self._said(completion, tokens, asked, ends) for completion in completions]
+
+    def _said(self, completion: Completion, tokens: Sequence[int], asked: Asked, ends: dict[int, str]) -> Said:
         stopped_by, ending = ended_by(completion, asked.stop, ends)
         calls, before = self._calls(completion, asked) if asked.tools else ((), None)
         return Said(completion, len(tokens), tokens, stopped_by, ending, self.tokenizer.decode, calls, before)

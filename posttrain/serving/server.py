@@ -17,7 +17,7 @@ import json
 import socket
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from posttrain.messages import one_line
 from posttrain.serving import said
 from posttrain.serving.asked import Asked, Prompt, Refused, read_body, read_chat, read_completion, read_generate
 from posttrain.serving.said import Form, Said
+from posttrain.serving.together import together
 from posttrain.types import UserError
 
 HOST = "127.0.0.1"
@@ -41,7 +42,7 @@ class Limits:
     """Of what is served at once."""
 
     requests: int = 1024
-    body: int = 32 << 20  # bytes
+    body: int = 8 << 20  # bytes: what takes longer to read would keep others waiting
 
 
 class Policy(Protocol):
@@ -55,8 +56,8 @@ class Policy(Protocol):
         """Raises Refused if it is not the model that is asked for."""
         ...
 
-    async def reply(self, prompt: Prompt, asked: Asked, number: int) -> Said:
-        """The reply of that number to a prompt. Cancelled where the client goes away. Raises Refused, UserError."""
+    async def replies(self, prompt: Prompt, asked: Asked) -> Sequence[Said]:
+        """As many replies to a prompt as are asked for. Cancelled where the client goes away. Raises Refused, UserError."""
         ...
 
 
@@ -104,7 +105,8 @@ class Service:
                 raise Refused(f"{self.under_way} replies are under way: ask again later", 429, "rate_limit_exceeded")
             self.under_way += count
             try:
-                replies = await _replies(policy, asked)
+                each = await together(policy.replies(prompt, asked) for prompt in asked.prompts)
+                replies = [reply for replies in each for reply in replies]
             finally:
                 self.under_way -= count
             name = str(asked.model or policy.describe()["id"])
@@ -144,20 +146,6 @@ async def _body(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         raise Refused(f"the body did not arrive within {BODY_SECONDS:g} s", 408) from None
-
-
-async def _replies(policy: Policy, asked: Asked) -> list[Said]:
-    """All of them, in order. Where one fails, or the client goes away, none goes on."""
-    tasks = [
-        asyncio.ensure_future(policy.reply(prompt, asked, number))
-        for prompt in asked.prompts
-        for number in range(asked.count)
-    ]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 async def _streamed(request: web.Request, content: bytes) -> web.StreamResponse:

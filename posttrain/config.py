@@ -435,6 +435,38 @@ class Chat:
 
 
 @dataclass(frozen=True)
+class ServePolicy:
+    """Answer requests over HTTP with what a checkpoint samples: token ids in and out, and OpenAI's forms on top."""
+
+    model: str = ""
+    """Folder of a checkpoint or of a run."""
+    port: int = option(8000, least=0, most=65_535)
+    """Of this machine; the server hears nobody else. 0: any that is free."""
+    name: str | None = None
+    """What clients call the model; default: the text of --model."""
+    max_tokens: int | None = option(None, above=0)
+    """Most tokens of a reply, whatever a request asks; default: as many as the context holds."""
+    requests: int = option(1024, above=0, most=1_000_000)
+    """Replies that are under way at once; who asks beyond them is told to come back (429)."""
+    slots: int = option(256, above=0)
+    """How many replies are sampled at once: bounds the memory of the key-value cache."""
+    engine: Literal["local", "vllm"] = "local"
+    """What samples: local, this process, or vLLM in a process of its own."""
+    engine_cache: float = option(4.0, above=0)
+    """vLLM: limit of its key-value cache, in GiB."""
+    engine_seconds: float = option(120.0, above=0, most=86_400)
+    """vLLM: time limit of one decoding step; beyond it the server ends."""
+    compiled: bool = True
+    """As in training."""
+    precision: Precision = "float32"
+    """Arithmetic of the forward passes."""
+    device: str = "auto"
+    """auto, cpu, cuda ..."""
+    threads: int | None = option(None, above=0)
+    """CPU threads; default: PyTorch's choice."""
+
+
+@dataclass(frozen=True)
 class Check(Data):
     """Run a reward or an environment against sample replies, before any training."""
 

@@ -24,6 +24,7 @@ from posttrain.config import (
     Prefer,
     RewardModelling,
     Sample,
+    ServePolicy,
     Training,
     named_services,
 )
@@ -37,7 +38,7 @@ AnyTraining = TypeVar("AnyTraining", bound=Training)
 AnyConfig = TypeVar("AnyConfig", bound=FromRows)
 
 
-def validate(config: Training | Evaluation | Check | Sample | Label | Chat) -> None:
+def validate(config: Training | Evaluation | Check | Sample | Label | Chat | ServePolicy) -> None:
     """Refuse numbers that make no sense, in one line each. What depends on data or model is checked elsewhere."""
     check_bounds(config)
     for name in ("stop", "prompt_template", "response_template", "teacher_prompt_template"):
@@ -51,6 +52,10 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat) -> N
         return _validate_label(config)
     if isinstance(config, Chat):
         _services(config)
+        return None
+    if isinstance(config, ServePolicy):
+        if not config.model:
+            raise UserError("--model is missing: the folder of a checkpoint, or of a run")
         return None
     if not config.tasks:
         raise UserError("--tasks is missing: a file of rows, such as train.jsonl")

@@ -75,12 +75,14 @@ class Turn:
 
     text: str | None = None  # appended as it stands
     messages: Sequence[Mapping[str, Any]] | None = None  # or: chat messages, rendered by the tokenizer's template
+    tokens: Sequence[int] | None = None  # or: token ids, always the whole of a context
     stop: tuple[str, ...] = ()  # stop strings; the reply ends with the one that was reached
     reward: float = 0.0  # reward of the step that led here (0: none)
     max_tokens: int | None = None  # budget of this reply; None: the run's
     tool: bool = False  # whether a tool says this (messages of the role "tool" say so themselves)
     fresh: bool = False  # begin a transcript of its own: nothing that was said before is in the model's context
     learn: bool = True  # whether the reply to this is learned from
+    whole: bool = False  # this is all that the policy is to see: it continues a context of the episode, or begins one
     tools: Sequence[Any] | None = None  # with messages that begin a context: functions, or their JSON schemas
 
 
@@ -117,16 +119,28 @@ class Reply(str):
     stop: StopReason
     tool_calls: tuple[ToolCall, ...]  # in order, malformed ones too, where a turn has told the model of tools
     number: int  # of the episode's replies: 0 is the first
+    before_calls: int | None  # characters before the first call of a tool; None: it makes none
+    sampled: Completion | None  # the same as tokens; None where nothing was
+    read: int  # tokens before it
 
     def __new__(
-        cls, text: str, stop: StopReason = StopReason.EOS, tool_calls: Sequence[ToolCall] = (), number: int = 0
+        cls,
+        text: str,
+        stop: StopReason = StopReason.EOS,
+        tool_calls: Sequence[ToolCall] = (),
+        number: int = 0,
+        before_calls: int | None = None,
+        sampled: Completion | None = None,
+        read: int = 0,
     ) -> Reply:
         reply = super().__new__(cls, text)
         reply.stop, reply.tool_calls, reply.number = stop, tuple(tool_calls), number
+        reply.before_calls, reply.sampled, reply.read = before_calls, sampled, read
         return reply
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Reply, (str(self), self.stop, self.tool_calls, self.number)
+        said = self.stop, self.tool_calls, self.number, self.before_calls, self.sampled, self.read
+        return Reply, (str(self), *said)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def source_file(function: Callable[..., Any]) -> str | None:
     """The file that a function was written in, as it stands in tracebacks."""
-    inner = unwrapped(function)
+    inner = unwrapped(getattr(function, "stands_for", function))
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     return getattr(code, "co_filename", None)
 

@@ -102,6 +102,21 @@ async def misbehaving(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
     yield float(len(reply))
 
 
+async def delegating(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
+    """Waits in tasks of its own, and in one of them does what the reply says."""
+
+    async def inner(reply: str) -> float:
+        await asyncio.sleep(0.01)
+        while reply == "loop":
+            pass
+        await asyncio.sleep(0.3)
+        return float(len(reply))
+
+    reply = yield Turn(task["prompt"])
+    both = await asyncio.gather(inner(reply), asyncio.wait_for(inner("ab"), 60))
+    yield sum(both)
+
+
 async def asking_too(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
     """As `asking`."""
     reply = yield Turn(task["prompt"], stop=("7",))

@@ -1,4 +1,4 @@
-"""README and the pages on environments and verifiers say what the code does, and what they show runs."""
+"""README and the pages on environments, serving and verifiers say what the code does, and what they show runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from posttrain.cli.main import _known, app
 from posttrain.config import OF_RETRIEVERS, VERBS
 from posttrain.user_code import load_named
 
-PAGES = {name: ROOT / name for name in ("README.md", "docs/environments.md", "docs/verifiers.md", "docs/retrieval.md")}
+PAGES = {
+    name: ROOT / name
+    for name in ("README.md", "docs/environments.md", "docs/retrieval.md", "docs/serving.md", "docs/verifiers.md")
+}
 TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
 README = TEXTS["README.md"]
 WORDS = {"--config", "--set", "--help", "--json", "--replies", "--index-url", "--seed"}
@@ -50,7 +53,13 @@ def test_every_block_runs_in_its_order(name: str, tmp_path: Path, monkeypatch: p
     for made in set(sys.modules) - before:
         if str(getattr(sys.modules[made], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[made]
-    runs = {"README.md": 20, "docs/environments.md": 15, "docs/verifiers.md": 16, "docs/retrieval.md": 7}
+    runs = {
+        "README.md": 20,
+        "docs/environments.md": 15,
+        "docs/retrieval.md": 7,
+        "docs/serving.md": 5,
+        "docs/verifiers.md": 16,
+    }
     assert sum(ran) == runs[name]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from processes import descendants, is_running
+from served import served
 
 import posttrain
 from posttrain.engines.local import LocalEngine
@@ -117,7 +118,7 @@ def test_greedy_replies_equal_those_of_the_embedded_engine(
         ours, theirs = complete(local, prompts, asked), complete(engine, prompts, asked)
         assert theirs == ours  # tokens, log-probabilities (0), text, stop reason, version
         reasons |= {c.stop for c in theirs}
-    assert reasons == set(StopReason)
+    assert reasons == {StopReason.EOS, StopReason.STOP, StopReason.LENGTH, StopReason.CONTEXT}  # all that engines give
 
 
 @needs_vllm
@@ -321,7 +322,7 @@ def test_run_whose_vllm_dies_is_saved_and_says_how_to_go_on(
                 os.kill(descendants(self.process.child.process.pid)[0], signal.SIGKILL)
             super().load(weights, version)
 
-    monkeypatch.setattr("posttrain.training.assembly.VLLMEngine", Mortal)
+    monkeypatch.setattr("posttrain.engines.opening.VLLMEngine", Mortal)
     save_model(small(tokenizer), tmp_path / "start", tokenizer)
     tasks = [{"id": str(i), "prompt": f"{i}+1="} for i in range(2)]
     with pytest.raises(UserError, match="died while taking over weights of version 2.*after step 2 with .* --resume"):
@@ -330,3 +331,34 @@ def test_run_whose_vllm_dies_is_saved_and_says_how_to_go_on(
             algorithm="dr-grpo", lr=1e-3, steps=5, prompts=2, group=4, max_tokens=8, quiet=True,
         )  # fmt: skip
     assert (tmp_path / "run" / "checkpoints" / "step-000002" / "manifest.json").exists()
+
+
+@needs_vllm
+def test_over_http_it_samples_what_it_samples_here_and_new_requests_join_running_ones(
+    engine: VLLMEngine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, how = ragged(6)
+    own = [complete(engine, [prompt], [sampling])[0] for prompt, sampling in zip(prompts, how, strict=True)]
+    monkeypatch.setattr(engine, "poll_steps", 2)
+    with served(engine, tokenizer, 64) as server:
+        for prompt, sampling, completion in zip(prompts, how, own, strict=True):
+            choice = server.sampled(prompt, seed=sampling.seed, max_tokens=sampling.max_tokens)
+            assert choice["token_ids"] == list(completion.tokens)
+            assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == list(completion.logp)
+            assert choice["weight_versions"][0]["version"] == str(engine.version)
+
+
+@needs_vllm
+def test_a_cancelled_request_is_not_answered_and_leaves_the_engine_free(
+    engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "poll_steps", 1)
+    long = Sampling(seed=1, max_tokens=40)
+    for id in range(3):
+        engine.submit(id, [5, 6 + id], long)
+    engine.cancel(2)  # which vLLM has not got yet
+    done = engine.poll()
+    engine.cancel(0)
+    while engine._owed:
+        done += engine.poll()
+    assert [completion.id for completion in done] == [1] and engine.poll() == []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environments import Scorer, asking, asking_too, echo, meeting, misbehaving, one_task, tidy
+from environments import Scorer, asking, asking_too, delegating, echo, meeting, misbehaving, one_task, tidy
 from episodes import played, said
 
 from posttrain.envs.load import load_env
@@ -53,6 +53,12 @@ def test_rewards_that_wait_are_shared_evenly_among_workers() -> None:
     with EnvPool(reward, workers=2, seconds=20) as pool:
         pool.ready()
         assert ended(pool, {id: str(id) for id in range(MANY)}) == {id: float(id) for id in range(MANY)}
+
+
+def test_code_that_never_gives_the_thread_back_is_blamed_in_whichever_task_it_runs() -> None:
+    replies = {0: "one", 1: "loop", 2: "three"}
+    with EnvPool(delegating, workers=1, seconds=1.5) as pool:
+        assert ended(pool, replies) == {0: 5.0, 1: InvalidKind.TIMEOUT, 2: 7.0}
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])

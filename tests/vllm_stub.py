@@ -30,5 +30,5 @@ def main(socket_fd: int, memory_fd: int) -> None:
             connection.send(("answer", (version, checksum)))
         else:
             wrong = version + (os.environ.get("STUB") == "other version")
-            done = [Completion(request.id, [0], [0.0], "", StopReason.EOS, wrong) for request in value]
+            done = [Completion(request.id, [0], [0.0], "", StopReason.EOS, wrong) for request in value[0]]
             connection.send(("answer", done))

@@ -28,6 +28,7 @@ from posttrain.config import (
     RetrieverServe,
     RewardModelling,
     Sample,
+    ServePolicy,
 )
 from posttrain.messages import clip, one_line
 from posttrain.options import AnyConfig, check_bounds, validate
@@ -243,6 +244,15 @@ def chat(model: str, *, config: Annotated[Chat, Options] = Chat()) -> int:  # no
 
     validate(config)
     converse(model, config)
+    return 0
+
+
+def serve_policy(*, config: Annotated[ServePolicy, Options] = ServePolicy()) -> int:  # noqa: B008
+    """Answer requests over HTTP with what a checkpoint samples: token ids in and out, and OpenAI's forms on top."""
+    from posttrain.cli.serving import serve_policy as serve
+
+    validate(config)
+    serve(config)
     return 0
 
 

@@ -107,6 +107,15 @@ class LocalEngine:
     def forget(self, id: int) -> None:
         self.kept.take(id)
 
+    def cancel(self, id: int) -> None:
+        self.waiting = deque(request for request in self.waiting if request.id != id)
+        self._resumed.pop(id, None)
+        self._prefix_of.pop(id, None)
+        if slots := [slot for slot, request in enumerate(self.running) if request.id == id]:
+            self._leave(slots)
+        if not self.running and not self.waiting:
+            self._rest()
+
     def copy(self, id: int, to: int) -> None:
         self.kept.copy(id, to)
 
@@ -309,7 +318,12 @@ class LocalEngine:
         completions = self._completions(out, stopped)
         for slot, completion in zip(out, completions, strict=True):
             self._keep(slot, completion)
-        keep = sorted(set(range(count)) - set(out))
+        self._leave(out)
+        return completions
+
+    def _leave(self, out: list[int]) -> None:
+        """The requests in these slots are over; the others fill the first slots."""
+        state, keep = self._rows, sorted(set(range(len(self.running))) - set(out))
         # Fill the holes among the first len(keep) slots from the slots behind them.
         holes = [slot for slot in out if slot < len(keep)]
         movers = [slot for slot in keep if slot >= len(keep)]
@@ -318,7 +332,6 @@ class LocalEngine:
         for hole, mover in zip(holes, movers, strict=True):
             self.running[hole] = self.running[mover]
         del self.running[len(keep) :]
-        return completions
 
     def _reached_stop(self, count: int) -> set[int]:
         """Slots whose text has just reached one of their stop strings."""

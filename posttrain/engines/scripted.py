@@ -70,6 +70,9 @@ class ScriptedEngine:
     def forget(self, id: int) -> None:
         pass
 
+    def cancel(self, id: int) -> None:
+        self._done = [done for done in self._done if done.id != id]
+
     def poll(self) -> list[Completion]:
         done, self._done = self._done, []
         return done

@@ -67,6 +67,10 @@ class UncachedEngine:
     def forget(self, id: int) -> None:
         pass
 
+    def cancel(self, id: int) -> None:
+        self._waiting = deque(request for request in self._waiting if request.id != id)
+        self._running = [running for running in self._running if running.request.id != id]
+
     def poll(self) -> list[Completion]:
         """One token of every running request; the replies that ended with it."""
         while self._waiting and len(self._running) < self.slots:

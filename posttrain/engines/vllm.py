@@ -53,8 +53,9 @@ class VLLMEngine:
 
     `slots`: how many requests run at once. `precision`: of weights, arithmetic and cache. `cache_gib`: most memory of the
     key-value cache. `start_seconds`, `load_seconds`, `step_seconds`: time limits of vLLM's start, of a hand-over of
-    weights and of one decoding step. Raises UserError if vLLM is not installed or does not start; so do all methods when
-    it has died, failed or overstepped a limit.
+    weights and of one decoding step. `poll_steps`: decoding steps after which `poll` returns with nothing; None: it does
+    so with a completion only, and then results follow from the order of the calls. Raises UserError if vLLM is not
+    installed or does not start; so do all methods when it has died, failed or overstepped a limit.
     """
 
     backend = "vLLM"
@@ -71,6 +72,7 @@ class VLLMEngine:
         start_seconds: float = 600.0,
         load_seconds: float = 120.0,
         step_seconds: float = 120.0,
+        poll_steps: int | None = None,
     ) -> None:
         found = importlib.util.find_spec("vllm")
         if found is None or found.origin is None:
@@ -78,7 +80,7 @@ class VLLMEngine:
                 "vLLM is not installed: pip install vllm (on a machine without a GPU see `make test-vllm`), "
                 "or use the embedded engine"
             )
-        self.load_seconds, self.step_seconds = load_seconds, step_seconds
+        self.load_seconds, self.step_seconds, self.poll_steps = load_seconds, step_seconds, poll_steps
         self.context, self.vocab, self.version = model.config.context, model.config.vocab, 0
         self.dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         self.stored = tuple(_layout(model, self.dtype))
@@ -127,13 +129,19 @@ class VLLMEngine:
     def forget(self, id: int) -> None:
         pass
 
+    def cancel(self, id: int) -> None:
+        submitted = [request for request in self._submitted if request.id != id]
+        if len(submitted) == len(self._submitted):
+            self._owed -= self.process.ask(("cancel", id), "ending a request", self.step_seconds)
+        self._submitted = submitted
+
     def poll(self) -> list[Completion]:
-        """Decode until at least one request has finished; [] when nothing is running or waiting."""
+        """Decode until a request has finished, or for `poll_steps`; [] when nothing is running or waiting."""
         requests, self._submitted = self._submitted, []
         self._owed += len(requests)
         if not self._owed:
             return []
-        done: list[Completion] = self.process.ask(("poll", requests), "sampling", self.step_seconds)
+        done: list[Completion] = self.process.ask(("poll", (requests, self.poll_steps)), "sampling", self.step_seconds)
         if other := {c.version for c in done} - {self.version}:
             self.process.fail(f"sampled with weights of version {other.pop()}, not {self.version}")
         self._owed -= len(done)

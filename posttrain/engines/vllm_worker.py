@@ -1,11 +1,13 @@
 """The process in which vLLM runs, and how weights get into it. Decides what vLLM is asked for.
 
-    parent -> worker   first a `Setup`, then ("load", version) or ("poll", [Request])
-    worker -> parent   ("answer", ...) to each: None; (version, checksum) of the weights taken over; finished Completions.
-                       ("alive", None) about once a second while it steps, ("failed", message) before it gives up
+    parent -> worker   first a `Setup`, then ("load", version), ("poll", ([Request], steps)) or ("cancel", id)
+    worker -> parent   ("answer", ...) to each: None; (version, checksum) of the weights taken over; finished Completions;
+                       how many requests were cancelled. ("alive", None) about once a second while it steps,
+                       ("failed", message) before it gives up
 
-The worker steps only while the parent waits in a poll, until a request has finished: which requests run together, and so
-every bit of a rollout, then follows from the order of the calls and not from timing.
+The worker steps only while the parent waits in a poll, until a request has finished (or for so many steps, where the parent
+asks for that): which requests run together, and so every bit of a rollout, then follows from the order of the calls and not
+from timing.
 
 vLLM keeps a tied output head packed for itself on processors and does not renew it when weights are reloaded
 (seen in 0.32). The model is therefore announced as untied, and the embedding is handed over a second time as its head.
@@ -113,6 +115,12 @@ class Worker:
             )
         )
 
+    def asked_to(self, what: str, value: Any) -> Any:
+        """The answer to a message."""
+        if what == "poll":
+            return self.poll(*value)
+        return self.cancel(value) if what == "cancel" else self.load(value)
+
     def load(self, version: int) -> tuple[int, int]:
         """Take over the weights in the shared memory, in place. Returns the version and the checksum of what was read."""
         assert not self.running, "weights change between batches of rollouts, not within one"
@@ -130,18 +138,28 @@ class Worker:
         self.version = version
         return version, checksum
 
-    def poll(self, requests: Sequence[Request]) -> list[Completion]:
-        """Take these up and step until a request has finished."""
+    def poll(self, requests: Sequence[Request], steps: int | None) -> list[Completion]:
+        """Take these up and step until a request has finished, or so many times at most."""
         for request in requests:
             self._submit(request)
         done: list[Completion] = []
-        while self.running and not done:
+        taken = 0
+        while self.running and not done and taken != steps:
+            taken += 1
             for output in self.engine.step():
                 done += self._take(output)
             if time.monotonic() - self.heard > ALIVE_SECONDS:
                 self.connection.send(("alive", None))
                 self.heard = time.monotonic()
         return done
+
+    def cancel(self, id: int) -> int:
+        """End a request without an answer. Returns how many there were of it."""
+        names = [name for name, running in self.running.items() if running.request.id == id]
+        self.engine.abort_request(names)
+        for name in names:
+            del self.running[name]
+        return len(names)
 
     def _submit(self, request: Request) -> None:
         from vllm import SamplingParams
@@ -208,8 +226,7 @@ def main(socket_fd: int, memory_fd: int) -> None:
         connection.send(("answer", None))
         while True:
             what, value = connection.recv()
-            answer = worker.load(value) if what == "load" else worker.poll(value)
-            connection.send(("answer", answer))
+            connection.send(("answer", worker.asked_to(what, value)))
             worker.heard = time.monotonic()
     except (EOFError, ConnectionError):
         os._exit(0)  # the parent is gone, or has closed us; vLLM takes seconds to put away what goes with the process

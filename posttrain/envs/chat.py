@@ -23,6 +23,8 @@ class ToolFormat(Protocol):
     """How calls of tools are written."""
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall]: ...
+    def start(self, text: str) -> int: ...
+    def message(self, calls: Sequence[ToolCall]) -> dict[str, Any]: ...
 
 
 class Texts(Protocol):
@@ -68,6 +70,8 @@ class Conversation:
             return self.tokenizer.encode(turn.text or "", start=first)
         if first:
             self.messages, self.tools, self.chat = list(turn.messages), turn.tools, True
+            if any(message.get("tool_calls") for message in self.messages):
+                self.messages = with_calls(self.messages, self.tokenizer.tool_format)
             return self.tokenizer.encode(self.tokenizer.render(self.messages, True, self.tools), start=True)
         if turn.tools is not None and turn.tools != self.tools:
             raise UserError("a chat template shows tools where a context begins: give its first turn all of them")
@@ -89,6 +93,25 @@ class Conversation:
             self.n_calls += len(found)
         return self.last_calls
 
+    def before_calls(self, text: str) -> int | None:
+        """Characters of the last reply before its first call; None where it makes none."""
+        form = self.tokenizer.tool_format if self.last_calls else None
+        return None if form is None else form.start(text)
+
     def _id(self, call: ToolCall, place: int) -> str:
         """Its own, if all templates take it."""
         return call.id if re.fullmatch("[A-Za-z0-9]{9}", call.id) else f"call{self.n_calls + place:05d}"
+
+
+def with_calls(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None) -> list[Mapping[str, Any]]:
+    """Messages whose calls of tools are as the template takes them. `form`: of its calls; None: it shows none."""
+    if form is None:
+        return list(messages)
+    found: list[Mapping[str, Any]] = []
+    for message in messages:
+        if listed := message.get("tool_calls"):
+            calls = [ToolCall(c["function"]["name"], c["function"]["arguments"], id=c.get("id", "")) for c in listed]
+            made = form.message(calls)
+            message = {**made, "content": message.get("content") or made["content"]}
+        found.append(message)
+    return found

@@ -263,6 +263,8 @@ def _timed(pool: EnvPool, ask: Callable[[], None]) -> tuple[Event, float]:
 
 
 def _text(turn: Turn) -> str:
+    if turn.tokens is not None:
+        return f"{len(turn.tokens)} token ids"
     if turn.messages is None:
         return turn.text or ""
     return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in turn.messages)

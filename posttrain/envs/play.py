@@ -148,12 +148,19 @@ class _Play:
     def _show(self, index: int, turn: Turn, seconds: float) -> None:
         """Put a turn before the policy, unless the episode has run out of something."""
         p = self.playing[index]
-        tokens = self._tokens(p, turn)
-        empty = turn.fresh or not p.turns
+        turn = p.place(turn)
+        try:
+            tokens = self._tokens(p, turn)
+        except UserError as error:
+            if not turn.whole:
+                raise
+            return self._end(index, f"yielded what the model cannot read: {error}")  # a program said it
+        empty = not len(p.context.transcript)
         whole = len(tokens)
-        if not empty and self.by.too_long == "truncate":
-            tokens = cut_observation(tokens, self.by.context - len(p.transcripts[-1]), self._most_tokens(p, turn))
-        problem = self._problem(p, tokens) if empty else None
+        if not empty and turn.tokens is None and self.by.too_long == "truncate":
+            room = self.by.context - len(p.context.transcript)
+            tokens = cut_observation(tokens, room, self._most_tokens(p, turn))
+        problem = self._problem(p, turn, tokens) if empty else None
         stop = self._exhausted(p, turn, tokens) if problem is None else None
         p.show(turn, tokens if problem is None and stop is None else [], seconds, whole - len(tokens))
         if problem is not None:
@@ -178,8 +185,14 @@ class _Play:
         seed = p.episode.seed if asked == 1 else seed_of(p.episode.seed, asked)
         sampling = replace(sampling, max_tokens=budget, stop=turn.stop or sampling.stop, seed=seed)
         self.asked[index] = time.perf_counter()
-        self.engine.submit(index, p.transcripts[-1].tokens, sampling, keep=not self.pool.single_turn)
-        self.sampled += 1
+        try:
+            self.engine.submit(index, p.context.transcript.tokens, sampling, keep=not self.pool.single_turn)
+        except UserError as error:
+            if turn.tokens is None:
+                raise
+            self._end(index, f"yielded token ids that the model cannot read: {error}")
+        else:
+            self.sampled += 1
 
     def _most_tokens(self, p: Playing, turn: Turn) -> int:
         """Of the reply to a turn, as far as the episode leaves them."""
@@ -193,23 +206,24 @@ class _Play:
         if turn.text is None:
             tokens = p.read(turn)
         else:
-            if turn.text not in self.prompts:
+            if turn.text in self.prompts:
+                p.context.shown(turn)
+            else:
                 self.prompts[turn.text] = p.read(turn)
-            p.conversation.first = False
             tokens = self.prompts[turn.text]
-        if len(tokens) >= self.by.context and self.by.too_long == "truncate":
+        if len(tokens) >= self.by.context and turn.tokens is None and self.by.too_long == "truncate":
             sampling = p.episode.sampling or self.by.sampling
             return cut_prompt(tokens, self.by.context, sampling.max_tokens)
         return tokens
 
-    def _problem(self, p: Playing, tokens: Sequence[int]) -> str | None:
+    def _problem(self, p: Playing, turn: Turn, tokens: Sequence[int]) -> str | None:
         """Why a context cannot begin with these tokens. Raises UserError where that is to end the run."""
         first = not p.turns
         if tokens and (not first or len(tokens) < self.by.context):
             return None
         what = f"has {len(tokens)} tokens" if tokens else "is empty"
         holds = f"the model's context holds {self.by.context} tokens with the reply"
-        if not first or (tokens and self.by.too_long == "skip"):
+        if not first or turn.tokens is not None or (tokens and self.by.too_long == "skip"):
             return f"the prompt {what}; {holds}"
         raise UserError(
             f"the prompt of task {p.episode.task.get('id')!r} {what}; {holds}: shorten it or leave the row out"
@@ -226,8 +240,7 @@ class _Play:
             return StopReason.CALLS
         if bounds.seconds is not None and p.turns and time.perf_counter() - p.began > bounds.seconds:
             return StopReason.TIME
-        before = 0 if turn.fresh or not p.turns else len(p.transcripts[-1])
-        full = before + len(tokens) >= self.by.context or (p.told and not turn.fresh)
+        full = len(p.context.transcript) + len(tokens) >= self.by.context or p.context.told
         return StopReason.CONTEXT if full else None
 
     def _end(self, index: int, problem: str) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.envs.chat import Conversation, Texts
+from posttrain.envs.chat import Texts
+from posttrain.envs.contexts import Context, placed, positions
 from posttrain.envs.pool import Done
 from posttrain.types import (
     Completion,
@@ -54,7 +55,8 @@ class _Said:
 
     text: str
     tokens: Sequence[int]
-    scored: int  # tokens of the rollout that are scored and stand before it
+    transcript: int  # which of the rollout's
+    scored: int  # tokens of that transcript which are scored and stand before it
     learned: bool
 
 
@@ -63,80 +65,92 @@ class Playing:
 
     def __init__(self, episode: Episode, tokenizer: Texts) -> None:
         self.episode, self.tokenizer = episode, tokenizer
-        self.conversation = Conversation(tokenizer)
-        self.transcripts = [Transcript()]
+        self.contexts = [Context(tokenizer)]  # that were shown
+        self.context = self._before = self.contexts[0]  # of the last turn, and of the one before
         self.turns: list[PlayedTurn] = []
         self.replies: list[_Said] = []
         self.answers: list[tuple[str, Any]] = []  # of services, each with the name of the service
         self.asks = ""  # the service that was asked last
         self.began = 0.0  # when, by the clock that the player reads
         self.tool_answers = 0  # that were shown
-        self.steps: list[tuple[int, float]] = []  # (scored tokens up to its end, step reward)
-        self.told = False  # that it has run out of something, since its context last began
+        self.steps: list[tuple[int, int, float]] = []  # (transcript, its scored tokens up to the end, step reward)
         self.asked_in_vain = 0  # times, over all contexts
         self._learn = True  # whether the next reply is learned from
-        self._last: Completion | None = None  # of this context
         self.stop = StopReason.EOS
+
+    @property
+    def transcripts(self) -> list[Transcript]:
+        return [context.transcript for context in self.contexts]
 
     @property
     def n_sampled(self) -> int:
         return sum(t.n_sampled for t in self.transcripts)
 
-    @property
-    def n_scored(self) -> int:
-        return sum(t.n_scored for t in self.transcripts)
+    def place(self, turn: Turn) -> Turn:
+        """What is new in a turn. The context that it belongs to becomes the one of the last turn."""
+        self._earn(turn.reward)
+        self._before = self.context
+        found: Context | None = self.context
+        if turn.whole and self.turns:
+            turn, found = placed(turn, self.contexts)
+        elif turn.fresh and self.turns:
+            found = None
+        self.context = Context(self.tokenizer) if found is None else found
+        return turn
 
     def read(self, turn: Turn) -> list[int]:
         """The tokens that put this turn before the policy."""
-        if turn.fresh and self.turns:
-            self.conversation, self._last = Conversation(self.tokenizer), None
-        return self.conversation.show(turn, self._last)
+        return self.context.read(turn)
 
     def show(self, turn: Turn, tokens: Sequence[int], seconds: float, cut: int = 0) -> None:
         """The policy sees these tokens of the turn: none where it is not asked any more. `cut`: so many are left out."""
-        if turn.reward and not self.told:  # an empty reply after the end earns nothing
-            self.steps.append((self.n_scored, turn.reward))
-        if turn.fresh and self.turns and tokens:
-            self.transcripts.append(Transcript())
-            self.told = False
-        transcript = self.transcripts[-1]
+        if self.context not in self.contexts:
+            if tokens:
+                self.contexts.append(self.context)
+            else:
+                self.context = self._before
+        transcript = self.context.transcript
         messages = turn.messages or ()
         kind = SpanKind.OBSERVATION if len(transcript) else SpanKind.PROMPT
         if is_tool(turn) and len(transcript):
             kind = SpanKind.TOOL
             self.tool_answers += bool(tokens)
         text = turn.text if turn.text is not None else "\n".join(map(content_text, messages))
+        if turn.tokens is not None:
+            text = self.tokenizer.decode(tokens)
         self._note(kind, text, len(tokens), turn.reward, seconds, cut if tokens else 0)
         transcript.observe(tokens, kind)
         self._learn = turn.learn
 
     def reply(self, completion: Completion, seconds: float) -> Reply:
         """The policy has answered: what the environment gets."""
-        calls = self.conversation.calls(completion.text)
-        said = Reply(completion.text, completion.stop, calls, len(self.replies))
-        self.replies.append(_Said(completion.text, completion.tokens, self.n_scored, self._learn))
+        read = len(self.context.transcript)
+        calls = self.context.conversation.calls(completion.text)
+        before = self.context.conversation.before_calls(completion.text)
+        said = Reply(completion.text, completion.stop, calls, len(self.replies), before, completion, read)
+        self.replies.append(_Said(completion.text, completion.tokens, *self._end, self._learn))
         self._note(SpanKind.SAMPLED, completion.text, len(completion.tokens), 0.0, seconds, calls=calls)
-        self.transcripts[-1].sample(completion, self._learn)
-        self._last, self.stop = completion, completion.stop
+        self.context.reply(completion, said, self._learn)
+        self.stop = completion.stop
         return said
 
     def tell(self, stop: StopReason) -> Reply:
         """The environment is told that the episode has run out of something."""
-        if not self.told:
-            self.told, self.stop = True, stop
+        if not self.context.told:
+            self.context.told, self.stop = True, stop
         self.asked_in_vain += 1
-        self.replies.append(_Said("", (), self.n_scored, False))
+        self.replies.append(_Said("", (), *self._end, False))
         return Reply("", self.stop, (), len(self.replies) - 1)
 
     def rollout(self, done: Done) -> Rollout:
         """What it amounts to."""
-        reward, steps = done.reward, self.steps
+        reward, steps = done.reward, positions(self.steps, self.transcripts)
         if not isinstance(reward, Invalid):
             spans = self._placed(done.spans)
             if isinstance(spans, Invalid):
                 reward, done = spans, Done(spans)
             else:
-                steps = sorted([*steps, *spans], key=lambda step: step[0])
+                steps = sorted([*steps, *positions(spans, self.transcripts)], key=lambda step: step[0])
                 reward += sum(earned for _, earned in steps)
         return Rollout(
             task=self.episode.task,
@@ -162,12 +176,22 @@ class Playing:
         cut: int = 0,
         calls: Sequence[ToolCall] = (),
     ) -> None:
-        place, start = len(self.transcripts) - 1, len(self.transcripts[-1])
+        place, start = self._end[0], len(self.context.transcript)
         self.turns.append(PlayedTurn(kind, text, place, start, tokens, reward, seconds, cut, tuple(calls)))
 
-    def _placed(self, spans: Sequence[SpanReward]) -> list[tuple[int, float]] | Invalid:
-        """(scored tokens up to its end, reward) of each part of a reply."""
-        placed = []
+    @property
+    def _end(self) -> tuple[int, int]:
+        """Which transcript is the one of the last turn, and how many of its tokens are scored."""
+        return self.contexts.index(self.context), self.context.transcript.n_scored
+
+    def _earn(self, reward: float) -> None:
+        """The step that led to this turn earns something: not where it is an empty reply after the end."""
+        if reward and not self.context.told:
+            self.steps.append((*self._end, reward))
+
+    def _placed(self, spans: Sequence[SpanReward]) -> list[tuple[int, int, float]] | Invalid:
+        """(transcript, its scored tokens up to the end, reward) of each part of a reply."""
+        found = []
         for span in spans:
             if not -len(self.replies) <= span.reply < len(self.replies):
                 what = f"a part of reply {span.reply}; the episode has {len(self.replies)}"
@@ -177,8 +201,8 @@ class Playing:
                 what = f"a part that ends after {span.end} characters of a reply that has {len(said.text)}"
                 return Invalid(f"returned Graded with {what}", InvalidKind.UNREADABLE)
             tokens = self._tokens_of(said, span.end) if said.learned else 0
-            placed.append((said.scored + tokens, span.reward))
-        return placed
+            found.append((said.transcript, said.scored + tokens, span.reward))
+        return found
 
     def _tokens_of(self, said: _Said, end: int) -> int:
         """How many tokens of a reply it takes to say its first `end` characters."""

@@ -23,6 +23,7 @@ LONGEST_TEXT = 1 << 20
 A question to a service may have as many, written as JSON."""
 DEEPEST = 32  # levels of lists and dicts in a question to a service
 MOST_INTEGER = 1 << 63  # beyond it JSON readers disagree
+MOST_TOKEN = 1 << 31  # ids are below it
 MOST_PARTS = 256  # of a reward; spans likewise
 LONGEST_NAME = 200  # characters of a part's name
 MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings of a turn, and characters of one
@@ -150,13 +151,16 @@ def read_turn(value: Any) -> Turn | Invalid:
         value = Turn(text=value)
     if not isinstance(value, Turn):
         return unreadable(f"yielded {short(value)}; expected a Turn or a string")
-    if (value.text is None) == (value.messages is None):
-        return unreadable("yielded a Turn that needs one of text and messages")
+    if sum(given is not None for given in (value.text, value.messages, value.tokens)) != 1:
+        return unreadable("yielded a Turn that needs one of text, messages and tokens")
     if value.text is not None and not isinstance(value.text, str):
         return unreadable(f"yielded a Turn whose text is {short(value.text)}; expected a string")
     messages = _read_messages(value.messages)
     if isinstance(messages, Invalid):
         return messages
+    tokens = _read_tokens(value.tokens)
+    if isinstance(tokens, Invalid):
+        return tokens
     if value.text is not None and (problem := _problem([value.text])):
         return problem
     tools = _read_tools(value.tools)
@@ -170,7 +174,7 @@ def read_turn(value: Any) -> Turn | Invalid:
     most = value.max_tokens
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
         return unreadable(f"yielded a Turn whose max_tokens is {short(most)}; expected a positive integer")
-    flags = {name: getattr(value, name) for name in ("tool", "fresh", "learn")}
+    flags = {name: getattr(value, name) for name in ("tool", "fresh", "learn", "whole")}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             return unreadable(f"yielded a Turn whose {name} is {short(flag)}; expected True or False")
@@ -178,7 +182,18 @@ def read_turn(value: Any) -> Turn | Invalid:
     if isinstance(reward, Invalid):
         return reward
     text = None if value.text is None else str.__str__(value.text)
-    return Turn(text, messages, stop, reward, None if most is None else int(most), **flags, tools=tools)
+    flags["whole"] = flags["whole"] or tokens is not None
+    return Turn(text, messages, tokens, stop, reward, None if most is None else int(most), **flags, tools=tools)
+
+
+def _read_tokens(value: Any) -> list[int] | Invalid | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(type(id) is int for id in value):
+        return unreadable(f"yielded a Turn whose tokens are {short(value)}; expected a list of token ids")
+    if len(value) > LONGEST_TEXT or not all(0 <= id < MOST_TOKEN for id in value):
+        return unreadable(f"yielded a Turn with {len(value):,} tokens, or with ids that no vocabulary has")
+    return list(value)
 
 
 def _read_messages(given: Any) -> list[dict[str, Any]] | Invalid | None:

@@ -11,6 +11,7 @@ import copy
 import types
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
 from contextlib import suppress
+from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 from posttrain.envs.load import is_async, is_generator_env, lift, lift_async
@@ -142,8 +143,8 @@ class AsyncStage(_Reports):
     """The episodes in progress in this event loop.
 
     `seconds`: the limit of a step; an episode that takes longer is cancelled, and the reason begins with `name`.
-    `enters` is called with its number each time before an episode's code runs: should it never come back, it is known
-    which one.
+    `enters` is called with its number each time before an episode's code runs, if the loop's tasks are made by `noting`:
+    should it never come back, it is known which one.
     """
 
     def __init__(
@@ -164,8 +165,10 @@ class AsyncStage(_Reports):
     async def start(self, id: int, task: Task, known: Mapping[int, Any] | None = None) -> Event:
         """`known`: what it recorded when it was played before."""
         episode = self._episodes[id] = _Waiting()
-        run = _stepped(self._play(episode, task, self._journal(id, known or {})), lambda: self._enters(id))
-        episode.task = asyncio.get_running_loop().create_task(run)
+        context = copy_context()
+        context.run(_ENTERS.set, lambda: self._enters(id))
+        run = self._play(episode, task, self._journal(id, known or {}))
+        episode.task = asyncio.get_running_loop().create_task(run, context=context)
         return await self._event(id, episode)
 
     async def send(self, id: int, said: Any) -> Event:
@@ -256,8 +259,23 @@ def stage_of(function: Callable[..., Any]) -> Stage | OneByOne:
     return OneByOne(function) if is_async(function) else Stage(function)
 
 
+_ENTERS: ContextVar[Callable[[], None] | None] = ContextVar("enters", default=None)
+"""What is called before code of this context goes on."""
+
+
+def noting(loop: asyncio.AbstractEventLoop, coroutine: Any, **how: Any) -> asyncio.Task[Any]:
+    """Makes the tasks of a loop: those that the code of an episode begins are the episode's, as it is itself."""
+    context: Context | None = how.get("context")
+    enters = _ENTERS.get() if context is None else context.get(_ENTERS)
+    return asyncio.Task(coroutine if enters is None else _noted(coroutine, enters), loop=loop, **how)
+
+
+async def _noted(coroutine: Coroutine[Any, Any, Any], enters: Callable[[], None]) -> Any:
+    return await _stepped(coroutine, enters)
+
+
 @types.coroutine
-def _stepped(coroutine: Coroutine[Any, Any, None], enters: Callable[[], None]) -> Generator[Any, Any, None]:
+def _stepped(coroutine: Coroutine[Any, Any, Any], enters: Callable[[], None]) -> Generator[Any, Any, Any]:
     """A coroutine that calls `enters` each time before it goes on."""
     said: Any = None
     go_on: Callable[[Any], Any] = coroutine.send
@@ -265,8 +283,8 @@ def _stepped(coroutine: Coroutine[Any, Any, None], enters: Callable[[], None]) -
         enters()
         try:
             waits_for = go_on(said)
-        except StopIteration:
-            return
+        except StopIteration as end:
+            return end.value
         try:
             said, go_on = (yield waits_for), coroutine.send
         except GeneratorExit:  # nobody waits for it any more

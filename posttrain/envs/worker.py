@@ -19,7 +19,7 @@ from typing import Any
 
 from posttrain.envs.load import is_async, unpack_env
 from posttrain.envs.reading import Done, Event
-from posttrain.envs.stage import AsyncStage, Stage
+from posttrain.envs.stage import AsyncStage, Stage, noting
 from posttrain.envs.wire import (
     NOTE_BYTES,
     Command,
@@ -197,6 +197,7 @@ def _diverged(stage: Stage | AsyncStage, number: int, event: Event) -> Event:
 
 async def _beside(connection: _Connection, stage: AsyncStage) -> None:
     """Answer commands side by side."""
+    asyncio.get_running_loop().set_task_factory(noting)
     connection.open_beside()
     working: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
     while True:

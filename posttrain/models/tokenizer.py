@@ -91,6 +91,11 @@ class Tokenizer:
         found: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
         return found
 
+    @property
+    def added(self) -> dict[int, str]:
+        """The tokens that stand for nothing but their own text, such as special ones, by their ids."""
+        return {id: token.content for id, token in self.backend.get_added_tokens_decoder().items()}
+
     def _id(self, name: str) -> int | None:
         return self.backend.token_to_id(self.special[name]) if name in self.special else None
 

@@ -68,6 +68,15 @@ class ToolFormat:
         known = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
         return [_typed(call, known.get(call.name, {})) for call in found]
 
+    def start(self, text: str) -> int:
+        """How many characters a reply that makes calls has before the first, without the white space there."""
+        begin = text.rfind("</think>") + len("</think>") if "</think>" in text else 0
+        if self.kind == "harmony":
+            place = text.rfind("<|channel|>", begin, max(begin, text.find("to=functions.", begin)))
+        else:
+            place = text.find(self.opening, begin) if self.opening else begin
+        return len(text[: max(begin, place)].rstrip())
+
     def end_of_call(self, text: str, mark: str) -> int:
         """Where the call ends, with what closes it, in one of whose arguments `mark` stands; -1 if there is none."""
         place = text.find(mark)

@@ -19,13 +19,11 @@ from posttrain.batch import Stats
 from posttrain.config import RL, Distill
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, to_tasks
-from posttrain.engines.embedded import embedded
-from posttrain.engines.vllm import VLLMEngine
+from posttrain.engines.opening import open_engine
 from posttrain.envs import unscored
 from posttrain.envs.load import is_generator_env, load_env, success_of
 from posttrain.learners.local import REFERENCE, LocalLearner, Teaching
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
-from posttrain.models.decoder import Decoder
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import validate
@@ -183,22 +181,8 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
 
 def _engine(config: RL, model: Model, tokenizer: Tokenizer) -> Engine:
     """What samples the rollouts."""
-    if config.engine == "local":
-        return embedded(model, tokenizer, config.slots, config.precision, config.engine_cache)
-    if not isinstance(model, Decoder):
-        raise UserError(
-            f"--engine {config.engine} cannot take over the weights of a {type(model).__name__}: leave it out"
-        )
-    limit = config.engine_seconds
-    return VLLMEngine(
-        model,
-        tokenizer,
-        config.slots,
-        config.precision,
-        cache_gib=config.engine_cache,
-        load_seconds=limit,
-        step_seconds=limit,
-    )
+    cache, limit = config.engine_cache, config.engine_seconds
+    return open_engine(config.engine, model, tokenizer, config.slots, config.precision, cache_gib=cache, seconds=limit)
 
 
 def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Critic | None:

@@ -1,0 +1,1 @@
+"""A policy behind HTTP: token ids in and out, and OpenAI's forms on top."""

@@ -1,0 +1,91 @@
+"""A policy behind HTTP, in a thread of its own, and clients of it: what tests of serving share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from typing import Any
+
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import Engine
+from posttrain.serving.desk import Desk
+from posttrain.serving.policy import EnginePolicy
+from posttrain.serving.server import Limits, Service, serving
+
+
+class Served:
+    """A server that is running."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.failed: list[BaseException] = []  # what ended its engine
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, path: str, body: Any = None, **how: Any) -> tuple[int, Any]:
+        """The status, and the answer as JSON. Without a body it is a GET; bytes are sent as they are."""
+        status, content = self.raw(path, body, **how)
+        return status, json.loads(content)
+
+    def raw(self, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            sent = {"Content-Type": "application/json", **(headers or {})}
+            connection.request("GET" if body is None else "POST", path, content, sent)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def sampled(self, prompt: list[int], **params: Any) -> dict[str, Any]:
+        """The only choice of the token endpoint."""
+        asked = {"token_ids": prompt, "sampling_params": {"logprobs": 1, **params}}
+        status, answer = self.ask("/inference/v1/generate", asked)
+        assert status == 200, answer
+        [choice] = answer["choices"]
+        return choice  # type: ignore[no-any-return]
+
+
+@contextmanager
+def served(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    context: int,
+    limits: Limits | None = None,
+    max_tokens: int | None = None,
+    name: str = "tiny",
+) -> Iterator[Served]:
+    """Serve what the engine samples, on a free port."""
+    found, ready = Served(), threading.Event()
+    over: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+    ends = (tokenizer.eos_id,) if tokenizer.eos_id is not None else ()
+
+    async def run() -> None:
+        end = asyncio.Event()
+        over.append((asyncio.get_running_loop(), end))
+        policy = EnginePolicy(Desk(engine, found.failed.append), tokenizer, name, context, ends, max_tokens)
+        try:
+            async with serving(Service(lambda request: policy, limits or Limits()).application()) as found.port:
+                ready.set()
+                await end.wait()
+        finally:
+            policy.close()
+            ready.set()
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
+    thread.start()
+    assert ready.wait(30) and found.port
+    try:
+        yield found
+    finally:
+        loop, end = over[0]
+        loop.call_soon_threadsafe(end.set)
+        thread.join(30)
+        assert not thread.is_alive()

@@ -1,0 +1,189 @@
+"""A program that speaks OpenAI's API is an environment like any other: same tokens, same bounds, same verdicts."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import harnesses
+import pytest
+from conftest import CHATML, DATA, tiny
+from episodes import episodes, played, said
+from processes import descendants
+
+from posttrain.engines.local import LocalEngine
+from posttrain.envs.harness import _doors, harness
+from posttrain.envs.play import Bounds, Player
+from posttrain.envs.pool import EnvPool
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import Engine
+from posttrain.types import Completion, Invalid, InvalidKind, Rollout, Sampling, SpanKind, StopReason
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    tokenizer = Tokenizer.train(["say go on 0123456789=.\n"], 300, "bpe", SPECIAL)
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def expected(words: Tokenizer) -> list[Any]:
+    """Of the environment that does by hand what the harnesses do."""
+    return said(played(harnesses.by_hand, words))
+
+
+@pytest.mark.parametrize(("name", "workers"), [("agent", 2), ("blocking", 0), ("program", 0)])
+def test_a_harness_is_the_environment_that_says_the_same(
+    words: Tokenizer, expected: list[Any], name: str, workers: int
+) -> None:
+    found = played(getattr(harnesses, name), words, workers=workers)
+    assert said(found) == expected
+    assert all(len(rollout.transcripts) == 1 for rollout in found)
+
+
+def test_it_is_played_alike_in_this_process_and_leaves_no_server(words: Tokenizer, expected: list[Any]) -> None:
+    assert said(played(harnesses.agent, words)) == expected
+    assert not any(door.sessions or door._guests for door in _doors.values())
+
+
+def play(words: Tokenizer, env: Any, count: int = 4, workers: int = 0, seconds: float = 20.0, **limits: Any) -> Any:
+    engine = limits.pop("engine", None) or LocalEngine(tiny(words, context=128), words, slots=4)
+    more = limits.pop("task", {})
+    asked = [
+        replace(e, task={**e.task, **more, "id": str(n), "ids": [5, 6, 7 + n]}) for n, e in enumerate(episodes(count))
+    ]
+    with EnvPool(env, workers, seconds) as pool:
+        return Player(pool, engine, words, Sampling(max_tokens=9), 128, **limits).play(asked)
+
+
+def test_token_ids_come_back_as_one_transcript_with_the_engines_own_log_probabilities(words: Tokenizer) -> None:
+    for rollout in play(words, harnesses.in_tokens):
+        [transcript] = rollout.transcripts
+        assert [span.kind for span in transcript.spans][:3] == [SpanKind.PROMPT, SpanKind.SAMPLED, SpanKind.OBSERVATION]
+        assert rollout.rewards["tokens"] == len(transcript)
+        assert rollout.rewards["logp"] == pytest.approx(sum(transcript.logp), abs=1e-9)
+
+
+def test_an_episode_that_has_run_out_gives_empty_replies_and_is_still_scored(words: Tokenizer) -> None:
+    rollouts = play(words, harnesses.insatiable, bounds=Bounds(turns=3))
+    assert all(rollout.stop is StopReason.TURNS for rollout in rollouts)
+    assert [rollout.reward for rollout in rollouts] == [3.0, 3.0, 3.0, 0.25]  # the last one failed after it was told
+
+
+def test_a_full_context_may_be_told_as_servers_tell_it(words: Tokenizer) -> None:
+    for rollout in play(words, harnesses.compacting, 2):
+        assert rollout.rewards["refusals"] >= 1 and len(rollout.transcripts) == 1 + rollout.rewards["refusals"]
+        assert max(map(len, rollout.transcripts)) <= 128
+
+
+def test_a_harness_that_fails_makes_its_episode_invalid_alone_and_leaves_nothing_behind(words: Tokenizer) -> None:
+    began, before = time.monotonic(), set(descendants(os.getpid()))
+    rollouts = play(words, harnesses.failing, 5, workers=1, seconds=1.0)
+    kinds = [rollout.reward.kind for rollout in rollouts]
+    assert kinds == [
+        InvalidKind.RAISED, InvalidKind.TIMEOUT, InvalidKind.TIMEOUT, InvalidKind.REPORTED, InvalidKind.UNREADABLE,
+    ]  # fmt: skip
+    assert "bad thing (harnesses.py:" in rollouts[0].reward.reason
+    while set(descendants(os.getpid())) - before and time.monotonic() - began < 30:
+        time.sleep(0.05)
+    assert not set(descendants(os.getpid())) - before
+
+
+class Waiting:
+    """An engine that samples nothing until a file is there, and says by another that it was asked."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.engine, self.folder = engine, folder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def poll(self) -> list[Completion]:
+        (self.folder / "sampling").touch()
+        if not (self.folder / "given up").exists():
+            time.sleep(0.01)
+            return []
+        return self.engine.poll()
+
+
+def test_who_asks_again_after_a_lost_connection_gets_the_reply_that_was_sampled(
+    words: Tokenizer, tmp_path: Path
+) -> None:
+    engine = Waiting(LocalEngine(tiny(words, context=128), words, slots=4), tmp_path)
+    [rollout] = play(words, harnesses.impatient, 1, workers=1, engine=engine, task={"folder": str(tmp_path)})
+    sampled = [turn for turn in rollout.turns if turn.kind is SpanKind.SAMPLED]
+    assert len(sampled) == 2, "the first request was asked twice, and answered once"
+    assert rollout.rewards["same"] == 0.0, "a request that was answered is sampled anew"
+
+
+def test_only_an_episodes_own_address_leads_to_it(words: Tokenizer) -> None:
+    found = play(words, harnesses.late, 2)
+    assert [(r.rewards["status"], r.rewards["models"]) for r in found] == [(410.0, 1.0)] * 2
+    assert all(rollout.rewards["key"] >= 22 for rollout in found)  # 128 bits
+
+
+class Scripted:
+    """Stands for an engine: gives replies that a policy of random weights would not."""
+
+    batch_invariant = True
+    backend = "a script"
+
+    def __init__(self, tokenizer: Tokenizer, replies: list[str]) -> None:
+        self.tokenizer, self.replies, self.asked = tokenizer, replies, [0] * 99
+        self.done: list[Completion] = []
+
+    def submit(self, id: int, prompt: Any, sampling: Sampling, keep: bool = False) -> None:
+        text = self.replies[self.asked[id]]
+        self.asked[id] += 1
+        tokens = self.tokenizer.encode(text)
+        self.done.append(
+            Completion(id, tokens, [-1.0] * len(tokens), text.removesuffix("<|im_end|>"), StopReason.EOS, 0)
+        )
+
+    def poll(self) -> list[Completion]:
+        done, self.done = self.done, []
+        return done
+
+    def forget(self, id: int) -> None: ...
+    def cancel(self, id: int) -> None: ...
+    def load(self, weights: Any, version: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_calls_of_tools_go_out_and_their_answers_come_back_into_one_transcript() -> None:
+    template = DATA / "templates" / "qwen3.jinja"
+    if not template.exists():
+        pytest.skip(f"needs {template}")
+    tokenizer = Tokenizer.train(["look up a word 0123456789"], 300, "bpe", SPECIAL)
+    tokenizer.chat_template = template.read_text()
+    call = '<tool_call>\n{"name": "look_up", "arguments": {"word": "fox"}}\n</tool_call>'
+    engine = Scripted(tokenizer, [f"I look.\n{call}<|im_end|>", f"{call}\n{call}<|im_end|>", "done<|im_end|>"])
+    with EnvPool(harnesses.with_tools, 0) as pool:
+        [rollout] = Player(pool, engine, tokenizer, Sampling(), 4096).play(episodes(1))
+    assert isinstance(rollout, Rollout) and rollout.reward == 3.0, rollout.reward
+    [transcript] = rollout.transcripts
+    assert [span.kind for span in transcript.spans] == [
+        SpanKind.PROMPT, SpanKind.SAMPLED, SpanKind.TOOL, SpanKind.SAMPLED, SpanKind.TOOL, SpanKind.SAMPLED,
+    ]  # fmt: skip
+    shown = tokenizer.decode(transcript.tokens)
+    assert shown.count("fox is a word") == 3 and '"name": "look_up"' in shown
+    assert [len(turn.calls) for turn in rollout.turns if turn.kind is SpanKind.SAMPLED] == [1, 2, 0]
+
+
+def test_a_harness_keeps_its_name_and_travels_to_workers() -> None:
+    assert harnesses.agent.__name__ == "agent" and not hasattr(harnesses.agent, "__wrapped__")
+
+    @harness
+    async def inner(task: Any, endpoint: Any) -> float:
+        return float(task["n"])
+
+    with EnvPool(inner, 1) as pool:
+        pool.start(0, {"n": 3})
+        [(_, event)] = pool.poll(20)
+    assert event.reward == 3.0 and not isinstance(event.reward, Invalid)  # type: ignore[union-attr]

@@ -1,7 +1,7 @@
 """Tries an environment on a few tasks before a run is spent on it, and decides what is wrong with it.
 
-Each task is played with its own answer, if it has one, and with replies of the kinds that models do produce: nothing,
-junk, very much, other scripts. Each case is played twice. An environment is in order if every case has a reward, the
+Each task is played with its own answer, if it has one, with its own replies to turn after turn (a list, "replies"), and
+with replies of the kinds that models do produce: nothing, junk, very much, other scripts. Each case is played twice. An environment is in order if every case has a reward, the
 second time gives what the first gave, and a right reply earns another reward than a wrong one. Where no right reply is
 known, equal rewards are told and not judged. A service that the environment asks answers itself where it was given; else
 answers are made up, numbers that follow from the question, and one case is played without an answer.
@@ -28,6 +28,7 @@ STANDARD = {
 }
 TASKS = 4  # more only take longer to read
 OWN = ("response", "answer")  # what a task may call its right reply
+SCRIPT = "replies"  # and its right replies to turn after turn
 SHOWN = 2  # turns of an episode that are printed beside the first
 WITHOUT = Invalid("no answer, to see what becomes of it", InvalidKind.UNANSWERED)
 MOST_ASKS = 64  # questions of an episode
@@ -36,7 +37,7 @@ TURNS = 8  # the reply is repeated that often; many environments wait for a word
 
 @dataclass(frozen=True)
 class Case:
-    """One task played with one reply, given again on every turn."""
+    """One task played with one reply, given again on every turn, or with one after the other."""
 
     task: str  # its id
     kind: str  # of reply
@@ -61,7 +62,7 @@ class Report:
     @property
     def known(self) -> bool:
         """Whether one of the replies is a task's own, which ought to be right."""
-        return any(case.kind in OWN for case in self.cases)
+        return any(case.kind in (*OWN, SCRIPT) for case in self.cases)
 
     @property
     def invalid(self) -> list[Case]:
@@ -179,17 +180,19 @@ def check(
     with EnvPool(env_spec, workers=1, seconds=seconds, memory=memory) as pool:
         for number, task in enumerate(tasks[:TASKS]):
             for kind, reply in _sample_replies(task, replies):
-                shown, result, slowest = _play(pool, task, reply, answers)
+                script = _script(task) if kind == SCRIPT else None
+                play = partial(_play, pool, task, reply, script=script)
+                shown, result, slowest = play(answers)
                 repeats = True
                 if not (result and isinstance(result.reward, Invalid)):  # it may have taken all of its time
-                    shown_again, result_again, slowest_again = _play(pool, task, reply, answers)
+                    shown_again, result_again, slowest_again = play(answers)
                     repeats = (shown, result) == (shown_again, result_again)
                     slowest = max(slowest, slowest_again)
                 name = str(task.get("id", number))
                 steps = tuple(turn.reward for turn in shown if turn.reward)
                 cases.append(Case(name, kind, reply, tuple(map(_text, shown)), result, steps, slowest, repeats))
                 if answers.asked and unanswered is None:
-                    shown, result, slowest = _play(pool, task, reply, None)
+                    shown, result, slowest = play(None)
                     unanswered = Case(name, kind, reply, tuple(map(_text, shown)), result, (), slowest, True)
     return Report(tuple(cases), replies is not None, tuple(answers.asked), tuple(answers.made_up), unanswered)
 
@@ -217,13 +220,21 @@ def _sample_replies(task: Task, replies: Sequence[str] | None) -> list[tuple[str
     if replies is not None:
         return [(f"reply {number}", reply) for number, reply in enumerate(replies, 1)]
     own = [(key, str(task[key])) for key in OWN if isinstance(task.get(key), str | int | float)]
+    own += [(SCRIPT, ", ".join(script))] if (script := _script(task)) else []
     return [*own, *STANDARD.items()]
 
 
-def _play(pool: EnvPool, task: Task, reply: str, answer: _Answers | None) -> tuple[list[Turn], Done | None, float]:
+def _script(task: Task) -> list[str]:
+    given = task.get(SCRIPT)
+    return given if isinstance(given, list) and all(isinstance(reply, str) for reply in given) else []
+
+
+def _play(
+    pool: EnvPool, task: Task, reply: str, answer: _Answers | None, script: list[str] | None = None
+) -> tuple[list[Turn], Done | None, float]:
     """One episode -> its turns, its end if it came within `TURNS`, and the seconds of its slowest call.
 
-    Without `answer`, questions have none.
+    Without `answer`, questions have none. With a script, its replies are given in their order, and then empty ones.
     """
     pool.ready()  # a worker that starts anew is not the environment's time
     shown: list[Turn] = []
@@ -233,9 +244,11 @@ def _play(pool: EnvPool, task: Task, reply: str, answer: _Answers | None) -> tup
         if isinstance(event, Turn):
             shown.append(event)
         asked += isinstance(event, Ask)
-        if len(shown) > TURNS or asked > MOST_ASKS:
+        if len(shown) > TURNS + len(script or ()) or asked > MOST_ASKS:
             pool.drop(0)
             return shown, None, slowest
+        if script is not None:
+            reply = script[len(shown) - 1] if len(shown) <= len(script) else ""
         said = Reply(reply) if isinstance(event, Turn) else WITHOUT if answer is None else answer(event)
         event, seconds = _timed(pool, partial(pool.send, 0, said))
         slowest = max(slowest, seconds)

@@ -20,6 +20,10 @@ BUILTIN = {
     "word-problems": "posttrain.envs.word_problems:reward",
     "math": "posttrain.envs.math_problems:reward",
     "verdict": "posttrain.envs.verdict:reward",
+    "calculator": "posttrain.envs.calculator:calculator",
+    "countdown": "posttrain.envs.countdown:reward",
+    "guess": "posttrain.envs.guess:guess",
+    "adventure": "posttrain.envs.adventure:adventure",
     "reward-model": "posttrain.envs.asked:reward_model",
     "judge": "posttrain.envs.asked:judge",
 }

@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Idle threads that spin would take the processor from the rest of the run.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-vllm mutants fuzz sanitize wheel versions bench check format clean
+.PHONY: demo test test-vllm test-openenv mutants fuzz sanitize wheel versions bench check format clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -14,6 +14,9 @@ test: .venv/ready
 
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest tests/test_vllm.py
+
+test-openenv: .venv/ready .venv-openenv/ready
+	$(BIN)/python -m pytest tests/test_bridge_servers.py
 
 # An hour or two on one core: some 800 small mistakes, one at a time, each against the tests that run its line.
 mutants: .venv/ready
@@ -85,5 +88,11 @@ format: .venv/ready
 	.venv-vllm/bin/pip install --quiet --no-deps --editable .
 	touch .venv-vllm/ready
 
+# OpenEnv's servers bring a web framework and a user interface, and run in processes of their own.
+.venv-openenv/ready: constraints-openenv.txt
+	$(PYTHON) -m venv .venv-openenv
+	.venv-openenv/bin/pip install --quiet --requirement constraints-openenv.txt
+	touch .venv-openenv/ready
+
 clean:
-	rm -rf .venv .venv-vllm .venv-oldest .venv-newest runs
+	rm -rf .venv .venv-vllm .venv-openenv .venv-oldest .venv-newest runs

@@ -75,7 +75,7 @@ class Game:
         leads_to = {exit["to"] for exits in self.exits.values() for exit in exits.values()}
         if missing := ({self.home} | leads_to) - self.things.keys():
             raise ValueError(f"there is no room {min(map(str, missing))}")
-        if not self.treasures or (missing := self.treasures - {t for things in self.things.values() for t in things}):
+        if not self.treasures or self.treasures - {thing for things in self.things.values() for thing in things}:
             raise ValueError("it has no treasure, or one that lies nowhere")
         self.here = self.home
         self.held: list[str] = []

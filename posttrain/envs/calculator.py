@@ -57,7 +57,7 @@ def tasks(count: int, seed: int, *, operands: int = 3, digits: int = 3, held_out
     """Sums and products of `operands` numbers with up to `digits` digits: too large for a small model to do alone.
 
     >>> tasks(1, seed=0)[0]["replies"]
-    ['<calc>758*37-332</calc>', '27714']
+    ['<calc>865-777-42</calc>', '46']
     """
     if operands < 2 or digits < 1:
         raise UserError("calculator tasks need operands >= 2 and digits >= 1")

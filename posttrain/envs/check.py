@@ -1,10 +1,11 @@
 """Tries an environment on a few tasks before a run is spent on it, and decides what is wrong with it.
 
-Each task is played with its own answer, if it has one, with its own replies to turn after turn (a list, "replies"), and
-with replies of the kinds that models do produce: nothing, junk, very much, other scripts. Each case is played twice. An environment is in order if every case has a reward, the
-second time gives what the first gave, and a right reply earns another reward than a wrong one. Where no right reply is
-known, equal rewards are told and not judged. A service that the environment asks answers itself where it was given; else
-answers are made up, numbers that follow from the question, and one case is played without an answer.
+Each task is played with its own answer, if it has one, with its own replies (a list, one for each turn), and with replies
+of the kinds that models do produce: nothing, junk, very much, other scripts. Each case is played twice. An environment is
+in order if every case has a reward, the second time gives what the first gave, and a right reply earns another reward
+than a wrong one. Where no right reply is known, equal rewards are told and not judged. A service that the environment
+asks answers itself where it was given; else answers are made up, numbers that follow from the question, and one case is
+played without an answer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SCRIPT = "replies"  # and its right replies to turn after turn
 SHOWN = 2  # turns of an episode that are printed beside the first
 WITHOUT = Invalid("no answer, to see what becomes of it", InvalidKind.UNANSWERED)
 MOST_ASKS = 64  # questions of an episode
-TURNS = 8  # the reply is repeated that often; many environments wait for a word that it does not contain
+TURNS = 64  # the reply is repeated that often, as in a run; many environments wait for a word that it does not contain
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def tasks(
     The target is a whole number from 1 to `target` that is none of them. Distinct; the same for the same arguments.
 
     >>> tasks(1, seed=0)[0]["prompt"]
-    'Make 43 from 5 13 14 25: '
+    'Make 26 from 5 18 20 23: '
     """
     if not FEWEST <= numbers <= MOST or largest < 1 or target < 1:
         raise UserError(f"countdown tasks need {FEWEST} to {MOST} numbers, largest >= 1 and target >= 1")

@@ -11,6 +11,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from hashlib import sha256
 from typing import Any, NoReturn
 
@@ -52,7 +53,8 @@ def write(tasks: Callable[..., Sequence[Task]], words: Sequence[str] | None = No
     if asked["count"] < 1:
         _refuse("--count must be 1 or more")
     try:
-        rows = tasks(**asked)
+        with redirect_stdout(sys.stderr):  # libraries talk
+            rows = tasks(**asked)
     except UserError as error:
         _refuse(str(error))
     for row in rows:

@@ -2,7 +2,7 @@
 
     python -m posttrain.envs.guess --count 500 --limit 100 > rows.jsonl
 
-Columns: "answer", the number; "limit", which it is below; "guesses", how many there are (6).
+Columns: "answer", the number; "limit", which it is below; "guesses", how many there are (7).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from posttrain.envs.generated import distinct, write
 from posttrain.types import Reply, Task, Turn, UserError, Verdict
 
 SUCCESS = 1.0  # the reward of a number that was found
-GUESSES = 6  # unless the task says otherwise
+GUESSES = 7  # unless the task says otherwise
 _WHOLE = re.compile("[0-9]{1,9}")
 
 
@@ -46,7 +46,7 @@ def tasks(count: int, seed: int, *, limit: int = 100, guesses: int = GUESSES, he
     """Distinct games whose limit is drawn from 2 to `limit`; each has the guesses of a search by halves as its replies.
 
     >>> tasks(1, seed=0)
-    [{'id': '11 of 50', 'answer': '11', 'limit': 50, 'guesses': 6, 'replies': ['25', '12', '6', '9', '11']}]
+    [{'id': '48 of 51', 'answer': '48', 'limit': 51, 'guesses': 7, 'replies': ['25', '38', '45', '48']}]
     """
     if limit < 2 or guesses < 1:
         raise UserError("games of guessing need limit >= 2 and guesses >= 1")
@@ -69,7 +69,8 @@ def _draws(rng: random.Random, most: int, guesses: int) -> Iterator[Task]:
 
 def halves(answer: int, limit: int) -> list[str]:
     """The guesses of whoever always names the middle of what is possible."""
-    low, high, said = 0, limit, []
+    low, high = 0, limit
+    said: list[str] = []
     while not said or int(said[-1]) != answer:
         middle = (low + high) // 2
         said.append(str(middle))

@@ -24,6 +24,10 @@ BUILTIN = {
     "countdown": "posttrain.envs.countdown:reward",
     "guess": "posttrain.envs.guess:guess",
     "adventure": "posttrain.envs.adventure:adventure",
+    "reasoning-gym": "posttrain.envs.bridges.reasoning:reward",
+    "gymnasium": "posttrain.envs.bridges.gym:play",
+    "textarena": "posttrain.envs.bridges.arena:play",
+    "openenv": "posttrain.envs.bridges.openenv:play",
     "reward-model": "posttrain.envs.asked:reward_model",
     "judge": "posttrain.envs.asked:judge",
 }
@@ -195,5 +199,5 @@ def _split(spec: str) -> tuple[str, str]:
     if ":" in spec or spec.endswith(".py"):
         return split_name(spec)
     raise UserError(
-        f"there is no built-in environment {spec!r}{near_or_all(spec, sorted(BUILTIN))}; one of your own is my.py:reward"
+        f"there is no built-in environment {spec!r}{near_or_all(spec, sorted(BUILTIN), len(BUILTIN))}; one of your own is my.py:reward"
     )

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from posttrain.envs.load import is_async
@@ -42,7 +43,7 @@ class Scripted:
 
     def script(self) -> str:
         """As a document shows it: what the policy says stands between angle quotes."""
-        parts = [f"{text}\u00ab{reply}\u00bb" for text, reply in zip(self.texts, self.said, strict=True)]
+        parts = [f"{text}\u00ab{reply}\u00bb" for text, reply in zip_longest(self.texts, self.said, fillvalue="")]
         return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
 
 

@@ -47,7 +47,8 @@ def test_tools_of_a_real_server_answer_within_an_episode_and_a_dead_one_begins_a
     async def episodes() -> None:
         found = await scripted_async(env, {"prompt": "2+3? ", "answer": "5"}, [call("add", a=2, b=3), "5"])
         assert found.reward == 1.0 and found.texts[1] == "<result>5</result>\n"
-        assert found.texts[0].endswith("2+3? ") and "The sum of two whole numbers." in found.texts[0]
+        assert found.texts[0].endswith("2+3? ")
+        assert "- add(a: integer, b: integer): The sum of two whole numbers.\n" in found.texts[0]
         assert [turn.tool for turn in found.shown] == [False, True] and found.shown[1].stop == ("</tool>",)
         wrong = [call("add", a="x"), call("fail", reason="no luck"), call("subtract", a=1), "5"]
         told = await scripted_async(env, {"messages": [{"role": "user", "content": "?"}], "answer": "5"}, wrong)

@@ -304,11 +304,20 @@ def _refuse(constant: str) -> None:
 
 def _with_tools(turn: Turn, tools: Sequence[Tool]) -> Turn:
     """The first turn with the tools before it."""
-    lines = [
-        f"- {tool.name}({json.dumps(tool.parameters.get('properties', {}))}): {tool.description}" for tool in tools
-    ]
-    text = "Tools:\n" + "\n".join(lines) + f'\nCall one with {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE}.\n'
+    text = "Tools:\n" + "\n".join(f"- {_signature(tool)}: {tool.description}" for tool in tools)
+    text += f'\nCall one with {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE}.\n'
     stop = (*turn.stop, CLOSE)
     if turn.messages is None:
         return replace(turn, text=f"{text}{turn.text}", stop=stop)
     return replace(turn, messages=[{"role": "system", "content": text}, *turn.messages], stop=stop)
+
+
+def _signature(tool: Tool) -> str:
+    """A tool and its parameters in a line: a type where that says all, else the parameter's schema."""
+    properties, needed = tool.parameters.get("properties") or {}, tool.parameters.get("required") or ()
+    parts = []
+    for name, schema in properties.items():
+        said = {key: value for key, value in schema.items() if key != "title"} if isinstance(schema, dict) else {}
+        kind = said["type"] if said.keys() == {"type"} else json.dumps(said, ensure_ascii=False)
+        parts.append(f"{name}{'' if name in needed else '?'}: {kind}")
+    return f"{tool.name}({', '.join(parts)})"

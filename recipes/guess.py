@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +50,18 @@ def one(out: Path, seed: int, steps: int) -> dict[str, Any]:
     rng = random.Random(seed)
     rows = [shown(task, careless(task, rng)) for task in train for _ in range(DEMONSTRATIONS)]
     start = posttrain.sft(
-        rows, out=str(out / "sft"), hidden=64, layers=2, heads=4, context=128, tokenizer="characters", epochs=4, rows=32,
+        rows, out=str(out / "sft"), hidden=96, layers=2, heads=4, context=128, tokenizer="characters", epochs=6, rows=32,
         lr=3e-3, warmup=50, seed=seed, **SMALL,
     )  # fmt: skip
     run = posttrain.rl(
-        train, "guess", str(start.path), out=str(out / "rl"), steps=steps, prompts=32, group=16, max_tokens=4, lr=1e-3,
+        train, "guess", str(start.path), out=str(out / "rl"), steps=steps, prompts=32, group=16, max_tokens=4, lr=3e-4,
         betas=(0.9, 0.95), warmup=10, schedule="linear", kl=0.0, eval_tasks=lines(out / "held_out.jsonl", held_out),
         eval_every=20, eval_samples=4, env_workers=1, seed=seed, **SMALL,
     )  # fmt: skip
-    curve = [
-        {"step": line["step"], "found": line["eval/accuracy"]} for line in run.metrics if "eval/accuracy" in line
-    ]
+    curve = [{"step": line["step"], "found": line["eval/accuracy"]} for line in run.metrics if "eval/accuracy" in line]
     found: dict[str, Any] = {"games": len(held_out), "train": len(train), "best": best(held_out), "curve": curve}
     for name, path in (("before", start.path), ("after", run.path)):
-        played = posttrain.evaluate(
-            held_out, "guess", str(path), samples=8, k=(1,), max_tokens=4, threads=1, seed=seed
-        )
+        played = posttrain.evaluate(held_out, "guess", str(path), samples=8, k=(1,), max_tokens=4, threads=1, seed=seed)
         found[name] = played.figures["accuracy"]["mean"]
         found[f"{name} replies"] = sum(len(r.turns) // 2 for r in played.rollouts) / len(played.rollouts)
         found[f"{name} episodes"] = [episode(rollout) for rollout in played.rollouts[:: len(played.rollouts) // 12]]
@@ -99,7 +96,7 @@ def careless(task: Task, rng: random.Random) -> list[str]:
 def shown(task: Task, guesses: list[str]) -> dict[str, str]:
     """A whole game as a text to imitate, the hints in it included."""
     response = f"{guesses[0]}\n"
-    for before, guess in zip(guesses, guesses[1:], strict=False):
+    for before, guess in pairwise(guesses):
         response += f"{hint_at(before, int(task['answer']))}. Guess: {guess}\n"
     return {"prompt": f"A number below {task['limit']}. Guess: ", "response": response}
 

@@ -171,6 +171,7 @@ SUM = {"prompt": "What is 758*37-332? ", "answer": "27714"}
         (["<calc>9**9**9</calc>", "27714"], 1, ["not an expression that can be worked out"]),
         (["758*37</calc>", "27714"], 1, ["write <calc> before what is asked"]),
         (["<calc>1/3</calc>", "27714"], 1, ["0.333333333333"]),
+        (["<calc>1+1</calc> so 27714"], 0, []),  # goes on behind the call: no call
         (["<out>27714</out>"], 0, []),  # its own words, not the tool's
         (["<calc>1</calc>"] * 9, 0, ["1"] * 4),
     ],

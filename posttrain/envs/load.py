@@ -198,6 +198,5 @@ def _split(spec: str) -> tuple[str, str]:
     spec = BUILTIN.get(spec, spec)
     if ":" in spec or spec.endswith(".py"):
         return split_name(spec)
-    raise UserError(
-        f"there is no built-in environment {spec!r}{near_or_all(spec, sorted(BUILTIN), len(BUILTIN))}; one of your own is my.py:reward"
-    )
+    known = near_or_all(spec, sorted(BUILTIN), len(BUILTIN))
+    raise UserError(f"there is no built-in environment {spec!r}{known}; one of your own is my.py:reward")

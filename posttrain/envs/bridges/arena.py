@@ -21,6 +21,7 @@ from posttrain.types import Reply, Task, Turn, UserError, Verdict
 
 need("textarena", "textarena")
 
+SUCCESS = 1.0  # the reward of a game that is won
 PATIENT = 1 << 30  # invalid moves
 
 

@@ -10,7 +10,7 @@ import importlib.util
 import random
 import re
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol
 
@@ -122,7 +122,8 @@ def played(manner: Manner, game: Game) -> Generator[Turn, Reply, Verdict]:
                 step = manner.failed(error)
         return step.reward
     finally:
-        game.close()
+        with suppress(Exception):  # what it earned is known
+            game.close()
 
 
 def begun(step: Step) -> Step:

@@ -54,6 +54,12 @@ HOMES = {
     "jsonschema": ("verify/", "services/", "envs/tools.py"),
     "docstring_parser": ("envs/schemas.py",),
     "referencing": ("verify/",),
+    "reasoning_gym": ("envs/bridges/reasoning.py",),
+    "gymnasium": ("envs/bridges/gym.py",),
+    "textarena": ("envs/bridges/arena.py",),
+    "websockets": ("envs/bridges/openenv.py",),
+    "mcp": ("envs/bridges/mcp_tools.py",),
+    "mcp_types": ("envs/bridges/mcp_tools.py",),
     "py3langid": ("verify/",),
     "torch.distributed": ("learners/world.py",),
 }

@@ -27,6 +27,14 @@ BUILTIN = {
     "word-problems": "posttrain.envs.word_problems:reward",
     "math": "posttrain.envs.math_problems:reward",
     "verdict": "posttrain.envs.verdict:reward",
+    "calculator": "posttrain.envs.calculator:calculator",
+    "countdown": "posttrain.envs.countdown:reward",
+    "guess": "posttrain.envs.guess:guess",
+    "adventure": "posttrain.envs.adventure:adventure",
+    "reasoning-gym": "posttrain.envs.bridges.reasoning:reward",
+    "gymnasium": "posttrain.envs.bridges.gym:play",
+    "textarena": "posttrain.envs.bridges.arena:play",
+    "openenv": "posttrain.envs.bridges.openenv:play",
     "reward-model": "posttrain.envs.asked:reward_model",
     "judge": "posttrain.envs.asked:judge",
     "search-qa": "posttrain.envs.search_qa:search_qa",
@@ -229,6 +237,5 @@ def _split(spec: str) -> tuple[str, str]:
     spec = BUILTIN.get(spec, spec)
     if ":" in spec or spec.endswith(".py"):
         return split_name(spec)
-    raise UserError(
-        f"there is no built-in environment {spec!r}{near_or_all(spec, sorted(BUILTIN))}; one of your own is my.py:reward"
-    )
+    known = near_or_all(spec, sorted(BUILTIN), len(BUILTIN))
+    raise UserError(f"there is no built-in environment {spec!r}{known}; one of your own is my.py:reward")

@@ -151,7 +151,8 @@ def main() -> None:
     print(f"{sampler.backend}, {options.clients} clients, {options.requests} requests of {PROMPT} + {REPLY} tokens")
     print(f"in process {here:,.0f} tokens/s, over HTTP {there:,.0f}: ", end="")
     print(f"{statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}] of it")
-    print(f"one token alone: median {1e3 * statistics.median(alone):.1f} ms, p99 {1e3 * alone[len(alone) * 99 // 100]:.1f} ms")
+    slowest = alone[len(alone) * 99 // 100]
+    print(f"one token alone: median {1e3 * statistics.median(alone):.1f} ms, p99 {1e3 * slowest:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -21,9 +20,10 @@ from posttrain.types import Task
 
 RELATIONS = ("capital", "mayor", "river", "rival", "teacher", "neighbour", "founder", "heir")
 ENTITIES = tuple(
-    first + second for first in ("Ba", "De", "Fi", "Go", "Ku", "La", "Me", "Ni", "Po", "Ru", "Sa", "Te", "Vi", "Wo", "Xu", "Za")
+    first + second
+    for first in ("Ba", "De", "Fi", "Go", "Ku", "La", "Me", "Ni", "Po", "Ru", "Sa", "Te", "Vi", "Wo", "Xu", "Za")
     for second in ("bel", "dor", "gan", "lin", "mir", "nos", "tak", "rus")
-)  # fmt: skip
+)
 TAGS = tuple(f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/"))
 DIRECT, SEARCH = "Answer:", "Search:"
 """What a prompt begins with: it tells whether there is a search engine."""
@@ -143,11 +143,3 @@ def information(facts: Sequence[Fact]) -> str:
 def vocabulary() -> Tokenizer:
     """One token for each word."""
     return Tokenizer.train([], len(WORDS) + 4, "characters", WORDS)  # three special ones, and room for a character
-
-
-def worlds(seed: int) -> Any:
-    """Fresh worlds without end."""
-    number = 0
-    while True:
-        yield World(seed * 2**40 + number)
-        number += 1

@@ -38,9 +38,10 @@ def behaviour(path: Sequence[Fact], turns: Sequence[Said]) -> Behaviour:
     """`path`: the facts that lead to the answer, in order; `turns`: of the episode."""
     count = dict.fromkeys(BEHAVIOURS, 0.0)
     shown: set[Fact] = set()  # facts of the path
-    missed: frozenset[str] | None = None  # words of the last search, if it did not find what was sought
+    missed: frozenset[str] | None = None  # words of the last search, if it asked for what is sought and did not find it
     searched: list[bool] = [False] * len(path)  # whether a query named subject and relation of each fact
     words: frozenset[str] = frozenset()
+    near = False  # whether the last search names the subject or the relation of what is sought
     for (kind, text), (follower, _) in zip(turns, [*turns[1:], ("", "")], strict=True):
         if kind == "sampled":
             query = query_of(text) if follower else None  # the last reply is answered by nobody
@@ -48,13 +49,14 @@ def behaviour(path: Sequence[Fact], turns: Sequence[Said]) -> Behaviour:
             count["tried"] += "<search>" in text
             count["invented"] += "<information>" in text
             count["answered"] = float(answer_of(text) is not None)
+            near = False
             if not words:
                 continue
             sought = next((fact for fact in path if fact not in shown), None)
             count["valid"] += 1
             count["verified"] = max(count["verified"], float(sought is None))
             near = sought is not None and bool(words & {sought.subject, sought.relation})
-            count["refined"] += missed is not None and words != missed and near
+            count["refined"] += near and missed is not None and words != missed
             for place, fact in enumerate(path):
                 known = place == 0 or path[place - 1] in shown
                 searched[place] |= known and {fact.subject, fact.relation} <= words
@@ -63,7 +65,7 @@ def behaviour(path: Sequence[Fact], turns: Sequence[Said]) -> Behaviour:
             shown |= set(facts_of(text)) & set(path)
             found = sought is not None and sought in shown
             count["useful"] += found
-            missed = words if words and sought is not None and not found else None
+            missed = words if near and not found else None
     count["decomposed"] = float(len(path) > 1 and all(searched))
     return Behaviour(**count)
 

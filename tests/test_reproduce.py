@@ -37,6 +37,8 @@ from posttrain.reproduce.length_bias import told
 from posttrain.reproduce.overlong import answered_and_ended
 from posttrain.types import Ask, Reply, StopReason, Task, UserError
 
+SEARCHING = {"reader_hidden": 32, "reader_layers": 2, "reader_steps": 3, "reader_rows": 8, "questions": 16, "held_out": 8,
+             "demonstrations": 64, "samples": 1, "steps": 2, "prompts": 2, "group": 4}  # fmt: skip
 TINY: dict[str, dict[str, Any]] = {
     "kl-estimators": {"samples": 400_000, "distributions": 4, "gradient_samples": 100_000},
     "gspo-variance": {"tasks": 40, "imitation_epochs": 1.0, "steps": 1, "prompts": 8, "group": 4, "edges": [1, 8, 65]},
@@ -45,9 +47,8 @@ TINY: dict[str, dict[str, Any]] = {
     "decoupled-approval": {"tasks": 40, "copies": 2, "imitation_epochs": 1.0, "steps": 2, "prompts": 4, "group": 4},
     "over-optimisation": {"demonstrations": 100, "imitation_epochs": 1.0, "pairs": 32, "proxy_epochs": 1.0, "pool": 64,
                           "betas": [0.0, 0.1], "steps": 2, "every": 1, "prompts": 4, "group": 4},
-    **dict.fromkeys(("search-r1", "retrieved-token-masking"),
-                    {"reader_hidden": 32, "reader_layers": 2, "reader_steps": 3, "reader_rows": 8, "questions": 16,
-                     "held_out": 8, "demonstrations": 64, "samples": 1, "steps": 2, "prompts": 2, "group": 4}),
+    "search-r1": SEARCHING,
+    "retrieved-token-masking": SEARCHING,
 }  # fmt: skip
 TINY_TRAINING = {"steps": 2, "prompts": 4, "group": 4, "max_tokens": 8, "imitation_epochs": 1.0}
 

@@ -154,6 +154,10 @@ def test_scripted_searcher_that_is_never_careless_is_right_whenever_it_searches_
     assert [query_of(row["response"]) for row in rows] == ["Babel capital", f"{FIRST.object} mayor", None]
     assert rows[1]["prompt"].startswith(rows[0]["prompt"] + rows[0]["response"]) and str(FIRST) in rows[1]["prompt"]
     assert rows[2]["response"] == f"<think>{FIRST}.{LAST}</think><answer> {LAST.object}</answer>"
+    never = {**always, "goes_on": 0.0}
+    assert reader.Careless(WORLD, task, random.Random(0), always)(information([LAST, FIRST])) == rows[2]["response"]
+    careless = reader.Careless(WORLD, task, random.Random(0), never)
+    assert query_of(careless(task["prompt"])) and query_of(careless(information([FIRST]))) is None
 
 
 def test_passages_of_a_reading_row_hold_the_facts_that_it_reads_and_others_in_any_order() -> None:
@@ -188,6 +192,7 @@ VAGUE = "<search> mayor</search>"
         ([ASK_LAST, ASK_FIRST, RIGHT], {"tried": 2, "valid": 2, "useful": 1, "answered": 1}),
         ([ASK_FIRST, VAGUE, ASK_LAST, RIGHT],
          {"tried": 3, "valid": 3, "useful": 2, "refined": 1, "decomposed": 1, "answered": 1}),
+        (["<search> capital</search>", "<search> Dedor rival</search>", RIGHT], {"tried": 2, "valid": 2, "answered": 1}),
         ([ASK_FIRST, VAGUE, VAGUE, RIGHT], {"tried": 3, "valid": 3, "useful": 1, "answered": 1}),
         ([ASK_FIRST, ASK_LAST, ASK_LAST, RIGHT],
          {"tried": 3, "valid": 3, "useful": 2, "decomposed": 1, "verified": 1, "answered": 1}),

@@ -108,7 +108,7 @@ def test_a_reply_is_read_by_the_tags_that_it_ends_with(reply: str, query: str | 
 def episode(replies: Sequence[str]) -> tuple[list[tuple[str, str]], dict[str, Any]]:
     """(what was said, the verdict) of an episode of these replies; the last one is repeated as often as it is asked."""
     said: list[tuple[str, str]] = []
-    playing = searching(WORLD)(WORLD.task(TWO))
+    playing = searching(WORLD.task(TWO))
     turn, left = next(playing), list(replies)
     while True:
         assert isinstance(turn, Turn) and turn.text is not None
@@ -148,15 +148,15 @@ def test_an_action_that_is_neither_search_nor_answer_is_told_so_and_after_four_a
 def test_scripted_searcher_that_is_never_careless_is_right_whenever_it_searches_and_its_rows_are_its_episode() -> None:
     always = {"precise": 1.0, "searches": 1.0, "goes_on": 1.0, "asks_again": 1.0}
     task = WORLD.task(TWO)
-    policy = reader.Careless(WORLD, task, random.Random(0), always)
-    rows, reward = played(searching(WORLD), task, policy)
+    policy = reader.Careless(task, random.Random(0), always)
+    rows, reward = played(searching, task, policy)
     assert reward == 1.0 and len(rows) == 3
     assert [query_of(row["response"]) for row in rows] == ["Babel capital", f"{FIRST.object} mayor", None]
     assert rows[1]["prompt"].startswith(rows[0]["prompt"] + rows[0]["response"]) and str(FIRST) in rows[1]["prompt"]
     assert rows[2]["response"] == f"<think>{FIRST}.{LAST}</think><answer> {LAST.object}</answer>"
     never = {**always, "goes_on": 0.0}
-    assert reader.Careless(WORLD, task, random.Random(0), always)(information([LAST, FIRST])) == rows[2]["response"]
-    careless = reader.Careless(WORLD, task, random.Random(0), never)
+    assert reader.Careless(task, random.Random(0), always)(information([LAST, FIRST])) == rows[2]["response"]
+    careless = reader.Careless(task, random.Random(0), never)
     assert query_of(careless(task["prompt"])) and query_of(careless(information([FIRST]))) is None
 
 
@@ -174,7 +174,7 @@ def test_passages_of_a_reading_row_hold_the_facts_that_it_reads_and_others_in_an
 
 
 def test_what_the_question_finds_is_shown_with_it_where_there_is_no_search() -> None:
-    turn = next(retrieved(WORLD)(WORLD.task(TWO)))
+    turn = next(retrieved(WORLD.task(TWO)))
     assert isinstance(turn, Turn) and turn.text is not None
     assert turn.text.startswith("Answer:") and facts_of(turn.text) == WORLD.find(str(TWO))
 

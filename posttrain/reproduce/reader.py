@@ -17,10 +17,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from posttrain.config import SFT, Evaluation
+from posttrain.models.decoder import DecoderConfig, new_decoder
+from posttrain.models.folder import described
 from posttrain.reproduce.experiment import Numbers, Say, Settings
 from posttrain.reproduce.harness import QUIET, checkpoint_of
-from posttrain.reproduce.search import direct, imitation, played, retrieved, searching, single
+from posttrain.reproduce.search import Play, direct, given, imitation, played, retrieved, searching
 from posttrain.reproduce.world import (
     DIRECT,
     ENTITIES,
@@ -29,8 +33,9 @@ from posttrain.reproduce.world import (
     Question,
     World,
     ask,
-    asked,
+    drawn_question,
     information,
+    path_of,
     vocabulary,
 )
 from posttrain.runs.checkpoint import resolve
@@ -43,6 +48,10 @@ GATE = {1: 0.9, 2: 0.8}
 
 HOPS = {1: "one hop", 2: "two hops"}
 GATED = 400  # questions of each kind that the gate asks
+RECITED = 20  # facts of a row that teaches to look up
+RECITING = 1 / 6  # share of the reader's steps that teach to look up alone
+LARGER = 4.0  # times the usual deviation of new weights
+CONTEXT = 256
 LONGEST = 24  # tokens of a reply
 Row = dict[str, Any]
 
@@ -65,10 +74,6 @@ def answered(facts: list[Fact]) -> str:
     return f"{thought(facts)}<answer> {facts[-1].object}</answer>"
 
 
-def drawn_question(hops: int, draw: random.Random) -> Question:
-    return Question(draw.choice(ENTITIES), tuple(draw.choice(RELATIONS) for _ in range(hops)))
-
-
 def gold(world: World, question: Question, draw: random.Random) -> list[Fact]:
     """The facts that lead to the answer among others that have words of the question, in any order."""
     path = world.path(question)
@@ -88,36 +93,73 @@ def reading_row(world: World, draw: random.Random) -> Row:
     return imitation(prompt, answered(world.path(question)))
 
 
-def repeating_row(world: World, draw: random.Random) -> Row:
-    """Passages, and the same ones in another order: every fact is a lesson in looking up, not the one asked for alone."""
-    facts = gold(world, drawn_question(1 + draw.randrange(2), draw), draw)
-    return imitation(information(facts), thought(draw.sample(facts, len(facts))))
+def reciting_row(world: World, draw: random.Random) -> Row:
+    """Passages that share subjects and relations, and a long list of them, each as often as it comes.
+
+    Every line is a lesson in looking up by subject and relation together, where a question holds one or two.
+    """
+    subjects, relations = draw.sample(ENTITIES, draw.randint(2, 3)), draw.sample(RELATIONS, draw.randint(2, 3))
+    facts = [world.fact(subject, relation) for subject in subjects for relation in relations]
+    facts = draw.sample(facts, min(len(facts), 6))
+    return imitation(information(facts), thought(draw.choices(facts, k=RECITED)))
 
 
-def reading_rows() -> Iterator[Row]:
-    """Without end; each has a world of its own. Half of them ask, half repeat: looking up is learned far sooner so."""
+def reading_rows(alone: int) -> Iterator[Row]:
+    """Without end; each has a world of its own. The first `alone` recite; after them half of the rows ask.
+
+    Looking up is learned many times sooner so than from questions alone.
+    """
     draw = random.Random("reading")
     for number in count():
-        make = repeating_row if number % 2 else reading_row
+        make = reciting_row if number < alone or number % 2 else reading_row
         yield make(fresh("reading", number), draw)
 
 
 def reader(settings: Settings, folder: Path, say: Say) -> str:
     """The checkpoint of the reader: the one of the setting `reader`, or one made in `folder`, once for all seeds."""
-    given = str(settings["reader"])
-    if given:
-        return str(resolve(given))
+    if settings["reader"]:
+        return str(resolve(settings["reader"]))
     sizes = {name: settings[f"reader_{name}"] for name in ("hidden", "layers", "steps", "rows", "lr")}
-    out = folder / ("reader " + " ".join(f"{name} {value}" for name, value in sizes.items())).replace(" ", "-")
-    config = SFT(
-        tasks="generated", out=str(out), seed=0, context=256, tokenizer=str(out.with_name("vocabulary")), warmup=50,
-        heads=4, betas=(0.9, 0.95), tokens_per_microbatch=4096, save_every=1000, keep=1, quiet=True, threads=1,
-        resume=out.exists(), **sizes,
-    )  # fmt: skip
-    if not out.exists():
+    out = folder / "-".join(["reader", *(f"{name}-{value:g}" for name, value in sizes.items())])
+    begun = out.exists()
+    if not begun:
         say(f"  reader: {sizes['steps'] * sizes['rows']:,} worlds to read in, once for all seeds")
-        vocabulary().save(out.with_name("vocabulary"))
-    return checkpoint_of(imitating.sft(config, reading_rows))
+        untrained(out.with_name("untrained"), sizes.pop("hidden"), sizes.pop("layers"))
+    config = SFT(
+        tasks="generated", model=str(out.with_name("untrained")), out=str(out), seed=0, warmup=50, betas=(0.9, 0.95),
+        tokens_per_microbatch=4096, save_every=500, keep=1, quiet=True, threads=1, resume=begun,
+        steps=settings["reader_steps"], rows=settings["reader_rows"], lr=settings["reader_lr"],
+    )  # fmt: skip
+    alone = int(RECITING * settings["reader_steps"]) * settings["reader_rows"]
+    return checkpoint_of(imitating.sft(config, lambda: reading_rows(alone)))
+
+
+def untrained(folder: Path, hidden: int, layers: int) -> None:
+    """Write a new model. The usual weights, normal(0, 0.02), are made for a width of 768: at 128 all attention begins
+    nearly uniform and stays so for thousands of steps, so here they are larger, and queries and keys are normalised."""
+    tokenizer = vocabulary()
+    model = new_decoder(
+        DecoderConfig(
+            vocab=tokenizer.vocab_size, hidden=hidden, layers=layers, heads=4, kv_heads=4, head_size=hidden // 4,
+            intermediate=-(-hidden * 8 // 96) * 32, context=CONTEXT, tied=True, qk_norm=True,
+        ),
+        seed=0,
+    )  # fmt: skip
+    assert tokenizer.eos_id is not None
+    model.eos_ids = (tokenizer.eos_id,)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(LARGER)
+    model.source = described(model, tokenizer)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save(folder)
+    tokenizer.save(folder)
+
+
+def with_gold(task: Task) -> Play:
+    """The environment of the gate: the passages stand in the task."""
+    return (yield from given(task, [Fact(*words) for words in task["passages"]]))
 
 
 def gate(checkpoint: str, seed: int) -> Numbers:
@@ -125,12 +167,12 @@ def gate(checkpoint: str, seed: int) -> Numbers:
     found: Numbers = {}
     for hops, least in GATE.items():
         draw = random.Random(f"gate {seed} {hops}")
-        tasks, shown = [], {}
+        tasks = []
         for number in range(GATED):
             world, question = fresh("gate", seed, hops, number), drawn_question(hops, draw)
-            tasks.append({**world.task(question), "id": str(number)})
-            shown[str(number)] = gold(world, question, draw)
-        accuracy = mean_reward(play(checkpoint, tasks, single(lambda task: shown[task["id"]]), seed, 1))  # noqa: B023
+            passages = [[f.subject, f.relation, f.object] for f in gold(world, question, draw)]
+            tasks.append({**world.task(question), "passages": passages})
+        accuracy = mean_reward(play(checkpoint, tasks, with_gold, seed, 1))
         if accuracy < least:
             raise UserError(
                 f"the reader answers {accuracy:.2f} of the questions of {HOPS[hops]} with gold passages "
@@ -156,8 +198,8 @@ def vague(fact: Fact, question: str, draw: random.Random, settings: Settings) ->
 class Careless:
     """A scripted policy: one episode of it. It searches, goes on and asks again as often as the settings say."""
 
-    def __init__(self, world: World, task: Task, draw: random.Random, settings: Settings) -> None:
-        self.path, self.question = world.path(asked(task)), task["question"]
+    def __init__(self, task: Task, draw: random.Random, settings: Settings) -> None:
+        self.path, self.question = path_of(task), task["question"]
         self.draw, self.settings = draw, settings
         self.known = 0  # facts of the path that it has read
         self.searched = False
@@ -189,11 +231,11 @@ def searching_rows(count: int, seed: int, settings: Settings) -> list[Row]:
         world = fresh("searching", seed, number)
         task = world.task(drawn_question(1 + draw.randrange(2), draw))
         kind = number % 8
-        env: Env = searching(world) if kind < 4 else retrieved(world) if kind == 4 else direct()
+        env: Env = searching if kind < 4 else retrieved if kind == 4 else direct
         if kind > 5:
             rows.append(reading_row(world, draw))
         else:
-            rows += played(env, task, Careless(world, task, draw, settings if kind < 4 else READS_ONLY))[0]
+            rows += played(env, task, Careless(task, draw, settings if kind < 4 else READS_ONLY))[0]
     return rows
 
 

@@ -73,11 +73,10 @@ PLAYERS: dict[str, type[Player]] = {"masked": Player, "unmasked": Unmasked}
 
 def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
     quiz = prepare(seed, settings, folder, say)
-    env = searching(quiz.world)
-    found: Numbers = {"gate": quiz.gate, "start": examined(quiz.start, quiz, env, seed, settings)}
+    found: Numbers = {"gate": quiz.gate, "start": examined(quiz.start, quiz, searching, seed, settings)}
     for arm, player in PLAYERS.items():
         curves, checkpoint = trained(quiz, player, folder / arm, seed, settings)
-        found[arm] = {**examined(checkpoint, quiz, env, seed, settings), "curves": curves}
+        found[arm] = {**examined(checkpoint, quiz, searching, seed, settings), "curves": curves}
         say(f"  seed {seed}, {arm}: held-out exact match {found['start']['all']:.3f} -> {found[arm]['all']:.3f}")
     return found
 
@@ -86,7 +85,7 @@ def trained(
     quiz: Quiz, player: type[Player], folder: Path, seed: int, settings: Settings
 ) -> tuple[dict[str, Curve], str]:
     """Reinforcement learning with this player: metrics of each step, and the checkpoint it ended with."""
-    arena = Arena(quiz.practice, searching(quiz.world), quiz.start)
+    arena = Arena(quiz.practice, searching, quiz.start)
     curves: dict[str, Curve] = {name: [] for name in METRICS}
 
     def note(done: Trained) -> None:

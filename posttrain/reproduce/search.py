@@ -7,7 +7,7 @@ only an answer counts. The reward is the exact match of the answer, and nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from posttrain.reproduce.world import DIRECT, INVALID, WORD, Fact, World, ask, information
@@ -43,43 +43,35 @@ def right(task: Task, reply: str) -> float:
     return float(answer_of(reply) == task["answer"])
 
 
-def searching(world: World) -> Env:
-    """The policy may search."""
-
-    def search(task: Task) -> Play:
-        searches = 0
-        reply = yield Turn(text=task["prompt"], stop=STOP)
-        for _ in range(ACTIONS):
-            if answer_of(reply) is not None:
-                break
-            query = query_of(reply)
-            searches += query is not None
-            shown = AGAIN if query is None else information(world.find(query))
-            reply = yield Turn(text=shown, tool=True, stop=STOP)
-        return {"reward": right(task, reply), "searches": float(searches)}
-
-    return search
+def searching(task: Task) -> Play:
+    """The policy may search the task's own world."""
+    world, searches = World(task["world"]), 0
+    reply = yield Turn(text=task["prompt"], stop=STOP)
+    for _ in range(ACTIONS):
+        if answer_of(reply) is not None:
+            break
+        query = query_of(reply)
+        searches += query is not None
+        shown = AGAIN if query is None else information(world.find(query))
+        reply = yield Turn(text=shown, tool=True, stop=STOP)
+    return {"reward": right(task, reply), "searches": float(searches)}
 
 
-def single(passages: Callable[[Task], list[Fact]] | None = None) -> Env:
-    """There is nothing to search; `passages` are shown with the question, if there are any."""
-
-    def answer(task: Task) -> Play:
-        shown = information(passages(task)) if passages else ""
-        reply = yield Turn(text=ask(task["question"], DIRECT) + shown, stop=STOP)
-        return {"reward": right(task, reply), "searches": 0.0}
-
-    return answer
+def direct(task: Task) -> Play:
+    """There is nothing to search, and the question stands alone."""
+    return (yield from given(task, []))
 
 
-def direct() -> Env:
-    """The question alone."""
-    return single()
-
-
-def retrieved(world: World) -> Env:
+def retrieved(task: Task) -> Play:
     """Passages that the question itself finds are shown with it: retrieval-augmented generation."""
-    return single(lambda task: world.find(task["question"]))
+    return (yield from given(task, World(task["world"]).find(task["question"])))
+
+
+def given(task: Task, passages: Sequence[Fact]) -> Play:
+    """These passages are shown with the question, and there is nothing else to search."""
+    shown = information(passages) if passages else ""
+    reply = yield Turn(text=ask(task["question"], DIRECT) + shown, stop=STOP)
+    return {"reward": right(task, reply), "searches": 0.0}
 
 
 def played(env: Env, task: Task, policy: Callable[[str], str]) -> tuple[list[dict[str, Any]], float]:

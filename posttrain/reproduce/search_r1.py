@@ -24,9 +24,8 @@ from posttrain.reproduce.harness import Arena, Curve, band, checkpoint_of, late,
 from posttrain.reproduce.ppo_vs_grpo import fall, unrest
 from posttrain.reproduce.reader import HOPS
 from posttrain.reproduce.search import direct, imitation, retrieved, searching
-from posttrain.reproduce.world import World, asked
+from posttrain.reproduce.world import drawn_question, path_of
 from posttrain.runs.reading import read_rollouts, rollout_steps
-from posttrain.seeds import seed_of
 from posttrain.types import Env, Rollout, Task
 
 START, DIRECT, RAG = "start, searching", "direct answer", "always retrieve"
@@ -39,9 +38,8 @@ METRICS = ("accuracy", "length", "entropy", "grad_norm")
 
 @dataclass(frozen=True)
 class Quiz:
-    """One world with questions to practise and questions held out; the policy that starts, in its checkpoint."""
+    """Questions to practise and questions held out, each of a world of its own; the checkpoint that starts."""
 
-    world: World
     practice: list[Task]
     held_out: list[Task]
     start: str
@@ -49,36 +47,38 @@ class Quiz:
 
 
 def prepare(seed: int, settings: Settings, folder: Path, say: Say) -> Quiz:
-    """The world of a seed: its facts are in no weights. Raises UserError if the reader does not read well enough."""
+    """What a seed works with. Raises UserError if the reader does not read well enough.
+
+    Each question has a world of its own, so no fact is in any weights, and none can get there: what is learned can only be
+    how to search and to read.
+    """
     read = reader.reader(settings, folder.parent, say)
     gate = reader.gate(read, seed)
     say(
         f"  seed {seed}: reader with gold passages, " + ", ".join(f"{hops} {value:.3f}" for hops, value in gate.items())
     )
-    world = World(seed_of("the world", seed))
-    half, out = settings["questions"] // 2, settings["held_out"] // 2
-    draw = random.Random(f"questions {seed}")
-    questions = [world.task(question) for question in world.questions(half + out, half + out, draw)]
-    unseen = [t for hops in HOPS for t in [q for q in questions if len(q["relations"]) == hops][:out]]
-    known = {task["id"] for task in unseen}
     start = reader.starting_policy(read, folder / "start", seed, settings)
-    return Quiz(world, [task for task in questions if task["id"] not in known], unseen, start, gate)
+    draw = random.Random(f"questions {seed}")
+    tasks = [
+        reader.fresh("question", seed, number).task(drawn_question(1 + number % 2, draw))
+        for number in range(settings["questions"] + settings["held_out"])
+    ]
+    return Quiz(tasks[: settings["questions"]], tasks[settings["questions"] :], start, gate)
 
 
 def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
     quiz = prepare(seed, settings, folder, say)
-    search = searching(quiz.world)
     arms: Numbers = {}
 
     def note(arm: str, checkpoint: str, env: Env, **more: Any) -> None:
         arms[arm] = {**examined(checkpoint, quiz, env, seed, settings), **more}
         say(f"  seed {seed}, {arm}: held-out exact match {arms[arm]['all']:.3f}")
 
-    note(START, quiz.start, search)
-    note(DIRECT, quiz.start, direct())
-    note(RAG, quiz.start, retrieved(quiz.world))
-    note(REJECTION, imitated(quiz, search, folder, seed, settings), search)
-    for arm, algorithm, env in ((NO_SEARCH, "grpo", direct()), (PPO, "ppo", search), (GRPO, "grpo", search)):
+    note(START, quiz.start, searching)
+    note(DIRECT, quiz.start, direct)
+    note(RAG, quiz.start, retrieved)
+    note(REJECTION, imitated(quiz, searching, folder, seed, settings), searching)
+    for arm, algorithm, env in ((NO_SEARCH, "grpo", direct), (PPO, "ppo", searching), (GRPO, "grpo", searching)):
         out = folder / arm.replace(",", "").replace(" ", "-")
         run = learn(Arena(quiz.practice, env, quiz.start), out, seed, **options(algorithm, settings))
         note(arm, checkpoint_of(run), env, curves=curves(run.path, run.metrics, quiz))
@@ -120,18 +120,18 @@ def examined(checkpoint: str, quiz: Quiz, env: Env, seed: int, settings: Setting
     found = {"all": reader.mean_reward(rollouts)}
     for hops, name in HOPS.items():
         found[name] = reader.mean_reward([r for r in rollouts if len(r.task["relations"]) == hops])
-    done = [behaviour(quiz.world.path(asked(r.task)), [(str(t.kind), t.text) for t in r.turns]) for r in rollouts]
+    done = [behaviour(path_of(r.task), [(str(t.kind), t.text) for t in r.turns]) for r in rollouts]
     return {**found, "length": sum(r.n_sampled for r in rollouts) / len(rollouts), **means(done)}
 
 
 def curves(run: Path, metrics: Sequence[Mapping[str, Any]], quiz: Quiz) -> dict[str, Curve]:
     """Of each step: metrics, and what its rollouts did."""
-    tasks = {f"{task['id']}": task for task in quiz.practice}
+    tasks = {task["id"]: task for task in quiz.practice}
     found: dict[str, Curve] = {name: [line.get(name) for line in metrics if line["step"] > 0] for name in METRICS}
     steps = []
     for step in rollout_steps(run):
         rows = read_rollouts(run, step)
-        paths = [quiz.world.path(asked(tasks[row["group"].rpartition("#")[0]])) for row in rows]
+        paths = [path_of(tasks[row["group"].rpartition("#")[0]]) for row in rows]
         steps.append(means(behaviour(path, said(row)) for path, row in zip(paths, rows, strict=True)))
     return {**found, **{name: [step[name] for step in steps] for name in (*BEHAVIOURS, "valid share")}}
 

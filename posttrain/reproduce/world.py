@@ -21,8 +21,8 @@ from posttrain.types import Task
 RELATIONS = ("capital", "mayor", "river", "rival", "teacher", "neighbour", "founder", "heir")
 ENTITIES = tuple(
     first + second
-    for first in ("Ba", "De", "Fi", "Go", "Ku", "La", "Me", "Ni", "Po", "Ru", "Sa", "Te", "Vi", "Wo", "Xu", "Za")
-    for second in ("bel", "dor", "gan", "lin", "mir", "nos", "tak", "rus")
+    for first in ("Ba", "De", "Fi", "Go", "Ku", "Me", "No", "Sa")
+    for second in ("bel", "dor", "gan", "lin")
 )
 TAGS = tuple(f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/"))
 DIRECT, SEARCH = "Answer:", "Search:"
@@ -105,18 +105,11 @@ class World:
         draw = np.random.default_rng(np.random.SeedSequence([self.seed % 2**63, 2]))
         return draw.random(self.objects.shape) * 0.99
 
-    def questions(self, one_hop: int, two_hops: int, draw: random.Random) -> list[Question]:
-        """So many different ones, mixed."""
-        single = [Question(e, (r,)) for e in ENTITIES for r in RELATIONS]
-        double = [Question(e, (r, s)) for e in ENTITIES for r in RELATIONS for s in RELATIONS]
-        found = [*draw.sample(single, one_hop), *draw.sample(double, two_hops)]
-        draw.shuffle(found)
-        return found
-
     def task(self, question: Question) -> Task:
         """What an environment is told."""
         return {
-            "id": str(question).strip(),
+            "id": f"{self.seed}{question}",
+            "world": self.seed,
             "question": str(question),
             "subject": question.subject,
             "relations": list(question.relations),
@@ -130,9 +123,18 @@ def ask(question: Question | str, instruction: str) -> str:
     return f"{instruction}{question}\n"
 
 
+def drawn_question(hops: int, draw: random.Random) -> Question:
+    return Question(draw.choice(ENTITIES), tuple(draw.choice(RELATIONS) for _ in range(hops)))
+
+
 def asked(task: Task) -> Question:
     """The question of a task."""
     return Question(task["subject"], tuple(task["relations"]))
+
+
+def path_of(task: Task) -> list[Fact]:
+    """The facts that lead to the answer of a task, in its world."""
+    return World(task["world"]).path(asked(task))
 
 
 def information(facts: Sequence[Fact]) -> str:

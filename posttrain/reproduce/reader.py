@@ -49,7 +49,7 @@ GATE = {1: 0.9, 2: 0.8}
 HOPS = {1: "one hop", 2: "two hops"}
 GATED = 400  # questions of each kind that the gate asks
 RECITED = 20  # facts of a row that teaches to look up
-RECITING = 1 / 6  # share of the reader's steps that teach to look up alone
+FEW = {0.1: 4, 0.15: 8, 0.2: 16}  # share of the reader's steps -> how many names are subjects until then
 LARGER = 4.0  # times the usual deviation of new weights
 CONTEXT = 256
 LONGEST = 24  # tokens of a reply
@@ -93,26 +93,31 @@ def reading_row(world: World, draw: random.Random) -> Row:
     return imitation(prompt, answered(world.path(question)))
 
 
-def reciting_row(world: World, draw: random.Random) -> Row:
+def reciting_row(world: World, draw: random.Random, names: int = len(ENTITIES)) -> Row:
     """Passages that share subjects and relations, and a long list of them, each as often as it comes.
 
-    Every line is a lesson in looking up by subject and relation together, where a question holds one or two.
+    Every line is a lesson in looking up by subject and relation together, where a question holds one or two. The
+    subjects are among the first `names` entities.
     """
-    subjects, relations = draw.sample(ENTITIES, draw.randint(2, 3)), draw.sample(RELATIONS, draw.randint(2, 3))
+    subjects = draw.sample(ENTITIES[:names], draw.randint(2, 3))
+    relations = draw.sample(RELATIONS[:names], draw.randint(2, 3))
     facts = [world.fact(subject, relation) for subject in subjects for relation in relations]
     facts = draw.sample(facts, min(len(facts), 6))
     return imitation(information(facts), thought(draw.choices(facts, k=RECITED)))
 
 
-def reading_rows(alone: int) -> Iterator[Row]:
-    """Without end; each has a world of its own. The first `alone` recite; after them half of the rows ask.
+def reading_rows(total: int) -> Iterator[Row]:
+    """Without end, for a run of `total` rows; each has a world of its own.
 
-    Looking up is learned many times sooner so than from questions alone.
+    At first most rows recite, and few names are subjects: with all of them, looking up by two words at once took many
+    thousands of steps to be learned, and with four some two hundred. Later half of the rows ask.
     """
     draw = random.Random("reading")
     for number in count():
-        make = reciting_row if number < alone or number % 2 else reading_row
-        yield make(fresh("reading", number), draw)
+        names = next((few for share, few in FEW.items() if number < share * total), len(ENTITIES))
+        asks = number % (2 if names == len(ENTITIES) else 4) == 0
+        world = fresh("reading", number)
+        yield reading_row(world, draw) if asks else reciting_row(world, draw, names)
 
 
 def reader(settings: Settings, folder: Path, say: Say) -> str:
@@ -130,8 +135,7 @@ def reader(settings: Settings, folder: Path, say: Say) -> str:
         tokens_per_microbatch=4096, save_every=500, keep=1, quiet=True, threads=1, resume=begun,
         steps=settings["reader_steps"], rows=settings["reader_rows"], lr=settings["reader_lr"],
     )  # fmt: skip
-    alone = int(RECITING * settings["reader_steps"]) * settings["reader_rows"]
-    return checkpoint_of(imitating.sft(config, lambda: reading_rows(alone)))
+    return checkpoint_of(imitating.sft(config, lambda: reading_rows(config.rows * settings["reader_steps"])))
 
 
 def untrained(folder: Path, hidden: int, layers: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,24 @@ GATE = {1: 0.9, 2: 0.8}
 HOPS = {1: "one hop", 2: "two hops"}
 GATED = 400  # questions of each kind that the gate asks
 RECITED = 20  # facts of a row that teaches to look up
-FEW = {0.1: 4, 0.15: 8, 0.2: 16}  # share of the reader's steps -> how many names are subjects until then
 LARGER = 4.0  # times the usual deviation of new weights
 CONTEXT = 256
 LONGEST = 24  # tokens of a reply
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A stage of the reader's training."""
+
+    until: float  # which share of the rows
+    names: int  # how many entities are subjects of what is recited
+    asks: int  # one row of so many is a question; 0: none
+
+
+LESSONS = (Lesson(0.3, 32, 0), Lesson(0.42, 4, 4), Lesson(0.48, 8, 4), Lesson(0.54, 16, 4), Lesson(1.0, 32, 2))
+"""To look up by a relation is learned in some 300 steps of 32 rows if all names are there. To look up by subject and
+relation at once is then learned in 200 with few names, and not in 400 with all; what holds of few soon holds of all."""
 
 
 def fresh(*what: object) -> World:
@@ -107,17 +121,13 @@ def reciting_row(world: World, draw: random.Random, names: int = len(ENTITIES)) 
 
 
 def reading_rows(total: int) -> Iterator[Row]:
-    """Without end, for a run of `total` rows; each has a world of its own.
-
-    At first most rows recite, and few names are subjects: with all of them, looking up by two words at once took many
-    thousands of steps to be learned, and with four some two hundred. Later half of the rows ask.
-    """
+    """Without end, for a run of `total` rows in the stages of `LESSONS`; each row has a world of its own."""
     draw = random.Random("reading")
     for number in count():
-        names = next((few for share, few in FEW.items() if number < share * total), len(ENTITIES))
-        asks = number % (2 if names == len(ENTITIES) else 4) == 0
+        lesson = next((lesson for lesson in LESSONS if number < lesson.until * total), LESSONS[-1])
+        asks = lesson.asks and number % lesson.asks == 0
         world = fresh("reading", number)
-        yield reading_row(world, draw) if asks else reciting_row(world, draw, names)
+        yield reading_row(world, draw) if asks else reciting_row(world, draw, lesson.names)
 
 
 def reader(settings: Settings, folder: Path, say: Say) -> str:

@@ -20,7 +20,7 @@ from posttrain.reproduce.experiment import (
     over_seeds,
 )
 from posttrain.reproduce.figure import Panel
-from posttrain.reproduce.harness import Arena, Curve, band, checkpoint_of, late, learn, mean_of, steps_to
+from posttrain.reproduce.harness import Arena, Curve, band, checkpoint_of, late, learn, mean_of, smooth, steps_to
 from posttrain.reproduce.ppo_vs_grpo import fall, unrest
 from posttrain.reproduce.reader import HOPS
 from posttrain.reproduce.search import direct, imitation, retrieved, searching
@@ -33,6 +33,7 @@ NO_SEARCH, REJECTION = "RL without search", "rejection sampling + SFT"
 PPO, GRPO = "Search-R1, PPO", "Search-R1, GRPO"
 ARMS = (START, DIRECT, RAG, NO_SEARCH, REJECTION, PPO, GRPO)
 TRAINED = (NO_SEARCH, PPO, GRPO)
+COLLAPSED = 0.5
 METRICS = ("accuracy", "length", "entropy", "grad_norm")
 
 
@@ -188,23 +189,40 @@ def _panels(seeds: Sequence[Numbers]) -> list[Panel]:
     ]
 
 
+def _courses(arm: str, seeds: Sequence[Numbers]) -> str:
+    """How each behaviour changes over training: means over the seeds."""
+    parts = ((0.0, 0.1), (0.4, 0.6), (0.8, 1.0))
+
+    def course(name: str) -> str:
+        means = [over_seeds([mean_of(s[arm]["curves"][name], *part) for s in seeds]).mean for part in parts]
+        return f"{SHOWN[name]} {' '.join(f'{mean:.2f}' for mean in means)}"
+
+    return ", ".join(course(name) for name in SHOWN if name in seeds[0][arm]["curves"])
+
+
+def _steadiness(arm: str, seeds: Sequence[Numbers], target: float) -> str:
+    """How fast and how steadily an arm climbed."""
+    own = [s[arm] for s in seeds]
+    accuracy = [each["curves"]["accuracy"] for each in own]
+    reached = " ".join(str(steps_to(curve, target)) for curve in accuracy)
+    collapsed = sum(late(curve) < COLLAPSED * float(smooth(curve).max()) for curve in accuracy)
+    return (
+        f"{arm}: accuracy of the rollouts at the end {over_seeds([late(curve) for curve in accuracy])}, steps to {target:g} "
+        f"of each seed {reached}, fall from the peak {over_seeds([fall(each) for each in own])}, unrest "
+        f"{over_seeds([unrest(each) for each in own])}, entropy at the end "
+        f"{over_seeds([late(each['curves']['entropy']) for each in own])}, collapsed seeds {collapsed} of {len(own)}."
+    )
+
+
 def _notes(numbers: Mapping[int, Numbers], settings: Settings) -> list[str]:
     seeds = [n["arms"] for n in numbers.values()]
-    target = settings["target"]
-    lines = []
-    for arm in (PPO, GRPO):
-        curve = [s[arm]["curves"] for s in seeds]
-        reached = [steps_to(c["accuracy"], target) for c in curve]
-        lines.append(
-            f"{arm}: accuracy of the rollouts at the end {over_seeds([late(c['accuracy']) for c in curve])}, steps to "
-            f"{target:g} of each seed {' '.join(map(str, reached))}, fall from the peak "
-            f"{over_seeds([fall(s[arm]) for s in seeds])}, unrest {over_seeds([unrest(s[arm]) for s in seeds])}, entropy at "
-            f"the end {over_seeds([late(c['entropy']) for c in curve])}"
-        )
     gates = [f"{name} {over_seeds([n['gate'][name] for n in numbers.values()])}" for name in HOPS.values()]
     return [
         f"Reader with gold passages given, before any reinforcement: {', '.join(gates)}.",
-        "; ".join(lines) + ".",
+        *(_steadiness(arm, seeds, settings["target"]) for arm in (PPO, GRPO)),
+        f"A seed has collapsed if its accuracy at the end is below {COLLAPSED:g} of its peak.",
+        "Per question, in the rollouts of the first tenth, the middle fifth and the last fifth of the steps:",
+        *(f"{arm}: {_courses(arm, seeds)}." for arm in (PPO, GRPO)),
         "Published (Qwen2.5-7B base, mean of seven data sets): direct .181, RAG .304, R1 without search .276, rejection "
         "sampling .348, Search-R1 with PPO .431, with GRPO .350.",
     ]  # fmt: skip

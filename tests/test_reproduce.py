@@ -37,7 +37,7 @@ from posttrain.reproduce.length_bias import told
 from posttrain.reproduce.overlong import answered_and_ended
 from posttrain.types import Ask, Reply, StopReason, Task, UserError
 
-SEARCHING = {"reader_hidden": 32, "reader_layers": 2, "reader_steps": 3, "reader_rows": 8, "questions": 16, "held_out": 8,
+SEARCHING = {"reader_hidden": 32, "reader_layers": 2, "lesson_steps": 2, "practice_steps": 2, "questions": 16, "held_out": 8,
              "demonstrations": 64, "samples": 1, "steps": 2, "prompts": 2, "group": 4}  # fmt: skip
 TINY: dict[str, dict[str, Any]] = {
     "kl-estimators": {"samples": 400_000, "distributions": 4, "gradient_samples": 100_000},

@@ -215,7 +215,13 @@ def test_share_of_valid_searches_is_that_of_all_that_were_tried() -> None:
 
 
 def test_a_reader_that_cannot_read_is_refused_before_anything_is_learned(tmp_path: Path) -> None:
-    settings = {**search_r1.EXPERIMENT.settings, "reader_hidden": 32, "reader_layers": 1, "reader_steps": 1}
+    settings = {
+        **search_r1.EXPERIMENT.settings,
+        "reader_hidden": 32,
+        "reader_layers": 1,
+        "lesson_steps": 1,
+        "practice_steps": 1,
+    }
     with pytest.raises(UserError, match=r"reader answers 0.0\d of the questions of one hop .* must answer 0.9"):
         search_r1.prepare(0, settings, tmp_path / "seed-0", silent)
     assert not (tmp_path / "seed-0").exists()

@@ -12,7 +12,7 @@ any other.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -39,7 +39,7 @@ from posttrain.reproduce.world import (
     path_of,
     vocabulary,
 )
-from posttrain.runs.checkpoint import resolve
+from posttrain.runs.checkpoint import newest, resolve, step_of
 from posttrain.seeds import seed_of
 from posttrain.training import evaluation, imitating
 from posttrain.types import Env, Invalid, Rollout, Task, UserError
@@ -120,7 +120,7 @@ def reciting_row(world: World, draw: random.Random, names: int = len(ENTITIES)) 
     return imitation(information(facts), thought(draw.choices(facts, k=RECITED)))
 
 
-def reading_rows(total: int) -> Iterator[Row]:
+def lessons(total: int) -> Iterator[Row]:
     """Without end, for a run of `total` rows in the stages of `LESSONS`; each row has a world of its own."""
     draw = random.Random("reading")
     for number in count():
@@ -130,22 +130,39 @@ def reading_rows(total: int) -> Iterator[Row]:
         yield reading_row(world, draw) if asks else reciting_row(world, draw, lesson.names)
 
 
+def practice() -> Iterator[Row]:
+    """Without end: questions alone, each with a world of its own."""
+    draw = random.Random("practice")
+    for number in count():
+        yield reading_row(fresh("practice", number), draw)
+
+
 def reader(settings: Settings, folder: Path, say: Say) -> str:
-    """The checkpoint of the reader: the one of the setting `reader`, or one made in `folder`, once for all seeds."""
+    """The checkpoint of the reader: the one of the setting `reader`, or one made in `folder`, once for all seeds.
+
+    It has lessons, and then practises.
+    """
     if settings["reader"]:
         return str(resolve(settings["reader"]))
-    sizes = {name: settings[f"reader_{name}"] for name in ("hidden", "layers", "steps", "rows", "lr")}
-    out = folder / "-".join(["reader", *(f"{name}-{value:g}" for name, value in sizes.items())])
-    begun = out.exists()
-    if not begun:
-        say(f"  reader: {sizes['steps'] * sizes['rows']:,} worlds to read in, once for all seeds")
-        untrained(out.with_name("untrained"), sizes.pop("hidden"), sizes.pop("layers"))
+    steps, practised = settings["lesson_steps"], settings["practice_steps"]
+    size = f"{settings['reader_hidden']}-{settings['reader_layers']}-{steps}"
+    first, start = folder / f"lessons-{size}", folder / f"untrained-{size}"
+    if not first.exists():
+        say(f"  reader: {32 * steps + 64 * practised:,} worlds to read in, once for all seeds")
+        untrained(start, settings["reader_hidden"], settings["reader_layers"])
+    taught = _read(first, str(start), steps, 32, 2e-3, lambda: lessons(32 * steps))
+    return _read(folder / f"reader-{size}-{practised}", taught, practised, 64, 1e-3, practice)
+
+
+def _read(out: Path, start: str, steps: int, rows: int, lr: float, make: Callable[[], Iterator[Row]]) -> str:
+    """The checkpoint of a run on these rows: of one that is finished, or begun, or gone on with."""
+    if (made := newest(out, print)) is not None and step_of(made) == steps:
+        return str(made)
     config = SFT(
-        tasks="generated", model=str(out.with_name("untrained")), out=str(out), seed=0, warmup=50, betas=(0.9, 0.95),
-        tokens_per_microbatch=4096, save_every=500, keep=1, quiet=True, threads=1, resume=begun,
-        steps=settings["reader_steps"], rows=settings["reader_rows"], lr=settings["reader_lr"],
+        tasks="generated", model=start, out=str(out), seed=0, warmup=50, betas=(0.9, 0.95), tokens_per_microbatch=4096,
+        save_every=500, keep=1, quiet=True, threads=1, resume=out.exists(), steps=steps, rows=rows, lr=lr,
     )  # fmt: skip
-    return checkpoint_of(imitating.sft(config, lambda: reading_rows(config.rows * settings["reader_steps"])))
+    return checkpoint_of(imitating.sft(config, make))
 
 
 def untrained(folder: Path, hidden: int, layers: int) -> None:
@@ -191,7 +208,7 @@ def gate(checkpoint: str, seed: int) -> Numbers:
             raise UserError(
                 f"the reader answers {accuracy:.2f} of the questions of {HOPS[hops]} with gold passages "
                 f"given, and must answer {least} before anything is learned about searching: raise "
-                "--settings.reader-steps"
+                "--settings.practice-steps"
             )
         found[HOPS[hops]] = accuracy
     return found

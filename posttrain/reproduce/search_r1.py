@@ -229,7 +229,7 @@ def _notes(numbers: Mapping[int, Numbers], settings: Settings) -> list[str]:
 
 
 COMMON: dict[str, Any] = {
-    "reader": "", "reader_hidden": 128, "reader_layers": 4, "reader_steps": 1600, "reader_rows": 32, "reader_lr": 2e-3,
+    "reader": "", "reader_hidden": 128, "reader_layers": 4, "lesson_steps": 1600, "practice_steps": 800,
     "questions": 1600, "held_out": 400, "demonstrations": 10000, "imitation_lr": 1e-3, "precise": 0.35, "searches": 0.6,
     "goes_on": 0.5, "asks_again": 0.4, "samples": 2, "steps": 120, "prompts": 16, "group": 8, "minibatches": 1, "lr": 2e-4,
     "critic_lr": 5e-4,

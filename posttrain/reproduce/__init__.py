@@ -16,6 +16,8 @@ from posttrain.reproduce import (
     over_optimisation,
     overlong,
     ppo_vs_grpo,
+    retrieved_token_masking,
+    search_r1,
 )
 from posttrain.reproduce.experiment import Experiment
 from posttrain.types import UserError
@@ -34,6 +36,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         entropy_collapse,
         decoupled_approval,
         over_optimisation,
+        search_r1,
+        retrieved_token_masking,
     )
 }
 """Name -> experiment, in the order in which they are listed."""

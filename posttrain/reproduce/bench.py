@@ -34,11 +34,16 @@ TOKENS = 8192  # fed at once
 
 @contextmanager
 def bench(
-    arena: Arena, seed: int, settings: Mapping[str, Any], critic: Path | None = None, **options: Any
+    arena: Arena,
+    seed: int,
+    settings: Mapping[str, Any],
+    critic: Path | None = None,
+    player: type[Player] = Player,
+    **options: Any,
 ) -> Iterator[Experience]:
     """The arena's policy with everything that produces steps of it. `options`: those of `posttrain.rl`.
 
-    `critic`: the checkpoint of a run that has one.
+    `critic`: the checkpoint of a run that has one; `player`: who plays its episodes.
     """
     folder = Path(arena.start)
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
@@ -49,7 +54,7 @@ def bench(
     with EnvPool(arena.env, 0) as pool:
         yield Experience(
             tasks=to_tasks(arena.tasks),
-            player=Player(pool, embedded(model, tokenizer), tokenizer, sampling, model.config.context),
+            player=player(pool, embedded(model, tokenizer), tokenizer, sampling, model.config.context),
             learner=LocalLearner(model, Optimization(lr=settings.get("lr", 1e-5), betas=(0.9, 0.95)), critic=value),
             algorithm=row,
             size=Size(settings["prompts"], settings["group"], TOKENS),

@@ -9,6 +9,7 @@ nothing worse than a wrong value: what is right is decided outside, by who never
     {"do": "names", "names": [...]}   its globals of these names             -> {"value": {"dict": ...}}
     {"do": "call", "of": form, "args": [...], "kwargs": [[name, form], ...]} -> {"value": form, "args": [...] if changed}
     {"do": "get" | "set" | "item" | "put" | "next" | "iter" | "len" | "str" | "repr", "of": form, ...}
+    {"do": "examine", ...}            from here on it is no program, but plays tests: see `examiner`
 
 What raises is answered with {"raised": [type, text, traceback]}. While it calls a function that came with the arguments, the
 guest asks itself: {"callback": number, "args": [...], "kwargs": [...]}, and is answered as it answers.
@@ -17,7 +18,6 @@ guest asks itself: {"callback": number, "args": [...], "kwargs": [...]}, and is 
 from __future__ import annotations
 
 import ast
-import builtins
 import importlib
 import os
 import random
@@ -25,10 +25,11 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from posttrain.sandbox.examiner import Examiner, exception
 from posttrain.sandbox.plain import NAMED, decode, encode
 from posttrain.sandbox.talk import receive, send
 
@@ -105,6 +106,9 @@ class Guest:
     def _do_names(self, request: dict[str, Any]) -> dict[str, Any]:
         known = vars(self._module)
         return {"value": self._form({name: known[name] for name in request["names"] if name in known})}
+
+    def _do_examine(self, request: dict[str, Any]) -> NoReturn:
+        Examiner(self._descriptor).serve(request)
 
     # -- objects -------------------------------------------------------------------------------------------------------
 
@@ -192,13 +196,3 @@ def described(error: BaseException) -> list[str]:
         return [type(error).__name__, str(error)[:LONGEST_TEXT], "".join(told)[-2 * LONGEST_TEXT :]]
     except BaseException:  # its own __str__, or no memory is left
         return [type(error).__name__, "", ""]
-
-
-def exception(raised: Iterable[Any], other: type[Exception]) -> Exception:
-    """The exception that a description stands for: one of Python's own, or `other`. Never one that ends a process."""
-    name, text, *_ = raised
-    kind = getattr(builtins, name, None) if isinstance(name, str) else None
-    if isinstance(kind, type) and issubclass(kind, Exception) and kind is not StopIteration:
-        with suppress(TypeError):  # it wants more than a text
-            return kind(text)
-    return other(f"{name}: {text}")

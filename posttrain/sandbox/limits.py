@@ -15,8 +15,8 @@ COUNTED_BY_NAMESPACE = (5, 14)  # from this Linux on a namespace of users counts
 class Limits:
     """Of one program."""
 
-    cpu: int = 2  # seconds of processor time, of each of its processes
-    life: float = 8.0  # seconds by the clock
+    cpu: int = 5  # seconds of processor time, of each of its processes
+    life: float = 7.5  # seconds by the clock
     memory: int = 256 << 20  # bytes of address space, of each of its processes
     processes: int = 16  # threads too
     descriptors: int = 64  # open at once

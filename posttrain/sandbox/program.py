@@ -59,6 +59,11 @@ class Program:
             if output:
                 os.close(written)
 
+    @property
+    def left(self) -> float:
+        """Seconds of its life."""
+        return max(0.0, self._until - time.monotonic())
+
     def run(self, code: str, name: str = "__program__", seconds: float | None = None) -> list[str] | None:
         """Run code as a module of this name: what it raised as [type, text, traceback], or None."""
         return self.asked({"do": "run", "code": code, "name": name}, seconds).get("raised")

@@ -119,6 +119,7 @@ class Server:
 
     def close(self) -> None:
         """End all programs."""
+        self._poll.unregister(self._host)
         self._host.close()
         for running in set(self._running.values()):
             self._kill(running, None)

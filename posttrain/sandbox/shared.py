@@ -9,6 +9,8 @@ from dataclasses import replace
 
 from posttrain.sandbox.host import Sandbox
 from posttrain.sandbox.limits import Limits
+from posttrain.sandbox.program import Broken
+from posttrain.types import UserError
 
 STEP = (
     "POSTTRAIN_ENV_SECONDS"  # the environment variable that tells a worker how long a step of its environment may take
@@ -28,6 +30,16 @@ def shared() -> Sandbox:
         if _sandbox is None:
             _sandbox = Sandbox()
         return _sandbox
+
+
+def about() -> list[str]:
+    """Which protections are active, for whoever starts a run. Raises UserError as `shared` does."""
+    try:
+        return [f"sandbox: {shared().protections}"]
+    except Broken as error:
+        raise UserError(str(error)) from error
+    finally:
+        close()
 
 
 def usual_limits() -> Limits:

@@ -8,6 +8,7 @@ verdict is Invalid for the fault of a task or of the machine, never for what a p
 
 from posttrain.verify.answer import final_answer, last_boxed
 from posttrain.verify.citation import cited, cites_every_sentence, cites_what_was_shown, quotes_verbatim
+from posttrain.verify.code import all_tests_passed, tests_passed
 from posttrain.verify.data import find_json, matches_schema
 from posttrain.verify.fenced import code_in, fenced, without_thoughts
 from posttrain.verify.format import between, sections, tags
@@ -25,6 +26,7 @@ from posttrain.verify.weighted import Weighted
 
 __all__ = [
     "Weighted",
+    "all_tests_passed",
     "between",
     "bleu",
     "chrf",
@@ -63,6 +65,7 @@ __all__ = [
     "rouge_l",
     "sections",
     "tags",
+    "tests_passed",
     "toxicity",
     "tree_similarity",
     "within",

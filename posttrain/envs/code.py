@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.sandbox.shared import about
 from posttrain.types import Invalid, Task
-from posttrain.verify.code import all_tests_passed, tests_passed
+from posttrain.verify.code import passes_tests, share_of_tests
 
 __all__ = ["SUCCESS", "about", "all_or_nothing", "reward", "row_to_task"]
 
@@ -47,12 +47,12 @@ def row_to_task(row: dict[str, Any]) -> Task | None:
 
 def reward(task: Task, reply: str) -> float | Invalid:
     """The share of the tests that the program of a reply passes."""
-    return tests_passed(reply, task["tests"], task.get("setup", ""), task.get("entry", ()))
+    return share_of_tests(reply, task["tests"], task.get("setup", ""), task.get("entry", ()))
 
 
 def all_or_nothing(task: Task, reply: str) -> float | Invalid:
     """1.0 if the program of a reply passes all tests, else 0.0."""
-    return all_tests_passed(reply, task["tests"], task.get("setup", ""), task.get("entry", ()))
+    return passes_tests(reply, task["tests"], task.get("setup", ""), task.get("entry", ()))
 
 
 def shadowed(code: str) -> list[str]:

@@ -147,7 +147,10 @@ def remove(folder: str) -> None:
                 os.chmod(path, 0o700)
                 for inner in os.listdir(path):
                     number += 1  # up by one level: a path can become too long for the system
-                    os.rename(os.path.join(path, inner), os.path.join(folder, f"moved {os.getpid()} {number}"))
+                    below = os.path.join(path, inner)
+                    if _is_folder(below):
+                        os.chmod(below, 0o700)  # a folder that may not be written cannot be moved
+                    os.rename(below, os.path.join(folder, f"moved {os.getpid()} {number}"))
                 os.rmdir(path)
         os.rmdir(folder)
 

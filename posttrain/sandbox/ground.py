@@ -23,6 +23,7 @@ def prepared(allowed: list[str], tried: Callable[[Ground], str | None]) -> Groun
     """Where programs will run. `tried`: why they cannot on some ground. Raises OSError if they cannot on any."""
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     paths = files.readable()
+    _sweep()
     reasons = []
     for protections in choices([kind for kind in kernel.NAMESPACES if kind in allowed]):
         filter = seccomp.installable(seccomp.program(protections.processes) if protections.seccomp else b"")
@@ -114,13 +115,9 @@ def _rules(ground: Ground) -> list[tuple[int, int]]:
 
 
 def _base(protections: Protections) -> str:
-    """A folder for the folders of programs. Those that killed sandboxes left behind are deleted."""
-    place, own = os.path.realpath(tempfile.gettempdir()), f"{PREFIX}{os.geteuid()}-"
-    for name in os.listdir(place):
-        if name.startswith(own):
-            _sweep(os.path.join(place, name))
+    """A folder for the folders of programs."""
     while True:
-        base = tempfile.mkdtemp(prefix=own, dir=place)
+        base = tempfile.mkdtemp(prefix=f"{PREFIX}{os.geteuid()}-", dir=os.path.realpath(tempfile.gettempdir()))
         held = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # kept open: the lock says that we live
         with suppress(OSError):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,9 +127,16 @@ def _base(protections: Protections) -> str:
         os.close(held)
 
 
-def _sweep(base: str) -> None:
-    """Delete it, unless it belongs to a sandbox that lives."""
-    with suppress(OSError):
+def _sweep() -> None:
+    """Delete the folders that sandboxes of this user left behind when they were killed."""
+    place = os.path.realpath(tempfile.gettempdir())
+    for name in os.listdir(place):
+        if name.startswith(f"{PREFIX}{os.geteuid()}-"):
+            _delete_unless_alive(os.path.join(place, name))
+
+
+def _delete_unless_alive(base: str) -> None:
+    with suppress(OSError):  # its lock is held
         held = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if os.fstat(held).st_uid == os.geteuid():

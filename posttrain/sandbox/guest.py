@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import linecache
 import os
 import random
 import sys
@@ -88,6 +89,7 @@ class Guest:
     def _do_cell(self, request: dict[str, Any]) -> dict[str, Any]:
         self._named(request)
         tree = ast.parse(request["code"], FILE)
+        linecache.cache[FILE] = (0, None, request["code"].splitlines(keepends=True), FILE)  # for tracebacks
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, FILE, "exec", dont_inherit=True), vars(self._module))
         if last is not None:
@@ -192,7 +194,8 @@ def described(error: BaseException) -> list[str]:
     try:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if frame.filename == FILE]
-        told = traceback.format_list(own) + traceback.format_exception_only(error)
+        told = ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
+        told += traceback.format_exception_only(error)
         return [type(error).__name__, str(error)[:LONGEST_TEXT], "".join(told)[-2 * LONGEST_TEXT :]]
     except BaseException:  # its own __str__, or no memory is left
         return [type(error).__name__, "", ""]

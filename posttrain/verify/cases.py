@@ -38,7 +38,7 @@ class Played:
 
 
 @dataclass(frozen=True)
-class Tests:
+class Suite:
     """What a program has to pass, in order."""
 
     cases: tuple[Compared | Played, ...]
@@ -46,7 +46,7 @@ class Tests:
     names: tuple[str, ...] = ()  # that played code takes from the program
 
 
-def read_tests(tests: Sequence[str], setup: str = "", entry: Sequence[str] = ()) -> Tests | Invalid:
+def read_tests(tests: Sequence[str], setup: str = "", entry: Sequence[str] = ()) -> Suite | Invalid:
     """The tests of a task. `setup`: code that stands before them; `entry`: names of Python's own that the program defines
     anew, such as "sum", and that played tests mean. Invalid where there are none, or they are no Python.
     """
@@ -54,7 +54,7 @@ def read_tests(tests: Sequence[str], setup: str = "", entry: Sequence[str] = ())
 
 
 @lru_cache(maxsize=4096)
-def _read(tests: tuple[str, ...], setup: str, entry: tuple[str, ...]) -> Tests | Invalid:
+def _read(tests: tuple[str, ...], setup: str, entry: tuple[str, ...]) -> Suite | Invalid:
     if not tests:
         return Invalid("the task has no tests")
     try:
@@ -64,7 +64,7 @@ def _read(tests: tuple[str, ...], setup: str, entry: tuple[str, ...]) -> Tests |
             compared = None if _does_more_than_import(setup) else _compared(ast.parse(test), bound)
             cases.append(compared or Played(test))
         played = "\n".join([setup, *(case.source for case in cases if isinstance(case, Played))])
-        return Tests(tuple(cases), _with_modules(setup, played), _of_the_program(played, entry))
+        return Suite(tuple(cases), _with_modules(setup, played), _of_the_program(played, entry))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # ValueError: a null character
         return Invalid(f"a test is no Python: {error}")
 

@@ -18,7 +18,7 @@ from posttrain.sandbox.plain import equals
 from posttrain.sandbox.program import Broken, Ended, Program
 from posttrain.sandbox.shared import shared, usual_limits
 from posttrain.types import Invalid, UserError
-from posttrain.verify.cases import Compared, Tests, read_tests
+from posttrain.verify.cases import Compared, Suite, read_tests
 from posttrain.verify.fenced import code_in
 
 LONGEST = 200_000  # characters of a program; a longer one is wrong
@@ -37,22 +37,22 @@ class Grade:
         return sum(self.passed) / len(self.passed)
 
 
-def tests_passed(reply: str, tests: Sequence[str], setup: str = "", entry: Sequence[str] = ()) -> float | Invalid:
+def share_of_tests(reply: str, tests: Sequence[str], setup: str = "", entry: Sequence[str] = ()) -> float | Invalid:
     """The share of the tests that the code of a reply passes, from 0.0 to 1.0.
 
     `tests`: Python code that raises unless the program is right, such as "assert double(2) == 4"; the names in it that
     nothing defines are the program's. `setup`: code before them. `entry`: names such as "sum" that the program defines
     although Python has them.
 
-    >>> tests_passed("def double(x): return 2 + x", ["assert double(2) == 4", "assert double(3) == 6"])
+    >>> share_of_tests("def double(x): return 2 + x", ["assert double(2) == 4", "assert double(3) == 6"])
     0.5
     """
     grade = graded(code_in(reply), tests, setup, entry)
     return grade if isinstance(grade, Invalid) else grade.share
 
 
-def all_tests_passed(reply: str, tests: Sequence[str], setup: str = "", entry: Sequence[str] = ()) -> float | Invalid:
-    """1.0 if the code of a reply passes all tests, else 0.0. Arguments as of `tests_passed`."""
+def passes_tests(reply: str, tests: Sequence[str], setup: str = "", entry: Sequence[str] = ()) -> float | Invalid:
+    """1.0 if the code of a reply passes all tests, else 0.0. Arguments as of `share_of_tests`."""
     grade = graded(code_in(reply), tests, setup, entry)
     return grade if isinstance(grade, Invalid) else float(all(grade.passed))
 
@@ -72,7 +72,7 @@ def graded(
         return Invalid(str(error))
 
 
-def _graded(code: str, tests: Tests, limits: Limits | None) -> Grade | Invalid:
+def _graded(code: str, tests: Suite, limits: Limits | None) -> Grade | Invalid:
     passed: list[bool] = []
     why = ""
     with ExitStack() as opened:
@@ -106,9 +106,9 @@ def _compare(program: Program, case: Compared) -> str:
 
 
 class Examination:
-    """Tests that are played in a jail beside the program's."""
+    """Suite that are played in a jail beside the program's."""
 
-    def __init__(self, program: Program, tests: Tests) -> None:
+    def __init__(self, program: Program, tests: Suite) -> None:
         self._program = program
         self._examiner = shared().start(program.limits)
         self._asked = False  # whether the program has had any influence

@@ -184,7 +184,8 @@ def test_a_call_beside_a_literal_is_taken_apart(test: str, call: str, expected: 
         "assert f(x) == 1", "assert f(g(1)) == 1", "assert f(1)", "assert not f(1)", "assert f(1) != 2", "assert f(1) < 2",
         "assert f(1)[0] == 1", "assert math.floor(1.5) == 1", "assert f(1) == g(2)", "assert f(*[1]) == 1",
         "assert f(1) == 1; assert f(2) == 2", "x = f(1)\nassert x == 1", "assert len(f(1)) == 2",
-        "assert ''.join('b') == 'b'", "assert f(**{'a': 1}) == 1", "assert str.upper('a') == 'A'", "assert f(1) == ...", "assert f(1) is None",
+        "assert ''.join('b') == 'b'", "assert f(**{'a': 1}) == 1", "assert str.upper('a') == 'A'",
+        "assert f(1) == ...", "assert f(1) is None",
     ],
 )  # fmt: skip
 def test_whatever_else_computes_is_played(test: str) -> None:
@@ -301,7 +302,8 @@ def test_setup_may_use_what_the_program_defines() -> None:
     ("tests", "setup"),
     [
         (["import nothing_like_it\nassert f(1) == 1"], ""), (["assert f(object()) == 1"], ""),
-        (["assert 1 / 0 == f(1)"], ""), (["assert f(1) == 1 + 0"], "x = 1 / 0"), (["assert 0 + given.x == f(1)"], "given = 3"),
+        (["assert 1 / 0 == f(1)"], ""), (["assert f(1) == 1 + 0"], "x = 1 / 0"),
+        (["assert 0 + given.x == f(1)"], "given = 3"),
     ],
 )  # fmt: skip
 def test_a_test_that_fails_by_itself_is_invalid(tests: list[str], setup: str) -> None:
@@ -352,7 +354,7 @@ def test_mbpp_has_tests_that_are_taken_apart_but_for_a_few_and_its_references_pa
         task = code_env.row_to_task(row)
         assert task is not None and row["test_list"][0] in task["prompt"] and row["test_list"][1] not in task["prompt"]
         assert code_env.reward(task, task["response"]) == code_env.all_or_nothing(task, task["response"]) == 1.0
-        assert code_env.reward(task, task["response"].replace("return", "return 0 and")) == 0.0
+        assert code_env.reward(task, task["response"].replace("return", "raise ValueError or")) == 0.0
 
 
 def test_the_shown_test_earns_nothing() -> None:

@@ -80,7 +80,7 @@ def test_filter_decides_by_name_argument_and_machine_on_both_architectures(machi
 
         assert all(ask(name) == seccomp.ALLOW for name in seccomp.ALLOWED if name in numbers)
         listed = {*seccomp.ALLOWED, *seccomp.OF_PROCESSES, *seccomp.UNKNOWN}
-        ruled = {"ioctl", "fcntl", "prctl", "prlimit64", "socketpair", "clone"}
+        ruled = {"ioctl", "fcntl", "prctl", "prlimit64", "socketpair", "getsockopt", "clone"}
         for name in numbers.keys() - listed - ruled:
             assert ask(name) == EPERM, name
         assert {decide(code, own, number) for number in range(450, 600)} == {EPERM}
@@ -95,6 +95,7 @@ def test_filter_decides_by_name_argument_and_machine_on_both_architectures(machi
         assert ask("ioctl", 0, 0x5401) == seccomp.ALLOW and ask("ioctl", 0, 0x5412) == EPERM
         assert ask("prctl", 15) == seccomp.ALLOW and ask("prctl", 1) == ask("prctl", 38) == EPERM
         assert ask("prlimit64", 0) == seccomp.ALLOW and ask("prlimit64", 5) == EPERM
+        assert ask("getsockopt", 3, 1, 3) == seccomp.ALLOW and ask("getsockopt", 3, 1, 77) == EPERM
         assert ask("socketpair", 1, 1 | 0o2004000) == seccomp.ALLOW
         assert ask("socketpair", 1, 2) == ask("socketpair", 2, 1) == ask("socketpair", 1, 5) == EPERM
         for other in (*kernel.ARCHITECTURES.values(), 0x40000003):
@@ -136,7 +137,7 @@ def test_landlock_is_asked_for_what_its_version_knows(version: int, monkeypatch:
 
     monkeypatch.setattr(kernel, "call", call)
     landlock.restrict(version, [(7, landlock.OWNING), (8, landlock.READING)])
-    (_, head, size, flags), *rules, (last, _, _) = asked
+    (_, head, size, flags), *rules, (last, _, quiet) = asked
     known = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)  # Documentation/userspace-api/landlock.rst
     assert flags == 0 and size == len(head) == (8 if version < 4 else 16 if version < 6 else 24)
     fields = struct.unpack(f"{size // 8}Q", head)
@@ -145,7 +146,7 @@ def test_landlock_is_asked_for_what_its_version_knows(version: int, monkeypatch:
         rights, descriptor = struct.unpack("=Qi", content)
         assert (name, kind, zero, descriptor) == ("landlock_add_rule", 1, 0, place)
         assert rights and rights & ~fields[0] == 0, "a right that this kernel does not know is refused by it"
-    assert last == "landlock_restrict_self"
+    assert last == "landlock_restrict_self" and quiet == (version >= 7)
 
 
 def test_rights_of_a_file_are_those_that_a_file_can_have(tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_choices_go_from_all_protections_to_none(monkeypatch: pytest.MonkeyPatch
         assert (Protections(tuple(kinds[1:]), 4, True, other_user=True) in found) == root
         usable = [p for p in found if not p.missing]
         assert usable[-1].landlock or usable[-1].namespaces
-        assert found[-1] == Protections() and found[-1].missing
+        assert found[-1] == Protections(root=root) and found[-1].missing
 
 
 def test_more_than_one_way_is_missing_only_where_files_or_system_calls_are_open() -> None:
@@ -205,7 +206,7 @@ def test_without_protections_it_refuses_unless_it_is_told(monkeypatch: pytest.Mo
         sandboxes.apart(start)
     monkeypatch.setenv("POSTTRAIN_SANDBOX", "unprotected")
     with sandboxes.apart(start) as sandbox:
-        assert str(sandbox.protections) in ("limits", "limits, another user")
+        assert str(sandbox.protections).startswith("limits")
         assert value(sandbox, "1 + 1") == {"value": 2}
 
 
@@ -318,8 +319,10 @@ def test_nothing_is_left_of_programs_nor_of_a_sandbox_that_is_closed(mode: str) 
                 if number % 3:
                     program.run("import os\nopen('a', 'w').write('x')\nos.mkdir('b')")
                 program.finish()
-        assert set(descendants(os.getpid())) == running
-        assert len(os.listdir("/proc/self/fd")) == open_files and len(os.listdir(f"/proc/{server}/fd")) == theirs
+        assert set(descendants(os.getpid())) == running and len(os.listdir("/proc/self/fd")) == open_files
+        end = time.monotonic() + 10
+        while len(os.listdir(f"/proc/{server}/fd")) != theirs:  # it closes the last ones after it has told us
+            assert time.monotonic() < end
         if not sandbox.protections.namespaces:
             [own] = folders() - folders_before
             assert not list(Path("/tmp", own).iterdir())

@@ -49,8 +49,9 @@ def choices(kinds: list[str]) -> Iterator[Protections]:
             if {"mount", "pid"} <= set(some) and some != tuple(kinds):
                 yield Protections(some, *walls, other_user=root)
         if root:
+            yield Protections(tuple(kinds), *walls, root=True)
             yield Protections((), *walls, other_user=True)
-        yield Protections((), *walls)
+        yield Protections((), *walls, root=root)
 
 
 def _single(kinds: list[str], root: bool) -> tuple[str, ...]:
@@ -76,17 +77,17 @@ def settled(ground: Ground) -> None:
 
     That process is then number 1 in a namespace of process ids; this one waits for its end, and ends.
     """
-    kinds, root = ground.kinds, os.geteuid() == 0
-    if "mount" in kinds and root:
+    kinds, leaves = ground.kinds, ground.protections.other_user
+    if "mount" in kinds and leaves:
         kernel.unshare(kernel.NEW_MOUNT)
         files.build_root(ground.paths)  # as long as everything can be read
     if "user" in kinds:
-        if root:
+        if leaves:
             leave_root()
         user, group = os.geteuid(), os.getegid()
         kernel.unshare(kernel.NEW_USER | (kernel.NEW_MOUNT if "mount" in kinds else 0))
         map_user(ground.proc, user, group)
-        if "mount" in kinds and not root:
+        if "mount" in kinds and not leaves:
             files.build_root(ground.paths)
     ground.rules[:] = _rules(ground)
     if "pid" in kinds:

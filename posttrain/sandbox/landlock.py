@@ -25,6 +25,7 @@ _NETWORK = 0b11  # bind and connect of TCP, from ABI 4 on
 _SCOPES = 0b11  # abstract sockets and signals stay within the sandbox, from ABI 6 on
 _VERSION = 1  # flag: tell the ABI
 _BENEATH = 1  # kind of rule
+_QUIET = 1  # flag: a program cannot fill the system's audit log with what it was denied
 
 READING = READ_FILE | READ_FOLDER
 USING = READ_FILE | WRITE_FILE  # of a device such as /dev/null
@@ -64,7 +65,7 @@ def restrict(version: int, rules: Sequence[tuple[int, int]]) -> None:
     ruleset = kernel.call("landlock_create_ruleset", _buffer(head), size, 0)
     for place, rights in rules:
         kernel.call("landlock_add_rule", ruleset, _BENEATH, _buffer(struct.pack("=Qi", rights & files, place)), 0)
-    kernel.call("landlock_restrict_self", ruleset, 0)
+    kernel.call("landlock_restrict_self", ruleset, _QUIET if version >= 7 else 0)
     os.close(ruleset)
 
 

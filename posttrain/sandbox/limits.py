@@ -18,7 +18,7 @@ class Limits:
     cpu: int = 5  # seconds of processor time, of each of its processes
     life: float = 7.5  # seconds by the clock
     memory: int = 256 << 20  # bytes of address space, of each of its processes
-    processes: int = 16  # threads too
+    processes: int = 8  # threads too
     descriptors: int = 64  # open at once
     file: int = 16 << 20  # bytes of one file
     folder: int = 32 << 20  # bytes of all that is in its folder
@@ -37,11 +37,13 @@ class Protections:
     landlock: int = 0  # ABI; 0: none
     seccomp: bool = False
     other_user: bool = False  # programs run as another user than the sandbox
+    root: bool = False  # they run as root, without its rights: there was no way to become another user
 
     @property
     def processes(self) -> bool:
-        """Whether a program may start processes and threads: they are counted, and all end with it."""
-        return {"user", "pid"} <= set(self.namespaces) and kernel.release() >= COUNTED_BY_NAMESPACE
+        """Whether a program may start processes and threads: they are counted, which root's are not, and end with it."""
+        held = {"user", "pid"} <= set(self.namespaces) and not self.root
+        return held and kernel.release() >= COUNTED_BY_NAMESPACE
 
     @property
     def flags(self) -> int:
@@ -64,8 +66,8 @@ class Protections:
         if self.seccomp:
             parts.append("seccomp" if self.processes else "seccomp (no new processes)")
         parts.append("limits")
-        if self.other_user:
-            parts.append("another user")
+        if self.other_user or self.root:
+            parts.append("another user" if self.other_user else "root without its rights")
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from posttrain.sandbox import kernel
 ALLOWED = """
 read write readv writev pread64 pwrite64 preadv pwritev close close_range lseek fstat newfstatat stat lstat statx access
 faccessat faccessat2 open openat readlink readlinkat getcwd chdir fchdir getdents getdents64 dup dup2 dup3 ftruncate fsync
-fdatasync flock sendfile copy_file_range mkdir mkdirat unlink unlinkat rmdir rename renameat renameat2 symlink symlinkat
+fdatasync sendfile copy_file_range mkdir mkdirat unlink unlinkat rmdir rename renameat renameat2 symlink symlinkat
 umask statfs fstatfs fadvise64
 mmap munmap mremap mprotect madvise brk msync membarrier
 rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack pause restart_syscall
@@ -31,7 +31,7 @@ futex set_robust_list rseq set_tid_address gettid getpid getppid getuid geteuid 
 getpgrp getpgid getsid sched_yield sched_getaffinity getcpu getrusage times getrlimit sysinfo uname arch_prctl
 clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time getitimer setitimer alarm
 select pselect6 poll ppoll epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait eventfd eventfd2 pipe pipe2
-sendto recvfrom shutdown getsockopt getsockname getpeername getrandom exit exit_group wait4 waitid
+sendto recvfrom shutdown getsockname getpeername getrandom exit exit_group wait4 waitid
 """.split()  # fmt: skip
 OF_PROCESSES = "fork vfork kill tkill tgkill".split()  # where all of them are in a namespace of their own
 OF_COMMANDS = """
@@ -43,6 +43,14 @@ UNKNOWN = ("clone3", "openat2")  # they fail as on an older kernel
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
 FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)  # copies, flags and locks of descriptors; size of a pipe
 PRCTLS = (15, 16, 0x53564D41)  # the name of a thread, of a piece of memory
+SOCKET_OPTIONS = (
+    3,
+    4,
+    7,
+    8,
+    38,
+    39,
+)  # type, error, sizes, protocol, domain; not who is at the other end (SO_PEERPIDFD)
 LOCAL, STREAM, STREAM_FLAGS = 1, 1, 0o2004000  # AF_UNIX, SOCK_STREAM, SOCK_CLOEXEC | SOCK_NONBLOCK
 NEW_NAMESPACES = sum(kernel.NAMESPACES.values()) | 0x02000000  # and one of cgroups
 NO_CLONE = NEW_NAMESPACES | 0x8000 | 0x2000 | 0x1000  # CLONE_PARENT, CLONE_PTRACE, CLONE_PIDFD
@@ -89,6 +97,7 @@ def instructions(processes: bool, commands: bool = False, machine: str = kernel.
     found += _for(known["fcntl"], _one_of(1, FCNTLS))
     found += _for(known["prctl"], _one_of(0, PRCTLS))
     found += _for(known["prlimit64"], _one_of(0, (0,)))  # of oneself
+    found += _for(known["getsockopt"], _one_of(2, SOCKET_OPTIONS))
     found += _for(known["socketpair"], _pairs())
     if processes:
         found += _for(known["clone"], _without(0, NO_CLONE))

@@ -199,8 +199,9 @@ def test_a_kind_of_namespace_that_is_denied_is_done_without() -> None:
 
 def test_without_protections_it_refuses_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def start() -> Sandbox:
+        sandboxes.deny_namespaces()
         sandboxes.deny(("seccomp", *(name for name in kernel.numbers() if name.startswith("landlock"))), errno.ENOSYS)
-        return Sandbox(namespaces=())
+        return Sandbox()
 
     with pytest.raises(UserError, match=r"no seccomp.* and no Landlock.*POSTTRAIN_SANDBOX=unprotected"):
         sandboxes.apart(start)
@@ -220,6 +221,15 @@ def test_landlock_alone_missing_leaves_the_namespaces_and_the_other_way_round() 
         with sandboxes.apart(start) as sandbox:
             assert not sandbox.protections.landlock and sandbox.protections.seccomp
             assert value(sandbox, "1 + 1") == {"value": 2}
+
+
+def test_a_variable_turns_namespaces_off_and_says_what_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSTTRAIN_SANDBOX", "without-namespaces")
+    with Sandbox() as sandbox:
+        assert not sandbox.protections.namespaces and value(sandbox, "3") == {"value": 3}
+    monkeypatch.setenv("POSTTRAIN_SANDBOX", "off")
+    with pytest.raises(UserError, match="may be unprotected or without-namespaces, not 'off'"):
+        Sandbox()
 
 
 def test_another_system_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from posttrain.sandbox.talk import receive, send
 
 LONGEST_ANSWER = 64 << 20
 LONGEST_WHY = 300  # characters
+MOST_REFERENCES = 1 << 31
 
 
 class Unfit(BaseException):
@@ -121,7 +122,7 @@ class Examiner:
     def _called_back(self, request: dict[str, Any]) -> dict[str, Any]:
         """What a function of the tests' gives the program: an answer as the program gives them."""
         try:
-            function = self._exported[request["callback"]]
+            function = self._resolved("callback", request["callback"])
             args = [decode(form, self._resolved) for form in request["args"]]
             kwargs = {name: decode(form, self._resolved) for name, form in request["kwargs"]}
             return {"value": self.form(function(*args, **kwargs))}
@@ -147,7 +148,8 @@ class Examiner:
         raise Unfit(f"gives the program a {type(value).__name__}, which is neither plain data nor a function")
 
     def _resolved(self, kind: str, content: Any) -> Any:
-        if type(content) is not int or content < 0 or kind == "name":
+        known = len(self._exported) if kind == "callback" else 0 if kind == "name" else MOST_REFERENCES
+        if type(content) is not int or not 0 <= content < known:
             raise NotPlain("a reference that is none")
         if kind == "ref":
             return self._remotes.setdefault(content, Remote(self, content))

@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -27,7 +26,8 @@ from posttrain.types import UserError
 
 START_SECONDS = 60.0  # for the warm interpreter, on a busy machine with a slow file system
 END_SECONDS = 10.0  # for the warm interpreter to end
-TELL = "POSTTRAIN_SANDBOX"  # set to "unprotected": run programs whatever protects them
+TELL = "POSTTRAIN_SANDBOX"  # the environment variable that changes what protects
+UNPROTECTED, DENIED = "unprotected", "without-namespaces"  # what it may say: run in any case; as if they were denied
 KEPT = (
     "LD_LIBRARY_PATH",
     "TMPDIR",
@@ -43,25 +43,28 @@ _BOOT = (
 class Sandbox:
     """A warm interpreter of this process. May be used from several threads; each program belongs to one of them.
 
-    `namespaces`: the kinds that may be used. Raises UserError where the system does not protect enough, unless the
-    environment variable POSTTRAIN_SANDBOX says "unprotected".
+    Raises UserError where the system does not protect enough, unless the environment variable POSTTRAIN_SANDBOX says
+    "unprotected". If it says "without-namespaces", none are used, as if the system denied them.
     """
 
-    def __init__(self, namespaces: Sequence[str] = tuple(kernel.NAMESPACES)) -> None:
+    def __init__(self) -> None:
         if not kernel.LINUX or kernel.release() < (5, 3):
             raise UserError(
                 "the sandbox needs Linux 5.3 or later: run this in a virtual machine or container that has it"
             )
         self._lock = threading.Lock()
-        self._allowed = tuple(namespaces)
+        told = os.environ.get(TELL)
+        if told not in (None, "", UNPROTECTED, DENIED):
+            raise UserError(f"{TELL} may be {UNPROTECTED} or {DENIED}, not {told!r}")
+        self._allowed = () if told == DENIED else tuple(kernel.NAMESPACES)
         self._owner = os.getpid()
         self.protections = self._begin()
-        if self.protections.missing and os.environ.get(TELL) != "unprotected":
+        if self.protections.missing and told != UNPROTECTED:
             self.close()
             raise UserError(
                 "what a model writes cannot be run safely here: this system has no "
                 f"{' and no '.join(self.protections.missing)} (active: {self.protections}); use a kernel that has it, "
-                f"or set {TELL}=unprotected to run it all the same"
+                f"or set {TELL}={UNPROTECTED} to run it all the same"
             )
 
     def start(self, limits: Limits | None = None, output: bool = False) -> Program:

@@ -145,8 +145,8 @@ def _keep_descriptors(order: Order, confining: int) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.dup2(talk, TALK)
-    os.closerange(TALK + 1, confining)
-    os.closerange(confining + 1, 1 << 20)
+    for first, last in ((TALK + 1, confining - 1), (confining + 1, (1 << 32) - 1)):
+        kernel.call("close_range", first, last, 0)
 
 
 def _is_cut(pipe: int) -> bool:

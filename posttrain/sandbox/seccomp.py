@@ -25,7 +25,7 @@ read write readv writev pread64 pwrite64 preadv pwritev close close_range lseek 
 faccessat faccessat2 open openat readlink readlinkat getcwd chdir fchdir getdents getdents64 dup dup2 dup3 ftruncate fsync
 fdatasync sendfile copy_file_range mkdir mkdirat unlink unlinkat rmdir rename renameat renameat2 symlink symlinkat
 umask statfs fstatfs fadvise64
-mmap munmap mremap mprotect madvise brk msync membarrier
+mmap munmap mremap mprotect madvise brk msync
 rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack pause restart_syscall
 futex set_robust_list rseq set_tid_address gettid getpid getppid getuid geteuid getgid getegid getgroups getresuid getresgid
 getpgrp getpgid getsid sched_yield sched_getaffinity getcpu getrusage times getrlimit sysinfo uname arch_prctl

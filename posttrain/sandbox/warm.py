@@ -37,11 +37,9 @@ from posttrain.sandbox.limits import Limits
 from posttrain.sandbox.talk import send
 
 WARM = """
-abc argparse array ast base64 bisect calendar cmath collections collections.abc contextlib copy csv dataclasses datetime
-decimal difflib enum fractions functools hashlib heapq inspect io itertools json keyword linecache locale math numbers
-operator os os.path pprint queue random re secrets statistics string struct sys textwrap threading time timeit traceback
-types typing unicodedata uuid warnings zlib
-""".split()
+abc bisect cmath collections collections.abc copy dataclasses datetime decimal enum fractions functools heapq itertools json
+math numbers operator random re statistics string time typing
+""".split()  # what programs import most; with each module more, a fork copies more
 LONGEST_ORDER = 1 << 16
 LOOK_SECONDS = 0.05  # between looks at folders on a disk
 

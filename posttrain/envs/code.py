@@ -15,11 +15,13 @@ import builtins
 from hashlib import sha256
 from typing import Any
 
-from posttrain.sandbox.shared import about
+from posttrain.sandbox.shared import about, begin_in_worker
 from posttrain.types import Invalid, Task
 from posttrain.verify.code import passes_tests, share_of_tests
 
 __all__ = ["SUCCESS", "about", "all_or_nothing", "reward", "row_to_task"]
+
+begin_in_worker()
 
 SUCCESS = 1.0  # the reward of a program that passes all tests
 INSTRUCTION = (

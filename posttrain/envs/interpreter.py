@@ -16,7 +16,7 @@ from typing import Any
 from posttrain.envs.load import opening
 from posttrain.sandbox.program import Broken
 from posttrain.sandbox.session import Session
-from posttrain.sandbox.shared import about
+from posttrain.sandbox.shared import about, begin_in_worker
 from posttrain.types import Invalid, Reply, Task, Turn, Verdict
 from posttrain.verify.fenced import fenced
 from posttrain.verify.format import between
@@ -24,6 +24,8 @@ from posttrain.verify.numeric import equal_numbers, gsm8k_answer, read_number, w
 from posttrain.verify.short_answer import exact_match
 
 __all__ = ["SUCCESS", "about", "python", "row_to_task"]
+
+begin_in_worker()
 
 SUCCESS = 1.0  # the reward of a right answer
 CALLS = 4  # that are answered, unless the task says otherwise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 from posttrain.sandbox.host import Sandbox
@@ -30,6 +31,13 @@ def shared() -> Sandbox:
         if _sandbox is None:
             _sandbox = Sandbox()
         return _sandbox
+
+
+def begin_in_worker() -> None:
+    """Start it now where this is a worker of environments: within a step it would take of the time of a program."""
+    if STEP in os.environ:
+        with suppress(Broken):  # told by who needs it
+            shared()
 
 
 def about() -> list[str]:

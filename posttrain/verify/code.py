@@ -8,9 +8,10 @@ Invalid is what is not the program's fault: tests that are no Python, a sandbox 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.sandbox.limits import Limits
@@ -77,7 +78,9 @@ def _graded(code: str, tests: Suite, limits: Limits | None) -> Grade | Invalid:
     why = ""
     with ExitStack() as opened:
         try:
-            program = opened.enter_context(shared().start(limits or usual_limits()))
+            began, sandbox, most = time.monotonic(), shared(), limits or usual_limits()
+            waited = time.monotonic() - began  # for the sandbox, if this is the first program
+            program = opened.enter_context(sandbox.start(replace(most, life=max(0.0, most.life - waited))))
             if raised := program.run(code):
                 raise Ended(_told(raised))
             examination: Examination | None = None

@@ -262,6 +262,31 @@ def test_a_program_that_hangs_is_wrong_within_the_limit_of_a_step_and_not_invali
     gone(*left)
 
 
+@pytest.mark.parametrize("mode", ["", "without-namespaces"])
+def test_nothing_is_left_of_a_worker_that_was_killed_while_a_program_ran(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POSTTRAIN_SANDBOX", mode)
+    monkeypatch.setenv("TMPDIR", str(place := tmp_path / "place"))
+    place.mkdir()
+    (tmp_path / "stuck.py").write_text(
+        "import time\nfrom posttrain.sandbox.limits import Limits\nfrom posttrain.sandbox.shared import shared\n\n\n"
+        "def reward(task, reply):\n    program = shared().start(Limits(life=100.0))\n    program.run('x = 1')\n"
+        "    if reply == 'stuck':\n        time.sleep(100)\n    return 1.0\n"
+    )
+    before = set(descendants(os.getpid()))
+    with EnvPool(f"{tmp_path}/stuck.py:reward", 1, seconds=3.0) as pool:
+        for reply in ("stuck", "well"):
+            pool.start(0, {"id": "t", "prompt": "p"})
+            [(_, shown)] = pool.poll(30)
+            pool.send(0, Reply(reply))
+            [(_, done)] = pool.poll(30)
+            assert isinstance(shown, Turn) and isinstance(done, Done)
+            assert isinstance(done.reward, Invalid) == (reply == "stuck")
+    gone(*set(descendants(os.getpid())) - before)
+    assert not list(place.iterdir())
+
+
 def played(task: dict[str, Any], *replies: str) -> tuple[list[Turn], Any]:
     env = interpreter.python(task)
     shown = [next(env)]
@@ -318,7 +343,6 @@ def test_an_episode_that_is_given_up_leaves_no_process() -> None:
     with shared.shared().start() as program:  # orders are taken in turn: the one before is seen to by now
         program.finish()
     assert len(set(descendants(os.getpid())) - before) <= len(running)
-    assert not list(Path("/tmp").glob("posttrain-sandbox-*")) or not shared.shared().protections.namespaces
 
 
 def test_an_environment_says_which_protections_are_active() -> None:

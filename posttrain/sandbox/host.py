@@ -34,6 +34,12 @@ KEPT = (
     "POSTTRAIN_CHILD",
 )  # variables of the environment that the warm interpreter has too
 
+_SET = {
+    "PYTHONHASHSEED": "0",  # the same program gives the same results
+    "PYTHONUTF8": "1",
+    "PYTHONIOENCODING": "utf-8:backslashreplace",
+    "MALLOC_ARENA_MAX": "1",  # one for each thread would take the address space that a program may have
+}
 _BOOT = (
     "import sys; control, root, *allowed = sys.argv[1:]; sys.path.insert(0, root); sys.argv[1:] = []; "
     "from posttrain.sandbox.warm import main; main(int(control), root, allowed)"
@@ -103,7 +109,7 @@ class Sandbox:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**clean, "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"},
+                env={**clean, **_SET},
                 cwd="/",
                 start_new_session=True,
             )

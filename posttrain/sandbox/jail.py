@@ -13,6 +13,7 @@ import os
 import resource
 import select
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ def _enter(ground: Ground, limits: Limits) -> None:
         kernel.unshare(flags)
         if "user" in kinds:
             map_user(ground.proc, user, group, INSIDE)
+    if "uts" in kinds:
+        socket.sethostname("sandbox")
     if "mount" in kinds:
         owner = NOBODY if ground.protections.other_user and "user" not in kinds else None
         kernel.mount("none", "/", None, kernel.RECURSIVE | kernel.PRIVATE)

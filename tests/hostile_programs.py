@@ -1,7 +1,8 @@
 """Programs that try to leave the sandbox, and programs that try to pass tests without knowing an answer.
 
-Each escape notes in `loot` whatever it could do that it should not. Each cheat defines `answer`, of which no test knows a
-value that could be guessed.
+Each escape notes in `loot` whatever it could do that it should not. Should one succeed, little harm is done: what it changes is
+the test's own, elsewhere it only tries whether it could, and what it takes has a bound. Each cheat defines `answer`, of which
+no test knows a value that could be guessed.
 """
 
 from __future__ import annotations
@@ -55,15 +56,13 @@ for path in ("{folder}", "/home", "/proc", "/sys", "/var", "/dev/shm", "/boot"):
 attempt("overwrite", lambda: open("{file}", "w").write("x"))
 attempt("append", lambda: open("{file}", "a").write("x"))
 attempt("create", lambda: open("{folder}/new", "w"))
-for folder in ("/", "/usr/lib", "/etc", "/var/tmp", "/dev/shm", "/dev", "/root", os.path.dirname(os.__file__)):
-    attempt("create in " + folder, lambda: open(folder + "/new", "w"))
-    attempt("folder in " + folder, lambda: os.mkdir(folder + "/new"))
-attempt("nameless", lambda: os.open("{folder}", os.O_TMPFILE | os.O_RDWR))
+attempt("folder", lambda: os.mkdir("{folder}/new"))
+for folder in ("{folder}", "/", "/usr/lib", "/etc", "/var/tmp", "/dev/shm", "/dev", "/root", os.path.dirname(os.__file__)):
+    attempt("nameless file in " + folder, lambda: os.open(folder, os.O_TMPFILE | os.O_RDWR))
 """,
     "changing what is outside": """
-library = os.__file__
-for path in ("{file}", "{folder}", library, os.path.dirname(library)):
-    attempt("mode of " + path, lambda: os.chmod(path, 0o777))
+for path in ("{file}", "{folder}"):
+    attempt("mode of " + path, lambda: os.chmod(path, 0o700))
     attempt("owner of " + path, lambda: os.chown(path, os.getuid(), os.getgid()))
     attempt("times of " + path, lambda: os.utime(path, (1, 1)))
     attempt("attribute of " + path, lambda: os.setxattr(path, "user.x", b"x"))
@@ -72,7 +71,12 @@ for path in ("{file}", "{folder}", library, os.path.dirname(library)):
     attempt("move " + path, lambda: os.rename(path, "stolen"))
     attempt("link to " + path, lambda: os.link(path, "linked"))
     attempt("open to write " + path, lambda: os.open(path, os.O_RDWR))
-    attempt("mode by descriptor", lambda: os.fchmod(os.open(path, os.O_RDONLY), 0o777))
+library = os.__file__
+attempt("the library to write", lambda: os.open(library, os.O_RDWR))
+for path in (library, os.path.dirname(library)):
+    attempt("the mode it has", lambda: os.chmod(path, os.stat(path).st_mode & 0o777))
+    attempt("the owner it has", lambda: os.chown(path, -1, -1))
+    attempt("its own mode by descriptor", lambda: os.fchmod(os.open(path, os.O_RDONLY), os.stat(path).st_mode & 0o777))
 """,
     "symbolic links to the outside": """
 os.symlink("{file}", "link")
@@ -129,11 +133,12 @@ loot += [number for number in range(4, 5000) if is_open(number)]
 """,
     "signals to others": """
 for pid in ({canary}, {host}, *([] if os.getppid() < 2 else [os.getppid()])):
-    attempt("kill " + str(pid), lambda: os.kill(pid, signal.SIGKILL))
+    number = signal.SIGKILL if pid == {canary} else 0
+    attempt("kill", lambda: os.kill(pid, number))
     attempt("descriptor of process", lambda: os.pidfd_open(pid))
-    attempt("thread", lambda: syscall(234, 131, pid, pid, 9))
-    attempt("queue", lambda: syscall(129, 138, pid, 9, ctypes.create_string_buffer(128)))
-    attempt("group", lambda: os.killpg(pid, signal.SIGKILL))
+    attempt("thread", lambda: syscall(234, 131, pid, pid, number))
+    attempt("queue", lambda: syscall(129, 138, pid, number, ctypes.create_string_buffer(128)))
+    attempt("group", lambda: os.killpg(pid, number))
 """,
     "signals by way of a descriptor": """
 import fcntl
@@ -188,8 +193,8 @@ for flag in (0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000, 
         attempt("clone", lambda: syscall(56, 220, flag | 17, 0, 0, 0, 0) or os._exit(0))
 attempt("clone3", lambda: syscall(435, 435, (ctypes.c_uint64 * 11)(0x10000000), 88) or os._exit(0))
 attempt("enter", lambda: syscall(308, 268, 0, 0))
-attempt("mount", lambda: syscall(165, 40, b"none", b"/tmp", b"tmpfs", 0, 0))
-attempt("unmount", lambda: syscall(166, 39, b"/tmp", 2))
+attempt("mount", lambda: syscall(165, 40, b"none", b".", b"tmpfs", 0, 0))
+attempt("unmount", lambda: syscall(166, 39, b".", 2))
 attempt("root", lambda: syscall(155, 41, b".", b"."))
 attempt("chroot", lambda: os.chroot("."))
 attempt("open tree", lambda: syscall(428, 428, -100, b"/", 1))
@@ -203,9 +208,7 @@ for what, x86, arm, args in (
     ("shared memory", 29, 194, (0, 4096, 0o1600)), ("semaphores", 64, 190, (0, 1, 0o1600)),
     ("messages", 68, 186, (0, 0o1600)), ("posix messages", 240, 180, (b"x", 0o102, 0o600, 0)),
     ("watch", 294, 26, (0,)), ("watch all", 300, 262, (0, 0)), ("by handle", 304, 265, (-100, room, 0)),
-    ("host name", 170, 161, (b"x", 1)), ("clock", 227, 112, (0, room)), ("reboot", 169, 142, (0, 0, 0, 0)),
-    ("swap", 167, 224, (b"/x", 0)), ("module", 175, 105, (room, 1, b"")), ("log", 103, 116, (3, room, 10)),
-    ("accounting", 163, 89, (b"/x",)), ("quota", 179, 60, (0, b"/", 0, 0)), ("personality", 135, 92, (0x40000,)),
+    ("log", 103, 116, (3, room, 10)), ("personality", 135, 92, (0x40000,)),
     ("lock memory", 151, 230, (1,)), ("device", 259, 33, (-100, b"device", 0o20666, 0x501)),
     ("pipe by name", 259, 33, (-100, b"pipe", 0o10600, 0)),
     ("splice", 275, 76, (0, 0, 1, 0, 1, 0)), ("ports", 173, 9999, (0, 1, 1)), ("secret memory", 447, 447, (0,)),
@@ -247,6 +250,20 @@ for kind in range(16):
     if hard != resource.RLIM_INFINITY:
         attempt("limit " + str(kind), lambda: resource.setrlimit(kind, (hard + 1, hard + 1)))
 """,
+    "processes without end": """
+import time
+count = 0
+try:
+    while count < 200:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        count += 1
+except OSError:
+    pass
+if count > 20:
+    loot.append(count)
+""",
     "threads without end": """
 import threading
 threading.stack_size(32768)
@@ -279,7 +296,7 @@ except OSError:
     "memory without end": """
 held = []
 try:
-    while True:
+    while len(held) < 64:
         held.append(bytearray(1 << 24))
 except MemoryError:
     pass
@@ -291,7 +308,7 @@ held.clear()
 import mmap
 held = []
 try:
-    while True:
+    while len(held) < 64:
         held.append(mmap.mmap(-1, 1 << 24))
 except OSError:
     pass
@@ -302,7 +319,7 @@ if len(held) > 32:
 size = 0
 try:
     with open("large", "wb") as file:
-        while True:
+        while size < 64 << 20:
             size += file.write(bytes(1 << 20))
             file.flush()
 except OSError:
@@ -355,7 +372,7 @@ time.sleep(0.2)
     "descriptors without number": """
 held = []
 try:
-    while True:
+    while len(held) < 500:
         held += os.pipe()
 except OSError:
     pass
@@ -388,14 +405,6 @@ if ON_X86:
     attempt("x32", lambda: syscall(0x40000000 + 39, 0))
 else:
     os._exit(1)
-""",
-    "processes without end": """
-import time
-def more():
-    while True:
-        os.fork()
-attempt("forked", more)
-time.sleep(0.2)
 """,
     "output without end": """
 while True:

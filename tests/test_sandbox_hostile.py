@@ -103,9 +103,13 @@ def watch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watch]:
         sockets.append(listening)
     for listening in sockets:
         listening.setblocking(False)
-    for path in (folder, *folder.parents):  # only the sandbox stands between a program and this
-        if path.stat().st_uid == os.geteuid() and path != Path("/tmp"):
-            path.chmod(0o777)
+    above = tmp_path_factory.getbasetemp()
+    for path, mode in (
+        (folder, 0o777),
+        (above, 0o755),
+        (above.parent, 0o755),
+    ):  # only the sandbox is in the way of a program
+        path.chmod(mode)
     for path in ("socket", "datagrams"):
         (folder / path).chmod(0o777)
     user: dict[str, Any] = (
@@ -154,8 +158,7 @@ def test_programs_without_end_are_ended_and_leave_nothing(sandbox: Sandbox, watc
             try:
                 program.run(watch.filled(hostile_programs.ENDLESS[name]))
                 loot = program.ask({"do": "value", "source": "loot"})
-                copies = {"value": None}  # of the program answer too, where it may fork
-                return f"{name}: {loot}" if loot not in ({"value": []}, copies) else ""
+                return f"{name}: {loot}" if loot != {"value": []} else ""
             except Ended:
                 return ""
             finally:

@@ -1,8 +1,8 @@
 """Programs that try to leave the sandbox, and programs that try to pass tests without knowing an answer.
 
-Each escape notes in `loot` whatever it could do that it should not. Should one succeed, little harm is done: what it changes is
-the test's own, elsewhere it only tries whether it could, and what it takes has a bound. Each cheat defines `answer`, of which
-no test knows a value that could be guessed.
+Each escape notes in `loot` whatever it could do that it should not. Should one succeed, little harm is done: what it changes
+is the test's own, elsewhere it only tries whether it could, and what it takes has a bound. Each cheat defines `answer`, of
+which no test knows a value that could be guessed.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ RANKS = (
     {"names"},
     {"user_code", "user_folders", "seeds", "part", "batch", "children", "connections", "endpoint"},
     {"protocols"},
+    {"sandbox"},
     {"kernels", "verify", "data"},
     {"envs", "models", "serving"},
     {"engines", "learners", "retrieval"},
@@ -65,7 +66,7 @@ HOMES = {
 }
 """Where each heavy library may be imported."""
 
-LIGHT = ("audit/", "envs/", "verify/", "runs/", "training/intervals.py",
+LIGHT = ("audit/", "envs/", "verify/", "sandbox/", "runs/", "training/intervals.py",
          "sources/diversity.py", "algorithms/", "config.py", "types.py", "batch.py", "protocols.py", "part.py",
          "seeds.py", "messages.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py", "cli/main.py",
          "cli/commands.py", "cli/typed.py",

@@ -319,6 +319,7 @@ def _rows(title: str, rows: Iterable[Algorithm | Preference | Scoring]) -> None:
 def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     """Run a reward or an environment against sample replies, before any training."""
     from posttrain.envs.check import check as run_check
+    from posttrain.envs.load import about
     from posttrain.training.playground import open_services
     from posttrain.training.setup import choose_device, load_tasks
 
@@ -330,9 +331,10 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--replies {config.replies} cannot be read as text: {one_line(error)}") from error
     tasks = load_tasks(config, None)
+    told = about(config.env) if config.env else []
     with open_services(config, choose_device("auto")) as services:
         report = run_check(config.env, tasks, lines, config.env_seconds, config.env_memory, services)
-    print("\n".join(report.lines()))
+    print("\n".join([*told, *report.lines()]))
     return 0 if report.ok else 2
 
 

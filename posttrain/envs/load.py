@@ -35,6 +35,9 @@ BUILTIN = {
     "gymnasium": "posttrain.envs.bridges.gym:play",
     "textarena": "posttrain.envs.bridges.arena:play",
     "openenv": "posttrain.envs.bridges.openenv:play",
+    "python": "posttrain.envs.interpreter:python",
+    "code": "posttrain.envs.code:reward",
+    "code-all": "posttrain.envs.code:all_or_nothing",
     "reward-model": "posttrain.envs.asked:reward_model",
     "judge": "posttrain.envs.asked:judge",
     "search-qa": "posttrain.envs.search_qa:search_qa",
@@ -102,6 +105,12 @@ def success_of(spec: str | Callable[..., Any], given: float | None) -> float | N
     if isinstance(number, Invalid):
         raise UserError(f"SUCCESS beside the environment is {short(found)}; it must be a finite number, such as 1.0")
     return number
+
+
+def about(spec: str | Callable[..., Any]) -> list[str]:
+    """What the environment stands on, a line each, as `about` beside it says at the start of a run; it may refuse one."""
+    found = getattr(_home(spec), "about", None)
+    return list(found()) if callable(found) else []
 
 
 def _home(spec: str | Callable[..., Any]) -> ModuleType | None:

@@ -105,7 +105,10 @@ class _Worker:
             os.ftruncate(note, NOTE_BYTES)
             self.note = mmap.mmap(note, NOTE_BYTES)
             with theirs:
-                self.child = Child("posttrain.envs.worker:main", [theirs.fileno(), note], folder=folder)
+                told = {"POSTTRAIN_ENV_SECONDS": f"{setup.seconds:g}"}  # what limits itself may be quicker than this
+                self.child = Child(
+                    "posttrain.envs.worker:main", [theirs.fileno(), note], folder=folder, environment=told
+                )
         finally:
             os.close(note)
         self.frames = Frames(LONGEST_ANSWER)

@@ -64,6 +64,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
         raise UserError("these rows have no end: say with --limit how many to evaluate on")
     said: list[str] = []
     with open_playground(config, env, data, device) as ground:
+        said.extend(ground.about)
 
         def played(folder: str) -> list[Rollout]:
             path = resolve(folder)

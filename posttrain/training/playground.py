@@ -19,6 +19,7 @@ from posttrain.data.tasks import Stream, Tasks
 from posttrain.envs.asked import unscored
 from posttrain.envs.asking import Services
 from posttrain.envs.journal import Journal
+from posttrain.envs.load import about
 from posttrain.envs.play import Bounds, Player, TooLong
 from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ class Playground:
     sampling: Sampling
     too_long: TooLong = "refuse"
     bounds: Bounds = Bounds()
+    about: tuple[str, ...] = ()  # what the environment stands on
 
     def player(self, engine: Engine, tokenizer: Tokenizer, context: int) -> Player:
         """Who plays with what this engine samples; `context`: tokens that its model reads."""
@@ -47,7 +49,7 @@ class Playground:
     @property
     def lines(self) -> list[str]:
         """What answers, in words."""
-        return [f"{name}: {service.description}" for name, service in self.services.named.items()]
+        return [*self.about, *(f"{name}: {service.description}" for name, service in self.services.named.items())]
 
 
 @contextmanager
@@ -70,14 +72,15 @@ def open_playground(
         limits = config.env_workers, config.env_seconds, config.env_memory
         if isinstance(config, Sample) and not (env or config.env):
             env, limits = unscored, (0, *limits[1:])
+        told = tuple(about(env or config.env))
         pool = opened.enter_context(EnvPool(env or config.env, *limits))
         rehearse(pool, tasks, services=services)
         if isinstance(config, Sample):  # its episodes say themselves how they are sampled
-            yield Playground(pool, services, Sampling(), config.too_long)
+            yield Playground(pool, services, Sampling(), config.too_long, about=told)
             return
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
         bounds = Bounds(config.max_episode_tokens, config.max_turns, config.max_tool_calls, config.episode_seconds)
-        yield Playground(pool, services, sampling, config.too_long, bounds)
+        yield Playground(pool, services, sampling, config.too_long, bounds, told)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ verdict is Invalid for the fault of a task or of the machine, never for what a p
 
 from posttrain.verify.answer import final_answer, last_boxed
 from posttrain.verify.citation import cited, cites_every_sentence, cites_what_was_shown, quotes_verbatim
+from posttrain.verify.code import passes_tests, share_of_tests
 from posttrain.verify.data import find_json, matches_schema
 from posttrain.verify.fenced import code_in, fenced, without_thoughts
 from posttrain.verify.format import between, sections, tags
@@ -55,6 +56,7 @@ __all__ = [
     "matches",
     "matches_schema",
     "parses",
+    "passes_tests",
     "quotes_verbatim",
     "refusal_rates",
     "refusal_reward",
@@ -62,6 +64,7 @@ __all__ = [
     "repetition_penalty",
     "rouge_l",
     "sections",
+    "share_of_tests",
     "tags",
     "toxicity",
     "tree_similarity",

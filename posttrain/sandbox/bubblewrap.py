@@ -1,0 +1,146 @@
+"""Runs programs that are not Python: a command in a jail that bubblewrap makes, if that is installed.
+
+bubblewrap (`bwrap`) makes all namespaces, a root of its own in which /usr is read-only, and a folder in memory. The limits
+and the filter of system calls are ours. There is no network, no other process, and nothing of the caller's environment.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from posttrain.sandbox import kernel, seccomp
+from posttrain.sandbox.jail import NOBODY
+from posttrain.sandbox.limits import Limits
+from posttrain.types import UserError
+
+FOLDER = "/tmp"  # the command's own, in which it starts
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+_WITH_LIMIT = 'ulimit -u "$0" 2>/dev/null || ulimit -p "$0" 2>/dev/null; exec "$@"'
+"""Of bash and of dash. The limit of processes is set within the jail, where only the command's are counted."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended."""
+
+    exit: int  # its exit code; 128 and the number of a signal that ended it
+    output: bytes  # standard output and standard error
+    over: str | None = None  # which limit it met: "life" or "output"
+
+
+def run_command(
+    command: Sequence[str], files: Mapping[str, str] | None = None, stdin: str = "", limits: Limits | None = None
+) -> Finished:
+    """Run a command in a jail, with these files (name -> content) in its folder.
+
+    Raises UserError where bubblewrap is missing or cannot make a jail, and for a file's name that is a path.
+    """
+    for name in files or ():
+        if "/" in name or name in ("", ".", ".."):
+            raise UserError(f"a file of a command needs a plain name, not {name!r}")
+    _check()
+    return _run(command, files or {}, stdin, limits or Limits())
+
+
+@cache
+def _check() -> None:
+    """Raises UserError unless a command really runs."""
+    if shutil.which("bwrap") is None:
+        raise UserError(
+            "programs that are not Python run in bubblewrap, which is not installed: install it (on Debian and Ubuntu: "
+            "apt install bubblewrap), so that bwrap is found"
+        )
+    if not kernel.numbers():
+        raise UserError(f"there is no filter of system calls for this machine ({kernel.MACHINE})")
+    tried = _run(["true"], {}, "", Limits())
+    if tried.exit or tried.over:
+        said = tried.output.decode(errors="replace").strip()
+        raise UserError(f"bubblewrap cannot make a jail here: {said[:300] or f'exit code {tried.exit}'}")
+
+
+def _run(command: Sequence[str], files: Mapping[str, str], stdin: str, limits: Limits) -> Finished:
+    wrapper = shutil.which("bwrap")
+    assert wrapper is not None
+    with ExitStack() as opened:
+
+        def content(data: bytes) -> int:
+            """A descriptor to read this from."""
+            file = os.memfd_create("posttrain")
+            opened.callback(os.close, file)
+            os.write(file, data)
+            os.lseek(file, 0, os.SEEK_SET)
+            return file
+
+        filter = content(seccomp.program(processes=True, commands=True))
+        given = {name: content(text.encode()) for name, text in files.items()}
+        inner = ["/bin/sh", "-c", _WITH_LIMIT, str(limits.processes), *command]
+        arguments = [wrapper, *_arguments(given, filter, limits), "--", *inner]
+        return _watched(arguments, content(stdin.encode()), [filter, *given.values()], limits)
+
+
+def _arguments(files: Mapping[str, int], filter: int, limits: Limits) -> list[str]:
+    """Of bwrap."""
+    found = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    for path in SYSTEM:
+        if os.path.islink(path):
+            found += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            found += ["--ro-bind", path, path]
+    found += ["--dev", "/dev", "--size", str(limits.folder), "--tmpfs", FOLDER, "--remount-ro", "/"]
+    for name, descriptor in files.items():
+        found += ["--file", str(descriptor), f"{FOLDER}/{name}"]
+    for name, value in {"PATH": "/usr/bin:/bin", "HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8"}.items():
+        found += ["--setenv", name, value]
+    return [*found, "--seccomp", str(filter), "--chdir", FOLDER]
+
+
+def _watched(arguments: Sequence[str], stdin: int, passed: Sequence[int], limits: Limits) -> Finished:
+    def limit() -> None:
+        for kind, most in {
+            resource.RLIMIT_CPU: limits.cpu,
+            resource.RLIMIT_AS: limits.memory,
+            resource.RLIMIT_FSIZE: limits.file,
+            resource.RLIMIT_NOFILE: limits.descriptors,
+            resource.RLIMIT_CORE: 0,
+        }.items():
+            resource.setrlimit(kind, (most, most))
+
+    other: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+    process = subprocess.Popen(
+        arguments, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=passed,
+        preexec_fn=limit, start_new_session=True, env={}, bufsize=0, **other,
+    )  # fmt: skip
+    assert process.stdout is not None
+    with process.stdout:
+        output, over = _read(process.stdout.fileno(), time.monotonic() + limits.life, limits.output)
+    if over:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    code = process.wait()
+    return Finished(code if code >= 0 else 128 - code, output, over)
+
+
+def _read(descriptor: int, end: float, most: int) -> tuple[bytes, str | None]:
+    """What is printed until the stream closes, and which limit ended that."""
+    found = bytearray()
+    while True:
+        ready = select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]
+        if not ready:
+            return bytes(found), "life"
+        more = os.read(descriptor, 1 << 16)
+        if not more:
+            return bytes(found), None
+        found += more[: most - len(found)]
+        if len(found) >= most:
+            return bytes(found), "output"

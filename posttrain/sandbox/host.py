@@ -1,0 +1,142 @@
+"""The caller's side of the sandbox: a warm interpreter, and the programs that run in jails of it.
+
+    with Sandbox() as sandbox, sandbox.start() as program:
+        program.run("def double(x): return 2 * x")
+        program.ask({"do": "value", "source": "double(4)"})     # {"value": 8}
+
+A warm interpreter that was killed is started again with the next program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from posttrain.sandbox import kernel
+from posttrain.sandbox.limits import Limits, Protections
+from posttrain.sandbox.program import Broken, Program
+from posttrain.sandbox.talk import HEAD
+from posttrain.types import UserError
+
+START_SECONDS = 60.0  # for the warm interpreter, on a busy machine with a slow file system
+END_SECONDS = 10.0  # for the warm interpreter to end
+TELL = "POSTTRAIN_SANDBOX"  # the environment variable that changes what protects
+UNPROTECTED, DENIED = "unprotected", "without-namespaces"  # what it may say: run in any case; as if they were denied
+KEPT = (
+    "LD_LIBRARY_PATH",
+    "TMPDIR",
+    "POSTTRAIN_CHILD",
+)  # variables of the environment that the warm interpreter has too
+
+_SET = {
+    "PYTHONHASHSEED": "0",  # the same program gives the same results
+    "PYTHONUTF8": "1",
+    "PYTHONIOENCODING": "utf-8:backslashreplace",
+    "MALLOC_ARENA_MAX": "1",  # one for each thread would take the address space that a program may have
+}
+_BOOT = (
+    "import sys; control, root, *allowed = sys.argv[1:]; sys.path.insert(0, root); sys.argv[1:] = []; "
+    "from posttrain.sandbox.warm import main; main(int(control), root, allowed)"
+)
+
+
+class Sandbox:
+    """A warm interpreter of this process. May be used from several threads; each program belongs to one of them.
+
+    Raises UserError where the system does not protect enough, unless the environment variable POSTTRAIN_SANDBOX says
+    "unprotected". If it says "without-namespaces", none are used, as if the system denied them.
+    """
+
+    def __init__(self) -> None:
+        if not kernel.LINUX or kernel.release() < (5, 3):
+            raise UserError(
+                "the sandbox needs Linux 5.3 or later: run this in a virtual machine or container that has it"
+            )
+        self._lock = threading.Lock()
+        told = os.environ.get(TELL)
+        if told not in (None, "", UNPROTECTED, DENIED):
+            raise UserError(f"{TELL} may be {UNPROTECTED} or {DENIED}, not {told!r}")
+        self._allowed = () if told == DENIED else tuple(kernel.NAMESPACES)
+        self._owner = os.getpid()
+        self.protections = self._begin()
+        if self.protections.missing and told != UNPROTECTED:
+            self.close()
+            raise UserError(
+                "what a model writes cannot be run safely here: this system has no "
+                f"{' and no '.join(self.protections.missing)} (active: {self.protections}); use a kernel that has it, "
+                f"or set {TELL}={UNPROTECTED} to run it all the same"
+            )
+
+    def start(self, limits: Limits | None = None, output: bool = False) -> Program:
+        """A program in a jail of its own, of which nothing is run yet. `output`: keep what it prints.
+
+        Raises Broken.
+        """
+        with self._lock:
+            if self._process.poll() is not None:
+                self._end()
+                self._begin()
+            return Program(self._control, limits or Limits(), output)
+
+    def close(self) -> None:
+        """End all programs, and the warm interpreter. May be called twice."""
+        with self._lock:
+            self._end()
+
+    def forget(self) -> None:
+        """In a forked child: the warm interpreter is the parent's."""
+        self._control.close()
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _begin(self) -> Protections:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        root = str(Path(__file__).resolve().parents[2])
+        clean = {name: os.environ[name] for name in KEPT if name in os.environ}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-s", "-S", "-P", "-B", "-c", _BOOT, str(theirs.fileno()), root, *self._allowed],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**clean, **_SET},
+                cwd="/",
+                start_new_session=True,
+            )
+        try:
+            greeting = json.loads(self._greeting()[HEAD:])
+            if "failed" in greeting:
+                raise Broken(f"the sandbox does not start: {greeting['failed']}")
+        except BaseException:
+            self._end()
+            raise
+        return Protections.from_dict(greeting["protections"])
+
+    def _greeting(self) -> bytes:
+        self._control.settimeout(START_SECONDS)
+        try:
+            found = self._control.recv(1 << 16)
+        except OSError as error:
+            raise Broken(f"the sandbox does not start: {error}") from None
+        self._control.settimeout(None)
+        if not found:
+            raise Broken("the sandbox does not start: its interpreter ended")
+        return found
+
+    def _end(self) -> None:
+        self._control.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

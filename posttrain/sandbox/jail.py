@@ -1,0 +1,178 @@
+"""What a fork of the warm interpreter gives up before it becomes a program, and in which order.
+
+It enters namespaces of its own, in which it has all rights for a moment: it mounts its folder there. Then come the change of
+user, Landlock, the limits, capabilities, and last the filter of system calls, behind which none of the others can be
+undone. What fails on the way is told through a pipe, and nothing runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import resource
+import select
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+from posttrain.sandbox import files, kernel, landlock, seccomp
+from posttrain.sandbox.limits import Limits, Protections
+
+NOBODY = 65534  # the user and the group of programs, where the sandbox may choose
+INSIDE = 1000  # their numbers in a namespace of users
+TALK = 3  # the program's descriptor to its caller
+HIGH = 64  # descriptors from here on are none of the program's
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What the warm interpreter has prepared for all programs."""
+
+    protections: Protections
+    filter: ctypes.Array[ctypes.c_char]  # of system calls
+    paths: list[str]  # that may be read
+    proc: int  # descriptor of /proc
+    base: str | None  # where folders of programs are made, if they have no root of their own
+    rules: list[tuple[int, int]]  # (descriptor of a path, rights beneath it), the same for all programs
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return self.protections.namespaces
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one program gets."""
+
+    limits: Limits
+    talk: int  # descriptors
+    output: int | None
+    folder: str
+
+
+Guest = Callable[[int, str], NoReturn]
+"""What runs in the jail: it is given the descriptor to its caller, and its folder."""
+
+
+def become(ground: Ground, order: Order, confining: int, guest: Guest) -> NoReturn:
+    """Give up everything, then run the guest. What fails before that is told through `confining`."""
+    try:
+        confining = fcntl.fcntl(confining, fcntl.F_DUPFD_CLOEXEC, HIGH)
+        try:
+            _enter(ground, order.limits)
+            _confine(ground, order, confining)
+        except BaseException as error:
+            os.write(confining, f"{type(error).__name__}: {error}".encode()[:4096])
+            os._exit(1)
+        os.close(confining)
+        guest(TALK, order.folder)
+    finally:
+        os._exit(1)
+
+
+def _enter(ground: Ground, limits: Limits) -> None:
+    """Into new namespaces, as far as they are allowed; that of process ids was made before the fork."""
+    kinds = ground.kinds
+    with suppress(OSError):
+        in_proc(ground.proc, "oom_score_adj", "1000")  # if memory runs out, the system should look here first
+    flags = ground.protections.flags & ~kernel.NEW_PID
+    if flags:
+        user, group = os.geteuid(), os.getegid()
+        kernel.unshare(flags)
+        if "user" in kinds:
+            map_user(ground.proc, user, group, INSIDE)
+    if "uts" in kinds:
+        socket.sethostname("sandbox")
+    if "mount" in kinds:
+        owner = NOBODY if ground.protections.other_user and "user" not in kinds else None
+        kernel.mount("none", "/", None, kernel.RECURSIVE | kernel.PRIVATE)
+        files.mount_folder(limits.folder, limits.files, owner)
+
+
+def map_user(proc: int, user: int, group: int, inside: int | None = None) -> None:
+    """Make this user and group known in this process's new namespace, under their own numbers or as `inside`."""
+    in_proc(proc, "setgroups", "deny")
+    in_proc(proc, "gid_map", f"{group if inside is None else inside} {group} 1")
+    in_proc(proc, "uid_map", f"{user if inside is None else inside} {user} 1")
+
+
+def in_proc(proc: int, name: str, content: str) -> None:
+    """Write into a file of this process's."""
+    file = os.open(f"self/{name}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+    try:
+        os.write(file, content.encode())
+    finally:
+        os.close(file)
+
+
+def leave_root() -> None:
+    """Become another user, who owns nothing. The process stays its own to trace and to map, as any user's is."""
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    kernel.prctl(kernel.DUMPABLE, 1)
+
+
+def _confine(ground: Ground, order: Order, confining: int) -> None:
+    """From here on nothing can be taken back."""
+    protections = ground.protections
+    os.chdir(order.folder)
+    rules = [*ground.rules, (os.open(".", os.O_PATH | os.O_CLOEXEC), landlock.OWNING)]
+    if protections.other_user and "user" not in protections.namespaces:
+        leave_root()
+    kernel.prctl(kernel.DEATH_SIGNAL, signal.SIGKILL)
+    if _is_cut(confining):
+        os._exit(1)  # the warm interpreter has died already
+    kernel.prctl(kernel.NO_NEW_PRIVILEGES, 1)
+    if protections.landlock:
+        landlock.restrict(protections.landlock, rules)
+    _keep_descriptors(order, confining)
+    _limit(order.limits, protections)
+    kernel.drop_capabilities()
+    kernel.prctl(kernel.DUMPABLE, 0)
+    if protections.seccomp:
+        seccomp.install(ground.filter)
+
+
+def _keep_descriptors(order: Order, confining: int) -> None:
+    """Nothing, output, output, the caller, and `confining`, which keeps its number. Everything else is closed.
+
+    Standard output of the warm interpreter is /dev/null, as its input is.
+    """
+    talk = fcntl.fcntl(order.talk, fcntl.F_DUPFD, HIGH)
+    output = 1 if order.output is None else fcntl.fcntl(order.output, fcntl.F_DUPFD, HIGH)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.dup2(talk, TALK)
+    for first, last in ((TALK + 1, confining - 1), (confining + 1, (1 << 32) - 1)):
+        kernel.call("close_range", first, last, 0)
+
+
+def _is_cut(pipe: int) -> bool:
+    """Whether nobody reads it."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLOUT)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _limit(limits: Limits, protections: Protections) -> None:
+    wanted = {
+        resource.RLIMIT_CPU: limits.cpu,
+        resource.RLIMIT_AS: limits.memory,
+        resource.RLIMIT_FSIZE: limits.file,
+        resource.RLIMIT_NOFILE: limits.descriptors,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 256,
+    }
+    if protections.processes:
+        wanted[resource.RLIMIT_NPROC] = limits.processes
+    for kind, most in wanted.items():
+        _, hard = resource.getrlimit(kind)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))

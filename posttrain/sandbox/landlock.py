@@ -1,0 +1,73 @@
+"""Which files a program in the sandbox may touch, and that it reaches no network: Landlock, Linux 5.13 and later.
+
+A kernel says how much of Landlock it knows (its ABI), and is asked for no more than that. What an older one does not see is
+held elsewhere: the filter of system calls denies truncate by path, sockets, device controls and signals.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+import struct
+from collections.abc import Sequence
+
+from posttrain.sandbox import kernel
+
+EXECUTE, WRITE_FILE, READ_FILE, READ_FOLDER, REMOVE_FOLDER, REMOVE_FILE = (1 << n for n in range(6))
+MAKE_DEVICE, MAKE_FOLDER, MAKE_FILE, MAKE_SOCKET, MAKE_PIPE, MAKE_BLOCK_DEVICE, MAKE_LINK = (
+    1 << n for n in range(6, 13)
+)
+REFER, TRUNCATE, CONTROL_DEVICE = (1 << n for n in range(13, 16))
+
+_FILES = {1: 13, 2: 14, 3: 15, 4: 15}  # ABI -> how many rights of files it knows; 16 from 5 on
+_NETWORK = 0b11  # bind and connect of TCP, from ABI 4 on
+_SCOPES = 0b11  # abstract sockets and signals stay within the sandbox, from ABI 6 on
+_VERSION = 1  # flag: tell the ABI
+_BENEATH = 1  # kind of rule
+_QUIET = 1  # flag: a program cannot fill the system's audit log with what it was denied
+
+READING = READ_FILE | READ_FOLDER
+USING = READ_FILE | WRITE_FILE  # of a device such as /dev/null
+OWNING = (
+    READING | WRITE_FILE | REMOVE_FOLDER | REMOVE_FILE | MAKE_FOLDER | MAKE_FILE | MAKE_LINK | REFER | TRUNCATE
+)  # fmt: skip
+_OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | CONTROL_DEVICE
+
+
+def abi() -> int:
+    """What this kernel knows; 0: it has no Landlock, or is booted without it."""
+    try:
+        return kernel.call("landlock_create_ruleset", None, 0, _VERSION)
+    except OSError:
+        return 0
+
+
+def handled(version: int) -> tuple[int, int, int]:
+    """All rights of files, of the network, and scopes that a kernel of this ABI can deny."""
+    return (1 << _FILES.get(version, 16)) - 1, _NETWORK if version >= 4 else 0, _SCOPES if version >= 6 else 0
+
+
+def rule(path: str, rights: int) -> tuple[int, int] | None:
+    """(a descriptor of the path, the rights beneath it that make sense for it); None where there is no such path."""
+    try:
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    return place, rights if stat.S_ISDIR(os.fstat(place).st_mode) else rights & _OF_A_FILE
+
+
+def restrict(version: int, rules: Sequence[tuple[int, int]]) -> None:
+    """Bind this thread, and what it starts, to these rules. Needs `NO_NEW_PRIVILEGES`. Raises OSError."""
+    files, network, scopes = handled(version)
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    head = struct.pack("QQQ", files, network, scopes)[:size]
+    ruleset = kernel.call("landlock_create_ruleset", _buffer(head), size, 0)
+    for place, rights in rules:
+        kernel.call("landlock_add_rule", ruleset, _BENEATH, _buffer(struct.pack("=Qi", rights & files, place)), 0)
+    kernel.call("landlock_restrict_self", ruleset, _QUIET if version >= 7 else 0)
+    os.close(ruleset)
+
+
+def _buffer(content: bytes) -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(content, len(content))

@@ -1,0 +1,78 @@
+"""What a program in the sandbox may take, and which protections hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from posttrain.sandbox import kernel
+
+COUNTED_BY_NAMESPACE = (5, 14)  # from this Linux on a namespace of users counts its own processes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one program."""
+
+    cpu: int = 5  # seconds of processor time, of each of its processes
+    life: float = 7.5  # seconds by the clock
+    memory: int = 256 << 20  # bytes of address space, of each of its processes
+    processes: int = 8  # threads too
+    descriptors: int = 64  # open at once
+    file: int = 16 << 20  # bytes of one file
+    folder: int = 32 << 20  # bytes of all that is in its folder
+    files: int = 1000  # that are in its folder
+    output: int = 1 << 20  # bytes that it may print
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Protections:
+    """What is active. `missing` says what a sandbox cannot do without."""
+
+    namespaces: tuple[str, ...] = ()  # kinds, of `kernel.NAMESPACES`
+    landlock: int = 0  # ABI; 0: none
+    seccomp: bool = False
+    other_user: bool = False  # programs run as another user than the sandbox
+    root: bool = False  # they run as root, without its rights: there was no way to become another user
+
+    @property
+    def processes(self) -> bool:
+        """Whether a program may start processes and threads: they are counted, which root's are not, and end with it."""
+        held = {"user", "pid"} <= set(self.namespaces) and not self.root
+        return held and kernel.release() >= COUNTED_BY_NAMESPACE
+
+    @property
+    def flags(self) -> int:
+        """Of unshare."""
+        return sum(kernel.NAMESPACES[kind] for kind in self.namespaces)
+
+    @property
+    def missing(self) -> list[str]:
+        found = [] if self.seccomp else ["seccomp, which denies system calls"]
+        if not self.landlock and "mount" not in self.namespaces:
+            found.append("Landlock or a namespace of mounts, one of which has to hide files")
+        return found
+
+    def __str__(self) -> str:
+        parts = []
+        if self.namespaces:
+            parts.append(f"namespaces ({', '.join(self.namespaces)})")
+        if self.landlock:
+            parts.append(f"Landlock {self.landlock}")
+        if self.seccomp:
+            parts.append("seccomp" if self.processes else "seccomp (no new processes)")
+        parts.append("limits")
+        if self.other_user or self.root:
+            parts.append("another user" if self.other_user else "root without its rights")
+        return ", ".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> Protections:
+        return Protections(**{**plain, "namespaces": tuple(plain["namespaces"])})

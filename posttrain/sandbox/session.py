@@ -1,0 +1,58 @@
+"""A Python interpreter as a tool: what was defined in one call is there in the next."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from posttrain.sandbox.limits import Limits
+from posttrain.sandbox.program import Ended, Program
+from posttrain.sandbox.shared import STEP, shared
+
+SECONDS = 5.0  # of a call, by the clock
+SHARE = 0.5  # of a step of the environment, that a call may take at most
+LIMITS = Limits(cpu=60, life=3600.0)  # of all calls together
+SHOWN = 2000  # characters of what a call printed; more is cut in the middle
+
+
+class Session:
+    """The interpreter of one episode. It begins with the first call, and again after one that ended it."""
+
+    def __init__(self, seconds: float = SECONDS, limits: Limits = LIMITS, shown: int = SHOWN) -> None:
+        self._seconds = min(seconds, SHARE * float(os.environ.get(STEP, "inf")))
+        self._limits = replace(limits, output=max(limits.output, 4 * shown))
+        self._shown = shown
+        self._program: Program | None = None
+
+    def run(self, code: str) -> str:
+        """What the code printed, the value of its last line, and what it raised, as at a prompt; "" if that is nothing.
+
+        Raises Broken.
+        """
+        if self._program is None:
+            self._program = shared().start(self._limits, output=True)
+        program, after = self._program, ""
+        try:
+            answer = program.asked({"do": "cell", "code": code, "name": "__main__"}, self._seconds)
+            if "raised" in answer:
+                after = answer["raised"][2] or answer["raised"][0]
+        except Ended as error:
+            after = f"The interpreter {error}. What it knew is lost.\n"
+            self.close()
+        printed = program.printed.decode("utf-8", "replace")
+        program.printed.clear()
+        return cut(printed, self._shown) + cut(after, self._shown)
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._program is not None:
+            self._program.close()
+            self._program = None
+
+
+def cut(text: str, most: int) -> str:
+    """The text, or its beginning and its end."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half:,} characters ...\n{text[-half:]}"

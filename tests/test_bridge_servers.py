@@ -390,6 +390,23 @@ def test_a_server_that_answers_rubbish_is_invalid_or_ends_the_episode(answer: An
     asyncio.run(episodes())
 
 
+@pytest.mark.parametrize(("code", "tries"), [("FACTORY_ERROR", range(1, 2)), ("CAPACITY_REACHED", range(2, 9))])
+def test_only_a_server_that_is_full_is_asked_again(code: str, tries: range) -> None:
+    connections: list[Any] = []
+
+    async def handle(connection: Any) -> None:
+        connections.append(connection)
+        await connection.send(json.dumps({"type": "error", "data": {"message": "no", "code": code}}))
+
+    async def episode() -> Any:
+        async with serve(handle, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
+            return await scripted_async(openenv.environment(url, seconds=0.5), {"seed": 5}, ["one"])
+
+    assert "refuses to begin: no" in asyncio.run(episode()).reason
+    assert len(connections) in tries
+
+
 def test_what_is_asked_is_the_protocol_and_what_is_shown_the_observation() -> None:
     asked: list[Any] = []
 

@@ -147,6 +147,8 @@ def test_chance_is_an_episodes_own_whoever_plays_beside_it() -> None:
     env = gym.environment(Moody)
     alone = [scripted(env, {"seed": seed}, ["a", "b", "end"]).texts for seed in (1, 2)]
     assert alone[0] != alone[1]
+    drawn = random.Random(1)
+    assert [text.split()[0] for text in alone[0]] == [f"{drawn.random():.6f}" for _ in range(3)]
     beside: dict[int, list[str]] = {1: [], 2: []}
     random.seed(5)
     np.random.seed(5)

@@ -89,7 +89,7 @@ class Game:
     def do(self, command: str) -> tuple[str, int]:
         """What a command leads to, in words, and the points that it earned."""
         before = self.score
-        words = command.lower().split() if len(command) < 100 else []
+        words = command.lower().split()
         verb, thing = (words[0], " ".join(words[1:])) if words else ("", "")
         if verb in WAYS and not thing:
             verb, thing = "go", verb

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,25 @@ def test_a_build_that_is_killed_leaves_no_half_of_an_index(tmp_path: Path, at: s
     assert [path.name for path in tmp_path.iterdir()] == ["index"], "what was left has been cleared away"
 
 
+def test_names_that_are_like_each_other_are_kept_apart(tmp_path: Path) -> None:
+    """What a killed build of one index has left is not that of another."""
+    left = small_index(tmp_path / ".a.b.12-0123abcd.old")
+    build(ROWS[:2], tmp_path / "a")
+    build(ROWS[:3], tmp_path / "[a]*")
+    assert left.exists() and len(open_index(tmp_path / "a")) == 2 and len(open_index(tmp_path / "[a]*")) == 3
+    with pytest.raises(UserError, match="there is an index in"):
+        build(ROWS, tmp_path / "a.b")
+    assert len(open_index(tmp_path / "a.b")) == 5 and not left.exists()
+
+
+def test_builds_of_one_index_at_once_leave_one_of_them(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        made = [pool.submit(build, ROWS[:n], tmp_path / "index", overwrite=True) for n in (2, 3, 4, 5)]
+    done = [n for n, one in zip((2, 3, 4, 5), made, strict=True) if one.exception() is None]
+    assert done and all(isinstance(one.exception(), UserError | None) for one in made)
+    assert len(open_index(tmp_path / "index")) in done and [path.name for path in tmp_path.iterdir()] == ["index"]
+
+
 def test_a_build_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     place = small_index(tmp_path / "index", ROWS[:2])
     with pytest.raises(UserError, match="row 2: column text is 3"):
@@ -289,6 +309,11 @@ def test_what_is_no_index_is_never_replaced(tmp_path: Path) -> None:
     for place in ("notes", "file"):
         with pytest.raises(UserError, match="holds something else than an index"):
             build(ROWS, tmp_path / place, overwrite=True)
+    other = small_index(tmp_path / "other")
+    (other / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds notes.txt beside an index: move it away"):
+        build(ROWS, other, overwrite=True)
+    assert len(open_index(other)) == 5
     (tmp_path / "link").symlink_to(small_index(tmp_path / "index"))
     with pytest.raises(UserError, match="holds something else"):
         build(ROWS, tmp_path / "link", overwrite=True)

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,8 @@ from posttrain.types import UserError
 
 FORM = 1  # of the files: another one is built again
 MANIFEST, LOCK = "index.json", "lock"
+_MADE = re.compile(r"(passages|bm25|words|vectors)\.[\w.]+|index\.json|lock")
+"""Names of what stands in an index."""
 CHECKED = 1 << 30  # bytes of an index whose files are all compared with their checksums; of a larger one, their sizes
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a large file's content, for a fingerprint
 AGAIN = "build it again: posttrain retriever build --passages FILE --out {} --overwrite"
@@ -138,6 +141,8 @@ def may_be_at(place: Path, overwrite: bool) -> None:
         return
     if not (place / MANIFEST).is_file() or place.is_symlink():
         raise UserError(f"{place} holds something else than an index: choose another --out")
+    if strange := sorted(path.name for path in place.iterdir() if not _MADE.fullmatch(path.name)):
+        raise UserError(f"{place} holds {strange[0]} beside an index: move it away, or choose another --out")
     if not overwrite:
         raise UserError(f"there is an index in {place}: replace it with --overwrite, or choose another --out")
 
@@ -167,12 +172,14 @@ def _move(draft: Path, place: Path, overwrite: bool) -> None:
 
 def _clear(place: Path) -> None:
     """Delete what builds that were killed have left, and put back an index that one of them had moved aside."""
-    for path in place.parent.glob(f".{place.name}.*.old"):
+    name = re.compile(rf"\.{re.escape(place.name)}\.\d+-[0-9a-f]{{8}}\.(draft|old)")
+    left = [(path, match[1]) for path in sorted(place.parent.iterdir()) if (match := name.fullmatch(path.name))]
+    for path in (path for path, kind in left if kind == "old"):
         if os.path.lexists(place):
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.rename(place)
-    for path in place.parent.glob(f".{place.name}.*.draft"):
+    for path in (path for path, kind in left if kind == "draft"):
         with suppress(OSError):
             held = os.open(path / LOCK, os.O_RDWR)
             try:

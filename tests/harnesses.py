@@ -198,11 +198,12 @@ async def with_tools(task: Task, endpoint: Endpoint) -> dict[str, float]:
     async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key) as client:
         messages: list[Any] = [user(task["prompt"])]
         tools: Any = [{"type": "function", "function": LOOK_UP}]
-        calls = 0
+        calls, contents = 0, ""
         for _ in range(3):
             answer = await client.chat.completions.create(model="m", messages=messages, tools=tools, max_tokens=60)
             message = answer.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
+            contents += message.content or ""
             if not message.tool_calls:
                 break
             assert answer.choices[0].finish_reason == "tool_calls"
@@ -210,4 +211,4 @@ async def with_tools(task: Task, endpoint: Endpoint) -> dict[str, float]:
                 word = json.loads(call.function.arguments)["word"]  # type: ignore[union-attr]
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{word} is a word"})
                 calls += 1
-    return {"reward": float(calls)}
+    return {"reward": float(calls), "contents": float(len(contents))}  # "I look." and "done"

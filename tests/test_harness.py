@@ -150,6 +150,24 @@ def test_who_asks_again_after_a_lost_connection_gets_the_reply_that_was_sampled(
     assert rollout.rewards["same"] == 0.0, "a request that was answered is sampled anew"
 
 
+def test_requests_of_an_episode_that_is_over_are_refused_and_do_not_wait(tmp_path: Path) -> None:
+    def appears(name: str) -> Path:
+        began = time.monotonic()
+        while not (tmp_path / name).exists() and time.monotonic() - began < 20:
+            time.sleep(0.01)
+        return tmp_path / name
+
+    with EnvPool(harnesses.leaving, 1, seconds=20) as pool:
+        pool.start(0, {"folder": str(tmp_path)})
+        [(_, turn)] = pool.poll(20)
+        assert isinstance(turn, Turn) and appears("left").exists()
+        pool.send(0, Reply("x"))
+        [(_, done)] = pool.poll(20)
+        assert done.reward == 1.0  # type: ignore[union-attr]
+        (tmp_path / "over").touch()
+        assert [appears(str(number)).read_text() for number in range(3)] == ["200", "410", "410"]
+
+
 def test_only_an_episodes_own_address_leads_to_it(words: Tokenizer) -> None:
     found = play(words, harnesses.late, 2)
     assert [(r.rewards["status"], r.rewards["models"]) for r in found] == [(410.0, 1.0)] * 2

@@ -292,6 +292,17 @@ def test_a_client_that_goes_away_takes_its_request_with_it(words: Tokenizer, kin
     assert not (engine.running or engine.waiting if kind is LocalEngine else engine._running or engine._waiting)
 
 
+def test_where_one_of_several_prompts_is_refused_none_goes_on(words: Tokenizer) -> None:
+    model = tiny(words, context=4096)
+    model.eos_ids = (1 << 20,)  # no reply ends by itself
+    engine = LocalEngine(model, words, slots=2)
+    with served(engine, words, 4096) as server:
+        prompts = [[5], [5] * 5000]
+        assert server.ask("/v1/completions", {"prompt": prompts, "max_tokens": 4000})[0] == 400
+        assert len(server.sampled([5], max_tokens=3)["token_ids"]) == 3
+        assert not engine.running and not engine.waiting
+
+
 def test_a_cancelled_request_leaves_the_others_as_they_are(words: Tokenizer) -> None:
     def replies(cancelled: bool) -> dict[int, Completion]:
         engine, done = engine_of(words, slots=3), {}
@@ -330,7 +341,7 @@ def test_an_engine_that_fails_ends_every_request_and_tells(words: Tokenizer) -> 
 def test_calls_of_tools_are_told_as_openai_has_them_and_rendered_as_the_template_takes_them(
     words: Tokenizer, arguments: str
 ) -> None:
-    template = TOOLS if arguments == "as an object" else TOOLS.replace("arguments | tojson", "arguments")
+    template = TOOLS if arguments == "as an object" else TOOLS.replace("arguments | tojson", "arguments + ''")
     tokenizer = Tokenizer(words.backend, words.config, template)
     call = '<tool_call>\n{"name": "look_up", "arguments": {"word": "fox", "n": 2}}\n</tool_call>'
     engine = Scripted(tokenizer, [f"I look.\n{call}\n{call}<|im_end|>"] * 9)

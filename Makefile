@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Idle threads that spin would take the processor from the rest of the run.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-vllm test-verifiers mutants fuzz sanitize wheel versions bench check format clean
+.PHONY: demo test test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench check format clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -17,6 +17,9 @@ test-vllm: .venv-vllm/ready
 
 test-verifiers: .venv/ready .venv-verifiers/ready
 	$(BIN)/python -m pytest tests/test_verifiers_library.py
+
+test-openenv: .venv/ready .venv-openenv/ready
+	$(BIN)/python -m pytest tests/test_bridge_servers.py
 
 # An hour or two on one core: some 800 small mistakes, one at a time, each against the tests that run its line.
 mutants: .venv/ready
@@ -94,5 +97,11 @@ format: .venv/ready
 	.venv-verifiers/bin/pip install --quiet --requirement constraints-verifiers.txt
 	touch .venv-verifiers/ready
 
+# OpenEnv's servers bring a web framework and a user interface, and run in processes of their own.
+.venv-openenv/ready: constraints-openenv.txt
+	$(PYTHON) -m venv .venv-openenv
+	.venv-openenv/bin/pip install --quiet --requirement constraints-openenv.txt
+	touch .venv-openenv/ready
+
 clean:
-	rm -rf .venv .venv-vllm .venv-verifiers .venv-oldest .venv-newest runs
+	rm -rf .venv .venv-vllm .venv-verifiers .venv-openenv .venv-oldest .venv-newest runs

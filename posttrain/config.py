@@ -71,8 +71,9 @@ class Data(FromRows):
     in an episode its middle; refuse: all are
     measured before the first step, and one of them ends the run."""
     env: str = ""
-    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, verdict,
-    word-problems). In sft only its row_to_task is used, if it has one."""
+    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, search-qa,
+    verdict, word-problems), perhaps with options of its own: search-qa,topk=5. In sft, rows with replies are played
+    through it; for other rows its row_to_task makes the demonstrations, if it has one."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,14 @@ class SFT(Passes):
     """Rows per optimizer update."""
     mask_prompt: bool = True
     """Learn the responses only; --no-mask-prompt: the prompts too."""
+    min_reward: float | None = None
+    """Of rollouts that a run kept, and of replies that are played through --env: imitate those with this reward or more."""
+    env_seconds: float = option(10.0, above=0, most=86_400)
+    """Time limit of one call of the environment, as in rl."""
+    env_memory: float = option(4.0, least=0)
+    """Memory limit of the environment's process, in GiB, as in rl."""
+    retriever: tuple[str, ...] = ()
+    """What the environment asks for passages while replies are played: the folder of an index, or an address, as in rl."""
     lr: float = option(1e-4, above=0)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -285,6 +294,9 @@ class RL(Training):
     """Recipe (TOML) of a judge, which environments ask as "judge": a model behind an OpenAI-compatible endpoint, or a
     checkpoint that reasons before its verdict. Without --env, its verdict is the reward. Of several, NAME=RECIPE is asked
     by its name."""
+    retriever: tuple[str, ...] = ()
+    """What environments ask as "retriever" for passages: the folder of an index (posttrain retriever build), or the address
+    of a server that speaks Search-R1's protocol (http://host:8000). Of several, NAME=FOLDER is asked by its name."""
     slots: int = option(256, above=0)
     """How many replies are sampled at once: bounds the memory of the key-value cache."""
     engine: Literal["local", "vllm"] = "local"
@@ -383,6 +395,9 @@ class Evaluation(Data):
     """Recipe (TOML) of a judge, which environments ask as "judge": a model behind an OpenAI-compatible endpoint, or a
     checkpoint that reasons before its verdict. Without --env, its verdict is the reward. Of several, NAME=RECIPE is asked
     by its name."""
+    retriever: tuple[str, ...] = ()
+    """What environments ask as "retriever" for passages: the folder of an index (posttrain retriever build), or the address
+    of a server that speaks Search-R1's protocol (http://host:8000). Of several, NAME=FOLDER is asked by its name."""
     slots: int = option(256, above=0)
     """How many replies are sampled at once."""
     compiled: bool = True
@@ -468,6 +483,8 @@ class Check(Data):
     """As in training; without it, an environment that asks one gets made-up answers."""
     judge: tuple[str, ...] = ()
     """As in training; without it, an environment that asks one gets made-up answers."""
+    retriever: tuple[str, ...] = ()
+    """As in training; without it, an environment that asks one gets made-up passages."""
 
     def __post_init__(self) -> None:
         _play_the_only_service(self)
@@ -522,6 +539,8 @@ class Sample(Data):
     """Folder of a reward model, whose scores are written beside the replies; as in evaluation."""
     judge: tuple[str, ...] = ()
     """Recipe (TOML) of a judge, whose scores are written beside the replies; as in evaluation."""
+    retriever: tuple[str, ...] = ()
+    """What environments ask for passages: the folder of an index, or the address of a server; as in evaluation."""
     slots: int = option(256, above=0)
     """How many replies are sampled at once."""
     compiled: bool = True
@@ -597,7 +616,7 @@ class Label(FromRows):
     @property
     def env(self) -> str:
         """What the environment is that asks the service, or scores."""
-        return self.service or ("" if "=" in self.with_ else self.with_)
+        return self.service or ("" if re.match(r"[\w-]*=", self.with_) else self.with_)
 
     @property
     def service(self) -> str:
@@ -614,6 +633,63 @@ class Label(FromRows):
         return (self.with_.partition("=")[2],) if self.service == "judge" else ()
 
 
+@dataclass(frozen=True)
+class RetrieverBuild:
+    """Make an index of passages: of their words (BM25), or with an encoder of their vectors."""
+
+    passages: str = ""
+    """Rows with title and text, or with contents, and perhaps an id: a file, a folder or the name of a dataset."""
+    out: str = "runs/index"
+    """The folder of the index. It appears whole, or not at all."""
+    split: str | None = None
+    """Which split of a dataset that has several."""
+    limit: int | None = option(None, above=0)
+    """Read only this many rows, the first ones."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """Names of columns: --fields.text body --fields.title heading."""
+    k1: float = option(0.9, least=0, most=100)
+    """BM25: how soon the count of a word in a passage is enough."""
+    b: float = option(0.4, least=0, most=1)
+    """BM25: how much long passages count less, from 0 to 1."""
+    encoder: str | None = None
+    """Dense: the folder of an encoder that transformers loads, or a function my.py:encode(texts, kind), where kind is query
+    or passage, that returns an array, a row for each text."""
+    pooling: Literal["mean", "first", "last"] = "mean"
+    """Folder of an encoder: which hidden states are the vector: the mean of all, that of the first token (CLS), or that of
+    the last."""
+    normalised: bool = True
+    """Folder of an encoder: vectors of length 1, so that products are cosines."""
+    query_prefix: str = ""
+    """Folder of an encoder: what stands before a query, such as "query: "."""
+    passage_prefix: str = ""
+    """Folder of an encoder: what stands before a passage, such as "passage: "."""
+    longest: int = option(256, above=0)
+    """Folder of an encoder: tokens of a text that are read."""
+    faiss: str | None = None
+    """Dense: a kind of FAISS index (Flat, HNSW32, "IVF256,PQ32" ...); default: plain products with every vector."""
+    device: str = "auto"
+    """Folder of an encoder: auto, cpu, cuda ..."""
+    overwrite: bool = False
+    """Replace an index that is already in --out."""
+
+
+@dataclass(frozen=True)
+class RetrieverServe:
+    """Serve an index over HTTP, by the protocol of Search-R1, until it is interrupted."""
+
+    host: str = "127.0.0.1"
+    """The address it is bound to. There is no key: whoever reaches it may ask."""
+    port: int = option(8000, least=0, most=65_535)
+    """The port; 0: any that is free, which is printed."""
+    topk: int = option(3, above=0, most=100)
+    """Passages for a query that does not say how many."""
+    encoder: str | None = None
+    """Of a dense index, where the encoder has moved since it was built."""
+
+
+OF_RETRIEVERS = (RetrieverBuild, RetrieverServe)
+"""What posttrain retriever is given."""
+
 LABELLERS = ("reward-model", "judge")
 """Services that label."""
 
@@ -627,12 +703,26 @@ OF_ONE_CALL = frozenset({"out", "resume", "accept_changes", "overwrite", "quiet"
 """Options that a continued run does not take over."""
 
 FREE_TO_CHANGE = frozenset(
-    {"steps", "save_every", "keep", "threads", "env_workers", "env_seconds", "env_memory", "engine_seconds", "health"}
+    {
+        "steps",
+        "save_every",
+        "keep",
+        "threads",
+        "env_workers",
+        "env_seconds",
+        "env_memory",
+        "engine_seconds",
+        "health",
+        "retriever",
+    }
 )
 """Options that a continued run takes over unless they are given anew."""
 
 
-SERVICES = ("reward_model", "judge")
+SCORERS = ("reward_model", "judge")
+"""Options that name services which say how good a reply is."""
+
+SERVICES = (*SCORERS, "retriever")
 """Options that name services."""
 
 
@@ -646,7 +736,7 @@ def named_services(values: Sequence[str], kind: str) -> list[tuple[str, str]]:
 
 def _play_the_only_service(config: RL | Evaluation | Check | Sample) -> None:
     """Without an environment, a reward model or a judge alone is one."""
-    given = [(kind.replace("_", "-"), value) for kind in SERVICES for value in getattr(config, kind)]
+    given = [(kind.replace("_", "-"), value) for kind in SCORERS for value in getattr(config, kind)]
     if not config.env and len(given) == 1:
         [(kind, value)] = given
         [(name, _)] = named_services([value], kind)

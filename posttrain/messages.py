@@ -49,9 +49,9 @@ def near(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def near_or_all(word: str, known: list[str]) -> str:
-    """ "; did you mean ...? (there are: ...)", as far as there is anything to say."""
-    listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+def near_or_all(word: str, known: list[str], most: int = 12) -> str:
+    """ "; did you mean ...? (there are: ...)", as far as there is anything to say. `most`: that are listed."""
+    listed = ", ".join(known[:most]) + (", ..." if len(known) > most else "")
     return f"{near(word, known)} (there are: {listed})" if known else ""
 
 

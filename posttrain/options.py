@@ -28,7 +28,7 @@ from posttrain.config import (
     Training,
     named_services,
 )
-from posttrain.envs.load import BUILTIN
+from posttrain.envs.load import BUILTIN, split_options
 from posttrain.names import suggestion
 from posttrain.part import knob_of
 from posttrain.types import UserError
@@ -40,8 +40,7 @@ AnyConfig = TypeVar("AnyConfig", bound=FromRows)
 
 def validate(config: Training | Evaluation | Check | Sample | Label | Chat | ServePolicy) -> None:
     """Refuse numbers that make no sense, in one line each. What depends on data or model is checked elsewhere."""
-    for f in fields(config):
-        knob_of(f).bounds.check(f"--{f.name.replace('_', '-')}", getattr(config, f.name))
+    check_bounds(config)
     for name in ("stop", "prompt_template", "response_template", "teacher_prompt_template"):
         value = getattr(config, name, None) or ()
         for text in (value,) if isinstance(value, str) else value:
@@ -81,9 +80,16 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         _validate_sample(config)
 
 
+def check_bounds(config: Any) -> None:
+    """Raises UserError for a number that lies outside its option's range."""
+    for f in fields(config):
+        knob_of(f).bounds.check(f"--{f.name.replace('_', '-')}", getattr(config, f.name))
+
+
 def _services(config: RL | Evaluation | Check | Sample | Chat) -> list[str]:
     """Names of the services. Raises UserError if two have the same."""
-    names = [n for kind in SERVICES for n, _ in named_services(getattr(config, kind), kind.replace("_", "-"))]
+    given = {kind.replace("_", "-"): getattr(config, kind, ()) for kind in SERVICES}
+    names = [n for kind, values in given.items() for n, _ in named_services(values, kind)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"two services are called {twice!r}: give them names, such as --judge strict=RECIPE")
     return names
@@ -117,8 +123,8 @@ def _validate_label(config: Label) -> None:
         return
     if not config.tasks:
         raise UserError("--items is missing: a file of rows with responses, such as posttrain sample writes")
-    named = not config.with_ or config.service or ("=" not in config.with_ and ":" in config.with_)
-    if not named and config.with_ not in set(BUILTIN) - set(LABELLERS):
+    named = not config.with_ or config.service or ":" in config.env
+    if not named and split_options(config.with_)[0] not in set(BUILTIN) - set(LABELLERS):
         raise UserError(
             f"--with {config.with_:.60} names no labeller: reward-model=FOLDER, judge=RECIPE.toml, or my.py:reward"
         )

@@ -101,6 +101,16 @@ class SFTOptions(PassesOptions, total=False):
 
     mask_prompt: bool
     """Learn the responses only; --no-mask-prompt: the prompts too."""
+    min_reward: float | None
+    """Of rollouts that a run kept, and of replies that are played through --env: imitate those with this reward or
+    more."""
+    env_seconds: float
+    """Time limit of one call of the environment, as in rl."""
+    env_memory: float
+    """Memory limit of the environment's process, in GiB, as in rl."""
+    retriever: tuple[str, ...]
+    """What the environment asks for passages while replies are played: the folder of an index, or an address, as in
+    rl."""
     hidden: int
     """From scratch: width of the residual stream."""
     layers: int
@@ -121,8 +131,9 @@ class SFTOptions(PassesOptions, total=False):
     """Folder of a Hugging Face checkpoint, of one of our runs, or a model's name. In sft: leave it out to start from
     scratch with the sizes below."""
     env: str
-    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, verdict,
-    word-problems). In sft only its row_to_task is used, if it has one."""
+    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, search-qa,
+    verdict, word-problems), perhaps with options of its own: search-qa,topk=5. In sft, rows with replies are played
+    through it; for other rows its row_to_task makes the demonstrations, if it has one."""
 
 
 class PreferOptions(PassesOptions, total=False):
@@ -281,6 +292,10 @@ class RLOptions(TrainingOptions, total=False):
     """Recipe (TOML) of a judge, which environments ask as "judge": a model behind an OpenAI-compatible endpoint, or a
     checkpoint that reasons before its verdict. Without --env, its verdict is the reward. Of several, NAME=RECIPE is
     asked by its name."""
+    retriever: tuple[str, ...]
+    """What environments ask as "retriever" for passages: the folder of an index (posttrain retriever build), or the
+    address of a server that speaks Search-R1's protocol (http://host:8000). Of several, NAME=FOLDER is asked by its
+    name."""
     slots: int
     """How many replies are sampled at once: bounds the memory of the key-value cache."""
     engine: Literal["local", "vllm"]
@@ -443,6 +458,10 @@ class EvaluationOptions(DataOptions, total=False):
     """Recipe (TOML) of a judge, which environments ask as "judge": a model behind an OpenAI-compatible endpoint, or a
     checkpoint that reasons before its verdict. Without --env, its verdict is the reward. Of several, NAME=RECIPE is
     asked by its name."""
+    retriever: tuple[str, ...]
+    """What environments ask as "retriever" for passages: the folder of an index (posttrain retriever build), or the
+    address of a server that speaks Search-R1's protocol (http://host:8000). Of several, NAME=FOLDER is asked by its
+    name."""
     slots: int
     """How many replies are sampled at once."""
     compiled: bool
@@ -500,6 +519,8 @@ class SampleOptions(DataOptions, total=False):
     """Folder of a reward model, whose scores are written beside the replies; as in evaluation."""
     judge: tuple[str, ...]
     """Recipe (TOML) of a judge, whose scores are written beside the replies; as in evaluation."""
+    retriever: tuple[str, ...]
+    """What environments ask for passages: the folder of an index, or the address of a server; as in evaluation."""
     slots: int
     """How many replies are sampled at once."""
     compiled: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -53,11 +54,13 @@ def describe_error(error: BaseException, file: str | None) -> str:
 
 
 def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What decorators were put around; the function itself where these lead round in a circle."""
+    """What decorators and bound arguments were put around; the function itself where decorators lead round in a circle."""
     try:
-        return inspect.unwrap(function)
+        while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
+            function = function.func if isinstance(function, functools.partial) else inspect.unwrap(function)
     except ValueError:
-        return function
+        pass
+    return function
 
 
 def source_file(function: Callable[..., Any]) -> str | None:
@@ -89,6 +92,8 @@ def _import_module(target: str) -> ModuleType:
         if error.name is not None and f"{target}.".startswith(f"{error.name}."):
             raise UserError(f"there is no module {target!r} here or among the installed packages") from error
         raise UserError(f"{target} does not import: {describe_error(error, None)}") from error
+    except UserError as error:  # it says itself what to do
+        raise UserError(f"{target}: {error}") from error
     except (Exception, SystemExit) as error:
         raise UserError(f"{target} does not import: {describe_error(error, None)}") from error
 
@@ -114,6 +119,9 @@ def _import_file(path: Path) -> ModuleType:
     except KeyboardInterrupt:
         del sys.modules[name]
         raise
+    except UserError as error:
+        del sys.modules[name]
+        raise UserError(f"{path.name}: {error}") from error
     except BaseException as error:  # a script may well call exit(), or raise what is no Exception
         del sys.modules[name]
         raise UserError(f"{path.name} does not import: {describe_error(error, str(path))}") from error

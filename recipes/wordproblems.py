@@ -18,8 +18,9 @@ import re
 from pathlib import Path
 
 from posttrain.data.tasks import hold_out, load_rows, to_tasks
-from posttrain.envs.word_problems import evaluate, row_to_task
+from posttrain.envs.word_problems import row_to_task
 from posttrain.types import Task
+from posttrain.verify.expression import evaluate
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 import runpy
 import shlex
+import sys
+import warnings
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,6 +101,9 @@ def smaller(text: str) -> str:
 def _run(words: list[str], block: Block) -> bool:
     if words[0] in NOT_RUN:
         return False
+    if words[:2] == ["python", "-m"]:
+        _run_module(words[2:])
+        return True
     if words[0] == "python":
         runpy.run_path(words[1], run_name="__main__")
         return True
@@ -105,3 +112,18 @@ def _run(words: list[str], block: Block) -> bool:
     code = main([*less[1:], *ADDED.get(words[1], ())])
     assert code == 0, f"line {block.line}: {' '.join(words)} ended with exit code {code}"
     return True
+
+
+def _run_module(words: list[str]) -> None:
+    """As `python -m` does it, here: `> file` takes what it prints."""
+    name, *rest = words
+    printed = io.StringIO()
+    before, sys.argv = sys.argv, [name, *(rest[: rest.index(">")] if ">" in rest else rest)]
+    try:
+        with redirect_stdout(printed), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # that it was imported before: it runs as a copy
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+    finally:
+        sys.argv = before
+    if ">" in rest:
+        Path(rest[-1]).write_text(printed.getvalue(), encoding="utf-8")

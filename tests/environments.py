@@ -160,6 +160,18 @@ async def one_task(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
     yield float(current is asyncio.current_task())
 
 
+async def closing(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
+    """Leaves a file with whether it ends in the task in which it began, as libraries with scopes of their own need it."""
+    current = asyncio.current_task()
+    try:
+        yield "a"
+        yield 1.0
+    finally:
+        await asyncio.sleep(0)
+        with open(task["file"], "w") as file:
+            file.write(str(current is asyncio.current_task()))
+
+
 class Scorer:
     async def __call__(self, task: dict[str, Any], reply: str) -> dict[str, float]:
         await asyncio.sleep(0)
@@ -199,3 +211,15 @@ async def one_of_many_waiting(task: Task) -> AsyncGenerator[Any, Any]:
             os._exit(7)
         found += await asyncio.gather(*(recorded(_look_beside, task["folder"], task["id"]) for _ in range(2)))
     yield {"reward": 1.0, "calls": len(found)}
+
+
+def looking_up(task: Task) -> Generator[Turn | str, Reply, float]:
+    """What ends with 7 is given back as a tool's answer, up to three times; the last reply is to be the answer."""
+    reply = yield Turn(task["prompt"], stop=("7",))
+    for _ in range(3):
+        if reply == "raise":
+            raise RuntimeError("as asked")
+        if not reply.endswith("7"):
+            break
+        reply = yield Turn(str(reply), stop=("7",), tool=True)
+    return float(reply == task["answer"])

@@ -299,7 +299,7 @@ TASKS = [{"id": str(i), "prompt": f"{i}+1="} for i in range(4)]
 def test_row_with_the_option_takes_a_step(name: str, how: dict[str, Any], where: Part, expected: Any) -> None:
     row = chosen(name, how)
     learner = new_learner(row, torch.float32)
-    texts = [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": "1"}, WORDS, [0]) for t in TASKS]
+    texts = [[demonstrate({"id": t["id"], "prompt": t["prompt"], "response": "1"}, WORDS, [0])] for t in TASKS]
     length = 20 if row.filters else 6  # some replies must end by themselves to be learned from
     source = Experience(
         tasks=TASKS, player=new_player(digits, learner.model, length),

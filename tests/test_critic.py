@@ -56,7 +56,7 @@ def new_source(name: str, critic: Any = None, env: Any = digits, **settings: Any
     learner = new_learner(row, torch.float32)
     if critic is not None:
         learner = LocalLearner(learner.model, Optimization(lr=1e-2), critic=critic, others=learner.others)
-    texts = [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": t["id"]}, WORDS, [0]) for t in TASKS]
+    texts = [[demonstrate({"id": t["id"], "prompt": t["prompt"], "response": t["id"]}, WORDS, [0])] for t in TASKS]
     return Experience(
         tasks=TASKS, player=new_player(env, learner.model, 8),
         learner=learner, algorithm=row, size=Size(3, 4, 200), seed=0, texts=texts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import subprocess
@@ -28,6 +29,7 @@ from posttrain.envs.load import (
     success_of,
     unpack_env,
 )
+from posttrain.envs.pool import EnvPool
 from posttrain.envs.reading import LONGEST_TEXT, Done, read_turn, read_verdict
 from posttrain.envs.worker import Stage
 from posttrain.types import Graded, Invalid, InvalidKind, Reply, SpanReward, Task, Turn, UserError
@@ -346,3 +348,107 @@ def test_messages_that_are_no_list_of_dicts_are_told_and_the_environment_is_clos
     event = Stage(play).start(1, {"id": "a"})
     assert isinstance(event, Done) and isinstance(event.reward, Invalid) and ended == [True]
     assert "whose messages are" in event.reward.reason and "expected a list" in event.reward.reason
+
+
+OPTIONED = """
+from functools import wraps
+
+
+def reward(task, reply, *, weight: float = 1.0, word: "str" = "a", loud: bool = False):
+    return weight * reply.count(word.upper() if loud else word)
+
+
+def env(task, *, turns: int = 1, address: str = ""):
+    for _ in range(turns):
+        yield task["prompt"]
+    return float(len(address))
+
+
+async def later(task, *, turns: int = 1):
+    for _ in range(turns):
+        yield "p"
+    yield 1.0
+
+
+def odd(task, reply, *, weight: "nonsense" = 2):
+    return float(weight)
+
+
+@wraps(reward)
+def wrapped(*args, **options):
+    return reward(*args, **options) + 100
+
+
+def none(task, reply):
+    return 0.0
+"""
+
+
+@pytest.fixture
+def optioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").write_text(OPTIONED)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("spec", "reward"),
+    [
+        ("my.py:reward", 2.0),
+        ("my.py:reward,weight=0.5", 1.0),
+        ("my.py:reward,weight=2,word=b", 2.0),
+        ("my.py:reward,word=A,loud=true", 1.0),
+        ("my.py:reward,word=", 5.0),
+        ("my.py:reward,word=a=b", 0.0),
+        ("my.py:wrapped,weight=3", 106.0),
+    ],
+)
+def test_options_behind_a_name_are_given_to_the_function(optioned: Path, spec: str, reward: float) -> None:
+    assert load_env(spec)({}, "aabA") == reward
+    with EnvPool(spec, workers=1) as pool:
+        pool.start(0, {"prompt": "p"})
+        pool.poll(20)
+        pool.send(0, Reply("aabA"))
+        assert pool.poll(20) == [(0, Done(reward))]
+
+
+def test_environments_of_turns_have_options_too(optioned: Path) -> None:
+    for spec in ("my.py:env,turns=3,address=http://127.0.0.1:1/x", "my.py:later,turns=3"):
+        assert is_generator_env(load_env(spec)) and not is_generator_env(load_env("my.py:reward,weight=2"))
+        with EnvPool(spec, workers=1) as pool:
+            pool.start(0, {"prompt": "p"})
+            for _ in range(3):
+                assert isinstance(pool.poll(20)[0][1], Turn)
+                pool.send(0, Reply("x"))
+            assert pool.poll(20) == [(0, Done(20.0 if "env" in spec else 1.0))]
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("my.py:reward,wieght=2", r"--env my.py:reward: no option 'wieght'; did you mean 'weight'\?"),
+        ("my.py:reward,task=2", r"no option 'task' \(there are: weight, word, loud\)"),
+        ("my.py:reward,weight=x", "--env my.py:reward: weight is a number, not 'x'"),
+        ("my.py:env,turns=1.5", "--env my.py:env: turns is a whole number, not '1.5'"),
+        ("my.py:reward,loud=maybe", "loud is true or false, not 'maybe'"),
+        ("my.py:none,x=1", r"no option 'x'; it has none \(a parameter behind a \* is one\)"),
+        ("my.py:reward,weight", "has no 'reward,weight'"),
+        ("gsm8k,weight=1", "--env gsm8k: no option 'weight'"),
+        ("gsm8,weight=1", "no built-in environment 'gsm8'"),
+    ],
+)
+def test_options_that_an_environment_has_not_are_told(optioned: Path, spec: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        load_env(spec)
+
+
+def test_what_stands_beside_an_environment_is_found_whatever_its_options(optioned: Path) -> None:
+    from posttrain.runs.fingerprint import of_code
+
+    (optioned / "my.py").write_text(OPTIONED + "SUCCESS = 3\ndef row_to_task(row): return {'prompt': 'x'}\n")
+    assert success_of("my.py:reward,weight=2", None) == 3
+    assert load_converter("my.py:reward,weight=2") is not None
+    assert (known := of_code("my.py:env")) is not None and of_code("my.py:env,address=http://x:1") == known
+    assert load_env("my.py:odd,weight=2")({}, "") == 2.0, "it is text where a hint names nothing"
+    bound = functools.partial(load_env("my.py:reward"), weight=3.0)
+    assert unpack_env(pack_env(bound))({}, "aa") == 6.0

@@ -18,7 +18,7 @@ RANKS = (
     {"protocols"},
     {"kernels", "verify", "data"},
     {"envs", "models", "serving"},
-    {"engines", "learners"},
+    {"engines", "learners", "retrieval"},
     {"algorithms"},
     {"config", "options", "typed"},
     {"runs", "sources"},
@@ -47,11 +47,19 @@ HOMES = {
     "vllm": ("engines/vllm_worker.py",),
     "rapidfuzz": ("sources/diversity.py", "verify/", "audit/templates.py"),
     "httpcore2": ("connections.py", "endpoint.py"),
-    "aiohttp": ("serving/",),
+    "aiohttp": ("serving/", "retrieval/server.py"),
     "verifiers": ("envs/verifiers_side.py",),
+    "bm25s": ("retrieval/bm25.py",),
+    "faiss": ("retrieval/dense.py",),
     "jsonschema": ("verify/", "services/", "envs/tools.py"),
     "docstring_parser": ("envs/schemas.py",),
     "referencing": ("verify/",),
+    "reasoning_gym": ("envs/bridges/reasoning.py",),
+    "gymnasium": ("envs/bridges/gym.py",),
+    "textarena": ("envs/bridges/arena.py",),
+    "websockets": ("envs/bridges/openenv.py",),
+    "mcp": ("envs/bridges/mcp_tools.py",),
+    "mcp_types": ("envs/bridges/mcp_tools.py",),
     "py3langid": ("verify/",),
     "torch.distributed": ("learners/world.py",),
 }
@@ -61,7 +69,7 @@ LIGHT = ("audit/", "envs/", "verify/", "runs/", "training/intervals.py",
          "sources/diversity.py", "algorithms/", "config.py", "types.py", "batch.py", "protocols.py", "part.py",
          "seeds.py", "messages.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py", "cli/main.py",
          "cli/commands.py", "cli/typed.py",
-         "data/", "sources/packing.py")  # fmt: skip
+         "data/", "sources/packing.py", "retrieval/", "services/retriever.py")  # fmt: skip
 """What imports no torch when it is imported itself, so that --help and check start at once."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -405,7 +405,8 @@ def test_first_update_of_a_real_step_is_the_transcription_of_its_rollouts(row: A
     texts = new_texts(torch.Generator().manual_seed(0), 4)  # 16 are drawn: each of them four times
     player = new_player(shares_of_digits, learner.model, 20)
     experience = Experience(
-        tasks=tasks, player=player, learner=learner, algorithm=row, size=Size(3, 4, 100), seed=5, success=0.2, texts=texts,
+        tasks=tasks, player=player, learner=learner, algorithm=row, size=Size(3, 4, 100), seed=5, success=0.2,
+        texts=[[text] for text in texts],
         teachers=Teachers(WORDS, {TEACHER: 64, OTHER: 64}, choose=True) if row.teacher else None,
     )  # fmt: skip
     step = experience.produce(1)
@@ -425,7 +426,15 @@ def test_first_update_of_a_real_step_is_the_transcription_of_its_rollouts(row: A
         for of, name in ((views, "logp"), (reference, "logp"), (views, "value"))
     ]
     taught = {id(r): as_its_teacher_reads(r) for r in rollouts} if row.teacher else {}
-    case = Case(row, learner, rollouts, list(experience.minibatches.texts), *told, {}, taught)
+    case = Case(
+        row,
+        learner,
+        rollouts,
+        [text for item in experience.minibatches.texts for text in item or ()],
+        *told,
+        {},
+        taught,
+    )
     expected, want = by_loops(case, 0.2)
     assert abs(loss - expected) < 1e-5 * max(1.0, abs(expected))
     assert want.abs().max() > 1e-3 and (grad - want).abs().max() < 1e-5 * max(1.0, want.abs().max().item())

@@ -6,6 +6,7 @@ import io
 import re
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,13 @@ from posttrain.algorithms.every import EVERY
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Preference
 from posttrain.cli.main import _known, app
-from posttrain.config import VERBS
+from posttrain.config import OF_RETRIEVERS, VERBS
 from posttrain.user_code import load_named
 
-PAGES = {name: ROOT / name for name in ("README.md", "docs/environments.md", "docs/serving.md", "docs/verifiers.md")}
+PAGES = {
+    name: ROOT / name
+    for name in ("README.md", "docs/environments.md", "docs/retrieval.md", "docs/serving.md", "docs/verifiers.md")
+}
 TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
 README = TEXTS["README.md"]
 WORDS = {"--config", "--set", "--help", "--json", "--replies", "--index-url", "--seed"}
@@ -49,9 +53,14 @@ def test_every_block_runs_in_its_order(name: str, tmp_path: Path, monkeypatch: p
     for made in set(sys.modules) - before:
         if str(getattr(sys.modules[made], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[made]
-    assert (
-        sum(ran) == {"README.md": 20, "docs/environments.md": 10, "docs/serving.md": 5, "docs/verifiers.md": 16}[name]
-    )
+    runs = {
+        "README.md": 20,
+        "docs/environments.md": 15,
+        "docs/retrieval.md": 7,
+        "docs/serving.md": 5,
+        "docs/verifiers.md": 16,
+    }
+    assert sum(ran) == runs[name]
 
 
 def test_rewards_of_the_page_on_environments_judge_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +93,7 @@ def test_every_verb_and_every_option_that_a_page_names_exists() -> None:
     verbs = set(re.findall(r"posttrain (\w+)[ `]", README)) - {"import"}
     assert {"sft", "rl", "eval", "chat", "check", "algorithms"} <= verbs <= {name.lstrip("-") for name in app}
     known = {f"--{name.replace('_', '-')}" for verb in VERBS for name in _known(verb)}
+    known |= {f"--{f.name.replace('_', '-')}" for config in OF_RETRIEVERS for f in fields(config)}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert named <= known | WORDS, sorted(named - known - WORDS)
 

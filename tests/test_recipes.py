@@ -15,9 +15,10 @@ from posttrain.algorithms.table import find
 from posttrain.config import RL, VERBS
 from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.envs.load import load_env, success_of
-from posttrain.envs.word_problems import evaluate, row_to_task
+from posttrain.envs.word_problems import row_to_task
 from posttrain.options import filled, validate
 from posttrain.training.adjust import adjust
+from posttrain.verify.expression import evaluate
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -78,7 +78,7 @@ def source(
         soft = isinstance(row.critic, SoftQ)
         critic = ActionValueModel(backbone, 3) if soft else ValueModel(backbone.config.hidden, backbone, 3)
     texts = [
-        demonstrate({"id": t["id"], "prompt": t["prompt"], "response": t["answer"]}, tokenizer, [0]) for t in TASKS
+        [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": t["answer"]}, tokenizer, [0])] for t in TASKS
     ]
     return Experience(
         tasks=TASKS,
@@ -437,7 +437,7 @@ def test_first_rows_that_do_not_fit_are_named_and_the_others_counted() -> None:
 def test_every_pretraining_text_is_read_once_before_any_is_read_again(tokenizer: Tokenizer) -> None:
     plain = row("ppo-ptx", epochs=2, minibatches=1)
     experience = source(tokenizer, replace(plain, pretraining=Pretraining(0.5, rows=2)))
-    texts = {tuple(t.tokens[1:]): place for place, t in enumerate(experience.minibatches.texts)}  # type: ignore[union-attr]
+    texts = {tuple(t.tokens[1:]): place for place, [t] in enumerate(experience.minibatches.texts)}  # type: ignore[misc]
     assert len(texts) == 6
     read: list[int] = []
     for number in (1, 2, 3):

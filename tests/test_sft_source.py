@@ -125,11 +125,10 @@ def test_rows_that_are_too_long_are_missing_from_their_step_and_no_other_changes
 
 
 def test_a_row_as_long_as_the_context_is_neither_left_out_nor_cut(tokenizer: Tokenizer) -> None:
-    whole = transcripts(tokenizer, rows(1))[0]
-    assert whole is not None
+    [[whole]] = transcripts(tokenizer, rows(1))
     for policy in ("skip", "truncate", "refuse"):
-        kept = transcripts(tokenizer, rows(1), len(whole), policy)[0]
-        assert kept is not None and kept.tokens == whole.tokens
+        [[kept]] = transcripts(tokenizer, rows(1), len(whole), policy)
+        assert kept.tokens == whole.tokens
     assert transcripts(tokenizer, rows(1), len(whole) - 1, "skip", lambda _: None)[0] is None
 
 
@@ -158,8 +157,8 @@ def test_truncated_demonstrations_lose_their_end_and_their_last_token_does_not_e
     said: list[str] = []
     made = transcripts(tokenizer, rows(3, (1,)), 20, "truncate", said.append)
     whole = demonstrate(made.tasks[1], tokenizer, (1,))
-    cut = made[1]
-    assert cut is not None and cut.tokens == whole.tokens[:20] and cut.tokens[-1] != 1
+    [cut] = made[1]
+    assert cut.tokens == whole.tokens[:20] and cut.tokens[-1] != 1
     assert imitated(cut) == imitated(whole)[: len(imitated(cut))] and "is cut" in said[0]
     said.clear()
     assert transcripts(tokenizer, rows(3, (1,)), 4, "truncate", said.append)[1] is None and "left out" in said[0]
@@ -176,7 +175,7 @@ def test_transcripts_are_made_once_while_there_is_room(tokenizer: Tokenizer, mon
     firsts = [made[place] for place in range(10)]
     again = [made[place] for place in range(10)]
     assert [a is b for a, b in zip(firsts, again, strict=True)] == [True, True] + [False] * 8
-    assert [t and t.tokens for t in firsts] == [t and t.tokens for t in again]
+    assert [t.tokens for [t] in firsts] == [t.tokens for [t] in again]
 
 
 def test_rows_without_end_come_in_their_own_order(tokenizer: Tokenizer) -> None:
@@ -192,7 +191,7 @@ def test_steps_are_numbered_and_their_order_is_of_the_seed_and_the_epoch(tokeniz
         source = Demonstrations(transcripts(tokenizer, rows(8)), 8, 10_000, seed, CPU)
         steps = [source.produce(number) for number in (1, 2)]
         assert [step.number for step in steps] == [1, 2]
-        assert [step.tokens for step in steps] == [sum(t.n_scored for t in source.transcripts if t)] * 2
+        assert [step.tokens for step in steps] == [sum(t.n_scored for [t] in source.transcripts)] * 2
         own = {id(source.transcripts[place]): place for place in range(8)}
         found: list[list[int]] = []
         for step in steps:
@@ -214,7 +213,7 @@ def test_an_end_token_within_a_reply_is_imitated() -> None:
         def encode(self, text: str, start: bool = False) -> list[int]:
             return [ord(c) for c in text]
 
-        def render(self, messages: Sequence[Any], generation: bool = True) -> str:
+        def render(self, messages: Sequence[Any], generation: bool = True, tools: Any = None) -> str:
             said = "".join(f"{message['role'][0]}:{message['content']}\n " for message in messages)
             return said + "a:" * generation
 

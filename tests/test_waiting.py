@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environments import Scorer, asking, asking_too, delegating, echo, meeting, misbehaving, one_task, tidy
+from environments import Scorer, asking, asking_too, closing, delegating, echo, meeting, misbehaving, one_task, tidy
 from episodes import played, said
 
 from posttrain.envs.load import load_env
@@ -106,6 +106,24 @@ def test_reasons_say_what_happened() -> None:
 def test_an_episode_is_one_task(workers: int) -> None:
     with EnvPool(one_task, workers=workers, seconds=10) as pool:
         assert ended(pool, {0: "x", 1: "y"}) == {0: 1.0, 1: 1.0}
+
+
+@pytest.mark.parametrize("way", ["scored", "dropped"])
+def test_an_episode_is_closed_in_the_task_in_which_it_was_opened(tmp_path: Path, way: str) -> None:
+    file = tmp_path / "closed"
+    with EnvPool(closing, workers=1, seconds=10) as pool:
+        pool.start(0, {**TASK, "file": str(file)})
+        answers(pool)
+        if way == "dropped":
+            pool.drop(0)
+        else:
+            pool.send(0, Reply("x"))
+        end = time.monotonic() + 20
+        while not (file.exists() and file.read_text()):
+            assert time.monotonic() < end
+            pool.poll(0.01)
+            time.sleep(0.01)
+    assert file.read_text() == "True"
 
 
 def test_a_dropped_episode_is_over_and_its_number_free() -> None:

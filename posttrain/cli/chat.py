@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from posttrain.config import SERVICES, Chat, named_services
+from posttrain.config import SCORERS, Chat, named_services
 from posttrain.engines.embedded import embedded
 from posttrain.envs.asked import question
 from posttrain.envs.play import MAX_TURNS, Episode
@@ -32,7 +32,7 @@ def converse(model: str, config: Chat) -> None:
     chat = tokenizer.chat_template is not None
     if config.system is not None and not chat:
         raise UserError(f"{folder} has no chat template, so it knows no system message: leave out --system")
-    kinds = {kind.replace("_", "-"): getattr(config, kind) for kind in SERVICES}
+    kinds = {kind.replace("_", "-"): getattr(config, kind) for kind in SCORERS}
     raters = {name: kind for kind, given in kinds.items() for name, _ in named_services(given, kind)}
     with open_dialogue(config, dialogue(_ask, print, config.system, chat, raters), device) as ground:
         print("a message and Enter; an empty line ends" if chat else "text to continue and Enter; an empty line ends")

@@ -5,12 +5,13 @@ Nothing heavy is imported before the verb that needs it runs, so that its --help
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from json import dumps
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from cyclopts import Parameter
 
@@ -23,12 +24,14 @@ from posttrain.config import (
     Evaluation,
     Label,
     Prefer,
+    RetrieverBuild,
+    RetrieverServe,
     RewardModelling,
     Sample,
     ServePolicy,
 )
 from posttrain.messages import clip, one_line
-from posttrain.options import AnyConfig, validate
+from posttrain.options import AnyConfig, check_bounds, validate
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
@@ -333,6 +336,44 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     return 0 if report.ok else 2
 
 
+def retriever_build(*, config: Annotated[RetrieverBuild, Options] = RetrieverBuild()) -> int:  # noqa: B008  frozen
+    """Make an index of passages: of their words (BM25), or with an encoder of their vectors."""
+    from time import perf_counter
+
+    from posttrain.retrieval.index import build
+
+    check_bounds(config)
+    if not config.passages:
+        raise UserError("--passages is missing: a file of rows with title and text, such as passages.jsonl")
+    chosen = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("passages", "out")}
+    plain = RetrieverBuild()
+    began = perf_counter()
+    manifest = build(config.passages, config.out, **{n: v for n, v in chosen.items() if v != getattr(plain, n)})
+    size = sum(size for size, _ in manifest.files.values())
+    made = ", ".join(f"{name} {value}" for name, value in manifest.settings.items() if value is not None)
+    print(f"index       {config.out}, {manifest.count:,} passages, {manifest.kind} ({made})")
+    print(f"took        {perf_counter() - began:.1f} s, {size / 2**20:.1f} MiB")
+    print(f"serve it    posttrain retriever serve {config.out}")
+    print(f"use it      posttrain rl --env search-qa --retriever {config.out} ...")
+    return 0
+
+
+def retriever_serve(index: str, *, config: Annotated[RetrieverServe, Options] = RetrieverServe()) -> int:  # noqa: B008
+    """Serve an index over HTTP, by the protocol of Search-R1, until it is interrupted.
+
+    Parameters
+    ----------
+    index
+        Folder of the index: --out of posttrain retriever build.
+    """
+    from posttrain.retrieval.index import open_index
+    from posttrain.retrieval.server import serve
+
+    check_bounds(config)
+    serve(open_index(index, config.encoder), config.host, config.port, config.topk)
+    return 0
+
+
 def reproduce(
     name: str | None = None,
     *,
@@ -367,6 +408,58 @@ def reproduce(
     table("", finding.columns, finding.rows)
     print("\n".join([*finding.notes, f"verdict     {finding.verdict}"]))
     print(f"table       {folder / 'table.md'}\nplot        {finding.plot}\nfigures     {folder / 'result.json'}")
+    return 0
+
+
+def rollouts(
+    run: str,
+    *,
+    step: int | None = None,
+    group: str | None = None,
+    number: int = 3,
+    order: Literal["first", "best", "worst", "longest"] = "first",
+    json: bool = False,
+) -> int:
+    """What was said in a step of a run, turn by turn: prompts, replies, calls of tools and their answers, rewards.
+
+    Parameters
+    ----------
+    run
+        Folder of a run, running or finished; or a file of rollouts, as posttrain eval --out leaves it.
+    step
+        Which step; default: the last that is there.
+    group
+        The rollouts of this task only.
+    number
+        How many are shown.
+    order
+        Which come first: as they were played, those with the highest or the lowest reward, or the longest.
+    json
+        Print the rows as they were written, a line each.
+    """
+    from posttrain.runs.printing import sample as show
+    from posttrain.runs.reading import read_rollout_file, read_rollouts, read_run, rollout_steps
+
+    if Path(run).suffix == ".jsonl":
+        if step is not None:
+            raise UserError(f"{run} is a file of rollouts, which knows no steps: leave out --step")
+        rows = read_rollout_file(run)
+    else:
+        read_run(run)  # whether it is one
+        rows = read_rollouts(run, step if step is not None else max(rollout_steps(run), default=1))
+    if group is not None and not (rows := [row for row in rows if row["group"] == group]):
+        raise UserError(f"there are no rollouts of the group {group!r}: the head line of each shown names its group")
+    keys: dict[str, Callable[[dict[str, Any]], float]] = {
+        "best": lambda row: -math.inf if row["reward"] is None else row["reward"],
+        "worst": lambda row: -math.inf if row["reward"] is None else -row["reward"],
+        "longest": lambda row: sum(turn["length"] for turn in row["turns"]),
+    }
+    if order in keys:
+        rows = sorted(rows, key=keys[order], reverse=True)
+    if not json:
+        show(rows, number)
+    for row in rows[:number] if json else ():
+        print(dumps(row, ensure_ascii=False))
     return 0
 
 

@@ -59,11 +59,20 @@ for _name, _function, _help in (
     ("serve-policy", "serve_policy", "Serve a checkpoint over HTTP: token ids, OpenAI's chat and completions."),
     ("algorithms", "algorithms", "The algorithms and the idea of each, or one of them in plain mathematics."),
     ("check", "check", "Run a reward or an environment against sample replies, before any training."),
+    ("rollouts", "rollouts", "What was said in a step of a run, turn by turn: prompts, replies, tools, rewards."),
     ("audit", "audit", "Look for reward hacking in a run: what goes with the reward, what spreads, what comes apart."),
     ("reproduce", "reproduce", "Test what a paper claims in a small experiment: table, plot, verdict with intervals."),
 ):
     app.command(f"posttrain.cli.commands:{_function}", name=_name, help=_help, help_format="markdown")
-
+retriever = App(
+    name="retriever", help="Search over passages: make an index of them, serve it over HTTP.", help_format="plaintext"
+)
+for _name, _help in (
+    ("build", "Make an index of passages: of their words (BM25), or with an encoder of their vectors."),
+    ("serve", "Serve an index over HTTP, by the protocol of Search-R1, until it is interrupted."),
+):
+    retriever.command(f"posttrain.cli.commands:retriever_{_name}", name=_name, help=_help, help_format="markdown")
+app.command(retriever)
 
 _asked_to_stop = False  # by a signal
 
@@ -183,11 +192,12 @@ def _refuse_fractions(arguments: list[str]) -> list[str]:
 
 def _whole_numbers(verb: str) -> frozenset[str]:
     """The options of a verb that are whole numbers."""
-    from posttrain.config import VERBS
+    from posttrain.config import OF_RETRIEVERS, VERBS
 
     if verb not in VERBS:
-        return frozenset()
-    kinds = get_type_hints(VERBS[verb]) | {name: flag.type for name, flag in VERBS[verb].flags().items()}
+        kinds = {n: k for c in OF_RETRIEVERS for n, k in get_type_hints(c).items()} if verb == "retriever" else {}
+    else:
+        kinds = get_type_hints(VERBS[verb]) | {name: flag.type for name, flag in VERBS[verb].flags().items()}
     return frozenset(name for name, kind in kinds.items() if kind is int or int in get_args(kind))
 
 

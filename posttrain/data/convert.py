@@ -75,7 +75,9 @@ class Conversion:
         task = self._renamed(row) if self.fields else row
         if self.convert is not None:
             converted = _converted(dict(task), self.convert)
-            if converted is None or ("response" in self.need and not {"messages", *REPLIES} & converted.keys()):
+            if converted is None or (
+                "response" in self.need and not {"messages", "replies", *REPLIES} & converted.keys()
+            ):
                 return None
             task = converted
         if self.patterns:
@@ -285,6 +287,11 @@ def _checked(task: Task) -> Task:
             raise UserError("the prompt is empty")
     if "messages" in task:
         task = {**task, "messages": _messages(task["messages"])}
+    if isinstance(task.get("tools"), str):  # JSON, as table formats keep what differs in form from row to row
+        try:
+            task = {**task, "tools": json.loads(task["tools"])}
+        except ValueError:
+            raise UserError("tools is text and no JSON: give a list of JSON schemas of functions") from None
     return task
 
 
@@ -297,7 +304,11 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
             raise UserError(f'message {number} must be an object with "role" and "content"')
         if message["role"] not in ROLES:
             raise UserError(f"message {number}: role {message['role']!r} is not one of {', '.join(ROLES)}")
-        message = {**message, "content": _text(message["content"], f"message {number}: content")}
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+            raise UserError(f"message {number}: tool_calls must be a list of objects, as OpenAI's API has them")
+        content = "" if message["content"] is None and calls else message["content"]
+        message = {**message, "content": _text(content, f"message {number}: content")}
         # Table formats give every message the keys of all; templates ask whether a key is there, so nulls must go.
         checked.append({key: value for key, value in message.items() if value is not None})
     return checked
@@ -337,11 +348,14 @@ def _is_text(value: str) -> bool:
 
 def _met(task: Task, need: Sequence[str]) -> Task:
     """The task with one prompt: "prompt" or "messages", whichever meets the need."""
+    if "response" in need and _blank(task.get("response")) and _is_played(task):
+        return task
     missing = [key for key in need if _blank(task.get(key))]
     plain = "prompt" in task and "messages" not in need and not missing
     if "messages" in task and not plain and set(missing) <= {"prompt", "response"}:
         last = task["messages"][-1]
-        if "response" in need and (last["role"] != "assistant" or _blank(last["content"])):
+        said = not _blank(last["content"]) or last.get("tool_calls")
+        if "response" in need and (last["role"] != "assistant" or not said):
             raise UserError("the messages must end with the assistant turn to imitate, and it must not be empty")
         if "prompt" in need and "response" not in need and last["role"] == "assistant":
             raise UserError("the messages end with an assistant turn; drop it, the model is to write it")
@@ -356,6 +370,19 @@ def _met(task: Task, need: Sequence[str]) -> Task:
     if "messages" in task and "prompt" in task:
         task = {key: value for key, value in task.items() if key != "messages"}
     return task
+
+
+def _is_played(task: Task) -> bool:
+    """Whether it is an episode to imitate: a rollout as a run keeps it, or the replies of one."""
+    if isinstance(task.get("transcripts"), list) and isinstance(task.get("turns"), list):
+        return True
+    replies = task.get("replies")
+    if not isinstance(replies, list | tuple) or not replies:
+        return False
+    for number, reply in enumerate(replies, 1):
+        if not _text(reply, f"reply {number}"):
+            raise UserError(f"reply {number} is empty")
+    return True
 
 
 def _hash(value: Any) -> str:

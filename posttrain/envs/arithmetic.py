@@ -1,7 +1,6 @@
 """Sums that a small model learns in minutes: generated tasks, exact reward.
 
-Every possible prompt belongs to one of two halves, told by its hash: training tasks and held-out tasks of the same kind
-can never meet, whatever the seeds.
+python -m posttrain.envs.arithmetic --count 1000 --digits 3 > rows.jsonl
 """
 
 from __future__ import annotations
@@ -9,12 +8,11 @@ from __future__ import annotations
 import operator
 import random
 import re
-from hashlib import sha256
 
+from posttrain.envs.generated import HELD_OUT, is_held_out, write
 from posttrain.types import Task, UserError
 
 SUCCESS = 1.0  # the reward of a right answer
-HELD_OUT = 0.1  # share of all possible prompts
 
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
@@ -42,7 +40,7 @@ def tasks(
         found = []
         for index in rng.sample(range(size), drawn):
             question, answer = _question(index, low, numbers, operands, operators)
-            if _is_held_out(question) == held_out:
+            if is_held_out(question) == held_out:
                 found.append({"id": question, "prompt": question + "=", "answer": answer, "response": answer})
         if len(found) >= count:
             return found[:count]
@@ -74,5 +72,5 @@ def _question(index: int, low: int, numbers: int, operands: int, operators: str)
     return text, str(value)
 
 
-def _is_held_out(question: str) -> bool:
-    return int.from_bytes(sha256(question.encode()).digest()[:4], "big") < HELD_OUT * 2**32
+if __name__ == "__main__":
+    write(tasks)

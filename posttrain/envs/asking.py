@@ -20,6 +20,9 @@ from posttrain.messages import near
 from posttrain.protocols import Service
 from posttrain.types import Ask, Invalid, InvalidKind
 
+OPTIONS = {"judge": "--judge RECIPE", "retriever": "--retriever FOLDER", "reward-model": "--reward-model FOLDER"}
+"""Kinds of services -> how one is given. A name that holds none of these words is taken for that of a reward model."""
+
 
 @dataclass(frozen=True)
 class _Ticket:
@@ -68,9 +71,8 @@ class Services:
         if ask.service in self.named:
             return None
         has = f"has {', '.join(self.named)}" if self.named else "has none"
-        option = "--judge RECIPE" if "judge" in ask.service else "--reward-model FOLDER"
-        plain = ask.service in ("judge", "reward-model")
-        way = option if plain else option.replace(" ", f" {ask.service}=", 1)
+        kind = next((kind for kind in OPTIONS if kind in ask.service), "reward-model")
+        way = OPTIONS[kind] if ask.service == kind else OPTIONS[kind].replace(" ", f" {ask.service}=", 1)
         return f"asked the service {ask.service!r}, which this run {has}{near(ask.service, self.named)}: give {way}"
 
     def ask(self, id: int, ask: Ask) -> None:
@@ -156,3 +158,14 @@ def digest(identity: str, ask: Ask) -> str:
     """What a question is known by: the service, what it is, and what is asked."""
     asked = json.dumps([ask.service, identity, ask.content], sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
+
+
+def made_up(ask: Ask) -> Any:
+    """An answer to a question that nobody can answer, of the form that it would have; it follows from the question."""
+    return made_up_passages() if "retriever" in ask.service else int(digest("", ask)[:4], 16) / 0xFFFF
+
+
+def made_up_passages() -> list[dict[str, Any]]:
+    """As a retriever finds them."""
+    contents = '"Made up"\nThis passage was made up: nobody has searched for it.'
+    return [{"id": "made-up", "contents": contents, "score": 1.0}]

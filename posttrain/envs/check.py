@@ -1,10 +1,11 @@
 """Tries an environment on a few tasks before a run is spent on it, and decides what is wrong with it.
 
-Each task is played with its own answer, if it has one, and with replies of the kinds that models do produce: nothing,
-junk, very much, other scripts. Each case is played twice. An environment is in order if every case has a reward, the
-second time gives what the first gave, and a right reply earns another reward than a wrong one. Where no right reply is
-known, equal rewards are told and not judged. A service that the environment asks answers itself where it was given; else
-answers are made up, numbers that follow from the question, and one case is played without an answer.
+Each task is played with its own answer, if it has one, with its own replies (a list, one for each turn), and with replies
+of the kinds that models do produce: nothing, junk, very much, other scripts. Each case is played twice. An environment is
+in order if every case has a reward, the second time gives what the first gave, and a right reply earns another reward
+than a wrong one. Where no right reply is known, equal rewards are told and not judged. A service that the environment
+asks answers itself where it was given; else answers are made up, which follow from the question, and one case is
+played without an answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from posttrain.envs.asking import Services, digest
+from posttrain.envs.asking import OPTIONS, Services, made_up
 from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.models.tool_reading import HERMES
 from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
@@ -28,16 +29,17 @@ STANDARD = {
     "unicode": "答えは４２ です \N{GRINNING FACE} \u0661\u0662 \u200b\x00 \N{LATIN SMALL LETTER E WITH ACUTE}",
 }
 TASKS = 4  # more only take longer to read
-OWN = ("response", "answer")  # what a task may call its right reply; its "replies" are several, turn by turn
+OWN = ("response", "answer")  # what a task may call its right reply
+SCRIPT = "replies"  # and its right replies to turn after turn
 SHOWN = 2  # turns of an episode that are printed beside the first
 WITHOUT = Invalid("no answer, to see what becomes of it", InvalidKind.UNANSWERED)
 MOST_ASKS = 64  # questions of an episode
-TURNS = 8  # the reply is repeated that often; many environments wait for a word that it does not contain
+TURNS = 64  # the reply is repeated that often, as in a run; many environments wait for a word that it does not contain
 
 
 @dataclass(frozen=True)
 class Case:
-    """One task played with one reply, given again on every turn, or with its own replies, turn by turn."""
+    """One task played with one reply, given again on every turn, or with its own replies, one after the other."""
 
     task: str  # its id
     kind: str  # of reply
@@ -62,7 +64,7 @@ class Report:
     @property
     def known(self) -> bool:
         """Whether one of the replies is a task's own, which ought to be right."""
-        return any(case.kind in (*OWN, "replies") for case in self.cases)
+        return any(case.kind in (*OWN, SCRIPT) for case in self.cases)
 
     @property
     def invalid(self) -> list[Case]:
@@ -110,9 +112,10 @@ class Report:
         """What it asked, and what becomes of an episode whose question has no answer."""
         lines = []
         for name in self.asked:
-            how = "numbers from 0 to 1 were made up as its answers" if name in self.made_up else "it answered itself"
-            option = {"judge": "--judge RECIPE", "reward-model": "--reward-model FOLDER"}.get(name)
-            ways = option or f"--judge {name}=RECIPE or --reward-model {name}=FOLDER"
+            what = "passages" if "retriever" in name else "numbers from 0 to 1"
+            how = f"{what} were made up as its answers" if name in self.made_up else "it answered itself"
+            option = OPTIONS.get(name)
+            ways = option or " or ".join(given.replace(" ", f" {name}=", 1) for given in OPTIONS.values())
             lines.append(f"it asks the service {name}: {how}" + (f"; {ways} asks it" if name in self.made_up else ""))
         if self.unanswered is not None:
             lines.append(f"without an answer (task {self.unanswered.task}): {_outcome(self.unanswered, set())}")
@@ -180,7 +183,7 @@ def check(
     with EnvPool(env_spec, workers=1, seconds=seconds, memory=memory) as pool:
         for number, task in enumerate(tasks[:TASKS]):
             for kind, script in _sample_replies(task, replies):
-                reply = "".join(script)
+                reply = ", ".join(script[:-1]) if kind == SCRIPT else script[0]
                 shown, result, slowest = _play(pool, task, script, answers)
                 repeats = True
                 if not (result and isinstance(result.reward, Invalid)):  # it may have taken all of its time
@@ -208,7 +211,7 @@ class _Answers:
         self.asked[ask.service] = None
         if self.services.problem(ask) is not None:
             self.made_up[ask.service] = None
-            return int(digest("", ask)[:4], 16) / 0xFFFF
+            return made_up(ask)
         self.services.ask(0, ask)
         while not (answers := self.services.poll()):
             time.sleep(0.001)
@@ -220,9 +223,9 @@ def _sample_replies(task: Task, replies: Sequence[str] | None) -> list[tuple[str
     if replies is not None:
         return [(f"reply {number}", [reply]) for number, reply in enumerate(replies, 1)]
     own = [(key, [str(task[key])]) for key in OWN if isinstance(task.get(key), str | int | float)]
-    script = task.get("replies")
+    script = task.get(SCRIPT)
     if isinstance(script, list | tuple) and script and all(isinstance(reply, str) for reply in script):
-        own = [("replies", list(script)), *own]
+        own.append((SCRIPT, [*script, ""]))
     return [*own, *((kind, [reply]) for kind, reply in STANDARD.items())]
 
 
@@ -241,7 +244,7 @@ def _play(
         if isinstance(event, Turn):
             shown.append(event)
         asked += isinstance(event, Ask)
-        if len(shown) > TURNS or asked > MOST_ASKS:
+        if len(shown) > TURNS + len(script) - 1 or asked > MOST_ASKS:
             pool.drop(0)
             return shown, None, slowest
         if isinstance(event, Turn):

@@ -1,18 +1,25 @@
-"""Finds the user's reward or environment, named "my.py:reward", "package.module:name", or by a built-in one's short name."""
+"""Finds the user's reward or environment, named "my.py:reward", "package.module:name", or by a built-in one's short name.
+
+Decides how an environment gets its options: they are its parameters that have names only, and follow its own name, as in
+"search-qa,topk=5,searches=2". So they go wherever that name goes: through recipes, into records, to workers.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
+import re
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from posttrain.envs.reading import read_number
 from posttrain.messages import near_or_all, short
 from posttrain.types import AsyncEnv, Env, Invalid, Reply, Reward, Task, Turn, UserError, Verdict
 from posttrain.user_code import PRIVATE, describe_error, import_target, importable, named_in, split_name, unwrapped
+from posttrain.values import convert
 
 BUILTIN = {
     "arithmetic": "posttrain.envs.arithmetic:reward",
@@ -20,21 +27,60 @@ BUILTIN = {
     "word-problems": "posttrain.envs.word_problems:reward",
     "math": "posttrain.envs.math_problems:reward",
     "verdict": "posttrain.envs.verdict:reward",
+    "calculator": "posttrain.envs.calculator:calculator",
+    "countdown": "posttrain.envs.countdown:reward",
+    "guess": "posttrain.envs.guess:guess",
+    "adventure": "posttrain.envs.adventure:adventure",
+    "reasoning-gym": "posttrain.envs.bridges.reasoning:reward",
+    "gymnasium": "posttrain.envs.bridges.gym:play",
+    "textarena": "posttrain.envs.bridges.arena:play",
+    "openenv": "posttrain.envs.bridges.openenv:play",
     "reward-model": "posttrain.envs.asked:reward_model",
     "judge": "posttrain.envs.asked:judge",
+    "search-qa": "posttrain.envs.search_qa:search_qa",
 }
+
+_WITH_OPTIONS = re.compile(r"([^,]+)((?:,\w+=[^,]*)+)")
 
 
 def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     """The reward or generator function that `spec` names (a function stands for itself), as its author wrote it.
 
-    Raises UserError, with the fix, if it cannot be found, imported or called.
+    With options behind its name it is bound to them. Raises UserError, with the fix, if it cannot be found, imported or
+    called, or has no such options.
     """
     if not isinstance(spec, str):
         return _checked(spec, getattr(spec, "__qualname__", repr(spec)))
-    target, name = _split(spec)
+    bare, options = split_options(spec)
+    target, name = _split(bare)
     module = import_target(target)
-    return _checked(named_in(module, name, target, _functions(module)), spec)
+    function = _checked(named_in(module, name, target, _functions(module)), bare)
+    return _bound(function, bare, options) if options else function
+
+
+def split_options(spec: str) -> tuple[str, dict[str, str]]:
+    """ "search-qa,topk=5" -> ("search-qa", {"topk": "5"})."""
+    found = _WITH_OPTIONS.fullmatch(spec)
+    if found is None:
+        return spec, {}
+    pairs = [option.partition("=") for option in found[2].split(",")[1:]]
+    return found[1], {name: value for name, _, value in pairs}
+
+
+def _bound(function: Callable[..., Any], name: str, options: Mapping[str, str]) -> Callable[..., Any]:
+    """The environment with these options: values of the types that it gives them. Raises UserError for what it has not."""
+    own = {n: p for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    if unknown := next((option for option in options if option not in own), None):
+        has = near_or_all(unknown, list(own)) if own else "; it has none (a parameter behind a * is one)"
+        raise UserError(f"--env {name}: no option {unknown!r}{has}")
+    try:
+        hints = get_type_hints(unwrapped(function))
+    except Exception:  # names that stand for nothing in its module
+        hints = {}
+    values = {
+        option: convert(text, hints.get(option, str), f"--env {name}: {option}") for option, text in options.items()
+    }
+    return functools.partial(function, **values)
 
 
 def load_converter(spec: str | Callable[..., Any]) -> Callable[[Task], Task] | None:
@@ -186,10 +232,10 @@ def _functions(module: ModuleType) -> list[str]:
 
 
 def _split(spec: str) -> tuple[str, str]:
-    """As `split_name`; a short name is looked up first."""
+    """As `split_name`; options are left out, and a short name is looked up first."""
+    spec = split_options(spec)[0]
     spec = BUILTIN.get(spec, spec)
     if ":" in spec or spec.endswith(".py"):
         return split_name(spec)
-    raise UserError(
-        f"there is no built-in environment {spec!r}{near_or_all(spec, sorted(BUILTIN))}; one of your own is my.py:reward"
-    )
+    known = near_or_all(spec, sorted(BUILTIN), len(BUILTIN))
+    raise UserError(f"there is no built-in environment {spec!r}{known}; one of your own is my.py:reward")

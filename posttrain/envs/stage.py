@@ -210,7 +210,8 @@ class AsyncStage(_Reports):
         episode.events.put_nowait(event)  # where it was given up nobody hears it
         if playing is not None:
             with suppress(Exception, asyncio.CancelledError):  # code of the user's that cleans up
-                await asyncio.wait_for(playing.aclose(), self._seconds)
+                async with asyncio.timeout(self._seconds):  # not wait_for, which would close it in another task
+                    await playing.aclose()
 
     def _read(self, value: Any) -> Event:
         """What was yielded: a turn, a question, or else the reward."""

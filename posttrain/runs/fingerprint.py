@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.envs.load import split_options
 from posttrain.types import UserError
 from posttrain.user_code import source_file
 
@@ -53,7 +54,7 @@ def of_rows(rows: Sequence[Any]) -> Print:
 
 def of_code(code: str | Callable[..., Any]) -> Print | None:
     """Of the file in which "my.py:name", or a function, is written; None for what is part of an installed package."""
-    file = code.rpartition(":")[0] if isinstance(code, str) else source_file(code)
+    file = split_options(code)[0].rpartition(":")[0] if isinstance(code, str) else source_file(code)
     return of_path(Path(file)) if file and file.endswith(".py") and Path(file).is_file() else None
 
 

@@ -59,7 +59,8 @@ def sample(rollouts: Sequence[Rollout | Mapping[str, Any]], count: int, stream: 
     for rollout in rollouts[:count]:
         row = rollout if isinstance(rollout, Mapping) else as_row(rollout)
         reward = f"invalid: {row['invalid']}" if "invalid" in row else f"reward {_cell(row['reward'])}"
-        head = f"── {row['group']} ── {reward} ── {row['stop']} "
+        credit = f" ── advantage {_cell(row['advantage'])}" if row.get("advantage") is not None else ""
+        head = f"── {row['group']} ── {reward}{credit} ── {row['stop']} "
         lines = [safe(head).replace("\n", " ").ljust(80, "─"), *(_beside(name, text) for name, text in _said(row)), ""]
         out.write("\n".join(lines) + "\n")
     out.flush()
@@ -75,6 +76,9 @@ def _said(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         reward = f"  (reward {_cell(turn['reward'])})" if turn["reward"] else ""
         cut = f"  ({turn['cut']} tokens left out)" if turn.get("cut") else ""
         yield SPEAKERS.get(turn["kind"], turn["kind"]), turn["text"] + cut + reward
+        for call in turn.get("calls", ()):
+            given = ", ".join(f"{name}={value!r}" for name, value in call["arguments"].items())
+            yield "call", f"{call['tool']}({given})" if "problem" not in call else f"malformed: {call['problem']}"
     if not row["turns"]:
         yield from (("prompt", row["prompt"]), ("reply", row["text"]))
     if row.get("answer") is not None:

@@ -71,6 +71,15 @@ def read_rollouts(folder: Folder, step: int) -> list[Row]:
     return [_checked(row, _ROLLOUT, where) for row, where, _ in _lines(path)]
 
 
+def read_rollout_file(file: str | os.PathLike[str]) -> list[Row]:
+    """The rollouts in a file, such as an evaluation leaves; UserError if there are none."""
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"{file}: no such file; a run is given by its folder")
+    kinds = {name: kind for name, kind in _ROLLOUT.items() if name not in ("id", "advantage")}
+    return [_checked(row, kinds, where) for row, where, _ in _lines(path)]
+
+
 def missing_steps(folder: Path, last: int) -> list[str]:
     """What a whole record of the steps up to `last` would hold and this one does not, in words."""
     metrics = [row for row, _ in read_steps(folder / METRICS, last)]

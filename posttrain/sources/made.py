@@ -32,13 +32,17 @@ class Made(Sequence["X | None"], Generic[X]):
         self.tasks, self.tokenizer, self.eos_ids, self.vocab, self.too_long = tasks, tokenizer, eos_ids, vocab, too_long
         self._remembered: dict[int, X] = {}
         self._room = REMEMBERED
+        self.unwanted = 0  # that were asked for
         if too_long.policy == "refuse" and len(tasks) < ENDLESS:  # better now than in the middle of a run
             for place in range(len(tasks)):
                 self[place]
 
     @abstractmethod
-    def make(self, task: Task, length: int | None) -> X:
-        """It, its transcripts cut to their first `length` tokens. Raises UserError if nothing is left to learn."""
+    def make(self, task: Task, length: int | None) -> X | None:
+        """It, its transcripts cut to their first `length` tokens; None for what is not wanted.
+
+        Raises UserError if nothing is left to learn.
+        """
 
     @abstractmethod
     def transcripts(self, made: X) -> Sequence[Transcript]: ...
@@ -54,6 +58,9 @@ class Made(Sequence["X | None"], Generic[X]):
             made = self.make(task, None)
         except UserError as error:
             raise UserError(f"{self.tasks.where(place)}: {error}") from error
+        if made is None:
+            self.unwanted += 1
+            return None
         transcripts = self.transcripts(made)
         most = max(max(t.tokens) for t in transcripts)
         if most >= self.vocab:
@@ -70,6 +77,7 @@ class Made(Sequence["X | None"], Generic[X]):
     def check(self) -> None:
         """Raise UserError where nothing fits, before a run's folder is made."""
         draw(len(self), 0, 1, 0, lambda place: self[place] is not None)
+        self.unwanted = 0
 
     def _cut(self, place: int, task: Task, length: int) -> X | None:
         made = None
@@ -118,3 +126,6 @@ def progress(made: Made[X], rows: int, number: int, stats: Stats) -> None:
     epoch, part = divmod(number - 1, steps_per_epoch(made, rows))
     stats.add("epoch", epoch + (part + 1) / steps_per_epoch(made, rows))
     stats.add("too_long", made.too_long.take())
+    if made.unwanted:
+        stats.add("unwanted", made.unwanted)
+        made.unwanted = 0

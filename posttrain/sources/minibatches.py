@@ -37,7 +37,7 @@ class Minibatches:
     size: Size
     seed: int
     success: float | None
-    texts: Sequence[Transcript | None]  # what a row with a pretraining term imitates beside its rollouts
+    texts: Sequence[Sequence[Transcript] | None]  # what a row with a pretraining term imitates beside its rollouts
     buffer: ReplayBuffer | None
     teachers: Teachers | None = None
 
@@ -129,10 +129,10 @@ class Minibatches:
         places = [divmod(p, len(self.texts)) for p in range(first, first + pretraining.rows)]
         permutation = {epoch: order(len(self.texts), epoch, self.seed) for epoch in {e for e, _ in places}}
         drawn = (self.texts[int(permutation[epoch][i])] for epoch, i in places)
-        chosen = [[text] for text in drawn if text is not None]
+        chosen = [text for text in drawn if text is not None]
         if not chosen:
             return []
-        share = pretraining.coefficient / sum(t.n_scored for (t,) in chosen)
+        share = pretraining.coefficient / sum(t.n_scored for text in chosen for t in text)
         none, imitate = torch.zeros(len(chosen)), torch.full((len(chosen),), share)
         return [
             collate([chosen[i] for i in index], index, weight=none, imitate=imitate, device=self.learner.device)

@@ -45,7 +45,7 @@ class Experience:
         size: Size,
         seed: int,
         success: float | None = None,
-        texts: Sequence[Transcript | None] = (),
+        texts: Sequence[Sequence[Transcript] | None] = (),
         too_long: TooLong | None = None,
         teachers: Teachers | None = None,
         rewarded: bool = True,

@@ -5,21 +5,23 @@ N    scored tokens of a micro-batch: the tokens to imitate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from posttrain.batch import Batch, Outputs, Stats, Step
 from posttrain.data.items import CUT
+from posttrain.envs.reading import read_schema
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Objective, Source
+from posttrain.sources.enacting import Enact, cut, stored
 from posttrain.sources.lengths import Placed, TooLong
 from posttrain.sources.made import Made, Memoryless, progress, steps_per_epoch, visited
 from posttrain.sources.packing import collate, split_microbatches
-from posttrain.types import Task, Transcript, UserError
+from posttrain.types import Task, ToolCall, Transcript, UserError
 
 
 class Likelihood:
@@ -66,23 +68,25 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterato
         return
     said = -1  # place of the assistant's last message
     reply: list[int] = []
+    tools = None if task.get("tools") is None else [read_schema(tool) for tool in task["tools"]]
     for i, message in enumerate(task["messages"]):
         if message["role"] != "assistant":
             continue
-        shown = tokenizer.render(task["messages"][:i], generation=True)
-        whole = tokenizer.render(task["messages"][: i + 1], generation=False)
+        shown = tokenizer.render(task["messages"][:i], True, tools)
+        whole = tokenizer.render(task["messages"][: i + 1], False, tools)
         if not whole.startswith(shown):
             raise UserError("this chat template rewrites what opens a reply, so the reply's tokens are not known")
         if said < 0:
             yield tokenizer.encode(shown, start=True), False
         else:  # as a policy would see it: behind what it said stands what it said, however the template shows it later
             before, new = task["messages"][:said], task["messages"][said + 1 : i]
-            after = tokenizer.encode(tokenizer.render_after(before, new).text)
+            calls = _calls(task["messages"][said])
+            after = tokenizer.encode(tokenizer.render_after(before, new, calls, tools).text)
             ended = next((n for n in range(min(len(after), len(reply)), 0, -1) if reply[-n:] == after[:n]), 0)
             yield after[ended:], False
         reply = tokenizer.encode(whole[len(shown) :])
         ends = [place for place, token in enumerate(reply) if token in eos_ids]
-        content = str(message["content"]).strip()
+        content = "" if message.get("tool_calls") else str(message["content"]).strip()
         closing = whole[len(shown) :].rpartition(content)[2] if content else ""
         behind = sum(token in eos_ids for token in tokenizer.encode(closing))  # several: a policy ends with the first
         end = ends[-max(behind, 1)] + 1 if ends else len(reply)  # what the template puts after it is not sampled
@@ -90,8 +94,23 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterato
         yield reply if ends else [*reply, eos_ids[0]], True
 
 
-class Transcripts(Made[Transcript]):
-    """Demonstrations as transcripts."""
+def _calls(message: Mapping[str, Any]) -> list[ToolCall]:
+    """The calls of a message in OpenAI's form. Raises UserError."""
+    found: list[ToolCall] = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise UserError('a tool call is not {"type": "function", "function": {"name": ..., "arguments": ...}}')
+        found.append(ToolCall(function["name"], {}, id=str(call.get("id") or f"call{len(found):05d}")))
+    return found
+
+
+def _answered(task: Task) -> bool:
+    return "messages" in task and bool(task["messages"][-1]["role"] == "assistant")
+
+
+class Transcripts(Made[Sequence[Transcript]]):
+    """Demonstrations as transcripts: one, or those of an episode's contexts."""
 
     noun = "demonstration"
 
@@ -103,15 +122,30 @@ class Transcripts(Made[Transcript]):
         vocab: int,
         too_long: TooLong,
         mask_prompt: bool = True,
+        enact: Enact | None = None,
+        min_reward: float | None = None,
     ) -> None:
-        self.mask_prompt = mask_prompt
+        """`enact`: who plays rows that hold the replies of an episode; episodes of less than `min_reward` are left out."""
+        self.mask_prompt, self.enact, self.min_reward = mask_prompt, enact, min_reward
         super().__init__(tasks, tokenizer, eos_ids, vocab, too_long)
 
-    def make(self, task: Task, length: int | None) -> Transcript:
-        return demonstrate(task, self.tokenizer, self.eos_ids, self.mask_prompt, length)
+    def make(self, task: Task, length: int | None) -> Sequence[Transcript] | None:
+        transcripts: Sequence[Transcript]
+        reward: float | None
+        if "transcripts" in task:
+            transcripts, reward = stored(task, self.tokenizer)
+        elif "replies" not in task or "response" in task or _answered(task):
+            return [demonstrate(task, self.tokenizer, self.eos_ids, self.mask_prompt, length)]
+        elif self.enact is None:
+            raise UserError("the row has replies: name the environment that they answer with --env my.py:environment")
+        else:
+            transcripts, reward = self.enact(task)
+        if self.min_reward is not None and (reward is None or reward < self.min_reward):
+            return None
+        return cut(transcripts, length)
 
-    def transcripts(self, made: Transcript) -> Sequence[Transcript]:
-        return [made]
+    def transcripts(self, made: Sequence[Transcript]) -> Sequence[Transcript]:
+        return made
 
 
 @dataclass(frozen=True)
@@ -130,15 +164,15 @@ class Demonstrations(Memoryless):
 
     def produce(self, number: int) -> Step:
         self.transcripts.too_long.take()
-        rows = [transcript for _, transcript in visited(self.transcripts, self.rows, self.seed, number)]
+        rows = [transcripts for _, transcripts in visited(self.transcripts, self.rows, self.seed, number)]
         stats = Stats()
         progress(self.transcripts, self.rows, number, stats)
-        return Step(number, [lambda: self.batches(rows)], stats, sum(t.n_scored for t in rows))
+        return Step(number, [lambda: self.batches(rows)], stats, sum(t.n_scored for row in rows for t in row))
 
-    def batches(self, transcripts: Sequence[Transcript]) -> list[Batch]:
+    def batches(self, demonstrations: Sequence[Sequence[Transcript]]) -> list[Batch]:
         """Micro-batches of these rows, every scored token weighing 1 / (scored tokens of all of them)."""
-        rows = [[t] for t in sorted(transcripts, key=len)]
-        share = torch.full((len(rows),), 1 / sum(t.n_scored for t in transcripts))
+        rows = sorted(demonstrations, key=lambda row: sum(map(len, row)))
+        share = torch.full((len(rows),), 1 / sum(t.n_scored for row in rows for t in row))
         return [
             collate([rows[i] for i in index], index, weight=share, device=self.device)
             for index in split_microbatches(rows, self.tokens_per_microbatch)

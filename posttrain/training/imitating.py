@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from posttrain.batch import Stats
 from posttrain.config import SFT
 from posttrain.data.tasks import Stream, Tasks
+from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner
 from posttrain.models.decoder import DecoderConfig, new_decoder
 from posttrain.models.folder import described, load_model
@@ -16,8 +18,10 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import validate
 from posttrain.protocols import Model
 from posttrain.runs.opening import RunFolder, begin
+from posttrain.sources.enacting import enacting
 from posttrain.sources.sft import Demonstrations, Likelihood, Transcripts
 from posttrain.training.passes import must_end, sizes, updates
+from posttrain.training.playground import open_services
 from posttrain.training.setup import (
     end_tokens,
     microbatch_tokens,
@@ -25,10 +29,11 @@ from posttrain.training.setup import (
     optimization,
     prepare,
     split_tasks,
+    texts_of,
     watch_lengths,
 )
 from posttrain.training.trainer import Run, Trainer
-from posttrain.types import Task, UserError
+from posttrain.types import UserError
 
 EVALUATED = 1000  # held-out rows whose transcripts are made at once
 READ_OF_A_STREAM = 10_000  # tasks for a tokenizer to be trained on, where they have no end
@@ -36,11 +41,11 @@ READ_OF_A_STREAM = 10_000  # tasks for a tokenizer to be trained on, where they 
 
 def sft(config: SFT, rows: Any = None) -> Run:
     """Imitate demonstrations. `rows`: as in `posttrain.sft`, instead of `config.tasks`."""
-    with begin(config, rows) as run:
-        return _sft(run, rows)
+    with begin(config, rows) as run, ExitStack() as opened:
+        return _sft(run, rows, opened)
 
 
-def _sft(run: RunFolder[SFT], rows: Any) -> Run:
+def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     config = run.config
     validate(config)
     device = prepare(config)
@@ -54,9 +59,15 @@ def _sft(run: RunFolder[SFT], rows: Any) -> Run:
     mind_unknown(tokenizer, tasks)
     too_long = watch_lengths(config, model.config.context)
 
+    eos, enact = end_tokens(model, tokenizer), None
+    if config.env and any("replies" in task and "response" not in task for task in tasks.examples()):
+        pool = opened.enter_context(EnvPool(config.env, 1, config.env_seconds, config.env_memory))
+        services = opened.enter_context(open_services(config, device, run.checkpoint is not None))
+        enact = enacting(pool, tokenizer, eos, services)
+
     def transcripts(tasks: Tasks | Stream) -> Transcripts:
-        eos = end_tokens(model, tokenizer)
-        return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, config.mask_prompt)
+        how = config.mask_prompt, enact, config.min_reward
+        return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, *how)
 
     made, unseen = transcripts(tasks), transcripts(held_out) if held_out else None
     made.check()
@@ -82,7 +93,7 @@ def _from_scratch(config: SFT, tasks: Tasks | Stream, device: torch.device) -> t
     """A new model of the sizes given, and a tokenizer trained on the rows or taken from a folder."""
     if config.tokenizer in ("bpe", "characters"):
         some = tasks.first(READ_OF_A_STREAM) if isinstance(tasks, Stream) else tasks
-        texts = (text for t in some for text in _texts(t))
+        texts = (text for t in some for text in texts_of(t))
         tokenizer = Tokenizer.train(texts, config.vocab, config.tokenizer)  # type: ignore[arg-type]
     else:
         tokenizer = Tokenizer.load(config.tokenizer)
@@ -109,9 +120,3 @@ def _from_scratch(config: SFT, tasks: Tasks | Stream, device: torch.device) -> t
     model.eos_ids = (tokenizer.eos_id,)
     model.source = described(model, tokenizer)
     return model.to(device), tokenizer
-
-
-def _texts(task: Task) -> list[str]:
-    if "messages" in task:
-        return [m["content"] for m in task["messages"]]
-    return [task["prompt"], task.get("response", "")]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from posttrain.config import RL, Chat, Check, Evaluation, Label, Sample, named_services
+from posttrain.config import RL, SFT, Chat, Check, Evaluation, Label, Sample, named_services
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.envs.asked import unscored
 from posttrain.envs.asking import Services
@@ -91,7 +91,7 @@ def open_dialogue(config: Chat, env: Env, device: torch.device) -> Iterator[Play
 
 
 def open_services(
-    config: RL | Evaluation | Check | Sample | Label | Chat, device: torch.device, resumed: bool = False
+    config: RL | SFT | Evaluation | Check | Sample | Label | Chat, device: torch.device, resumed: bool = False
 ) -> Services:
     """The services that the options name, each tried once. What costs least is looked at first.
 
@@ -101,7 +101,8 @@ def open_services(
     try:
         recipes = _recipes(config)
         _ask_endpoints(recipes, services, resumed)
-        for name, model in named_services(config.reward_model, "reward-model"):
+        _open_retrievers(config, services, resumed)
+        for name, model in named_services(getattr(config, "reward_model", ()), "reward-model"):
             from posttrain.services.reward_model import RewardModel
 
             services.named[name] = RewardModel(resolve(model), device)
@@ -116,8 +117,8 @@ def open_services(
     return services
 
 
-def _recipes(config: RL | Evaluation | Check | Sample | Label | Chat) -> dict[str, Recipe | Generative]:
-    return {name: read_recipe(file) for name, file in named_services(config.judge, "judge")}
+def _recipes(config: RL | SFT | Evaluation | Check | Sample | Label | Chat) -> dict[str, Recipe | Generative]:
+    return {name: read_recipe(file) for name, file in named_services(getattr(config, "judge", ()), "judge")}
 
 
 def _ask_endpoints(recipes: Mapping[str, Recipe | Generative], services: Services, resumed: bool) -> None:
@@ -128,11 +129,27 @@ def _ask_endpoints(recipes: Mapping[str, Recipe | Generative], services: Service
         from posttrain.services.judge import Judge  # and with it a library for HTTP
 
         judge = services.named[name] = Judge(recipe, name)
-        if (problem := judge.problem()) is None:
-            continue
-        if not resumed:
-            raise UserError(problem)
-        warn(f"{problem}; the run goes on with the answers that it has, and what it asks beyond them is invalid")
+        if (problem := judge.problem()) is not None:
+            _tell_problem(problem, resumed)
+
+
+def _tell_problem(problem: str, resumed: bool) -> None:
+    """A service that is down."""
+    if not resumed:
+        raise UserError(problem)
+    warn(f"{problem}; the run goes on with the answers that it has, and what it asks beyond them is invalid")
+
+
+def _open_retrievers(
+    config: RL | SFT | Evaluation | Check | Sample | Label | Chat, services: Services, resumed: bool
+) -> None:
+    """Open indices, and ask servers once."""
+    for name, place in named_services(getattr(config, "retriever", ()), "retriever"):
+        from posttrain.services.retriever import Remote, retriever
+
+        found = services.named[name] = retriever(place, name)
+        if isinstance(found, Remote) and (problem := found.problem()) is not None:
+            _tell_problem(problem, resumed)
 
 
 def counted(services: Services) -> Sequence[str]:

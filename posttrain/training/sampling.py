@@ -46,7 +46,7 @@ KIND = {
 }  # fmt: skip
 """What a kind of prompt may have of its own."""
 FREE = {"out", "resume", "overwrite", "quiet", "slots", "threads", "device", "env_workers", "tasks", "model",
-        "reward_model", "judge"}  # fmt: skip
+        "reward_model", "judge", "retriever"}  # fmt: skip
 """Options that no reply depends on, and those whose content is looked at instead."""
 
 TOLD = 20  # times that progress is told, at most
@@ -338,6 +338,7 @@ def _follows_from(
     judges = named_services(config.judge, "judge")
     named += [("judge", name, Path(file)) for name, file in judges]
     named += [("judge's model", name, resolve(own)) for name, file in judges if (own := own_judge(file))]
+    named += [("retriever", name, Path(place)) for name, place in named_services(config.retriever, "retriever")]
     for kind, name, path in named:
         known = fingerprint.of_path(path)
         found[f"{kind} {name}"] = known["digest"] if known else str(path)

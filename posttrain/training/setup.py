@@ -170,7 +170,7 @@ def mind_unknown(tokenizer: Tokenizer, tasks: Tasks | Stream, warn: Callable[[st
     """Warn where the tokenizer has no tokens for a good part of what some of the tasks say: the model cannot read it."""
     if tokenizer.unknown_id is None:
         return
-    texts = [text for task in tasks.examples(READ_FOR_UNKNOWN) for text in _texts(task)]
+    texts = [text for task in tasks.examples(READ_FOR_UNKNOWN) for text in texts_of(task)]
     tokens = [tokenizer.encode(text) for text in texts]
     count = sum(own.count(tokenizer.unknown_id) for own in tokens)
     if count > MOST_UNKNOWN * sum(map(len, tokens)):
@@ -182,9 +182,10 @@ def mind_unknown(tokenizer: Tokenizer, tasks: Tasks | Stream, warn: Callable[[st
         )
 
 
-def _texts(task: Task) -> list[str]:
+def texts_of(task: Task) -> list[str]:
     """What a task says to the model, and what the model is to say."""
-    said = [task.get("prompt"), *(message["content"] for message in task.get("messages") or ()), task.get("response")]
+    said: list[Any] = [task.get("prompt"), task.get("response"), *(task.get("replies") or ())]
+    said += [message["content"] for message in task.get("messages") or ()]
     for response in task.get("responses") or ():
         said += [response] if isinstance(response, str) else response
     return [text for text in said if isinstance(text, str)]

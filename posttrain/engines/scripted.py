@@ -1,0 +1,85 @@
+"""An engine that says what it is told to: replies that were written beforehand, ended as sampled ones are.
+
+So a demonstration of an episode gets the tokens, stops and masks that a policy would have had in its place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from posttrain.engines.request import Request, complete
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import Engine
+from posttrain.types import Completion, Sampling, UserError
+
+
+class ScriptedEngine:
+    """See `posttrain.protocols.Engine`. `scripts`: the replies of each request's id, in order.
+
+    A reply ends behind the first stop string in it, after as many tokens as are allowed, or else with `eos_ids[0]`.
+    """
+
+    batch_invariant = True
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], scripts: Mapping[int, Iterable[str]]) -> None:
+        self.tokenizer, self.eos_ids = tokenizer, eos_ids
+        self._scripts = {id: deque(replies) for id, replies in scripts.items()}
+        self._said = dict.fromkeys(self._scripts, 0)
+        self._done: list[Completion] = []
+
+    @property
+    def backend(self) -> str:
+        return "written replies"
+
+    @property
+    def left(self) -> int:
+        """Replies that nobody asked for."""
+        return sum(map(len, self._scripts.values()))
+
+    def load(self, weights: Any, version: int) -> None:
+        pass
+
+    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
+        """Raises UserError if there are no more replies."""
+        if not self._scripts[id]:
+            said = self._said[id]
+            raise UserError(f"the environment asks for reply {said + 1}, and the row has {said}")
+        text = self._scripts[id].popleft()
+        self._said[id] += 1
+        ends = [text.find(stop) + len(stop) for stop in sampling.stop if stop in text]
+        if ends and text[min(ends) :].strip():
+            raise UserError(f"reply {self._said[id]} goes on behind {text[: min(ends)][-20:]!r}, where it is stopped")
+        tokens = self.tokenizer.encode(text[: min(ends)] if ends else text)
+        tokens = tokens if ends else [*tokens, self.eos_ids[0]]
+        stopped = bool(ends) and len(tokens) <= sampling.max_tokens
+        tokens = tokens[: sampling.max_tokens]
+        self._done.append(
+            complete(
+                Request(id, tuple(prompt), sampling),
+                tokens,
+                [0.0] * len(tokens),
+                stopped=stopped,
+                eos_ids=self.eos_ids,
+                tokenizer=self.tokenizer,
+                version=0,
+            )
+        )
+
+    def forget(self, id: int) -> None:
+        pass
+
+    def cancel(self, id: int) -> None:
+        self._done = [done for done in self._done if done.id != id]
+
+    def poll(self) -> list[Completion]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        self._done.clear()
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Engine] = ScriptedEngine

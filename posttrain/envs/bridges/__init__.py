@@ -1,0 +1,9 @@
+"""Bridges: environments and tools of other libraries as environments of ours. Each library is an extra.
+
+episodes        what all of them share: turns, actions that are none, what fails
+reasoning       data sets of reasoning-gym, with their scorers
+gym             Gymnasium
+arena           TextArena
+openenv         servers of OpenEnv, over their WebSocket protocol
+mcp_tools       tools of an MCP server
+"""

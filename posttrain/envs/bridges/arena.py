@@ -1,0 +1,144 @@
+"""Games of TextArena: what the game says is a turn, a reply the move.
+
+    # my.py                                                          posttrain rl --env my.py:hangman ...
+    hangman = environment("Hangman-v0", invalid="end")
+
+    python -m posttrain.envs.bridges.arena GuessTheNumber-v0 --count 100 > rows.jsonl     posttrain rl --env textarena ...
+
+Games of one player, or of several where a function of yours plays the others. The task's "seed" is the game's. The reward
+is what the game gives at its end, mostly from -1 to 1. All settings may be columns of the task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.envs.bridges.episodes import Broken, Chance, Manner, Step, need, number_of, played, task_seed
+from posttrain.envs.generated import write
+from posttrain.types import Reply, Task, Turn, UserError, Verdict
+
+need("textarena", "textarena")
+
+SUCCESS = 1.0  # the reward of a game that is won
+PATIENT = 1 << 30  # invalid moves
+
+
+@dataclass(frozen=True)
+class TextArena(Manner):
+    """A game of TextArena as an environment of ours.
+
+    `invalid`: "answer" lets the game explain an invalid move however often, "end" ends it at the first. The game's own
+    reward for losing by one counts besides `invalid_reward`.
+    """
+
+    game: str = ""  # its id
+    make: Mapping[str, Any] = field(default_factory=dict)  # arguments of textarena.make
+    players: int = 1
+    seat: int = 0  # the policy's, among the players
+    opponent: Callable[[str], str] | None = None  # plays all other seats: what the game says -> a move
+
+    def __call__(self, task: Task) -> Generator[Turn, Reply, Verdict]:
+        how: TextArena = self.told_by(task)
+        return (yield from played(how, _Episode(how, task)))
+
+
+def environment(game: str, **settings: Any) -> TextArena:
+    """The game of this id. `settings`: fields of `TextArena`."""
+    try:
+        made = TextArena(game=game, **settings)
+    except TypeError as error:
+        raise UserError(f"environment({game!r}): {error}") from error
+    if made.players > 1 and made.opponent is None:
+        raise UserError(
+            f"{game} with {made.players} players needs opponent=..., a function from what it sees to a move"
+        )
+    return made
+
+
+play = TextArena()
+"""Any game of one player: the task's column "game" is its id."""
+
+
+class _Episode:
+    def __init__(self, how: TextArena, task: Task) -> None:
+        self.how, self.seed = how, task_seed(task)
+        self.chance = Chance(self.seed)
+        self.env: Any = None
+        self.mistakes = 0
+
+    def begin(self) -> Step:
+        with self.chance.own():
+            self.env = self._made()
+            try:
+                self.env.reset(num_players=self.how.players, seed=self.seed)
+            except AssertionError as error:
+                raise Broken(f"{self.how.game} is not for {self.how.players} players: {error}") from error
+            if hasattr(self._state, "error_allowance"):
+                self._state.error_allowance = PATIENT if self.how.invalid == "answer" else 0
+            return self._after(done=False)
+
+    def act(self, reply: str) -> Step:
+        with self.chance.own():
+            before = self._mistakes()
+            done, _ = self.env.step(reply.strip())
+            wrong = self._mistakes() > before or self._lost_by_mistake()
+            step = self._after(bool(done))
+        return Step(step.text, step.reward + self.how.invalid_reward * wrong, step.done)
+
+    def close(self) -> None:
+        pass  # games hold nothing
+
+    @property
+    def _state(self) -> Any:
+        return self.env.state
+
+    def _made(self) -> Any:
+        import textarena
+        from textarena.wrappers import ActionFormattingWrapper
+
+        if not self.how.game:
+            raise UserError('the task has no column "game", the id of one')
+        raw = self.how.game if self.how.game.endswith("-raw") else f"{self.how.game}-raw"
+        return ActionFormattingWrapper(textarena.make(raw, **self.how.make))
+
+    def _after(self, done: bool) -> Step:
+        """What the policy sees next: others move until it is its turn."""
+        import textarena
+
+        moves = 0
+        while not done and self._state.current_player_id != self.how.seat:
+            if self.how.opponent is None or moves >= self.how.turns * self.how.players:
+                raise Broken(f"{self.how.game} asks player {self._state.current_player_id} again and again")
+            _, said = self.env.get_observation()
+            done, _ = self.env.step(self.how.opponent(_words(said, textarena.GAME_ID, self._state.current_player_id)))
+            moves += 1
+        if not done:
+            _, said = self.env.get_observation()
+            return Step(_words(said, textarena.GAME_ID, self.how.seat))
+        rewards, _ = self.env.close()
+        return Step("", number_of((rewards or {}).get(self.how.seat), "the game's reward"), True)
+
+    def _mistakes(self) -> int:
+        return int(getattr(self._state, "error_count", 0))
+
+    def _lost_by_mistake(self) -> bool:
+        return bool(self._state.game_info.get(self.how.seat, {}).get("invalid_move"))
+
+
+def _words(said: Sequence[tuple[int, str, Any]], game: int, own: int) -> str:
+    """What is new to a player: not its own moves, which it has seen."""
+    return "\n".join(
+        text if speaker == game else f"Player {speaker}: {text}" for speaker, text, _ in said if speaker != own
+    )
+
+
+def tasks(count: int, seed: int, game: str, *, held_out: bool = False) -> list[Task]:
+    """Rows for `--env textarena`: seeds of one game, even ones for training and odd ones held out."""
+    first = 2 * seed * count + held_out
+    return [{"id": f"{game} {first + 2 * n}", "game": game, "seed": first + 2 * n} for n in range(count)]
+
+
+if __name__ == "__main__":
+    write(tasks)

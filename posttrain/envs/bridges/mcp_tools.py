@@ -1,0 +1,323 @@
+"""Tools of an MCP server inside an environment.
+
+    # my.py
+    server = Server(["python", "tools.py"])                     # or Server("http://127.0.0.1:8000/mcp")
+    agent = environment(server, reward=lambda task, reply: float(reply.strip() == task["answer"]))
+
+The policy calls by writing <tool>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool>, and is shown <result>5</result>.
+An environment of another form asks the server itself: `await server.tools()`, `await server.call("add", {...})`.
+
+Decided here: a worker process has one connection to a server, begun when it is first needed and shared by its episodes. A
+server that ends, hangs or breaks the protocol is given up, with the calls that are under way, and begun anew for the next
+call. No call is made twice. Servers that remember what was asked need one for each episode: `async with Server(...)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+from posttrain.envs.bridges.episodes import LONGEST, Broken, need, shown
+from posttrain.envs.load import opening
+from posttrain.messages import clip, inline, near_or_all, short
+from posttrain.types import Reply, Task, Turn, UserError
+
+need("mcp", "mcp")
+
+OPEN, CLOSE = "<tool>", "</tool>"
+MOST_PAGES = 100  # of a list of tools
+
+
+@dataclass(frozen=True)
+class Tool:
+    """What a server says of one of its tools."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]  # a JSON schema
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a tool said; `failed`: that it could not do what was asked."""
+
+    text: str
+    failed: bool = False
+
+
+class Server:
+    """An MCP server: a command that speaks over standard input and output, or an address.
+
+    `environment`: variables of the command besides a few of ours (PATH, HOME ...); `folder`: where it runs; `seconds`: the
+    limit of one call; `start_seconds`: that of its start; `longest`: characters of an answer that are shown.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str] | str,
+        *,
+        environment: Mapping[str, str] | None = None,
+        folder: str | Path | None = None,
+        seconds: float = 6.0,
+        start_seconds: float = 30.0,
+        longest: int = LONGEST,
+    ) -> None:
+        if isinstance(command, str) and not command.startswith(("http://", "https://")):
+            raise UserError(f'a server is an address or a list of words, ["python", "tools.py"], not {short(command)}')
+        self.command = command if isinstance(command, str) else list(command)
+        self.environment, self.folder = dict(environment or {}), folder
+        self.seconds, self.start_seconds, self.longest = seconds, start_seconds, longest
+        self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection] = WeakKeyDictionary()
+
+    async def tools(self) -> list[Tool]:
+        """What it offers. Raises Broken if it does not say."""
+        return list((await self._connection().opened())[1].values())
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
+        """What a tool answers. A tool that fails, or that there is not, says so. Raises Broken if the server fails."""
+        connection = self._connection()
+        client, tools = await connection.opened()
+        if name not in tools:
+            return Answer(f"there is no tool {clip(name)!r}; there are: {', '.join(tools)}", True)
+        found = await connection.within(self.seconds, name, client.call_tool(name, dict(arguments)))
+        return found if isinstance(found, Answer) else Answer(shown(_text(found), self.longest), bool(found.is_error))
+
+    async def close(self) -> None:
+        """End the connection of this event loop, and with it the process of a command."""
+        connection = self._connections.pop(asyncio.get_running_loop(), None)
+        if connection is not None:
+            connection.stop.set()
+            await asyncio.wait({connection.task})
+
+    async def __aenter__(self) -> Server:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process has connections of its own."""
+        return {name: value for name, value in vars(self).items() if name != "_connections"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._connections = WeakKeyDictionary()
+
+    def __str__(self) -> str:
+        command = self.command if isinstance(self.command, str) else " ".join(self.command)
+        return f"the server {clip(command, 100)!r}"
+
+    def _connection(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        connection = self._connections.get(loop)
+        if connection is None or connection.stop.is_set():
+            connection = self._connections[loop] = _Connection(self)
+        return connection
+
+
+class _Connection:
+    """A connection and the task that opens and closes it: the library wants both done by one."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.stop = asyncio.Event()
+        self.answers = 0  # that came
+        self._ready: asyncio.Future[tuple[Any, dict[str, Tool]]] = asyncio.get_running_loop().create_future()
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # perhaps nobody asks
+        self.task = asyncio.get_running_loop().create_task(self._hold())
+
+    async def opened(self) -> tuple[Any, dict[str, Tool]]:
+        """The library's client, and the tools by their names. Raises Broken."""
+        try:
+            async with asyncio.timeout(self.server.start_seconds):
+                return await asyncio.shield(self._ready)
+        except TimeoutError:
+            self.stop.set()
+            raise Broken(f"{self.server} did not start within {self.server.start_seconds:g} s") from None
+
+    async def within(self, seconds: float, name: str, call: Any) -> Any:
+        """The result of a call, or what the server says against it as an Answer. Raises Broken."""
+        from mcp.shared.exceptions import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        before = self.answers
+        task = asyncio.get_running_loop().create_task(call)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=seconds)
+        finally:
+            task.cancel()  # and nobody waits for it: a server that does not read may hold it up
+        if not done:
+            if self.answers == before:  # it answers nobody
+                self.stop.set()
+            raise Broken(f"the tool {name} did not answer within {seconds:g} s")
+        try:
+            found = task.result()
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                self.stop.set()
+                raise Broken(f"the server ended during a call of {name}") from error
+            found = Answer(shown(error.message, self.server.longest), True)
+        except Exception as error:  # of its own kinds for each thing that is no result
+            raise Broken(f"the answer of {name} is none: {inline(str(error))}") from error
+        self.answers += 1
+        return found
+
+    async def _hold(self) -> None:
+        reason = "it was closed"
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(self.server.start_seconds):
+                    client = await stack.enter_async_context(_client(self.server))
+                    tools = await _listed(client)
+                self._ready.set_result((client, tools))
+                await self.stop.wait()
+        except Exception as error:  # whoever waits has a clock of its own
+            reason = inline(f"{type(error).__name__}: {error}")
+        finally:
+            self.stop.set()
+            if not self._ready.done():
+                self._ready.set_exception(Broken(f"{self.server} cannot be used: {reason}"))
+
+
+def _client(server: Server) -> Any:
+    from mcp import Client, StdioServerParameters
+
+    logging.getLogger("mcp").setLevel(logging.CRITICAL)  # each line of a server's rubbish would be a page of ours
+    if isinstance(server.command, str):
+        return Client(server.command)
+    program, *arguments = server.command
+    return Client(
+        StdioServerParameters(command=program, args=arguments, env=server.environment or None, cwd=server.folder)
+    )
+
+
+async def _listed(client: Any) -> dict[str, Tool]:
+    tools: dict[str, Tool] = {}
+    cursor = None
+    for _ in range(MOST_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        tools |= {tool.name: Tool(tool.name, tool.description or "", dict(tool.input_schema)) for tool in page.tools}
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    return tools
+
+
+def _text(result: Any) -> str:
+    """What a result says; of what is no text, what it is."""
+    parts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)
+
+
+# -- an environment ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Agent:
+    """An environment in which the policy calls a server's tools, and whose last reply is scored."""
+
+    server: Server
+    reward: Callable[[Task, str], Any]  # of the reply that calls no tool any more; may be async
+    calls: int = 8  # that are answered; the reply to the last one is the final one
+    malformed: Literal["answer", "end"] = "answer"  # what is no call is told so, or ends the episode with 0
+    failure: Literal["invalid", "answer", "end"] = (
+        "invalid"  # a server that fails: no reward, "error" as the answer, or 0
+    )
+
+    def __post_init__(self) -> None:
+        for name, choices in (("malformed", ["answer", "end"]), ("failure", ["invalid", "answer", "end"])):
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name} is {getattr(self, name)!r}{near_or_all(str(getattr(self, name)), choices)}")
+
+    async def __call__(self, task: Task) -> AsyncGenerator[Any, Any]:
+        turn = _with_tools(opening(task), await self.server.tools())
+        reply: Reply = yield turn
+        for _ in range(int(task.get("calls", self.calls))):
+            if not reply.endswith(CLOSE):
+                break
+            answer = await self._answer(reply)
+            if answer is None:
+                yield 0.0
+                return
+            reply = yield Turn(text=f"<result>{answer}</result>\n", tool=True, stop=turn.stop)
+        verdict = self.reward(task, reply)
+        yield (await verdict) if inspect.isawaitable(verdict) else verdict
+
+    async def _answer(self, reply: str) -> str | None:
+        """What the policy is shown; None: the episode ends. Raises Broken where that is invalid."""
+        try:
+            name, arguments = read_call(reply)
+        except ValueError as error:
+            return None if self.malformed == "end" else f"error: {error}"
+        try:
+            answer = await self.server.call(name, arguments)
+        except Broken:
+            if self.failure == "invalid":
+                raise
+            return None if self.failure == "end" else "error: the tool cannot be used"
+        return f"error: {answer.text}" if answer.failed else answer.text
+
+
+def environment(server: Server, reward: Callable[[Task, str], Any], **settings: Any) -> Agent:
+    """The environment of a server's tools. `settings`: fields of `Agent`."""
+    try:
+        return Agent(server, reward, **settings)
+    except TypeError as error:
+        raise UserError(f"environment(...): {error}") from error
+
+
+def read_call(reply: str) -> tuple[str, dict[str, Any]]:
+    """The call that a reply ends with: the tool's name and its arguments. Raises ValueError, for the policy to read.
+
+    >>> read_call('I add. <tool>{"name": "add", "arguments": {"a": 2}}</tool>')
+    ('add', {'a': 2})
+    """
+    _, opened, text = reply.removesuffix(CLOSE).rpartition(OPEN)
+    form = f'write {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE}'
+    if not opened:
+        raise ValueError(f"this call was not opened; {form}")
+    try:
+        call = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        raise ValueError(f"this call is not JSON; {form}") from None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError(f"this call names no tool; {form}")
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict) or set(call) - {"name", "arguments"}:
+        raise ValueError(f"this call has no arguments by their names; {form}")
+    return call["name"], arguments
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def _with_tools(turn: Turn, tools: Sequence[Tool]) -> Turn:
+    """The first turn with the tools before it."""
+    text = "Tools:\n" + "\n".join(f"- {_signature(tool)}: {tool.description}" for tool in tools)
+    text += f'\nCall one with {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE}.\n'
+    stop = (*turn.stop, CLOSE)
+    if turn.messages is None:
+        return replace(turn, text=f"{text}{turn.text}", stop=stop)
+    return replace(turn, messages=[{"role": "system", "content": text}, *turn.messages], stop=stop)
+
+
+def _signature(tool: Tool) -> str:
+    """A tool and its parameters in a line: a type where that says all, else the parameter's schema."""
+    properties, needed = tool.parameters.get("properties") or {}, tool.parameters.get("required") or ()
+    parts = []
+    for name, schema in properties.items():
+        said = {key: value for key, value in schema.items() if key != "title"} if isinstance(schema, dict) else {}
+        kind = said["type"] if said.keys() == {"type"} else json.dumps(said, ensure_ascii=False)
+        parts.append(f"{name}{'' if name in needed else '?'}: {kind}")
+    return f"{tool.name}({', '.join(parts)})"

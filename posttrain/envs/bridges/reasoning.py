@@ -1,0 +1,201 @@
+"""Data sets of reasoning-gym as tasks, their scorers as the reward.
+
+    python -m posttrain.envs.bridges.reasoning leg_counting --count 1000 > rows.jsonl
+    posttrain rl --env reasoning-gym --tasks rows.jsonl ...
+
+A row holds the whole entry, so its score depends neither on a seed nor on what another process would generate. The answer
+stands in <answer> tags; with the column "plain": true it is the whole reply.
+
+Scorers read what a policy wrote: some call `eval` or sympy's parser on it, some raise, some do not end. So an answer is
+scored in a process of its own with limits, and what would be executed has to have a harmless form first. A scorer that
+fails on an answer gives 0 if it can score the entry's own answer, and is Invalid else.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from posttrain.envs.bridges.episodes import need
+from posttrain.envs.generated import write
+from posttrain.messages import near
+from posttrain.seeds import seed_of
+from posttrain.types import Invalid, Task, UserError
+from posttrain.verify.format import between
+from posttrain.verify.limit import Failed, limited
+
+need("reasoning_gym", "reasoning_gym")
+
+SUCCESS = 1.0  # the reward of a right answer
+SECONDS = 1.5  # of processor time for a scorer
+LONGEST = 20_000  # characters of an answer
+INSTRUCTION = "\nGive the answer alone in <answer> </answer>.\n"
+
+LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
+FORMULAS = frozenset(
+    {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
+)
+"""Whose scorers evaluate an answer: as a list in Python's notation, as a formula for sympy."""
+EXACT = frozenset({"game_of_life_halting"})
+"""Whose scorers take any answer (here the truth of a text that is not empty): the answer is to be the entry's own."""
+
+_FORMULA = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+|[-+*/^(),\s]|[A-Za-z]+)*")
+_NAME = re.compile("[A-Za-z]|a?(sin|cos|tan)|(sin|cos|tan)h|cot|sec|csc|exp|log|ln|sqrt|Abs|pi|Integral")
+
+
+def reward(task: Task, reply: str) -> float | Invalid:
+    """What the data set's scorer gives, from 0 to 1."""
+    try:
+        dataset, entry = str(task["dataset"]), json.dumps(task["entry"])
+    except (KeyError, TypeError, ValueError) as error:
+        return Invalid(f"the row is none of this module's: {type(error).__name__}: {error}")
+    answer = reply.strip() if task.get("plain") else between(reply, "answer")
+    if answer is None or len(answer) > LONGEST or not harmless(dataset, answer):
+        return 0.0
+    if dataset in EXACT:
+        return float(answer == task["entry"]["answer"])
+    config = json.dumps(task.get("config") or {})
+    score = _score(dataset, config, entry, answer)
+    if not isinstance(score, Failed):
+        return score
+    own = task["entry"].get("answer") if isinstance(task["entry"], Mapping) else None
+    known = _score(dataset, config, entry, own if isinstance(own, str) else "none")
+    return Invalid(f"the scorer of {dataset} fails: {score.reason}") if isinstance(known, Failed) else 0.0
+
+
+def harmless(dataset: str, answer: str) -> bool:
+    """Whether an answer may be given to the scorer: most read it as text, some evaluate it."""
+    if dataset in LITERALS:
+        try:
+            ast.literal_eval(answer)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return not set(answer) & set("([{")  # without these nothing can be called
+    if dataset in FORMULAS:
+        names = re.findall("[A-Za-z]+", answer)
+        return bool(_FORMULA.fullmatch(answer)) and all(map(_NAME.fullmatch, names))
+    return dataset != "complex_arithmetic" or "nan" not in answer.lower()  # its distance from that is none: full score
+
+
+def _score(dataset: str, config: str, entry: str, answer: str) -> float | Invalid | Failed:
+    answer = answer.encode("utf-8", "replace").decode()
+    found = limited(f"{__name__}:scored", dataset, config, entry, answer, seconds=SECONDS)
+    if isinstance(found, Failed | Invalid):
+        return found
+    if not isinstance(found, int | float) or not 0 <= found <= 1:
+        return Failed(f"its score is {found!r:.40}")
+    return float(found)
+
+
+# -- what runs in a process of its own ---------------------------------------------------------------------------------
+
+
+def prepare() -> None:
+    """Called once in the process that scores."""
+    import reasoning_gym  # noqa: F401
+
+
+def scored(dataset: str, config: str, entry: str, answer: str) -> float:
+    """The score of an answer to an entry, both as a row has them."""
+    return float(_dataset(dataset, config).score_answer(answer, _restored(json.loads(entry))))
+
+
+@lru_cache(8)
+def _dataset(name: str, config: str) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, **json.loads(config))
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def tasks(
+    count: int, seed: int, dataset: str, *, config: str = "", plain: bool = False, held_out: bool = False
+) -> list[Task]:
+    """Rows of one data set, equal questions once. Held-out ones come from another seed, without what training rows have.
+
+    `config`: settings of the data set, as JSON; `plain`: the reply is the answer, without tags.
+    """
+    settings = _settings(dataset, config)
+    made = _made(dataset, settings, count, seed_of("reasoning-gym", seed))
+    if held_out:
+        seen = {entry["question"] for entry in made}
+        fresh = _made(dataset, settings, count, seed_of("reasoning-gym", seed, "held out"))
+        made = [entry for entry in fresh if entry["question"] not in seen]
+    rows: dict[str, Task] = {}
+    for entry in made:
+        prompt = entry["question"].strip() + ("\n" if plain else INSTRUCTION)
+        digest = sha256(entry["question"].encode()).hexdigest()[:12]
+        row: Task = {"id": f"{dataset}-{digest}", "dataset": dataset, "prompt": prompt, "plain": plain}
+        row |= {"config": settings} if settings else {}
+        row["entry"] = _plain(entry)
+        if isinstance(answer := entry["answer"], str):
+            row |= {"answer": answer, "response": answer if plain else f"<answer>{answer}</answer>"}
+        rows.setdefault(row["id"], row)
+    return list(rows.values())
+
+
+def _settings(dataset: str, config: str) -> dict[str, Any]:
+    """Raises UserError for what is no data set, and no object of settings."""
+    from reasoning_gym.factory import DATASETS
+
+    if dataset not in DATASETS or dataset == "composite":
+        raise UserError(f"reasoning-gym has no data set {dataset!r} with questions of its own{near(dataset, DATASETS)}")
+    try:
+        settings = json.loads(config or "{}")
+    except ValueError as error:
+        raise UserError(f"--config is not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise UserError('--config is a JSON object of settings, such as {"max_animals": 5}')
+    return settings
+
+
+def _made(dataset: str, settings: dict[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
+    import reasoning_gym
+
+    try:
+        made = reasoning_gym.create_dataset(dataset, **{**settings, "size": count, "seed": seed % 2**31})
+        return [made[place] for place in range(count)]
+    except (TypeError, AssertionError, ValueError) as error:
+        raise UserError(f"{dataset} with {settings}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it, tuples and keys that are no text included. Raises UserError for what it cannot."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(part) for part in value]}
+    if not isinstance(value, dict):
+        raise UserError(f"an entry holds {value!r:.60}, which no row can hold")
+    if all(isinstance(key, str) for key in value) and value.keys() not in ({"tuple"}, {"items"}):
+        return {str(key): _plain(part) for key, part in value.items()}
+    return {"items": [[_plain(key), _plain(part)] for key, part in value.items()]}
+
+
+def _restored(value: Any) -> Any:
+    """The inverse of `_plain`."""
+    if isinstance(value, list):
+        return [_restored(part) for part in value]
+    if isinstance(value, dict):
+        if value.keys() == {"tuple"}:
+            return tuple(map(_restored, value["tuple"]))
+        if value.keys() == {"items"}:
+            return {_restored(key): _restored(part) for key, part in value["items"]}
+        return {key: _restored(part) for key, part in value.items()}
+    return value
+
+
+if __name__ == "__main__":
+    write(tasks)

@@ -1,0 +1,271 @@
+"""A retriever as a service: environments ask for passages, `found = yield Ask("retriever", {"query": ..., "k": 3})`.
+
+The answer is a list of {"id", "contents", "score"}, the best first; it may be empty. Behind it stands a server that speaks
+the protocol of `posttrain.retrieval.protocol`, or an index of this machine, which one process opens for all workers.
+Decided here: what a server cannot answer is Invalid, never an empty list, which would say that there is nothing to find.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+import select
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.children import Child, pair
+from posttrain.endpoint import Endpoint, Failed
+from posttrain.envs.asking import made_up_passages
+from posttrain.envs.wire import Frames, framed
+from posttrain.messages import clip, short
+from posttrain.protocols import Service
+from posttrain.retrieval.folder import Manifest
+from posttrain.retrieval.protocol import LONGEST_QUERY, MOST_TOPK, PATH, read_answer, written_request
+from posttrain.retrieval.worker import Setup
+from posttrain.types import Invalid, InvalidKind, UserError
+
+CALLS, SECONDS, RETRIES = 64, 30.0, 5
+"""Of a server: calls at once, the limit of each, how often it is made again."""
+OPEN_SECONDS = 300.0  # for an index to be opened, which may load an encoder
+MOST_ANSWER = 1 << 30  # bytes
+FORM = '{"query": text, "k": passages}, or the text alone'
+TRIED = "water"  # what a server is asked at the beginning
+
+
+def retriever(place: str, name: str = "retriever", retries: int = RETRIES) -> Service:
+    """The retriever at an address (http://host:8000), or that of an index in a folder. Raises UserError."""
+    if re.match(r"https?://", place):
+        return Remote(place, name, retries)
+    return Local(place, name)
+
+
+def _read_question(content: Any) -> tuple[str, int] | str:
+    """The query and how many passages are asked for, or why it is no question.
+
+    Of a query that is too long the beginning counts: a policy could otherwise make its reward invalid.
+    """
+    asked = {"query": content} if isinstance(content, str) else content
+    if not isinstance(asked, dict) or not isinstance(asked.get("query"), str) or asked.keys() - {"query", "k"}:
+        return f"a retriever is asked with {FORM}"
+    k = asked.get("k", 3)
+    if type(k) is not int or not 0 < k <= MOST_TOPK:
+        return f"k is {short(k)}; from 1 to {MOST_TOPK} passages may be asked for"
+    return asked["query"][:LONGEST_QUERY], k
+
+
+class Remote:
+    """See `posttrain.protocols.Service`. Asks a server."""
+
+    def __init__(self, address: str, name: str, retries: int = RETRIES) -> None:
+        """`address`: with or without the path. Raises UserError for what is none."""
+        base = address.rstrip("/").removesuffix(f"/{PATH}")
+        self.name = name
+        self.endpoint = Endpoint(base, None, CALLS, None, SECONDS, retries)
+        self._answers: list[tuple[int, Any]] = []
+        self._counts = dict.fromkeys(("asked", "invalid", "rubbish"), 0.0)
+
+    @property
+    def identity(self) -> str:
+        """Servers do not say what they search: a run holds what it was answered to be the same everywhere."""
+        return "retriever"
+
+    @property
+    def description(self) -> str:
+        return f"{self.endpoint.address}/{PATH}, {CALLS} calls at once"
+
+    def problem(self) -> str | None:
+        """Why the server cannot be used, in one line, from a short question; None: it answers."""
+        found = self.endpoint.wait(self._ask(TRIED, 1, retries=0))
+        if isinstance(found, Failed):
+            way = found.way("no key is sent", "--retriever")
+            return f"--retriever {self.endpoint.address} does not answer: {found.reason}; {way}"
+        return None
+
+    def submit(self, id: int, content: Any) -> None:
+        self._counts["asked"] += 1
+        question = _read_question(content)
+        if isinstance(question, str):
+            self._answers.append((id, Invalid(question, InvalidKind.UNANSWERED)))
+        else:
+            self.endpoint.start(id, self._find(*question))
+
+    def poll(self) -> list[tuple[int, Any]]:
+        answers, self._answers = [*self._answers, *self.endpoint.finished()], []
+        for _, answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+            self._counts["invalid"] += isinstance(answer, Invalid)
+        return answers
+
+    def example(self) -> Any:
+        return made_up_passages()
+
+    def counts(self) -> dict[str, float]:
+        return {**self._counts, **self.endpoint.counts}
+
+    def close(self) -> None:
+        self.endpoint.close()
+
+    async def _find(self, query: str, k: int) -> Any:
+        """Rubbish is asked for again once: it may be the page of a proxy whose server had just gone."""
+        found = await self._ask(query, k)
+        if isinstance(found, Failed) and found.rubbish:
+            self._counts["rubbish"] += 1
+            found = await self._ask(query, k)
+        if isinstance(found, Failed):
+            return Invalid(f"{self.name}: {self.endpoint.address}: {found.reason}", InvalidKind.UNANSWERED)
+        return found[0]
+
+    async def _ask(self, query: str, k: int, retries: int | None = None) -> list[list[dict[str, Any]]] | Failed:
+        body = written_request([query], k)
+        return await self.endpoint.call(PATH, body, lambda message: read_answer(message, 1, k), retries)
+
+
+class Local:
+    """See `posttrain.protocols.Service`. Asks a process of its own, in which the index is open."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        """Raises UserError if there is no index, or if it cannot be opened."""
+        self.name, self.folder = name, str(Path(folder).expanduser().resolve())
+        self._manifest = Manifest.read(Path(self.folder))
+        self._socket, theirs = pair()
+        with theirs:
+            self._child = Child("posttrain.retrieval.worker:main", [theirs.fileno()])
+        self._frames, self._unsent = Frames(MOST_ANSWER), bytearray(framed(pickle.dumps(Setup(self.folder))))
+        self._socket.setblocking(False)
+        self._asked: deque[tuple[int, str, int]] = deque()
+        self._pending: set[int] = set()
+        self._answers: list[tuple[int, Any]] = []
+        self._counts = dict.fromkeys(("asked", "invalid"), 0.0)
+        try:
+            self._wait_until_open()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def identity(self) -> str:
+        return self._manifest.fingerprint
+
+    @property
+    def description(self) -> str:
+        return f"{self.folder}, {self._manifest.count:,} passages, {self._manifest.kind}"
+
+    def submit(self, id: int, content: Any) -> None:
+        self._counts["asked"] += 1
+        question = _read_question(content)
+        if isinstance(question, str):
+            self._invalid(id, question)
+        else:
+            self._asked.append((id, *question))
+            self._pending.add(id)
+
+    def poll(self) -> list[tuple[int, Any]]:
+        """Raises UserError if the process is gone: what it cannot survive once it would not a second time."""
+        if self._asked:
+            self._unsent += framed(pickle.dumps(list(self._asked)))
+            self._asked.clear()
+        if self._pending:
+            self._write()
+            for message in self._read():
+                self._take(message)
+        answers, self._answers = self._answers, []
+        return answers
+
+    def example(self) -> Any:
+        return made_up_passages()
+
+    def counts(self) -> dict[str, float]:
+        return dict(self._counts)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._child.wait(1.0)
+        self._child.kill()
+
+    def _invalid(self, id: int, reason: str) -> None:
+        self._counts["invalid"] += 1
+        self._answers.append((id, Invalid(f"{self.name}: {reason}", InvalidKind.UNANSWERED)))
+
+    def _wait_until_open(self) -> None:
+        end = time.monotonic() + OPEN_SECONDS
+        while True:
+            self._write()
+            for message in self._read():
+                if isinstance(failed := message.get("failed"), str):
+                    raise UserError(failed)
+                if message.get("ready") != self.identity:
+                    raise UserError(f"the index in {self.folder} has changed while it was opened: start again")
+                return
+            if time.monotonic() > end:
+                raise UserError(f"the index in {self.folder} did not open within {OPEN_SECONDS:g} s")
+            select.select([self._socket], [self._socket] if self._unsent else [], [], 0.1)
+
+    def _write(self) -> None:
+        """As far as it takes it."""
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            raise self._gone() from None
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The messages that are there."""
+        messages: list[Any] = []
+        try:
+            while more := self._socket.recv(1 << 18):
+                messages += map(json.loads, self._frames.add(more))
+        except BlockingIOError:
+            more = b"."  # it is still there
+        except OSError:
+            more = b""
+        except (ValueError, RecursionError):
+            raise self._garbled() from None
+        if not all(isinstance(message, dict) for message in messages):
+            raise self._garbled()
+        if not more and not messages:  # what it said before its end is told first
+            raise self._gone()
+        return messages
+
+    def _take(self, message: dict[str, Any]) -> None:
+        number, found, failed = message.get("number"), message.get("found"), message.get("failed")
+        if type(number) is not int or number not in self._pending:
+            raise UserError(f"the process of {self.name} answered what was not asked: {clip(str(number))}")
+        self._pending.discard(number)
+        if isinstance(failed, str):
+            self._invalid(number, failed)
+        elif isinstance(found, list) and all(_is_passage(one) for one in found):
+            names = ("id", "contents", "score")
+            self._answers.append((number, [dict(zip(names, one, strict=True)) for one in found]))
+        else:
+            self._invalid(number, "its process sent what cannot be read")
+
+    def _garbled(self) -> UserError:
+        return UserError(f"the process of {self.name} sent what cannot be read")
+
+    def _gone(self) -> UserError:
+        ended = f"died ({self._child.exit()})" if self._child.wait(1.0) else "closed its socket"
+        return UserError(f"the process of {self.name}, which searches {self.folder}, {ended}")
+
+
+def _is_passage(one: Any) -> bool:
+    return (
+        isinstance(one, list)
+        and len(one) == 3
+        and isinstance(one[0], str)
+        and isinstance(one[1], str)
+        and isinstance(one[2], int | float)
+        and math.isfinite(one[2])
+    )
+
+
+if TYPE_CHECKING:
+    _remote: Callable[..., Service] = Remote
+    _local: Callable[..., Service] = Local

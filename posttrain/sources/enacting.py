@@ -1,0 +1,99 @@
+"""Episodes to imitate: rows with the replies of one are played through its environment, rollouts are taken as they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from posttrain.engines.scripted import ScriptedEngine
+from posttrain.envs.asking import Services
+from posttrain.envs.play import Episode, Player
+from posttrain.envs.pool import EnvPool
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.types import Invalid, Sampling, SpanKind, Task, Transcript, UserError
+
+ENDLESS = 1 << 30  # tokens: whether a demonstration fits is seen to where it is learned from
+
+Enact = Callable[[Task], tuple[Sequence[Transcript], float]]
+"""Plays a task with its own `replies`: what is to be imitated of it, in each of its contexts, and its reward."""
+
+
+def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], services: Services | None = None) -> Enact:
+    """Through this environment. It raises UserError where replies and environment do not fit together.
+
+    `services`: who answers what the environment asks.
+    """
+    services = services or Services()
+
+    def enact(task: Task) -> tuple[Sequence[Transcript], float]:
+        engine = ScriptedEngine(tokenizer, eos_ids, {0: task["replies"]})
+        own = {key: value for key, value in task.items() if key != "replies"}
+        player = Player(pool, engine, tokenizer, Sampling(max_tokens=ENDLESS), ENDLESS, services=services)
+        [rollout] = player.play([Episode(own, str(task.get("id")), 0)])
+        if isinstance(rollout.reward, Invalid):
+            raise UserError(f"the environment cannot be played with its replies: {rollout.reward.reason}")
+        if engine.left:
+            total = len(task["replies"])
+            raise UserError(f"the environment ends after {total - engine.left} of its {total} replies")
+        return imitated(rollout.transcripts), rollout.reward
+
+    return enact
+
+
+def imitated(transcripts: Sequence[Transcript]) -> list[Transcript]:
+    """The same tokens, those learned from as a demonstration's."""
+    found = []
+    for transcript in transcripts:
+        other = Transcript()
+        for span in transcript.spans:
+            tokens = transcript.tokens[span.start : span.start + span.length]
+            if span.learned:
+                other.imitate(tokens)
+            else:
+                said = span.kind in (SpanKind.SAMPLED, SpanKind.IMITATED)
+                other.observe(tokens, SpanKind.OBSERVATION if said else span.kind)
+        if other.n_scored:
+            found.append(other)
+    if not found:
+        raise UserError("nothing to learn: none of its replies is learned from")
+    return found
+
+
+def stored(task: Task, tokenizer: Tokenizer) -> tuple[list[Transcript], float | None]:
+    """What a rollout of a run's record says, and its reward, None where that is invalid.
+
+    Raises UserError if it is damaged, or was made with another tokenizer.
+    """
+    try:
+        transcripts = [Transcript.from_dict({"logp": [], **plain}) for plain in task["transcripts"]]
+        for turn in task["turns"]:
+            if turn["kind"] == "sampled" and turn["length"]:
+                transcript, start = transcripts[turn["transcript"]], turn["start"]
+                text = tokenizer.decode(transcript.tokens[start : start + turn["length"]])
+                if not text.startswith(turn["text"]):
+                    raise UserError("the rollout was made with another tokenizer: its tokens are other words here")
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"the rollout is damaged ({type(error).__name__}: {error})") from None
+    reward = task.get("reward")
+    return imitated(transcripts), float(reward) if isinstance(reward, int | float) else None
+
+
+def cut(transcripts: Sequence[Transcript], length: int | None) -> list[Transcript]:
+    """Without what lies beyond `length` tokens of each. Raises UserError if nothing is left to learn."""
+    if length is None:
+        return list(transcripts)
+    found = []
+    for transcript in transcripts:
+        other = Transcript()
+        for span in transcript.spans:
+            tokens = transcript.tokens[span.start : min(length, span.start + span.length)]
+            if span.learned:
+                other.imitate(tokens)
+            else:
+                other.observe(tokens, span.kind)
+        if other.n_scored:
+            found.append(other)
+    if not found:
+        raise UserError("nothing to learn within the context")
+    return found

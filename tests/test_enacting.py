@@ -1,0 +1,225 @@
+"""Demonstrations of episodes: imitation sees the tokens, stops and masks that a policy would have had."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tiny
+from environments import looking_up
+
+from posttrain import rl, sft
+from posttrain.cli.main import main
+from posttrain.data.tasks import to_tasks
+from posttrain.engines.local import LocalEngine
+from posttrain.envs.play import Episode, Player
+from posttrain.envs.pool import EnvPool
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.runs.checkpoint import resolve
+from posttrain.runs.printing import sample
+from posttrain.sources.enacting import enacting, stored
+from posttrain.sources.lengths import TooLong
+from posttrain.sources.sft import Transcripts
+from posttrain.types import Reply, Sampling, SpanKind, Task, Transcript, Turn, UserError
+
+NEED = ("prompt", "response")
+ROW: Task = {"id": "a", "prompt": "1+1=", "answer": "2", "replies": ["7a", "b3"]}
+
+
+def spans(transcript: Transcript) -> list[tuple[str, list[int]]]:
+    return [(str(s.kind), transcript.tokens[s.start : s.start + s.length]) for s in transcript.spans]
+
+
+def made(env: Any, tokenizer: Tokenizer, rows: list[Task], **how: Any) -> list[Any]:
+    with EnvPool(env, 0) as pool:
+        enact = enacting(pool, tokenizer, [1])
+        tasks = to_tasks(rows, need=NEED)
+        return list(Transcripts(tasks, tokenizer, [1], 64, TooLong("skip", 64, print), True, enact, **how))
+
+
+def test_what_a_policy_said_is_imitated_token_for_token(tokenizer: Tokenizer) -> None:
+    engine = LocalEngine(tiny(tokenizer, context=256), tokenizer, slots=4)
+    with EnvPool(looking_up, 0) as pool:
+        player = Player(pool, engine, tokenizer, Sampling(max_tokens=200), 256)
+        rollouts = player.play(
+            [Episode({"id": str(i), "prompt": f"{i}+1=", "answer": "2"}, str(i), i) for i in range(12)]
+        )
+        stops = {turn.text[-1:] == "7" for r in rollouts for turn in r.turns if turn.kind is SpanKind.SAMPLED}
+        assert stops == {True, False}
+        tried = 0
+        for rollout in rollouts:
+            said = [turn.text for turn in rollout.turns if turn.kind is SpanKind.SAMPLED]
+            if not all(said) or rollout.stop.truncated:
+                continue
+            tried += 1
+            again, reward = enacting(pool, tokenizer, engine.eos_ids)({**rollout.task, "replies": said})
+            assert reward == rollout.reward
+            for mine, theirs in zip(again, rollout.transcripts, strict=True):
+                assert mine.tokens == theirs.tokens
+                assert list(mine.scored) == list(theirs.scored)
+                assert [s.kind for s in mine.spans] == [
+                    SpanKind.IMITATED if s.kind is SpanKind.SAMPLED else s.kind for s in theirs.spans
+                ]
+    assert tried > 5
+
+
+def test_a_reply_ends_with_its_stop_string_or_with_the_end_of_sequence(tokenizer: Tokenizer) -> None:
+    [[transcript]] = made(looking_up, tokenizer, [{**ROW, "replies": ["ab7", "2"]}])
+    encode = tokenizer.encode
+    assert spans(transcript) == [
+        ("prompt", encode("1+1=", start=True)),
+        ("imitated", encode("ab7")),
+        ("tool", encode("ab7")),
+        ("imitated", [*encode("2"), 1]),
+    ]
+
+
+def quiet(task: Task) -> Generator[Turn | str, Reply, Any]:
+    """The second reply is not learned from, the third has a context of its own."""
+    yield task["prompt"]
+    yield Turn("x", learn=False, max_tokens=2)
+    yield Turn("y", fresh=True)
+    return 1.0
+
+
+def test_masks_and_contexts_are_those_of_the_environment(tokenizer: Tokenizer) -> None:
+    [[first, second]] = made(quiet, tokenizer, [{**ROW, "replies": ["a", "bbbb", "c"]}])
+    encode = tokenizer.encode
+    assert spans(first) == [
+        ("prompt", encode("1+1=", start=True)),
+        ("imitated", [*encode("a"), 1]),
+        ("observation", encode("x")),
+        ("observation", encode("bb")),
+    ]
+    assert spans(second) == [("prompt", encode("y", start=True)), ("imitated", [*encode("c"), 1])]
+
+
+@pytest.mark.parametrize(
+    ("replies", "problem"),
+    [
+        (["7"], "asks for reply 2, and the row has 1"),
+        (["2", "more"], "ends after 1 of its 2 replies"),
+        (["a7 and on", "b"], "reply 1 goes on behind 'a7', where it is stopped"),
+        (["", "b"], "reply 1 is empty"),
+        (["raise"], "RuntimeError: as asked"),
+    ],
+)
+def test_replies_that_the_environment_does_not_ask_for_are_refused(
+    tokenizer: Tokenizer, replies: list[str], problem: str
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        made(looking_up, tokenizer, [{**ROW, "replies": replies}])
+
+
+def test_rows_with_replies_need_an_environment(tokenizer: Tokenizer) -> None:
+    tasks = to_tasks([ROW], need=NEED)
+    with pytest.raises(UserError, match="row 1: the row has replies: name the environment"):
+        Transcripts(tasks, tokenizer, [1], 64, TooLong("skip", 64, print))[0]
+
+
+def test_episodes_of_too_little_reward_are_left_out(tokenizer: Tokenizer) -> None:
+    rows = [{**ROW, "id": "a", "replies": ["2"]}, {**ROW, "id": "b", "replies": ["3"]}]
+    assert [m is not None for m in made(looking_up, tokenizer, rows, min_reward=1.0)] == [True, False]
+    assert [m is not None for m in made(looking_up, tokenizer, rows)] == [True, True]
+
+
+# -- rollouts that a run kept ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("enacting")
+    rows = [{"id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1), "replies": ["7", str(i + 1)]} for i in range(6)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options: Any = {
+        "quiet": True,
+        "tokenizer": "characters",
+        "hidden": 16,
+        "layers": 1,
+        "heads": 2,
+        "context": 64,
+        "vocab": 40,
+    }
+    sft(str(folder / "rows.jsonl"), out=str(folder / "sft"), env="environments:looking_up", rows=4, epochs=2, **options)
+    how: Any = {"model": str(folder / "sft"), "out": str(folder / "rl"), "quiet": True, "max_tokens": 12}
+    rl(str(folder / "rows.jsonl"), env="environments:looking_up", steps=1, prompts=4, group=3, **how)
+    return folder
+
+
+def test_rollouts_of_a_run_are_imitated_as_they_stand(place: Path) -> None:
+    file = place / "rl" / "rollouts" / "step-000001.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    tokenizer = Tokenizer.load(resolve(place / "sft"))
+    for row in rows:
+        (transcript,), reward = stored(row, tokenizer)
+        [kept] = row["transcripts"]
+        assert transcript.tokens == kept["tokens"] and reward == row["reward"]
+        learned = [start + i for start, length in kept["sampled"] for i in range(length)]
+        assert list(transcript.scored) == learned
+    run = sft(str(file), model=str(place / "sft"), out=str(place / "again"), rows=4, min_reward=-1.0, quiet=True)
+    assert run.metrics[-1]["loss"] > 0
+    with pytest.raises(UserError, match="fit"):
+        sft(str(file), model=str(place / "sft"), out=str(place / "none"), rows=4, min_reward=5.0, quiet=True)
+
+
+def test_a_rollout_of_another_tokenizer_or_a_damaged_one_is_refused(place: Path) -> None:
+    lines = (place / "rl" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
+    row = max(map(json.loads, lines), key=lambda row: len(row["text"]))
+    other = Tokenizer.train(["another text 0123456789+="], 40, "characters")
+    with pytest.raises(UserError, match="another tokenizer"):
+        stored(row, other)
+    for damage in ({"turns": [{"kind": "sampled"}]}, {"transcripts": [{"tokens": 3}]}, {"transcripts": [7]}):
+        with pytest.raises(UserError, match="damaged"):
+            stored({**row, **damage}, Tokenizer.load(resolve(place / "sft")))
+
+
+# -- read by people ----------------------------------------------------------------------------------------------------
+
+
+def test_an_episode_reads_like_a_conversation(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollouts", str(place / "rl"), "--number", "100"]) == 0
+    shown = capsys.readouterr().out
+    file = place / "rl" / "rollouts" / "step-000001.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert shown.count("── reward") == len(rows) and shown.count("prompt │") == len(rows)
+    assert shown.count("tool   │") == sum(turn["kind"] == "tool" for row in rows for turn in row["turns"]) > 0
+    assert main(["rollouts", str(file), "--order", "longest", "--number", "1", "--json"]) == 0
+    longest = json.loads(capsys.readouterr().out)
+    lengths = [sum(turn["length"] for turn in row["turns"]) for row in rows]
+    assert sum(turn["length"] for turn in longest["turns"]) == max(lengths)
+    group = rows[0]["group"]
+    assert main(["rollouts", str(place / "rl"), "--group", group, "--number", "100", "--json"]) == 0
+    assert {json.loads(line)["group"] for line in capsys.readouterr().out.splitlines()} == {group}
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--step", "7"], "holds no rollouts of step 7: take one of 1 to 1"),
+        (["--group", "zz"], "no rollouts of the group 'zz'"),
+        (["--order", "odd"], "order"),
+    ],
+)
+def test_what_is_not_there_is_said(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
+) -> None:
+    assert main(["rollouts", str(place / "rl"), *words]) == 2
+    assert problem in " ".join(capsys.readouterr().err.split())
+    assert main(["rollouts", str(place)]) == 2 and main(["rollouts", str(place / "no.jsonl")]) == 2
+
+
+def test_calls_of_tools_are_printed_behind_their_reply(capsys: pytest.CaptureFixture[str]) -> None:
+    calls = [
+        {"tool": "find", "arguments": {"what": "x"}, "end": 4},
+        {"tool": "", "arguments": {}, "end": 9, "problem": "odd"},
+    ]
+    turn = {"kind": "sampled", "text": "hm", "reward": 0.0, "transcript": 0, "start": 0, "length": 3, "calls": calls}
+    sample([{"group": "g", "reward": 1.0, "advantage": 0.5, "stop": "eos", "turns": [turn]}], 1)
+    assert capsys.readouterr().out.splitlines()[1:4] == [
+        "reply  │ hm",
+        "call   │ find(what='x')",
+        "call   │ malformed: odd",
+    ]

@@ -178,6 +178,30 @@ async def late(task: Task, endpoint: Endpoint) -> dict[str, float]:
     return {"reward": 0.0, "status": float(status), "key": float(len(key)), "models": float(len(models["data"]))}
 
 
+_left: set[Any] = set()
+
+
+@harness
+async def leaving(task: Task, endpoint: Endpoint) -> float:
+    """Is over while two requests of it are under way, and makes a third one when it is told to."""
+    folder = Path(task["folder"])
+
+    async def stray(number: int) -> None:
+        while number == 2 and not (folder / "over").exists():
+            await asyncio.sleep(0.01)
+        try:
+            status, _ = await asyncio.wait_for(ask(endpoint, {"messages": [user("a")]}), 10)
+        except aiohttp.ClientConnectionError:  # the server is gone altogether
+            status = 410
+        (folder / f"{number}.new").write_text(str(status))
+        (folder / f"{number}.new").rename(folder / str(number))
+
+    _left.update(map(asyncio.ensure_future, map(stray, range(3))))
+    await asyncio.sleep(0.2)
+    (folder / "left").touch()
+    return 1.0
+
+
 async def _get(address: str) -> tuple[int, Any]:
     async with aiohttp.ClientSession() as session, session.get(address) as answer:
         return answer.status, await answer.json()
@@ -198,11 +222,12 @@ async def with_tools(task: Task, endpoint: Endpoint) -> dict[str, float]:
     async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key) as client:
         messages: list[Any] = [user(task["prompt"])]
         tools: Any = [{"type": "function", "function": LOOK_UP}]
-        calls = 0
+        calls, contents = 0, ""
         for _ in range(3):
             answer = await client.chat.completions.create(model="m", messages=messages, tools=tools, max_tokens=60)
             message = answer.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
+            contents += message.content or ""
             if not message.tool_calls:
                 break
             assert answer.choices[0].finish_reason == "tool_calls"
@@ -210,4 +235,4 @@ async def with_tools(task: Task, endpoint: Endpoint) -> dict[str, float]:
                 word = json.loads(call.function.arguments)["word"]  # type: ignore[union-attr]
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{word} is a word"})
                 calls += 1
-    return {"reward": float(calls)}
+    return {"reward": float(calls), "contents": float(len(contents))}  # "I look." and "done"

@@ -15,6 +15,46 @@ from posttrain.protocols import Engine
 from posttrain.serving.desk import Desk
 from posttrain.serving.policy import EnginePolicy
 from posttrain.serving.server import Limits, Service, serving
+from posttrain.types import Completion, Sampling, StopReason
+
+TOOLS = """{% if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}{% for call in m.tool_calls or [] %}{{ '\\n' }}<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""A chat template that shows tools, and calls as Qwen's do."""
+
+
+class Scripted:
+    """Stands for an engine: gives replies that a policy of random weights would not."""
+
+    batch_invariant = True
+    backend = "a script"
+
+    def __init__(self, tokenizer: Tokenizer, replies: list[str]) -> None:
+        self.tokenizer, self.replies, self.asked = tokenizer, replies, [0] * 99
+        self.done: list[Completion] = []
+
+    def submit(self, id: int, prompt: Any, sampling: Sampling, keep: bool = False) -> None:
+        text = self.replies[self.asked[id]]
+        self.asked[id] += 1
+        tokens = self.tokenizer.encode(text)
+        self.done.append(
+            Completion(id, tokens, [-1.0] * len(tokens), text.removesuffix("<|im_end|>"), StopReason.EOS, 0)
+        )
+
+    def poll(self) -> list[Completion]:
+        done, self.done = self.done, []
+        return done
+
+    def forget(self, id: int) -> None: ...
+    def cancel(self, id: int) -> None: ...
+    def load(self, weights: Any, version: int) -> None: ...
+    def close(self) -> None: ...
 
 
 class Served:

@@ -142,6 +142,18 @@ def test_what_continues_no_context_begins_one(words: Tokenizer) -> None:
         assert all([span.kind for span in t.spans] == [SpanKind.PROMPT, SpanKind.SAMPLED] for t in rollout.transcripts)
 
 
+def ends_with_a_reply(task: Task) -> Playing:
+    messages = [user(task["prompt"])]
+    reply = yield Turn(messages=messages, whole=True, max_tokens=5)
+    yield Turn(messages=[*messages, {"role": "assistant", "content": str(reply)}], whole=True, max_tokens=5)
+    return 0.0
+
+
+def test_a_conversation_that_ends_with_the_reply_is_shown_anew(words: Tokenizer) -> None:
+    for rollout in played(ends_with_a_reply, words):
+        assert not isinstance(rollout.reward, Invalid) and len(rollout.transcripts) == 2
+
+
 def text(task: Task) -> Playing:
     so_far = task["prompt"]
     for _ in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +11,18 @@ from typing import Any
 
 import harnesses
 import pytest
-from conftest import CHATML, DATA, tiny
+from conftest import CHATML, tiny
 from episodes import episodes, played, said
 from processes import descendants
+from served import TOOLS, Scripted
 
 from posttrain.engines.local import LocalEngine
-from posttrain.envs.harness import _doors, harness
+from posttrain.envs.harness import Endpoint, harness
 from posttrain.envs.play import Bounds, Player
 from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
-from posttrain.types import Completion, Invalid, InvalidKind, Rollout, Sampling, SpanKind, StopReason
+from posttrain.types import Completion, Invalid, InvalidKind, Reply, Rollout, Sampling, SpanKind, StopReason, Turn
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 
@@ -48,8 +50,18 @@ def test_a_harness_is_the_environment_that_says_the_same(
 
 
 def test_it_is_played_alike_in_this_process_and_leaves_no_server(words: Tokenizer, expected: list[Any]) -> None:
-    assert said(played(harnesses.agent, words)) == expected
-    assert not any(door.sessions or door._guests for door in _doors.values())
+    addresses: list[str] = []
+
+    @harness
+    async def noting(task: Any, endpoint: Endpoint) -> float:
+        addresses.append(endpoint.url)
+        return await harnesses.agent.stands_for(task, endpoint)  # type: ignore[attr-defined,no-any-return]
+
+    assert said(played(noting, words)) == expected
+    assert len(set(addresses)) == len(addresses) == len(expected)
+    for port in {int(address.split(":")[2].split("/")[0]) for address in addresses}:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
 
 
 def play(words: Tokenizer, env: Any, count: int = 4, workers: int = 0, seconds: float = 20.0, **limits: Any) -> Any:
@@ -95,6 +107,22 @@ def test_a_harness_that_fails_makes_its_episode_invalid_alone_and_leaves_nothing
     assert not set(descendants(os.getpid())) - before
 
 
+def test_a_program_of_an_episode_that_is_over_is_killed_while_others_go_on() -> None:
+    with EnvPool(harnesses.failing, 1, seconds=1.0) as pool:
+        pool.start(0, {"id": "2"})
+        [(_, turn)] = pool.poll(20)
+        before = set(descendants(os.getpid()))
+        pool.send(0, Reply("x"))
+        pool.poll(0.3)
+        assert len(set(descendants(os.getpid())) - before) == 1, "it sleeps"
+        [(_, done)] = pool.poll(20)
+        assert isinstance(turn, Turn) and done.reward.kind is InvalidKind.TIMEOUT  # type: ignore[union-attr]
+        began = time.monotonic()
+        while set(descendants(os.getpid())) - before and time.monotonic() - began < 20:
+            time.sleep(0.02)
+        assert set(descendants(os.getpid())) == before
+
+
 class Waiting:
     """An engine that samples nothing until a file is there, and says by another that it was asked."""
 
@@ -122,51 +150,39 @@ def test_who_asks_again_after_a_lost_connection_gets_the_reply_that_was_sampled(
     assert rollout.rewards["same"] == 0.0, "a request that was answered is sampled anew"
 
 
+def test_requests_of_an_episode_that_is_over_are_refused_and_do_not_wait(tmp_path: Path) -> None:
+    def appears(name: str) -> Path:
+        began = time.monotonic()
+        while not (tmp_path / name).exists() and time.monotonic() - began < 20:
+            time.sleep(0.01)
+        return tmp_path / name
+
+    with EnvPool(harnesses.leaving, 1, seconds=20) as pool:
+        pool.start(0, {"folder": str(tmp_path)})
+        [(_, turn)] = pool.poll(20)
+        assert isinstance(turn, Turn) and appears("left").exists()
+        pool.send(0, Reply("x"))
+        [(_, done)] = pool.poll(20)
+        assert done.reward == 1.0  # type: ignore[union-attr]
+        (tmp_path / "over").touch()
+        assert [appears(str(number)).read_text() for number in range(3)] == ["200", "410", "410"]
+
+
 def test_only_an_episodes_own_address_leads_to_it(words: Tokenizer) -> None:
     found = play(words, harnesses.late, 2)
     assert [(r.rewards["status"], r.rewards["models"]) for r in found] == [(410.0, 1.0)] * 2
     assert all(rollout.rewards["key"] >= 22 for rollout in found)  # 128 bits
 
 
-class Scripted:
-    """Stands for an engine: gives replies that a policy of random weights would not."""
-
-    batch_invariant = True
-    backend = "a script"
-
-    def __init__(self, tokenizer: Tokenizer, replies: list[str]) -> None:
-        self.tokenizer, self.replies, self.asked = tokenizer, replies, [0] * 99
-        self.done: list[Completion] = []
-
-    def submit(self, id: int, prompt: Any, sampling: Sampling, keep: bool = False) -> None:
-        text = self.replies[self.asked[id]]
-        self.asked[id] += 1
-        tokens = self.tokenizer.encode(text)
-        self.done.append(
-            Completion(id, tokens, [-1.0] * len(tokens), text.removesuffix("<|im_end|>"), StopReason.EOS, 0)
-        )
-
-    def poll(self) -> list[Completion]:
-        done, self.done = self.done, []
-        return done
-
-    def forget(self, id: int) -> None: ...
-    def cancel(self, id: int) -> None: ...
-    def load(self, weights: Any, version: int) -> None: ...
-    def close(self) -> None: ...
-
-
 def test_calls_of_tools_go_out_and_their_answers_come_back_into_one_transcript() -> None:
-    template = DATA / "templates" / "qwen3.jinja"
-    if not template.exists():
-        pytest.skip(f"needs {template}")
     tokenizer = Tokenizer.train(["look up a word 0123456789"], 300, "bpe", SPECIAL)
-    tokenizer.chat_template = template.read_text()
+    tokenizer.chat_template = TOOLS
     call = '<tool_call>\n{"name": "look_up", "arguments": {"word": "fox"}}\n</tool_call>'
     engine = Scripted(tokenizer, [f"I look.\n{call}<|im_end|>", f"{call}\n{call}<|im_end|>", "done<|im_end|>"])
     with EnvPool(harnesses.with_tools, 0) as pool:
         [rollout] = Player(pool, engine, tokenizer, Sampling(), 4096).play(episodes(1))
-    assert isinstance(rollout, Rollout) and rollout.reward == 3.0, rollout.reward
+    assert isinstance(rollout, Rollout) and rollout.rewards == {"contents": 11.0}, rollout.reward
+    assert rollout.reward == 3.0
     [transcript] = rollout.transcripts
     assert [span.kind for span in transcript.spans] == [
         SpanKind.PROMPT, SpanKind.SAMPLED, SpanKind.TOOL, SpanKind.SAMPLED, SpanKind.TOOL, SpanKind.SAMPLED,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from conftest import CHATML, tiny
 from openai import BadRequestError, OpenAI
-from served import Served, served
+from served import TOOLS, Scripted, Served, served
 
 from posttrain.cli.main import main
 from posttrain.cli.serving import serve_policy
@@ -129,6 +129,7 @@ def test_completions_answer_each_prompt_as_often_as_asked_and_in_order(server: S
     _, one = server.ask("/v1/completions", {"prompt": tokens, "seed": 1, "max_tokens": 4})
     assert [choice["text"] for choice in several["choices"]] == [one["choices"][0]["text"]] * 2
     assert several["usage"]["prompt_tokens"] == 2 * len(tokens)
+    assert answer["usage"]["prompt_tokens"] == sum(len(words.encode(p, start=True)) for p in asked["prompt"])  # type: ignore[attr-defined]
 
 
 def test_a_stop_string_ends_a_reply_and_is_not_shown_unless_asked_for(server: Served, words: Tokenizer) -> None:
@@ -291,6 +292,17 @@ def test_a_client_that_goes_away_takes_its_request_with_it(words: Tokenizer, kin
     assert not (engine.running or engine.waiting if kind is LocalEngine else engine._running or engine._waiting)
 
 
+def test_where_one_of_several_prompts_is_refused_none_goes_on(words: Tokenizer) -> None:
+    model = tiny(words, context=4096)
+    model.eos_ids = (1 << 20,)  # no reply ends by itself
+    engine = LocalEngine(model, words, slots=2)
+    with served(engine, words, 4096) as server:
+        prompts = [[5], [5] * 5000]
+        assert server.ask("/v1/completions", {"prompt": prompts, "max_tokens": 4000})[0] == 400
+        assert len(server.sampled([5], max_tokens=3)["token_ids"]) == 3
+        assert not engine.running and not engine.waiting
+
+
 def test_a_cancelled_request_leaves_the_others_as_they_are(words: Tokenizer) -> None:
     def replies(cancelled: bool) -> dict[int, Completion]:
         engine, done = engine_of(words, slots=3), {}
@@ -325,11 +337,47 @@ def test_an_engine_that_fails_ends_every_request_and_tells(words: Tokenizer) -> 
         assert [str(problem) for problem in server.failed] == ["the machine is on fire"]
 
 
+@pytest.mark.parametrize("arguments", ["as an object", "as text"])
+def test_calls_of_tools_are_told_as_openai_has_them_and_rendered_as_the_template_takes_them(
+    words: Tokenizer, arguments: str
+) -> None:
+    template = TOOLS if arguments == "as an object" else TOOLS.replace("arguments | tojson", "arguments + ''")
+    tokenizer = Tokenizer(words.backend, words.config, template)
+    call = '<tool_call>\n{"name": "look_up", "arguments": {"word": "fox", "n": 2}}\n</tool_call>'
+    engine = Scripted(tokenizer, [f"I look.\n{call}\n{call}<|im_end|>"] * 9)
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
+    messages: list[Any] = [{"role": "user", "content": "a"}]
+    with served(engine, tokenizer, 4096) as server:
+        asked = {"messages": messages, "tools": tools, "return_token_ids": True}
+        _, answer = server.ask("/v1/chat/completions", asked)
+        [choice] = answer["choices"]
+        message = choice["message"]
+        assert choice["finish_reason"] == "tool_calls" and message["content"] == "I look."
+        assert [json.loads(c["function"]["arguments"]) for c in message["tool_calls"]] == [{"word": "fox", "n": 2}] * 2
+        ids = [c["id"] for c in message["tool_calls"]]
+        assert len(set(ids)) == 2 and all(len(id) == 9 and id.isalnum() for id in ids)
+        told = [{"role": "tool", "tool_call_id": id, "content": "found"} for id in ids]
+        _, again = server.ask("/v1/chat/completions", {**asked, "messages": [*messages, message, *told]})
+        shown = tokenizer.decode(again["prompt_token_ids"])
+        assert shown.startswith(tokenizer.decode(answer["prompt_token_ids"]) + f"I look.\n{call}\n{call}<|im_end|>")
+        assert shown.count("found") == 2
+        _, plain = server.ask("/v1/chat/completions", {"messages": messages})
+        assert plain["choices"][0]["message"]["content"] == f"I look.\n{call}\n{call}"
+        status, refused = server.ask("/v1/chat/completions", {**asked, "tool_choice": "required"})
+        assert status == 400 and refused["error"]["param"] == "tool_choice"
+        with OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+            stream = client.chat.completions.create(model="tiny", messages=messages, tools=tools, stream=True)  # type: ignore[call-overload]
+            calls = [c for piece in stream for choice in piece.choices for c in choice.delta.tool_calls or ()]
+            assert [call.index for call in calls] == [0, 1] and calls[0].function.name == "look_up"
+
+
 @pytest.fixture
 def folder(words: Tokenizer, tmp_path: Path) -> Path:
-    tiny(words, context=CONTEXT).save(tmp_path / "tiny")
-    words.save(tmp_path / "tiny")
-    return tmp_path / "tiny"
+    """A checkpoint of a run, after step 12."""
+    found = tmp_path / "step-000012"
+    tiny(words, context=CONTEXT).save(found)
+    words.save(found)
+    return found
 
 
 def test_the_command_serves_until_it_is_interrupted(folder: Path, words: Tokenizer) -> None:
@@ -350,6 +398,7 @@ def test_the_command_serves_until_it_is_interrupted(folder: Path, words: Tokeniz
     serve_policy(ServePolicy(model=str(folder), port=0, name="mine"), said.append)
     thread.join()
     own = alone(words, words.encode("the"), Sampling(max_tokens=8, seed=1))
+    assert answers[0]["weight_versions"][0]["version"] == "12"
     assert answers[0]["token_ids"] == list(own.tokens) and answers[1] == "mine" and said[-1] == "stopped"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

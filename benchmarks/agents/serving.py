@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path("/work/shared/data/models/gsm8k-5m")
+FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "models" / "gsm8k-5m"
 PROMPT, REPLY = 200, 100
 Replies = list[tuple[list[int], list[float]]]
 
@@ -40,14 +40,14 @@ def requests(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def engine(clients: int) -> Any:
+def engine(folder: Path, clients: int) -> Any:
     from posttrain.engines.local import LocalEngine
     from posttrain.models.folder import load_model
     from posttrain.models.tokenizer import Tokenizer
 
-    model = load_model(FOLDER)
+    model = load_model(folder)
     model.eos_ids = (model.config.vocab - 1,)
-    return LocalEngine(model, Tokenizer.load(FOLDER), slots=clients)
+    return LocalEngine(model, Tokenizer.load(folder), slots=clients, rests=False)
 
 
 # -- in process --------------------------------------------------------------------------------------------------------
@@ -102,13 +102,12 @@ async def clients(port: int, asked: list[dict[str, Any]], count: int, alone: int
 
 async def over_http(sampler: Any, asked: list[dict[str, Any]], count: int, alone: int) -> dict[str, Any]:
     """What clients in another process measure while the engine is served here."""
-    from posttrain.models.tokenizer import Tokenizer
     from posttrain.serving.desk import Desk
     from posttrain.serving.policy import EnginePolicy
     from posttrain.serving.server import Limits, Service, serving
 
     context = sampler.context
-    policy = EnginePolicy(Desk(sampler), Tokenizer.load(FOLDER), "policy", context, sampler.eos_ids)
+    policy = EnginePolicy(Desk(sampler), sampler.tokenizer, "policy", context, sampler.eos_ids)
     async with serving(Service(lambda request: policy, Limits()).application()) as port:
         command = [sys.executable, __file__, "--port", str(port), "--clients", str(count), "--alone", str(alone)]
         process = await asyncio.create_subprocess_exec(
@@ -122,6 +121,7 @@ async def over_http(sampler: Any, asked: list[dict[str, Any]], count: int, alone
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--requests", type=int, default=256)
@@ -136,7 +136,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(options.threads)
-    sampler = engine(options.clients)
+    sampler = engine(options.folder, options.clients)
     in_process(sampler, asked[: options.clients])  # compiles, if need be
     tokens, ratios, rates, alone = REPLY * len(asked), [], [], []
     for _ in range(options.rounds):
@@ -151,8 +151,9 @@ def main() -> None:
     print(f"{sampler.backend}, {options.clients} clients, {options.requests} requests of {PROMPT} + {REPLY} tokens")
     print(f"in process {here:,.0f} tokens/s, over HTTP {there:,.0f}: ", end="")
     print(f"{statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}] of it")
-    slowest = alone[len(alone) * 99 // 100]
-    print(f"one token alone: median {1e3 * statistics.median(alone):.1f} ms, p99 {1e3 * slowest:.1f} ms")
+    print(
+        f"one token alone: median {1e3 * statistics.median(alone):.1f} ms, p99 {1e3 * alone[len(alone) * 99 // 100]:.1f} ms"
+    )
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ from posttrain.serving.policy import EnginePolicy
 from posttrain.serving.server import HOST, Limits, Service, serving
 from posttrain.training.setup import choose_device, end_tokens, use_threads
 
-POLL_STEPS = 8  # of vLLM's, after which new requests join
-
 
 def _say(line: str) -> None:
     print(line, flush=True)  # a program may wait for the address
@@ -45,7 +43,7 @@ def serve_policy(config: ServePolicy, say: Callable[[str], None] = _say) -> None
         config.precision,
         cache_gib=config.engine_cache,
         seconds=config.engine_seconds,
-        poll_steps=POLL_STEPS,
+        serving=True,
     )
     with closing(engine):
         if version := step_of(folder.name):

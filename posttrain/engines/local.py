@@ -45,7 +45,8 @@ POLL_STEPS = 4  # of decoding, after which the caller may look at what else has 
 class LocalEngine:
     """See `posttrain.protocols.Engine`. One per learner; not thread-safe.
 
-    `slots`: how many requests run at once. `context`: tokens of prompt and reply together, at most the model's.
+    `slots`: how many requests run at once. `context`: tokens of prompt and reply together, at most the model's. `rests`:
+    whether memory that an update can use is given back when nothing runs; it then takes a while to begin again.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class LocalEngine:
         slots: int = 256,
         precision: str = "float32",
         kept_bytes: int = KEPT_BYTES,
+        rests: bool = True,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.slots = slots
+        self.slots, self.rests = slots, rests
         self.context = model.config.context
         self.version = 0
         self.device = model.head.device
@@ -113,7 +115,7 @@ class LocalEngine:
         self._prefix_of.pop(id, None)
         if slots := [slot for slot, request in enumerate(self.running) if request.id == id]:
             self._leave(slots)
-        if not self.running and not self.waiting:
+        if self.rests and not self.running and not self.waiting:
             self._rest()
 
     def copy(self, id: int, to: int) -> None:
@@ -133,7 +135,7 @@ class LocalEngine:
                 else:
                     self._decode()
                 if done := self._finished():
-                    if not self.running and not self.waiting:
+                    if self.rests and not self.running and not self.waiting:
                         self._rest()
                     return done
         return []

@@ -11,6 +11,8 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine, Model
 from posttrain.types import UserError
 
+POLL_STEPS = 8  # of vLLM's, after which new requests join those that run
+
 
 def open_engine(
     kind: Literal["local", "vllm"],
@@ -21,11 +23,12 @@ def open_engine(
     *,
     cache_gib: float,
     seconds: float,
-    poll_steps: int | None = None,
+    serving: bool = False,
 ) -> Engine:
-    """`seconds`: limit of a hand-over of weights and of a decoding step to vLLM; `poll_steps`: as `VLLMEngine` has it."""
+    """`seconds`: limit of a hand-over of weights and of a decoding step to vLLM. `serving`: requests come at any time, and
+    nothing but sampling needs the memory."""
     if kind == "local":
-        return embedded(model, tokenizer, slots, precision, cache_gib)
+        return embedded(model, tokenizer, slots, precision, cache_gib, rests=not serving)
     if not isinstance(model, Decoder):
         raise UserError(f"--engine {kind} cannot take over the weights of a {type(model).__name__}: leave it out")
     return VLLMEngine(
@@ -36,5 +39,5 @@ def open_engine(
         cache_gib=cache_gib,
         load_seconds=seconds,
         step_seconds=seconds,
-        poll_steps=poll_steps,
+        poll_steps=POLL_STEPS if serving else None,
     )

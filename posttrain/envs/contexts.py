@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.envs.chat import Conversation, Texts
-from posttrain.types import Completion, Reply, StopReason, Transcript, Turn
+from posttrain.types import Completion, Reply, Transcript, Turn
 
 
 class Context:
@@ -40,9 +40,7 @@ class Context:
         if self.messages is not None:
             self.messages.append({"said": said, "stop": self._stop})
         if self.text is not None:
-            whole = (
-                completion.stop is not StopReason.EOS and self.tokenizer.decode(completion.tokens) == completion.text
-            )
+            whole = self.tokenizer.decode(completion.tokens) == completion.text
             self.text = self.text + completion.text if whole else None  # a text does not tell of what it lacks
 
     def rest(self, turn: Turn) -> Turn | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
@@ -29,9 +30,15 @@ class Journal:
         self._keep = keep
         self._known = dict(known or {})
         self._asked = 0
+        self._thread = threading.get_ident()
 
     def next(self) -> tuple[int, bool]:
         """The number of what is asked now, and whether its result is known."""
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                "recorded was called in another thread than its episode's: in an async environment, give it the thread's "
+                "work, as in `await recorded(asyncio.to_thread, fetch, url)`"
+            )
         number = self._asked
         if number == MOST_RECORDS:
             raise RuntimeError(f"an episode may record {MOST_RECORDS:,} results")
@@ -58,7 +65,8 @@ def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function once in an episode, however often the episode is played: `page = recorded(fetch, url)`.
 
     What it returns is plain JSON data. Of a coroutine function the result is awaited: `page = await recorded(fetch, url)`.
-    What it raises is not recorded. Outside of an environment it is a plain call.
+    What it raises is not recorded. Outside of an environment it is a plain call, and so it is within what is recorded, which
+    is not called again as a whole, and in threads that the environment starts.
     """
     journal = CURRENT.get() or Journal()
     number, known = journal.next()
@@ -66,11 +74,21 @@ def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _awaited(journal, number, known, partial(function, *args, **kwargs))
     if known:
         return journal.known(number)
-    return journal.write(number, function(*args, **kwargs))
+    token = CURRENT.set(None)
+    try:
+        value = function(*args, **kwargs)
+    finally:
+        CURRENT.reset(token)
+    return journal.write(number, value)
 
 
 async def _awaited(journal: Journal, number: int, known: bool, call: Callable[[], Any]) -> Any:
     if known:
         await asyncio.sleep(0)
         return journal.known(number)
-    return journal.write(number, await call())
+    token = CURRENT.set(None)
+    try:
+        value = await call()
+    finally:
+        CURRENT.reset(token)
+    return journal.write(number, value)

@@ -428,6 +428,52 @@ def test_what_is_recorded_within_what_is_recorded_is_part_of_it(env: Any) -> Non
     assert second.startswith(f"{first} A") and len(second.split()) == 4
 
 
+async def chained(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
+    """Tasks that ask twice, of which the later begun goes on first."""
+
+    async def ask(word: str, rounds: int) -> str:
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        return word + os.urandom(4).hex()
+
+    async def chain(word: str, rounds: int) -> list[str]:
+        return [await recorded(ask, f"{word}{number}", rounds) for number in range(2)]
+
+    while True:
+        found = await asyncio.gather(*(chain(word, 20 - 3 * n) for n, word in enumerate("abc")))
+        yield " ".join(word for words in found for word in words)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2, 3])
+def test_results_come_back_to_the_calls_they_are_of_whichever_task_was_first(lost: int) -> None:
+    kept: dict[int, Any] = {}
+
+    async def shown(known: dict[int, Any]) -> list[str]:
+        stage = AsyncStage(chained, seconds=20, records=lambda id, which, result: kept.__setitem__(which, result))
+        event = await stage.start(0, {}, known)
+        stage.drop(0)
+        assert isinstance(event, Turn)
+        return str(event.text).split()
+
+    first = asyncio.run(shown({}))
+    known = dict(list(kept.items())[: len(kept) - lost])  # in the order in which they came
+    again = asyncio.run(shown(known))
+    assert [word[:2] for word in again] == [word[:2] for word in first] == ["a0", "a1", "b0", "b1", "c0", "c1"]
+    assert sum(one == other for one, other in zip(first, again, strict=True)) == len(known)
+
+
+def test_a_known_result_that_is_given_up_keeps_no_other_waiting() -> None:
+    async def given_up() -> str:
+        CURRENT.set(Journal(None, {1: "first", 2: "second"}))
+        recorded(int)
+        gone, stays = asyncio.create_task(recorded(slow, "a")), asyncio.create_task(recorded(slow, "b"))
+        await asyncio.sleep(0)
+        gone.cancel()
+        return await asyncio.wait_for(stays, 5)
+
+    assert asyncio.run(given_up()) == "second"
+
+
 async def in_a_thread(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
     yield await recorded(asyncio.to_thread, str.upper, "a")
     yield await asyncio.to_thread(recorded, str.upper, "a")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
@@ -24,11 +25,17 @@ Keep = Callable[[int, Any], None]
 
 
 class Journal:
-    """The results of one episode, by the order in which they were asked for."""
+    """The results of one episode, by the order in which they were asked for.
+
+    `known`: those of before, in the order in which they came. What waits gets them in that order again: which of two tasks
+    goes on first decides what is asked next, and so which number that has.
+    """
 
     def __init__(self, keep: Keep | None = None, known: Mapping[int, Any] | None = None) -> None:
         self._keep = keep
         self._known = dict(known or {})
+        self._left = deque(self._known)  # that were not taken yet
+        self._turns: dict[int, asyncio.Future[None]] = {}  # who waits for those before
         self._asked = 0
         self._thread = threading.get_ident()
 
@@ -46,7 +53,18 @@ class Journal:
         return number, number in self._known
 
     def known(self, number: int) -> Any:
+        self._left.remove(number)
+        after = self._turns.pop(self._left[0], None) if self._left else None
+        if after is not None and not after.done():
+            after.set_result(None)
         return self._known[number]
+
+    async def turn(self, number: int) -> None:
+        """Wait until those that came before are taken."""
+        if self._left[0] == number:
+            return await asyncio.sleep(0)
+        self._turns[number] = asyncio.get_running_loop().create_future()
+        await self._turns[number]
 
     def write(self, number: int, value: Any) -> Any:
         try:
@@ -84,8 +102,11 @@ def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 async def _awaited(journal: Journal, number: int, known: bool, call: Callable[[], Any]) -> Any:
     if known:
-        await asyncio.sleep(0)
-        return journal.known(number)
+        try:
+            await journal.turn(number)
+        finally:  # if it is given up, others still wait for theirs
+            result = journal.known(number)
+        return result
     token = CURRENT.set(None)
     try:
         value = await call()

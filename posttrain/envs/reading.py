@@ -235,7 +235,7 @@ def _read_calls(given: Any) -> list[dict[str, Any]]:
     found = []
     for call in given if isinstance(given, list) else [None]:
         function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if call is None or not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError("it names no tool")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):

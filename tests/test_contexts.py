@@ -11,11 +11,24 @@ from conftest import CHATML, tiny
 from episodes import episodes, played, said
 
 from posttrain.engines.local import LocalEngine
-from posttrain.envs.contexts import positions
+from posttrain.envs.contexts import Context, placed, positions
 from posttrain.envs.play import Bounds, Player
 from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Graded, Invalid, Reply, Rollout, Sampling, SpanKind, SpanReward, StopReason, Task, Turn
+from posttrain.types import (
+    Completion,
+    Graded,
+    Invalid,
+    Reply,
+    Rollout,
+    Sampling,
+    SpanKind,
+    SpanReward,
+    StopReason,
+    Task,
+    ToolCall,
+    Turn,
+)
 
 Playing = Generator[Turn, Reply, Any]
 
@@ -232,3 +245,59 @@ def test_positions_count_the_scored_tokens_of_the_transcripts_before(words: Toke
     first, second = (t.n_scored for t in rollout.transcripts)
     given = [(0, 2, 1.0), (1, 0, 2.0), (1, second, 3.0)]
     assert positions(given, rollout.transcripts) == [(2, 1.0), (first, 2.0), (first + second, 3.0)]
+
+
+def spoken(words: Tokenizer, asked: list[dict[str, Any]], text: str, turn: Turn | None = None, **how: Any) -> Context:
+    """A context of one turn and one reply."""
+    context = Context(words)
+    turn = turn or Turn(messages=asked)
+    context.transcript.observe(context.read(turn), SpanKind.PROMPT)
+    tokens = words.encode(text)
+    completion = Completion(0, tokens, [0.0] * len(tokens), text, StopReason.STOP, 0)
+    context.reply(completion, Reply(text, StopReason.STOP, **how), True)
+    return context
+
+
+def assistant(content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def test_of_several_contexts_the_longest_goes_on_and_of_equal_ones_the_latest(words: Tokenizer) -> None:
+    asked = [user("say")]
+    short, longest = spoken(words, asked, "1"), spoken(words, [*asked, assistant("1"), user("on")], "2")
+    whole = Turn(messages=[*asked, assistant("1"), user("on"), assistant("2"), user("go")], whole=True)
+    for contexts in ([short, longest], [longest, short]):
+        rest, found = placed(whole, contexts)
+        assert found is longest and rest.messages == [user("go")]
+    first, second = spoken(words, asked, "1"), spoken(words, asked, "1")
+    again = Turn(messages=[*asked, assistant("1"), user("go")], whole=True)
+    assert placed(again, [first, second])[1] is second
+    assert placed(Turn(messages=asked, whole=True), [first]) == (Turn(messages=asked, whole=True, fresh=True), None)
+
+
+def test_a_reply_is_known_without_its_stop_string_and_by_the_calls_that_could_be_read(words: Tokenizer) -> None:
+    asked = [user("say")]
+    stopped = spoken(words, asked, "12.", Turn(messages=asked, stop=(".",)))
+    for text, same in (("12.", True), (" 12\n", True), ("12", True), ("1", False), ("", False)):
+        turn = Turn(messages=[*asked, assistant(text), user("on")], whole=True)
+        assert (stopped.rest(turn) is not None) == same
+    calls = [
+        ToolCall("f", {}, 3, id="aaaaaaaaa"),
+        ToolCall("", {}, 5, "odd", "bbbbbbbbb"),
+        ToolCall("g", {}, 9, id="c" * 9),
+    ]
+    calling = spoken(words, asked, "12", tool_calls=calls)
+    for ids, same in (("ac", True), ("abc", False), ("a", False), ("ca", False), ("", False)):
+        listed = [{"id": id * 9, "function": {"name": "f", "arguments": {}}} for id in ids]
+        turn = Turn(messages=[*asked, assistant(None, tool_calls=listed), user("on")], whole=True)
+        assert (calling.rest(turn) is not None) == same
+
+
+def test_a_context_goes_on_with_the_tools_it_began_with_alone(words: Tokenizer) -> None:
+    shows = Tokenizer(words.backend, words.config, "{{ tools }}" + (words.chat_template or ""))
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+    asked = [user("say")]
+    context = spoken(shows, asked, "1", Turn(messages=asked, tools=tools[:1]))
+    for given, same in ((tools[:1], True), (tools, False), (None, False)):
+        turn = Turn(messages=[*asked, assistant("1"), user("on")], whole=True, tools=given)
+        assert (context.rest(turn) is not None) == same

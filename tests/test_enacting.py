@@ -12,18 +12,21 @@ from conftest import tiny
 from environments import looking_up
 
 from posttrain import rl, sft
+from posttrain.batch import Stats
 from posttrain.cli.main import main
 from posttrain.data.tasks import to_tasks
 from posttrain.engines.local import LocalEngine
+from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.play import Episode, Player
 from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.printing import sample
-from posttrain.sources.enacting import enacting, stored
+from posttrain.sources.enacting import cut, enacting, stored
 from posttrain.sources.lengths import TooLong
+from posttrain.sources.made import progress
 from posttrain.sources.sft import Transcripts
-from posttrain.types import Reply, Sampling, SpanKind, Task, Transcript, Turn, UserError
+from posttrain.types import Reply, Sampling, SpanKind, StopReason, Task, Transcript, Turn, UserError
 
 NEED = ("prompt", "response")
 ROW: Task = {"id": "a", "prompt": "1+1=", "answer": "2", "replies": ["7a", "b3"]}
@@ -223,3 +226,59 @@ def test_calls_of_tools_are_printed_behind_their_reply(capsys: pytest.CaptureFix
         "call   │ find(what='x')",
         "call   │ malformed: odd",
     ]
+
+
+# -- what is cut and what is left over ---------------------------------------------------------------------------------
+
+
+def test_what_lies_beyond_the_context_is_cut_from_each_transcript() -> None:
+    first, second = Transcript(), Transcript()
+    first.observe([1, 2], SpanKind.PROMPT)
+    first.imitate([3, 4, 5])
+    second.observe([6, 7, 8], SpanKind.PROMPT)
+    second.imitate([9])
+    assert [t.tokens for t in cut([first, second], None)] == [[1, 2, 3, 4, 5], [6, 7, 8, 9]]
+    assert [(t.tokens, list(t.scored)) for t in cut([first, second], 3)] == [([1, 2, 3], [2])]
+    assert [t.tokens for t in cut([first, second], 4)] == [[1, 2, 3, 4], [6, 7, 8, 9]]
+    with pytest.raises(UserError, match="nothing to learn"):
+        cut([first, second], 2)
+
+
+def test_a_written_reply_that_is_cut_off_is_not_stopped(tokenizer: Tokenizer) -> None:
+    for most, length, stop in ((2, 2, StopReason.LENGTH), (3, 3, StopReason.STOP), (9, 3, StopReason.STOP)):
+        engine = ScriptedEngine(tokenizer, [1], {0: ["ab7", "x"]})
+        engine.submit(0, [2], Sampling(max_tokens=most, stop=("7", "b7")))
+        [done] = engine.poll()
+        assert (len(done.tokens), done.stop) == (length, stop) and engine.left == 1
+
+
+def test_a_written_reply_ends_behind_the_stop_string_that_is_whole_first(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, [1], {0: ["a7 ", "a7b3"]})
+    engine.submit(0, [2], Sampling(max_tokens=9, stop=("7 ", "a7")))
+    [done] = engine.poll()
+    assert done.text == "a7" and done.tokens == tokenizer.encode("a7")
+    with pytest.raises(UserError, match="reply 2 goes on behind 'a7'"):
+        engine.submit(0, [2], Sampling(max_tokens=9, stop=("b3", "7")))
+
+
+def test_an_episode_of_just_the_reward_asked_for_is_learned_from_and_others_are_counted(tokenizer: Tokenizer) -> None:
+    rows = [{**ROW, "id": "a", "replies": ["2"]}, {**ROW, "id": "b", "replies": ["3"]}]
+    with EnvPool(looking_up, 0) as pool:
+        tasks = to_tasks(rows, need=NEED)
+        enact = enacting(pool, tokenizer, [1])
+        found = Transcripts(tasks, tokenizer, [1], 64, TooLong("skip", 64, print), True, enact, min_reward=1.0)
+        assert [one is not None for one in found] == [True, False] and found.unwanted == 1
+        stats = Stats()
+        progress(found, 2, 1, stats)
+        assert stats.means()["unwanted"] == 1 and found.unwanted == 0
+
+
+def not_the_replies(task: Task) -> Generator[str, Reply, float]:
+    yield task["prompt"]
+    return float("replies" not in task)
+
+
+def test_an_environment_does_not_see_what_it_is_to_be_told(tokenizer: Tokenizer) -> None:
+    with EnvPool(not_the_replies, 0) as pool:
+        _, reward = enacting(pool, tokenizer, [1])({**ROW, "replies": ["2"]})
+    assert reward == 1.0

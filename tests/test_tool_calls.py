@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 
 from posttrain.models.tool_format import format_of
-from posttrain.models.tool_reading import HERMES, ToolFormat
-from posttrain.types import ToolCall, UserError
+from posttrain.models.tool_reading import HERMES, LONGEST_CODE, MOST_CALLS, ToolFormat
+from posttrain.types import Reply, ToolCall, UserError
 
 Write = Callable[[Sequence[Mapping[str, Any]]], str]
 
@@ -239,3 +240,95 @@ def test_a_keyed_value_is_text_where_the_schema_says_so() -> None:
 
 def test_a_template_that_shows_no_calls_has_no_format() -> None:
     assert format_of(lambda messages: "".join(f"{m['role']}: {m['content']}\n" for m in messages)) is None
+
+
+@pytest.mark.parametrize("family", FORMATS)
+@pytest.mark.parametrize("levels", [30, 200, 600])
+def test_arguments_that_are_nested_too_deeply_make_a_malformed_call(family: str, levels: int) -> None:
+    deep: Any = 1
+    for _ in range(40):
+        deep = [deep]
+    form, text = said(family, [ToolCall("get_weather", {"days": deep}, id="a1b2c3d4e")])
+    text = text.replace("[" * 40, "[" * levels).replace("]" * 40, "]" * levels)
+    [call] = form.read(text, TOOLS)
+    assert (call.problem is None) == (levels == 30)
+    pickle.loads(pickle.dumps([Reply(text, tool_calls=[call])]))  # as it goes to workers
+    json.dumps(dict(call.arguments))  # and into the record
+    if call.problem is not None:
+        assert not call.arguments
+
+
+@pytest.mark.parametrize("value", ["1e999", "-1e999", r'"\ud800"', r'{"\udc00": 1}', "9" * 5000])
+def test_what_json_can_spell_and_no_data_can_hold_makes_a_malformed_call(value: str) -> None:
+    for arguments in (f'{{"a": {value}}}', json.dumps(f'{{"a": {value}}}')):
+        [call] = HERMES.read(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>')
+        assert call.problem is not None and not call.arguments
+
+
+@pytest.mark.parametrize("value", ["{1, 2}", "b'a'", "1e999", "2j", "{1: 2}", "{(1, 2): 3}", r"'\ud800'", "x", "f()"])
+def test_an_argument_in_python_that_is_no_json_makes_a_malformed_call(value: str) -> None:
+    form, _ = said("python list", asked("python list"))
+    [call] = form.read(f"[get_weather(city={value})]", TOOLS)
+    assert call.problem is not None and not call.arguments
+
+
+def test_code_that_is_too_long_is_not_compiled() -> None:
+    form, _ = said("python list", asked("python list"))
+    found = [form.read(f"[get_weather(city='{'x' * length}')]", TOOLS)[0] for length in (10_000, LONGEST_CODE)]
+    assert [call.problem is None for call in found] == [True, False]
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_a_reply_makes_so_many_calls_at_most(family: str) -> None:
+    form, text = said(family, asked(family)[:1])
+    found = form.read((text + "\n") * (MOST_CALLS + 9), TOOLS)
+    assert len(found) <= MOST_CALLS
+    if form.closing:
+        assert len(found) == MOST_CALLS
+
+
+@pytest.mark.parametrize("family", ["hermes", "coder", "keys and values", "invoke"])
+def test_a_malformed_call_that_is_closed_takes_no_other_with_it(family: str) -> None:
+    form, right = said(family, asked(family)[:1])
+    wrong = f"{form.opening}?{form.closing}"
+    for text, problems in ((wrong + right, [True, False]), (right + wrong, [False, True])):
+        found = form.read(text, TOOLS)
+        assert [call.problem is not None for call in found] == problems
+        assert (wrong in text[: found[0].end]) == problems[0] and found[0].end < found[1].end
+
+
+def test_a_harmony_call_that_is_malformed_takes_no_other_with_it() -> None:
+    head = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+    found = ToolFormat("harmony").read(f'{head}{{1<|call|>{head}{{"a": 1}}<|call|>')
+    assert [(call.problem is None, dict(call.arguments)) for call in found] == [(False, {}), (True, {"a": 1})]
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_calls_begin_behind_what_was_thought_and_said(family: str) -> None:
+    form, text = said(family, asked(family)[:1])
+    thought = f"<think>perhaps {text}</think>or {text}</think>\n"
+    assert form.read(thought, TOOLS) == []
+    assert plain(form.read(thought + text, TOOLS)) == plain(asked(family)[:1])
+    around = text.partition(form.opening)[0] if form.opening else ""  # what stands before all calls
+    assert form.start(thought + text) == len((thought + around).rstrip())
+    if form.opening:
+        assert form.start(f"{thought}Let me see.  \n{text}") == len(f"{thought}Let me see.  \n{around}".rstrip())
+
+
+@pytest.mark.parametrize("id", ["", "a b", "x" * 65, 7, None, ["a"]])
+def test_an_id_that_is_none_is_left_out(id: Any) -> None:
+    text = json.dumps({"name": "f", "arguments": {}, "id": id})
+    assert [call.id for call in HERMES.read(f"<tool_call>{text}</tool_call>")] == [""]
+
+
+def test_a_keyed_value_keeps_its_spaces_and_is_read_as_a_whole_or_stays_text() -> None:
+    values = {"days": "3 days", "city": "  two\n\n", "when": "2024-01-05", "many": "007", "name": "5"}
+    form, text = said("coder", [ToolCall("get_weather", values)])
+    properties = {"days": {"type": "integer"}, "city": {"type": "string"}, "name": {"type": ["integer", "string"]}}
+    tools = [{"function": {"name": "get_weather", "parameters": {"properties": properties}}}]
+    assert dict(form.read(text, tools)[0].arguments) == values
+
+
+def test_arguments_given_as_text_are_that_text_and_no_more() -> None:
+    [call] = HERMES.read('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1} and b"}</tool_call>')
+    assert "behind it stands 'and b'" in str(call.problem) and not call.arguments

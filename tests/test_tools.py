@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import os
+import re
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 from typing import Any, Literal, Union
@@ -14,12 +15,28 @@ from environments import one_of_many, one_of_many_waiting
 from episodes import played
 
 from posttrain import Tools, recorded
+from posttrain.envs.chat import Conversation
+from posttrain.envs.load import is_async
 from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.envs.reading import read_turn
+from posttrain.envs.recording import CURRENT, MOST_RECORDS, Journal
 from posttrain.envs.schemas import schema_of
-from posttrain.envs.tools import ToolFailed
+from posttrain.envs.stage import AsyncStage, Stage
+from posttrain.envs.tools import LONGEST_RESULT, ToolFailed
+from posttrain.envs.wire import Garbled, Record, read_answer, write_record
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Graded, Invalid, InvalidKind, Reply, ToolCall, Turn, UserError
+from posttrain.types import (
+    Completion,
+    Graded,
+    Invalid,
+    InvalidKind,
+    Reply,
+    SpanReward,
+    StopReason,
+    ToolCall,
+    Turn,
+    UserError,
+)
 
 
 class Unit(enum.Enum):
@@ -359,3 +376,305 @@ def test_two_episodes_record_apart(env: Any) -> None:
                 pool.start(id, {"id": str(id)})
             shown = [event.text for event in answers(pool).values() if isinstance(event, Turn)]
             assert len(set(shown)) == 4
+
+
+def nesting(task: dict[str, Any]) -> Generator[str, Reply, Any]:
+    """What it records records in turn."""
+
+    def inner(word: str) -> str:
+        return recorded(str.upper, word) + os.urandom(4).hex()
+
+    found: list[str] = []
+    while True:
+        found += [recorded(inner, "a"), recorded(inner, "b")]
+        yield " ".join(found)
+
+
+async def nesting_beside(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
+    async def inner(word: str) -> str:
+        return await recorded(slow, word) + os.urandom(4).hex()
+
+    found: list[str] = []
+    while True:
+        found += await asyncio.gather(recorded(inner, "a"), recorded(inner, "b"))
+        yield " ".join(found)
+
+
+def replayed(env: Any) -> tuple[str, str]:
+    """What an episode shows in its first turn, and in its second where it was begun anew in between."""
+    kept: dict[int, Any] = {}
+
+    async def beside() -> list[Event]:
+        stage = AsyncStage(env, records=lambda id, which, result: kept.__setitem__(which, result))
+        first = await stage.start(0, {})
+        await stage.start(1, {}, dict(kept))
+        return [first, await stage.send(1, Reply("on"))]
+
+    if is_async(env):
+        shown = asyncio.run(beside())
+    else:
+        stage = Stage(env, records=lambda id, which, result: kept.__setitem__(which, result))
+        shown = [stage.start(0, {})]
+        stage.start(1, {}, dict(kept))
+        shown.append(stage.send(1, Reply("on")))
+        stage.close()
+    first, second = (event.text for event in shown if isinstance(event, Turn))
+    return str(first), str(second)
+
+
+@pytest.mark.parametrize("env", [nesting, nesting_beside], ids=["plain", "async"])
+def test_what_is_recorded_within_what_is_recorded_is_part_of_it(env: Any) -> None:
+    first, second = replayed(env)
+    assert second.startswith(f"{first} A") and len(second.split()) == 4
+
+
+async def chained(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
+    """Tasks that ask twice, of which the later begun goes on first."""
+
+    async def ask(word: str, rounds: int) -> str:
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        return word + os.urandom(4).hex()
+
+    async def chain(word: str, rounds: int) -> list[str]:
+        return [await recorded(ask, f"{word}{number}", rounds) for number in range(2)]
+
+    while True:
+        found = await asyncio.gather(*(chain(word, 20 - 3 * n) for n, word in enumerate("abc")))
+        yield " ".join(word for words in found for word in words)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2, 3])
+def test_results_come_back_to_the_calls_they_are_of_whichever_task_was_first(lost: int) -> None:
+    kept: dict[int, Any] = {}
+
+    async def shown(known: dict[int, Any]) -> list[str]:
+        stage = AsyncStage(chained, seconds=20, records=lambda id, which, result: kept.__setitem__(which, result))
+        event = await stage.start(0, {}, known)
+        stage.drop(0)
+        assert isinstance(event, Turn)
+        return str(event.text).split()
+
+    first = asyncio.run(shown({}))
+    known = dict(list(kept.items())[: len(kept) - lost])  # in the order in which they came
+    again = asyncio.run(shown(known))
+    assert [word[:2] for word in again] == [word[:2] for word in first] == ["a0", "a1", "b0", "b1", "c0", "c1"]
+    assert sum(one == other for one, other in zip(first, again, strict=True)) == len(known)
+
+
+def test_a_known_result_that_is_given_up_keeps_no_other_waiting() -> None:
+    async def given_up() -> str:
+        CURRENT.set(Journal(None, {1: "first", 2: "second"}))
+        recorded(int)
+        gone, stays = asyncio.create_task(recorded(slow, "a")), asyncio.create_task(recorded(slow, "b"))
+        await asyncio.sleep(0)
+        gone.cancel()
+        return await asyncio.wait_for(stays, 5)
+
+    assert asyncio.run(given_up()) == "second"
+
+
+async def in_a_thread(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
+    yield await recorded(asyncio.to_thread, str.upper, "a")
+    yield await asyncio.to_thread(recorded, str.upper, "a")
+
+
+def test_a_result_is_recorded_in_the_thread_of_its_episode() -> None:
+    with EnvPool(in_a_thread, workers=0) as pool:
+        pool.start(0, {"id": "0"})
+        assert answers(pool) == {0: Turn("A")}
+        pool.send(0, Reply("on"))
+        [event] = answers(pool).values()
+    assert isinstance(event, Done) and isinstance(event.reward, Invalid) and "another thread" in event.reward.reason
+
+
+def test_an_episode_records_a_bounded_number_of_plain_results() -> None:
+    kept: dict[int, Any] = {}
+    journal = Journal(kept.__setitem__, {0: "known", 2: "later"})
+    token = CURRENT.set(journal)
+    try:
+        given = (1, 2)
+        assert recorded(lambda: "new") == "known"
+        assert recorded(lambda: given) == [1, 2] and kept == {1: [1, 2]}
+        with pytest.raises(ZeroDivisionError):
+            CURRENT.set(Journal(kept.__setitem__, {1: "known"}))
+            recorded(lambda: 1 / 0)
+        assert recorded(lambda: "new") == "known" and 0 not in kept  # what raised is none, and has its number
+        CURRENT.set(journal)
+        assert recorded(lambda: "new") == "later"
+        for _ in range(MOST_RECORDS - 3):
+            recorded(int)
+        with pytest.raises(RuntimeError, match="may record"):
+            recorded(int)
+    finally:
+        CURRENT.reset(token)
+    with pytest.raises(Garbled, match="beyond"):
+        read_answer(write_record(1, MOST_RECORDS, 0)[8:])
+    assert read_answer(write_record(1, MOST_RECORDS - 1, 0)[8:]) == Record(1, MOST_RECORDS - 1, 0)
+
+
+# -- what tools return, and what is asked of them ----------------------------------------------------------------------
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+ODD: dict[str, Any] = {
+    "nan": float("nan"), "bytes": b"\xff", "none": None, "half": "a\ud800b", "halves": ["\udc00"], "keys": {(1, 2): 3},
+    "huge": "x" * (LONGEST_RESULT + 1), "listed": ["x"] * LONGEST_RESULT, "set": {1}, "object": object,
+}  # fmt: skip
+ODD["itself"] = ODD["self"] = []
+ODD["self"].append(ODD["self"])
+
+
+def returning(which: str) -> Any:
+    """Returns odd things.
+
+    Args:
+        which: one of them
+    """
+    if which == "raise":
+        raise Unspeakable
+    return ODD[which]
+
+
+@pytest.mark.parametrize("which", [*ODD, "raise"])
+def test_whatever_a_tool_returns_is_told_or_is_a_call_that_failed(which: str) -> None:
+    tools = Tools(returning, raising="answer")
+    turn = tools.answer(said(call("returning", which=which)))
+    assert isinstance(read_turn(turn), Turn)
+    failed = which in ("keys", "huge", "listed", "itself", "self", "raise")
+    assert [c.problem is not None for c in tools.calls] == [failed]
+
+
+def test_a_longest_result_can_be_told() -> None:
+    ODD["longest"] = "x" * LONGEST_RESULT
+    assert contents(Tools(returning).answer(said(call("returning", which="longest")))) == [ODD["longest"]]
+
+
+def returning_what_waits(word: str) -> Any:
+    """Is no coroutine function, and returns what a coroutine function does.
+
+    Args:
+        word: Any.
+    """
+    return slow(word)
+
+
+def optional(nullable: str, other: int | None = None) -> str:
+    """Has a parameter whose name is a word of schemas.
+
+    Args:
+        nullable: Any.
+        other: Any.
+    """
+    return nullable
+
+
+def test_a_parameter_may_have_a_name_that_schemas_use() -> None:
+    tools = Tools(optional)
+    assert contents(tools.answer(said(call("optional", nullable="a", other=None)))) == ["a"]
+    tools.answer(said(call("optional", nullable=3), call("optional", nullable="a", more=1)))
+    assert [c.problem is None for c in tools.calls] == [True, False, False]
+
+
+def test_what_a_tool_returns_is_awaited_if_it_waits() -> None:
+    tools = Tools(returning_what_waits)
+    assert contents(asyncio.run(tools.answer_async(said(call("returning_what_waits", word="a"))))) == ["A"]
+
+
+def test_a_call_that_ends_the_episode_is_the_last_that_is_made_and_is_not_answered() -> None:
+    tools = Tools(weather, broken, raising="end")
+    right = call("weather", city="R")
+    assert tools.answer(said(right, call("broken", word="x"), right, number=2)) is None
+    assert [c.problem is None for c in tools.calls] == [True, False] and "ValueError" in str(tools.ended)
+    assert tools.answer(said()) is None
+    assert tools.calls[0].earns(0.5) == SpanReward(3, 0.5, 2)
+    waiting = Tools(slow, broken, raising="end")
+    assert asyncio.run(waiting.answer_async(said(call("broken", word="x"), call("slow", word="a")))) is None
+
+
+# -- conversations with calls ------------------------------------------------------------------------------------------
+
+
+def completed(tokenizer: Tokenizer, text: str, stop: StopReason = StopReason.EOS) -> Completion:
+    tokens = tokenizer.encode(text)
+    return Completion(0, tokens, [0.0] * len(tokens), text, stop, 0)
+
+
+def talking(tokenizer: Tokenizer) -> Conversation:
+    talk = Conversation(tokenizer)
+    talk.show(Turn(messages=[{"role": "user", "content": "w?"}]), None)
+    return talk
+
+
+def called(id: str) -> str:
+    return f'<call>{{"name": "weather", "arguments": {{}}, "id": "{id}"}}</call>'
+
+
+def test_no_two_calls_of_a_conversation_have_one_id(speaker: Tokenizer) -> None:
+    talk = talking(speaker)
+    own = "abcdefghi"
+    replies = [called(own) * 2, called("call00002") + called("odd id"), called(own), called("call00001") + "<call>"]
+    ids = [found.id for reply in replies for found in talk.calls(reply)]
+    assert len(set(ids)) == len(ids) == 7 and ids[0] == own
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", id) for id in ids)
+    assert talk.calls("no call") == () and talk.before_calls("no call") is None
+
+
+@pytest.mark.parametrize("content", ["\u2063reply\u2063", "\u2063\u2063reply\u2063\u2063 \u2063reply\u2063", "Xyzzy"])
+def test_what_stands_for_a_reply_in_a_template_may_be_said_by_anyone(speaker: Tokenizer, content: str) -> None:
+    for calls in ("", called("")):
+        talk = talking(speaker)
+        for role in ("tool" if calls else "user", "user"):
+            talk.calls(calls or "hm")
+            more = talk.show(Turn(messages=[{"role": role, "content": content}]), completed(speaker, calls or "hm"))
+            assert speaker.decode(more) == f"|<{role}>{content}|<assistant>"
+
+
+def test_messages_with_calls_are_taken_as_programs_write_them(speaker: Tokenizer) -> None:
+    def asking(arguments: Any) -> list[dict[str, Any]]:
+        function = {"name": "weather", "arguments": arguments}
+        calls = [{"id": "abcdefghi", "type": "function", "function": function}]
+        return [{"role": "assistant", "content": "so", "tool_calls": calls}, {"role": "user", "content": "and?"}]
+
+    shown = set()
+    for given in ({"city": "R"}, '{"city": "R"}'):
+        for first in (True, False):
+            turn = read_turn(Turn(messages=[{"role": "user", "content": "a"}, *asking(given)]))
+            assert isinstance(turn, Turn) and read_turn(turn) == turn
+            talk = Conversation(speaker) if first else talking(speaker)
+            talk.calls("hm")
+            tokens = talk.show(turn, None if first else completed(speaker, "hm"))
+            shown.add(speaker.decode(tokens).removeprefix("|"))
+    written = '<call>{"name": "weather", "arguments": {"city": "R"}}</call>'
+    assert shown == {f"<user>a|<assistant>so{written}|<user>and?|<assistant>"}
+    for wrong in ("{", "[1]", 7, [1], "[" * 5000, "1e999"):
+        found = read_turn(Turn(messages=asking(wrong)))
+        assert isinstance(found, Invalid) and "tool_calls" in found.reason
+    for odd in (7, [1], [{}], [{"function": {"name": 3}}], [{"function": {"name": "f"}, "id": 3}]):
+        found = read_turn(Turn(messages=[{"role": "assistant", "content": None, "tool_calls": odd}]))
+        assert isinstance(found, Invalid) and "tool_calls" in found.reason
+
+
+def test_what_a_reply_ends_with_is_not_shown_again(speaker: Tokenizer) -> None:
+    stopped = Tokenizer(speaker.backend, speaker.config, TEMPLATE.replace("|{% endfor %}", "|-|-{% endfor %}", 1))
+    for reply, more in (("hm|-|-", ""), ("hm|-", "|-"), ("hm", "|-|-"), ("hm|", "-|-")):
+        talk = talking(stopped)
+        shown = talk.show(Turn(messages=[{"role": "user", "content": "on"}]), completed(stopped, reply))
+        assert stopped.decode(shown) == f"{more}<user>on|-|-<assistant>"
+    cut = talking(stopped)
+    last = completed(stopped, "hm|-", StopReason.LENGTH)
+    assert stopped.decode(cut.show(Turn(messages=[{"role": "user", "content": "on"}]), last)).startswith("|-|-<user>")
+
+
+def test_tools_that_change_within_a_context_are_refused(speaker: Tokenizer) -> None:
+    user = [{"role": "user", "content": "w?"}]
+    schemas = [schema_of(function) for function in (weather, broken)]
+    talk = Conversation(speaker)
+    talk.show(Turn(messages=user, tools=schemas[:1]), None)
+    talk.show(Turn(messages=user, tools=schemas[:1]), completed(speaker, "hm"))
+    with pytest.raises(UserError, match="where a context begins"):
+        talk.show(Turn(messages=user, tools=schemas), completed(speaker, "hm"))

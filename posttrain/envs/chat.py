@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from posttrain.types import Completion, ToolCall, Turn, UserError
 
+MOST_IDS = 100_000  # that are numbered in nine letters and digits, far more than a context holds calls
+
 
 class Continued(Protocol):
     """What stands behind a reply, and a message that stands for the reply."""
@@ -61,7 +63,7 @@ class Conversation:
         self.chat = False  # whether it began with messages
         self.tools: Sequence[Mapping[str, Any]] | None = None  # that the model was told of
         self.last_calls: Sequence[ToolCall] = ()  # of the last reply
-        self.n_calls = 0
+        self._ids: set[str] = set()  # of all calls so far
 
     def show(self, turn: Turn, last: Completion | None) -> list[int]:
         """Tokens that put `turn` before the policy; `last` is what it sampled just before, if anything."""
@@ -69,14 +71,13 @@ class Conversation:
         if turn.messages is None:
             return self.tokenizer.encode(turn.text or "", start=first)
         if first:
-            self.messages, self.tools, self.chat = list(turn.messages), turn.tools, True
-            if any(message.get("tool_calls") for message in self.messages):
-                self.messages = with_calls(self.messages, self.tokenizer.tool_format)
+            self.messages, self.tools, self.chat = self._taken(turn.messages), turn.tools, True
             return self.tokenizer.encode(self.tokenizer.render(self.messages, True, self.tools), start=True)
         if turn.tools is not None and turn.tools != self.tools:
             raise UserError("a chat template shows tools where a context begins: give its first turn all of them")
-        after = self.tokenizer.render_after(self.messages, turn.messages, self.last_calls, self.tools)
-        self.messages = [*self.messages, after.reply, *turn.messages]
+        new = self._taken(turn.messages)
+        after = self.tokenizer.render_after(self.messages, new, self.last_calls, self.tools)
+        self.messages = [*self.messages, after.reply, *new]
         tokens = self.tokenizer.encode(after.text)
         # what of it ends the reply, the policy has sampled: the end id, a stop string, what closes a call
         sampled = [] if last is None or last.stop.truncated else list(last.tokens)
@@ -89,18 +90,26 @@ class Conversation:
         self.last_calls = ()
         if form is not None:
             found = form.read(text, self.tools or ())
-            self.last_calls = tuple(replace(call, id=self._id(call, place)) for place, call in enumerate(found))
-            self.n_calls += len(found)
+            self.last_calls = tuple(replace(call, id=self._id(call.id)) for call in found)
         return self.last_calls
+
+    def _taken(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """As the template takes them."""
+        calling = any(message.get("tool_calls") for message in messages)
+        return with_calls(messages, self.tokenizer.tool_format) if calling else list(messages)
 
     def before_calls(self, text: str) -> int | None:
         """Characters of the last reply before its first call; None where it makes none."""
         form = self.tokenizer.tool_format if self.last_calls else None
         return None if form is None else form.start(text)
 
-    def _id(self, call: ToolCall, place: int) -> str:
-        """Its own, if all templates take it."""
-        return call.id if re.fullmatch("[A-Za-z0-9]{9}", call.id) else f"call{self.n_calls + place:05d}"
+    def _id(self, own: str) -> str:
+        """A call's own id, if all templates take it and no call before has it, or else a new one."""
+        fits = re.fullmatch("[A-Za-z0-9]{9}", own) and own not in self._ids
+        numbered = (f"call{number:05d}" for number in range(len(self._ids), MOST_IDS))
+        id = own if fits else next(id for id in numbered if id not in self._ids)
+        self._ids.add(id)
+        return id
 
 
 def with_calls(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None) -> list[Mapping[str, Any]]:

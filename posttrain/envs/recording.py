@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
@@ -23,15 +25,27 @@ Keep = Callable[[int, Any], None]
 
 
 class Journal:
-    """The results of one episode, by the order in which they were asked for."""
+    """The results of one episode, by the order in which they were asked for.
+
+    `known`: those of before, in the order in which they came. What waits gets them in that order again: which of two tasks
+    goes on first decides what is asked next, and so which number that has.
+    """
 
     def __init__(self, keep: Keep | None = None, known: Mapping[int, Any] | None = None) -> None:
         self._keep = keep
         self._known = dict(known or {})
+        self._left = deque(self._known)  # that were not taken yet
+        self._turns: dict[int, asyncio.Future[None]] = {}  # who waits for those before
         self._asked = 0
+        self._thread = threading.get_ident()
 
     def next(self) -> tuple[int, bool]:
         """The number of what is asked now, and whether its result is known."""
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                "recorded was called in another thread than its episode's: in an async environment, give it the thread's "
+                "work, as in `await recorded(asyncio.to_thread, fetch, url)`"
+            )
         number = self._asked
         if number == MOST_RECORDS:
             raise RuntimeError(f"an episode may record {MOST_RECORDS:,} results")
@@ -39,7 +53,18 @@ class Journal:
         return number, number in self._known
 
     def known(self, number: int) -> Any:
+        self._left.remove(number)
+        after = self._turns.pop(self._left[0], None) if self._left else None
+        if after is not None and not after.done():
+            after.set_result(None)
         return self._known[number]
+
+    async def turn(self, number: int) -> None:
+        """Wait until those that came before are taken."""
+        if self._left[0] == number:
+            return await asyncio.sleep(0)
+        self._turns[number] = asyncio.get_running_loop().create_future()
+        await self._turns[number]
 
     def write(self, number: int, value: Any) -> Any:
         try:
@@ -58,7 +83,8 @@ def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function once in an episode, however often the episode is played: `page = recorded(fetch, url)`.
 
     What it returns is plain JSON data. Of a coroutine function the result is awaited: `page = await recorded(fetch, url)`.
-    What it raises is not recorded. Outside of an environment it is a plain call.
+    What it raises is not recorded. Outside of an environment it is a plain call, and so it is within what is recorded, which
+    is not called again as a whole, and in threads that the environment starts.
     """
     journal = CURRENT.get() or Journal()
     number, known = journal.next()
@@ -66,11 +92,24 @@ def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _awaited(journal, number, known, partial(function, *args, **kwargs))
     if known:
         return journal.known(number)
-    return journal.write(number, function(*args, **kwargs))
+    token = CURRENT.set(None)
+    try:
+        value = function(*args, **kwargs)
+    finally:
+        CURRENT.reset(token)
+    return journal.write(number, value)
 
 
 async def _awaited(journal: Journal, number: int, known: bool, call: Callable[[], Any]) -> Any:
     if known:
-        await asyncio.sleep(0)
-        return journal.known(number)
-    return journal.write(number, await call())
+        try:
+            await journal.turn(number)
+        finally:  # if it is given up, others still wait for theirs
+            result = journal.known(number)
+        return result
+    token = CURRENT.set(None)
+    try:
+        value = await call()
+    finally:
+        CURRENT.reset(token)
+    return journal.write(number, value)

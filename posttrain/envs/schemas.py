@@ -158,4 +158,7 @@ def _strict(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     found = {key: _strict(value) for key, value in schema.items()}
-    return {"anyOf": [{"type": "null"}, found]} if found.pop("nullable", False) is True else found
+    if found.get("nullable") is not True:  # it may be the name of a parameter, too
+        return found
+    del found["nullable"]
+    return {"anyOf": [{"type": "null"}, found]}

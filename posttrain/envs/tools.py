@@ -31,6 +31,9 @@ class ToolFailed(Exception):
     """A call that makes its episode invalid."""
 
 
+LONGEST_RESULT = 1 << 18  # characters: a longer one would make the turn, and so the episode, invalid
+
+
 @dataclass(frozen=True)
 class Called:
     """A call that was made, or could not be."""
@@ -154,7 +157,7 @@ def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[st
     try:
         return {"answer": _said(function(**arguments))}
     except Exception as error:
-        return {"raised": cleaned(f"{type(error).__name__}: {error}")}
+        return {"raised": _reason(error)}
 
 
 async def _outcome_async(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, str]:
@@ -162,10 +165,19 @@ async def _outcome_async(function: Callable[..., Any], arguments: dict[str, Any]
         result = function(**arguments)
         return {"answer": _said(await result if inspect.isawaitable(result) else result)}
     except Exception as error:
-        return {"raised": cleaned(f"{type(error).__name__}: {error}")}
+        return {"raised": _reason(error)}
+
+
+def _reason(error: Exception) -> str:
+    try:
+        return cleaned(f"{type(error).__name__}: {error}")
+    except Exception:  # the user's __str__
+        return type(error).__name__
 
 
 def _said(result: Any) -> str:
     """What the model is told: text as it stands, anything else as JSON."""
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    if len(text) > LONGEST_RESULT:
+        raise ValueError(f"the result has {len(text):,} characters; a tool may return {LONGEST_RESULT:,}")
     return text.encode("utf-8", "replace").decode()

@@ -44,6 +44,14 @@ _MARK = "\u2063reply\u2063"  # stands for a sampled reply when a template is ask
 _WORD = "Xyzzy"  # stands for what is to be shown
 
 
+def _mark(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What stands for a reply among these messages: in none of them, whatever a policy makes others repeat."""
+    shown, mark = json.dumps(messages, ensure_ascii=False, default=str), _MARK
+    while mark in shown:
+        mark = f"\u2063{mark}\u2063"
+    return mark
+
+
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
@@ -225,25 +233,26 @@ class Tokenizer:
         nothing of a new message.
         """
         problem: UserError | None = None
-        for reply, closing in self._stand_ins(calls, new):
+        mark = _mark([*before, *new])
+        for reply, closing in self._stand_ins(calls, new, mark):
             try:
                 text = self.render([*before, reply, *new], True, tools)
-                end = text.find(_MARK) + len(_MARK) if text.count(_MARK) == 1 else -1
+                end = text.find(mark) + len(mark) if text.count(mark) == 1 else -1
                 if end >= 0 and closing is not None:
-                    end = closing(text, _MARK)
+                    end = closing(text, mark)
                 if end < 0:
                     continue
                 self._check_shown(text[end:], before, reply, new, tools)
             except UserError as error:
                 problem = problem or error
                 continue
-            return Continued(text[end:], json.loads(json.dumps(reply, ensure_ascii=False).replace(_MARK, _WORD)))
+            return Continued(text[end:], json.loads(json.dumps(reply, ensure_ascii=False).replace(mark, _WORD)))
         raise problem or UserError(
             "this chat template does not show a reply where it was said: use it with one turn, or yield text, not messages"
         )
 
     def _stand_ins(
-        self, calls: Sequence[ToolCall], new: Sequence[Mapping[str, Any]]
+        self, calls: Sequence[ToolCall], new: Sequence[Mapping[str, Any]], mark: str
     ) -> Iterator[tuple[dict[str, Any], Callable[[str, str], int] | None]]:
         """Messages that may stand for the reply, each with what finds the end of a call in a rendered text.
 
@@ -256,13 +265,13 @@ class Tokenizer:
                 ToolCall(str(m.get("name") or "tool"), {}, id=str(m.get("tool_call_id") or "call00000"))
                 for m in answered
             ]
-            yield {"role": "assistant", "content": _MARK}, None
+            yield {"role": "assistant", "content": mark}, None
         if calls and form is not None:
             marked = [ToolCall(call.name or "unknown", {}, id=call.id) for call in calls]
-            marked[-1] = replace(marked[-1], arguments={"text": _MARK})
+            marked[-1] = replace(marked[-1], arguments={"text": mark})
             yield form.message(marked), form.end_of_call
             yield form.message(marked[-1:]), form.end_of_call  # a template may take one call a turn
-        yield {"role": "assistant", "content": _MARK}, None
+        yield {"role": "assistant", "content": mark}, None
 
     def _check_shown(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -63,10 +64,10 @@ class ToolFormat:
         """
         begin = text.rfind("</think>") + len("</think>") if "</think>" in text else 0
         found = list(islice(_READERS[self.kind](self, text, begin), MOST_CALLS))
-        if self.kind != "keyed":
-            return found
-        known = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
-        return [_typed(call, known.get(call.name, {})) for call in found]
+        if self.kind == "keyed":
+            known = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+            found = [_typed(call, known.get(call.name, {})) for call in found]
+        return list(map(_bounded, found))
 
     def start(self, text: str) -> int:
         """How many characters a reply that makes calls has before the first, without the white space there."""
@@ -123,12 +124,48 @@ def _json(text: str, place: int) -> tuple[Any, int]:
         raise ValueError(f"not JSON: {error.msg} at character {error.pos - start + 1}") from None
 
 
+def _whole_json(text: str) -> Any:
+    """The JSON value that a text is. Raises ValueError."""
+    value, end = _json(text, 0)
+    if rest := text[end:].strip():
+        raise ValueError(f"not JSON: behind it stands {short(rest)}")
+    return value
+
+
+def _bounded(call: ToolCall) -> ToolCall:
+    """Itself, or malformed where its arguments could not be sent on and kept."""
+    try:
+        _check(call.arguments, 0)
+    except ValueError as problem:
+        return replace(call, arguments={}, problem=f"the arguments {problem}")
+    return call
+
+
+def _check(value: Any, depth: int) -> None:
+    """Raises ValueError for what is read and is yet no data: an infinite number, half a character, endless nesting."""
+    if depth > DEEPEST:
+        raise ValueError(f"are nested more than {DEEPEST} levels deep")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"hold the key {short(key)}, which is no text")
+            _check(key, depth)
+            _check(item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check(item, depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("hold a number that is too large")
+    elif isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        raise ValueError("hold half a surrogate pair, which is no character")
+
+
 def _call(name: Any, arguments: Any, end: int, id: Any = "") -> ToolCall:
     if not isinstance(name, str) or not _WORD.fullmatch(name):
         return ToolCall("", {}, end, f"the name of the tool is {short(name)}")
     if isinstance(arguments, str):  # the text of an object, as OpenAI's form has it
         try:
-            arguments, _ = _json(arguments, 0)
+            arguments = _whole_json(arguments)
         except ValueError as problem:
             return ToolCall(name, {}, end, f"the arguments are {problem}")
     if not isinstance(arguments, dict):
@@ -250,7 +287,7 @@ def _typed(call: ToolCall, schema: Mapping[str, Any]) -> ToolCall:
         arguments[key] = value
         if kind != "string" and not (isinstance(kind, list) and "string" in kind):
             with suppress(ValueError):  # else it stays text, which the tool's schema may refuse
-                arguments[key], _ = _json(value, 0) if value.strip() else (value, 0)
+                arguments[key] = _whole_json(value)
     return replace(call, arguments=arguments)
 
 

@@ -213,6 +213,6 @@ def _how(report: dict[str, Any], limits: Limits) -> str:
     """How it ended, in words."""
     if report["over"]:
         return "took too long" if report["over"] == "life" else "wrote too much into its folder"
-    if report["exit"] == -9 and report["cpu"] >= limits.cpu - 0.1:
+    if report["exit"] == -9 and report["cpu"] >= limits.cpu / 2:  # the kernel counts by ticks here, and exactly there
         return f"took more than {limits.cpu} s of processor time"
     return f"ended by signal {-report['exit']}" if report["exit"] < 0 else f"ended with exit code {report['exit']}"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from conftest import CHATML, tiny
 from episodes import episodes, played, said
+from served import TOOLS, Scripted
 
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.contexts import Context, placed, positions
@@ -233,6 +234,64 @@ def test_a_context_that_is_full_does_not_end_the_others(words: Tokenizer) -> Non
     for rollout in played(goes_back, words, context=128):
         assert rollout.rewards == {"full": 1.0, "other": 1.0}, rollout.rewards
         assert len(rollout.transcripts) == 2
+
+
+def shortens_messages(task: Task) -> Playing:
+    """Says too much, then less of the same, then goes on."""
+    messages = [user(task["prompt"])]
+    reply = yield Turn(messages=list(messages), whole=True, max_tokens=5)
+    messages.append({"role": "assistant", "content": str(reply)})
+    full = yield Turn(messages=[*messages, user("on " * 200)], whole=True, max_tokens=5)
+    side = yield Turn(messages=[user("other " * 200)], whole=True, max_tokens=5)
+    messages.append(user("on"))
+    reply = yield Turn(messages=list(messages), whole=True, max_tokens=5)
+    messages += [{"role": "assistant", "content": str(reply)}, user("go")]
+    yield Turn(messages=list(messages), whole=True, max_tokens=5)
+    return float(full.stop is side.stop is StopReason.CONTEXT)
+
+
+def shortens_tokens(task: Task) -> Playing:
+    reply = yield Turn(tokens=[5, 6, 7], max_tokens=5)
+    assert reply.sampled is not None
+    tokens = [5, 6, 7, *reply.sampled.tokens]
+    full = yield Turn(tokens=[*tokens, *[40] * 200], max_tokens=5)
+    side = yield Turn(tokens=[41] * 200, max_tokens=5)
+    reply = yield Turn(tokens=[*tokens, 40], max_tokens=5)
+    assert reply.sampled is not None
+    yield Turn(tokens=[*tokens, 40, *reply.sampled.tokens, 41], max_tokens=5)
+    return float(full.stop is side.stop is StopReason.CONTEXT)
+
+
+@pytest.mark.parametrize("env", [shortens_messages, shortens_tokens])
+def test_what_does_not_fit_is_refused_alone_and_a_shorter_one_goes_on(words: Tokenizer, env: Any) -> None:
+    for rollout in played(env, words, context=128):
+        assert rollout.reward == 1.0
+        [transcript] = rollout.transcripts
+        kinds = [span.kind for span in transcript.spans]
+        assert kinds == [SpanKind.PROMPT, *[SpanKind.SAMPLED, SpanKind.OBSERVATION] * 2, SpanKind.SAMPLED]
+        if env is shortens_messages:
+            shown = words.decode(transcript.tokens)
+            assert (
+                shown.count("<|im_start|>user") == 3 and "on on" not in shown and rollout.stop is not StopReason.CONTEXT
+            )
+
+
+def talks_of_calls(task: Task) -> Playing:
+    """Was told of no tools, so what looks like a call is text."""
+    reply = yield Turn(messages=[user(task["prompt"])], whole=True)
+    assert reply.tool_calls
+    messages = [user(task["prompt"]), {"role": "assistant", "content": str(reply)}, user("on")]
+    yield Turn(messages=messages, whole=True)
+    return 1.0
+
+
+def test_a_call_of_no_tool_is_a_reply_like_any_other() -> None:
+    tokenizer = Tokenizer.train(["say go on 0123456789=.\n"], 300, "bpe", ("<|im_start|>", "<|im_end|>"))
+    tokenizer.chat_template = TOOLS
+    engine = Scripted(tokenizer, ['<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>', "a<|im_end|>"])
+    with EnvPool(talks_of_calls, 0) as pool:
+        [rollout] = Player(pool, engine, tokenizer, Sampling(), 4096).play(episodes(1))
+    assert rollout.reward == 1.0 and len(rollout.transcripts) == 1
 
 
 def test_bounds_count_over_all_contexts(words: Tokenizer) -> None:

@@ -23,22 +23,31 @@ class Context:
         self.conversation = Conversation(tokenizer)
         self.transcript = Transcript()
         self.last: Completion | None = None  # that was sampled in it
-        self.told = False  # that the episode has run out of something
+        self.told = False  # that the episode has run out of something, in a turn that was not the whole
+        self._earlier: tuple[Any, ...] = ()  # what all of this was before the last turn
         self.messages: list[Mapping[str, Any]] | None = []  # given and said; None: not all of it was messages
         self._stop: tuple[str, ...] = ()  # of the last turn
         self.text: str | None = ""  # the same of text
 
     def read(self, turn: Turn) -> list[int]:
         """The tokens that put a turn before the policy."""
+        self._earlier = vars(self.conversation).copy(), self.messages, self.text, self._stop
         tokens = self.conversation.show(turn, self.last) if turn.tokens is None else list(turn.tokens)
         self.shown(turn)
         return tokens
+
+    def take_back(self) -> None:
+        """What was read last was not put before the policy."""
+        if self._earlier:
+            conversation, self.messages, self.text, self._stop = self._earlier
+            vars(self.conversation).update(conversation)
 
     def reply(self, completion: Completion, said: Reply, learn: bool) -> None:
         self.transcript.sample(completion, learn)
         self.last = completion
         if self.messages is not None:
-            self.messages.append({"said": said, "stop": self._stop})
+            calls = [call.id for call in said.tool_calls if call.problem is None and self.conversation.tools]
+            self.messages = [*self.messages, {"said": said, "calls": calls, "stop": self._stop}]
         if self.text is not None:
             whole = self.tokenizer.decode(completion.tokens) == completion.text
             self.text = self.text + completion.text if whole else None  # a text does not tell of what it lacks
@@ -63,7 +72,7 @@ class Context:
         if turn.messages is None:
             self.messages = None
         elif self.messages is not None:
-            self.messages += turn.messages
+            self.messages = [*self.messages, *turn.messages]
         self.text = None if turn.text is None or self.text is None else self.text + turn.text
 
 
@@ -87,7 +96,7 @@ def _same(seen: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
     said: Reply | None = seen.get("said")
     if said is None:
         return dict(seen) == dict(given)
-    calls = [call.id for call in said.tool_calls if call.problem is None]
+    calls = seen["calls"]
     if calls or given.get("tool_calls"):
         return given["role"] == "assistant" and [call.get("id") for call in given.get("tool_calls") or ()] == calls
     text = given.get("content")

@@ -162,14 +162,14 @@ class _Play:
             tokens = cut_observation(tokens, room, self._most_tokens(p, turn))
         problem = self._problem(p, turn, tokens) if empty else None
         stop = self._exhausted(p, turn, tokens) if problem is None else None
-        p.show(turn, tokens if problem is None and stop is None else [], seconds, whole - len(tokens))
+        p.show(turn, tokens if problem is None and stop is None else None, seconds, whole - len(tokens))
         if problem is not None:
             self._end(index, problem)
         elif stop is not None and p.asked_in_vain == PATIENCE:
             vain = f"asked {PATIENCE} times after a reply whose stop was {p.stop}: nothing more is sampled, return a reward"
             self._end(index, vain)
         elif stop is not None:
-            told = p.tell(stop)
+            told = p.tell(stop, turn.whole)
             self.asked[index] = time.perf_counter()
             self.pool.send(index, told)
         else:
@@ -240,7 +240,8 @@ class _Play:
             return StopReason.CALLS
         if bounds.seconds is not None and p.turns and time.perf_counter() - p.began > bounds.seconds:
             return StopReason.TIME
-        full = len(p.context.transcript) + len(tokens) >= self.by.context or p.context.told
+        told = p.context.told and not turn.whole  # what is said as a whole is judged by itself
+        full = len(p.context.transcript) + len(tokens) >= self.by.context or told
         return StopReason.CONTEXT if full else None
 
     def _end(self, index: int, problem: str) -> None:

@@ -102,13 +102,14 @@ class Playing:
         """The tokens that put this turn before the policy."""
         return self.context.read(turn)
 
-    def show(self, turn: Turn, tokens: Sequence[int], seconds: float, cut: int = 0) -> None:
-        """The policy sees these tokens of the turn: none where it is not asked any more. `cut`: so many are left out."""
-        if self.context not in self.contexts:
-            if tokens:
-                self.contexts.append(self.context)
-            else:
-                self.context = self._before
+    def show(self, turn: Turn, tokens: Sequence[int] | None, seconds: float, cut: int = 0) -> None:
+        """The policy sees these tokens of the turn; None: it is not asked any more. `cut`: so many are left out."""
+        if tokens is None:
+            self.context.take_back()
+            self.context = self.context if self.context in self.contexts else self._before
+        elif self.context not in self.contexts:
+            self.contexts.append(self.context)
+        tokens = tokens or ()
         transcript = self.context.transcript
         messages = turn.messages or ()
         kind = SpanKind.OBSERVATION if len(transcript) else SpanKind.PROMPT
@@ -134,9 +135,11 @@ class Playing:
         self.stop = completion.stop
         return said
 
-    def tell(self, stop: StopReason) -> Reply:
-        """The environment is told that the episode has run out of something."""
-        if not self.context.told:
+    def tell(self, stop: StopReason, whole: bool = False) -> Reply:
+        """The environment is told that the episode has run out of something. `whole`: the turn was that of a context."""
+        if whole:
+            self.stop = stop  # another one may still fit
+        elif not self.context.told:
             self.context.told, self.stop = True, stop
         self.asked_in_vain += 1
         self.replies.append(_Said("", (), *self._end, False))

@@ -18,7 +18,17 @@ from posttrain.envs.load import BUILTIN, is_async, is_generator_env, lift, load_
 PAGE = ROOT / "docs" / "environments-built-in.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 EPISODE = re.compile(r"<!-- episode: (\S+) (\S+) (\d+) -->\n```text\n(.*?)\n```", re.DOTALL)
-NOT_HERE = {"arithmetic", "gsm8k", "math", "verdict", "word-problems", "reward-model", "judge"}  # see the other page
+ELSEWHERE = {"code", "code-all", "python", "search-qa"}  # on pages of their own
+NOT_HERE = {
+    "arithmetic",
+    "gsm8k",
+    "math",
+    "verdict",
+    "word-problems",
+    "reward-model",
+    "judge",
+    *ELSEWHERE,
+}  # or another
 
 
 @pytest.mark.timeout(600)  # some 10 seconds of one core, which a busy machine does not have at once

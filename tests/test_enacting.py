@@ -164,7 +164,7 @@ def test_rollouts_of_a_run_are_imitated_as_they_stand(place: Path) -> None:
         assert list(transcript.scored) == learned
     run = sft(str(file), model=str(place / "sft"), out=str(place / "again"), rows=4, min_reward=-1.0, quiet=True)
     assert run.metrics[-1]["loss"] > 0
-    with pytest.raises(UserError, match="fit"):
+    with pytest.raises(UserError, match="none of .* has the reward that --min-reward asks for"):
         sft(str(file), model=str(place / "sft"), out=str(place / "none"), rows=4, min_reward=5.0, quiet=True)
 
 
@@ -282,3 +282,16 @@ def test_an_environment_does_not_see_what_it_is_to_be_told(tokenizer: Tokenizer)
     with EnvPool(not_the_replies, 0) as pool:
         _, reward = enacting(pool, tokenizer, [1])({**ROW, "replies": ["2"]})
     assert reward == 1.0
+
+
+def test_the_folder_of_a_run_stands_for_its_rollouts(place: Path) -> None:
+    run = sft(str(place / "rl"), model=str(place / "sft"), out=str(place / "folder"), rows=4, quiet=True)
+    again = sft(str(place / "rl" / "rollouts"), model=str(place / "sft"), out=str(place / "inner"), rows=4, quiet=True)
+    assert [m["loss"] for m in run.metrics] == [m["loss"] for m in again.metrics]
+
+
+def test_replies_are_played_beside_a_response_and_a_least_reward_needs_episodes(tokenizer: Tokenizer) -> None:
+    [[transcript]] = made(looking_up, tokenizer, [{**ROW, "response": "2", "replies": ["ab7", "2"]}])
+    assert [kind for kind, _ in spans(transcript)] == ["prompt", "imitated", "tool", "imitated"]
+    with pytest.raises(UserError, match="--min-reward is of rollouts"):
+        made(looking_up, tokenizer, [{"id": "a", "prompt": "1+1=", "response": "2"}], min_reward=1.0)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -359,7 +360,14 @@ def test_rubbish_is_no_answer(message: Any) -> None:
 def test_the_command_serves_until_it_is_interrupted(index: Index) -> None:
     words = [sys.executable, "-m", "posttrain", "retriever", "serve", str(index.folder), "--port", "0", "--topk", "1"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # shells ignore it behind an &
+    )
     try:
         assert process.stdout is not None and process.stderr is not None
         assert "5 passages, bm25" in process.stdout.readline()
@@ -368,7 +376,7 @@ def test_the_command_serves_until_it_is_interrupted(index: Index) -> None:
         _, answer = asked(int(found[1]), {"queries": ["Tiber", "France"]})
         assert [len(own) for own in answer["result"]] == [1, 1]
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert process.wait(60) == 130
         assert process.stderr.read() == "posttrain: stopped\n"
     finally:
         process.kill()

@@ -240,6 +240,8 @@ def _in_folder(folder: Path, split: str | None, limit: int | None) -> Rows:
         except Exception as error:  # a damaged folder fails in many ways
             raise UserError(f"{folder} cannot be read as a saved dataset: {one_line(error)}") from error
         return _of_dataset(saved, split, folder.name, limit)
+    if (folder / "run.json").is_file() and (folder / "rollouts").is_dir():
+        folder = folder / "rollouts"  # of a run: what it kept is rows too
     splits: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         stem, kind = kind_of(path)
@@ -247,6 +249,8 @@ def _in_folder(folder: Path, split: str | None, limit: int | None) -> Rows:
             splits.setdefault(re.sub(r"-\d{5}-of-\d{5}$", "", stem), []).append(path)
     if not splits:
         raise UserError(f"{folder} holds no data file; it may hold {', '.join(READ)}, or a saved dataset")
+    if split is None and all(re.fullmatch(r"step-\d{6}", name) for name in splits):
+        return _of_files([path for name in sorted(splits) for path in splits[name]], limit)
     return _of_files(splits[_choose(splits, split, str(folder))], limit)
 
 

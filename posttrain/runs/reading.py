@@ -66,7 +66,9 @@ def read_rollouts(folder: Folder, step: int) -> list[Row]:
     path = rollout_file(Path(folder), step)
     if not path.is_file():
         steps = rollout_steps(folder)
-        there = f"take one of {steps[0]} to {steps[-1]}" if steps else "it holds none at all"
+        there = (
+            f"take one of {steps[0]} to {steps[-1]}" if steps else "it holds none at all; rl and eval --out keep them"
+        )
         raise UserError(f"{folder} holds no rollouts of step {step}: {there}")
     return [_checked(row, _ROLLOUT, where) for row, where, _ in _lines(path)]
 

@@ -76,7 +76,14 @@ class Made(Sequence["X | None"], Generic[X]):
 
     def check(self) -> None:
         """Raise UserError where nothing fits, before a run's folder is made."""
-        draw(len(self), 0, 1, 0, lambda place: self[place] is not None)
+        try:
+            draw(len(self), 0, 1, 0, lambda place: self[place] is not None)
+        except UserError:
+            if self.unwanted:
+                raise UserError(
+                    f"none of {self.unwanted:,} episodes has the reward that --min-reward asks for"
+                ) from None
+            raise
         self.unwanted = 0
 
     def _cut(self, place: int, task: Task, length: int) -> X | None:

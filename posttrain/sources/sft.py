@@ -134,7 +134,11 @@ class Transcripts(Made[Sequence[Transcript]]):
         reward: float | None
         if "transcripts" in task:
             transcripts, reward = stored(task, self.tokenizer)
-        elif "replies" not in task or "response" in task or _answered(task):
+        elif "replies" not in task or (self.enact is None and ("response" in task or _answered(task))):
+            if self.min_reward is not None:
+                raise UserError(
+                    "--min-reward is of rollouts that a run kept and of rows with replies: this row is neither"
+                )
             return [demonstrate(task, self.tokenizer, self.eos_ids, self.mask_prompt, length)]
         elif self.enact is None:
             raise UserError("the row has replies: name the environment that they answer with --env my.py:environment")

@@ -10,6 +10,7 @@ import torch
 from posttrain.batch import Stats
 from posttrain.config import SFT
 from posttrain.data.tasks import Stream, Tasks
+from posttrain.envs.load import is_generator_env, load_env
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner
 from posttrain.models.decoder import DecoderConfig, new_decoder
@@ -60,7 +61,7 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     too_long = watch_lengths(config, model.config.context)
 
     eos, enact = end_tokens(model, tokenizer), None
-    if config.env and any("replies" in task and "response" not in task for task in tasks.examples()):
+    if config.env and is_generator_env(load_env(config.env)) and any("replies" in task for task in tasks.examples()):
         pool = opened.enter_context(EnvPool(config.env, 1, config.env_seconds, config.env_memory))
         services = opened.enter_context(open_services(config, device, run.checkpoint is not None))
         enact = enacting(pool, tokenizer, eos, services)

@@ -345,10 +345,12 @@ def test_a_reply_is_known_without_its_stop_string_and_by_the_calls_that_could_be
         ToolCall("", {}, 5, "odd", "bbbbbbbbb"),
         ToolCall("g", {}, 9, id="c" * 9),
     ]
-    calling = spoken(words, asked, "12", tool_calls=calls)
+    shows = Tokenizer(words.backend, words.config, "{{ tools }}" + (words.chat_template or ""))
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+    calling = spoken(shows, asked, "12", Turn(messages=asked, tools=tools), tool_calls=calls)
     for ids, same in (("ac", True), ("abc", False), ("a", False), ("ca", False), ("", False)):
         listed = [{"id": id * 9, "function": {"name": "f", "arguments": {}}} for id in ids]
-        turn = Turn(messages=[*asked, assistant(None, tool_calls=listed), user("on")], whole=True)
+        turn = Turn(messages=[*asked, assistant(None, tool_calls=listed), user("on")], whole=True, tools=tools)
         assert (calling.rest(turn) is not None) == same
 
 

@@ -602,6 +602,14 @@ for message in ({"value": True}, {"verdict": "passed", "why": ""}, {"value": Non
     os.write(3, forged(message) * 20)
 def answer(x): return None
 """,
+    "answers of two kinds": """
+import sys
+guest = sys.modules["posttrain.sandbox.guest"].Guest
+said = iter([{"value": 1, "raised": 5}, {"raised": ["a"]}, {"value": 1, "raised": [1, 2, 3]}, {"raised": {}}] * 9)
+for name in ("_do_value", "_do_call", "_do_get", "_do_names"):
+    setattr(guest, name, lambda self, request: next(said))
+def answer(x): return None
+""",
     "forged answers when asked": """
 import json, os, struct
 def answer(x):
@@ -620,6 +628,11 @@ guest = sys.modules["posttrain.sandbox.guest"]
 forms = iter([{"int": "zz"}, {"ref": -1}, {"name": "builtins.eval"}, {"callback": 0}, {"tuple": 5}, {"dict": [[[], 1]]}, {}])
 guest.encode = lambda value, refer: next(forms, {"nothing": 1})
 def answer(x): return 0
+""",
+    "most of its time before the tests": """
+import time
+time.sleep(0.38)
+def answer(x): return None
 """,
     "no end when asked": """
 def answer(x):
@@ -723,7 +736,8 @@ def answer(x): return real("x")
 """What -> a program that does not know what `answer(1)` has to be."""
 
 BUSY = {
-    "no end when asked", "no end of iteration", "a huge number", "a huge text", "keys that collide", "elements that collide",
-    "a value nested deep", "the tests in files", "a decimal that explodes", "half an answer", "a thread that answers",
+    "most of its time before the tests", "no end when asked", "no end of iteration", "a huge number", "a huge text",
+    "keys that collide", "elements that collide", "a value nested deep", "the tests in files", "a decimal that explodes",
+    "half an answer", "a thread that answers",
 }  # fmt: skip
 """Cheats that go on until they are ended."""

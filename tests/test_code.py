@@ -175,15 +175,34 @@ def test_setup_may_use_what_the_program_defines() -> None:
 @pytest.mark.parametrize(
     ("tests", "setup"),
     [
-        (["import nothing_like_it\nassert f(1) == 1"], ""), (["assert f(object()) == 1"], ""),
-        (["assert 1 / 0 == f(1)"], ""), (["assert f(1) == 1 + 0"], "x = 1 / 0"),
-        (["assert 0 + given.x == f(1)"], "given = 3"),
+        (["import nothing_like_it\nassert f(1) == 1"], ""), (["assert f(1) == 1 + 0"], "from nothing_like_it import x"),
+        (["assert f(object()) == 1"], ""), (["assert 1 + 1 == 3"], ""), (["x = 1 / 0"], ""), (["while True: pass"], ""),
     ],
 )  # fmt: skip
-def test_a_test_that_fails_by_itself_is_invalid(tests: list[str], setup: str) -> None:
+def test_a_test_that_no_program_can_have_failed_is_invalid(tests: list[str], setup: str) -> None:
     for code in ("def f(x): return 1", "import os; f = lambda x: os._exit(0)"):
-        found = graded(code, tests, setup)
-        assert isinstance(found, Invalid) and "cannot be played" in found.reason
+        found = graded(code, tests, setup, limits=Limits(cpu=1, life=30.0))
+        assert isinstance(found, Invalid) and "test" in found.reason
+
+
+HARMFUL = {
+    "a constant that is none": ("MAX = object()", "assert MAX + 1 == 5"),
+    "a constant that breaks a comparison": ("class A: pass\nMAX = A()", "assert MAX > 3"),
+    "a value that cannot go back": (
+        "def f(x):\n    for _ in range(150): x = [x]\n    return x\ndef g(x): return 0",
+        "def deep(x, n): return x if n == 0 else deep([x], n - 1)\nassert g(deep(f(1), 800)) == 1",
+    ),
+    "names that are left out": ("x = 1", "import math\nassert f(1) == 1"),
+    "a name that is text": ("f = 'text'", "assert f(1) == 1"),
+    "an exception that imports raise": ("def f(x): raise ImportError('x')", "assert f(1) == 1 + 0"),
+    "an end within a test": ("import os\ndef f(x): os._exit(0)", "assert f(1) + 0 == 1"),
+}
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_no_program_makes_a_test_invalid(name: str) -> None:
+    code, test = HARMFUL[name]
+    assert passed(code, test) == (False,)
 
 
 def test_a_sandbox_that_breaks_is_invalid_and_the_next_program_has_another() -> None:

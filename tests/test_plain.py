@@ -132,3 +132,21 @@ def test_a_value_is_changed_in_place() -> None:
     assert value == [[1, 2], {"a": [1, 3], "b": 4}, ([1, 2], 2), {6}, "new"] and value[0] is inner and value[1] is keyed
     change(inner, "x")
     assert inner == [1, 2]
+
+
+KINDS = [
+    "int", "tuple", "set", "frozenset", "deque", "dict", "OrderedDict", "Counter", "bytes", "bytearray", "complex",
+    "Decimal", "Fraction", "range", "datetime", "date", "time", "timedelta", "ref", "name", "callback", "",
+]  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KINDS), inner, max_size=2),
+    max_leaves=8,
+)
+
+
+@given(JSON, VALUES)
+@settings(max_examples=300, deadline=None)
+def test_whatever_a_program_says_is_equal_or_not_and_raises_nothing(form: Any, expected: Any) -> None:
+    if equals(form, expected):
+        assert back(form) == expected

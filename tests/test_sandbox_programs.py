@@ -271,6 +271,7 @@ def test_a_session_shows_what_a_prompt_would_and_remembers(session: Session) -> 
         'File "<program>", line 2, in f', "return 1 / 0", "ZeroDivisionError: division by zero",
     ]  # fmt: skip
     assert "SyntaxError" in session.run("1 +") and session.run("x") == "7\n"
+    assert session.run("raise ValueError('\\ud800')").endswith("ValueError: ?\n")  # what no tokenizer reads
     assert session.run("input()").endswith("EOFError: EOF when reading a line\n")
 
 

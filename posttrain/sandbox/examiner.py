@@ -30,8 +30,8 @@ LONGEST_WHY = 300  # characters
 MOST_REFERENCES = 1 << 31
 
 
-class Unfit(BaseException):
-    """The test does what no test can do here: its own fault."""
+class Unfit(TypeError):
+    """The test does what no test can do here."""
 
 
 class ProgramRaised(Exception):
@@ -57,7 +57,7 @@ class Examiner:
         self._descriptor = descriptor
         self._namespace: dict[str, Any] = {"__name__": "__tests__"}
         self._names: list[str] = []  # that stand for the program's
-        self._asked = False  # whether the program has had any influence yet
+        self._asked = False  # whether the program has done anything yet
         self._remotes: dict[int, Remote] = {}
         self._exported: list[Callable[..., Any]] = []
 
@@ -72,19 +72,15 @@ class Examiner:
                 os._exit(0)
 
     def _played(self, source: str, names: list[str]) -> dict[str, str]:
-        """The verdict on what this code did. What goes wrong before the program had a say is the code's own fault."""
+        """The verdict on what this code did. A failure is the code's own fault where the program cannot have caused it."""
         try:
             if names:
                 self._names = names
                 self._bind(names)
             exec(compile(source, "<test>", "exec", dont_inherit=True), self._namespace)
-        except AssertionError as error:
-            return {"verdict": "failed", "why": _text(error)}
-        except Unfit as error:
-            return {"verdict": "broken", "why": _text(error)}
         except BaseException as error:
-            lacks = isinstance(error, NameError) and error.name in self._names
-            return {"verdict": "failed" if self._asked or lacks else "broken", "why": _text(error)}
+            own = not self._asked and (not self._names or isinstance(error, Unfit | ImportError))
+            return {"verdict": "broken" if own else "failed", "why": _text(error)}
         return {"verdict": "passed", "why": ""}
 
     def _bind(self, names: list[str]) -> None:
@@ -92,7 +88,7 @@ class Examiner:
         for name, value in found.items() if isinstance(found, dict) else ():
             if name in names:
                 self._namespace[name] = value
-        self._asked = any(not isinstance(self._namespace.get(name), Remote | None) for name in names)
+        self._asked = False  # what a name stands for, and no more, is known of it
 
     # -- asking the program --------------------------------------------------------------------------------------------
 
@@ -126,7 +122,7 @@ class Examiner:
             args = [decode(form, self._resolved) for form in request["args"]]
             kwargs = {name: decode(form, self._resolved) for name, form in request["kwargs"]}
             return {"value": self.form(function(*args, **kwargs))}
-        except (Exception, Unfit) as error:  # it was called with what the program chose
+        except Exception as error:  # it was called with what the program chose
             return {"raised": [type(error).__name__, _text(error), ""]}
 
     # -- forms ---------------------------------------------------------------------------------------------------------

@@ -69,11 +69,13 @@ class Program:
         return self.asked({"do": "run", "code": code, "name": name}, seconds).get("raised")
 
     def asked(self, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """As `ask`; what is neither a value nor an exception ends the program."""
+        """{"value": a form of any kind} or {"raised": [type, text, traceback]}; any other answer ends the program."""
         answer = self.ask(request, seconds)
-        if "value" not in answer and not _is_raised(answer):
+        if _is_raised(answer):
+            return {"raised": answer["raised"]}
+        if "raised" in answer or "value" not in answer:
             raise self._ends("said what cannot be read")
-        return answer
+        return {"value": answer["value"]}
 
     def ask(self, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
         """What it answers within `seconds`, by the clock (None: what is left of its life). It may be anything."""

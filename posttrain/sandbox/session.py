@@ -41,7 +41,7 @@ class Session:
             self.close()
         printed = program.printed.decode("utf-8", "replace")
         program.printed.clear()
-        return cut(printed, self._shown) + cut(after, self._shown)
+        return (cut(printed, self._shown) + cut(after, self._shown)).encode("utf-8", "replace").decode()
 
     def close(self) -> None:
         """May be called twice."""

@@ -132,8 +132,8 @@ class Examination:
         for _ in range(MOST_ASKS):
             try:
                 said = self._examiner.ask(request, self._program.left)
-            except Ended as error:  # the tests took too long, or too much memory, over what the program gave them
-                if self._asked:
+            except Ended as error:  # over what the program gave the tests, or because it had used up the time
+                if self._asked or not self._program.left:
                     raise
                 return Invalid(f"the tests alone {error}")
             if "verdict" in said:

@@ -246,6 +246,36 @@ def test_what_is_no_request_of_ours_is_refused(server: Served) -> None:
     assert server.ask("/health") == (200, {"status": "ok", "requests": 0})
 
 
+def test_bytes_that_are_no_request_are_answered_or_dropped_in_silence(
+    server: Served, capfd: pytest.CaptureFixture[str]
+) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    for sent in (
+        b"\x00\xff garbage\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /%ff%00../../etc HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: [::1\r\n\r\n",
+        head + b"Content-Length: 99999999999\r\n\r\n{}",
+        head + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
+        head + b"Content-Encoding: gzip\r\nContent-Length: 5\r\n\r\nhello",
+        b"A" * 100_000,
+    ):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+            client.sendall(sent)
+            client.shutdown(socket.SHUT_WR)
+            answer = client.recv(1 << 16)
+        assert not answer or answer.split()[1].startswith(b"4"), answer[:200]
+    assert server.ask("/health")[0] == 200 and capfd.readouterr().err == ""
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised(
+    server: Served, words: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda *asked, **how: pytest.fail("it was tokenised"))
+    status, answer = server.ask("/v1/completions", {"prompt": "a" * 1_000_000})
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+
+
 def test_null_is_as_good_as_nothing_and_what_changes_nothing_is_not_looked_at(server: Served) -> None:
     plain = {"prompt": "the", "max_tokens": 5, "seed": 0}
     more = {

@@ -19,6 +19,8 @@ from posttrain.serving.said import Said
 from posttrain.serving.together import together
 from posttrain.types import Completion, Sampling, StopReason, ToolCall
 
+SLACK = 4  # as many characters as the longest tokens say are tokenised, and as many again: normalisers drop some
+
 
 class EnginePolicy:
     """An engine with its tokenizer. `close` it."""
@@ -36,6 +38,7 @@ class EnginePolicy:
         self.desk, self.tokenizer, self.name, self.context = desk, tokenizer, name, context
         self.eos_ids, self.max_tokens = frozenset(eos_ids), max_tokens or context
         self._added = tokenizer.added
+        self._most_characters = SLACK * context * max(map(len, tokenizer.vocabulary), default=1)
         self._texts = ThreadPoolExecutor(1, "texts")  # long prompts take time, in which others are to be heard
 
     def describe(self) -> dict[str, Any]:
@@ -49,12 +52,7 @@ class EnginePolicy:
         tokens, ends = await self._read(prompt, asked)
         room = self.context - len(tokens)
         if room <= 0:
-            raise Refused(
-                f"This model's maximum context length is {self.context} tokens; the prompt has {len(tokens)}, which leaves "
-                "no room for a reply: shorten it",
-                code="context_length_exceeded",
-                parameter="messages",
-            )
+            raise self._too_long(f"{len(tokens)} tokens")
         most = min(self.max_tokens, room)  # a reply that is cut says so
         seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed
         sampling = Sampling(
@@ -68,6 +66,14 @@ class EnginePolicy:
         each = [replace(sampling, seed=seed_of(seed, number)) for number in range(1, asked.count)]
         completions = await together(self.desk.complete(tokens, how) for how in (sampling, *each))
         return [self._said(completion, tokens, asked, ends) for completion in completions]
+
+    def _too_long(self, size: str) -> Refused:
+        return Refused(
+            f"This model's maximum context length is {self.context} tokens; the prompt has {size}, which leaves no room for a "
+            "reply: shorten it",
+            code="context_length_exceeded",
+            parameter="messages",
+        )
 
     def _said(self, completion: Completion, tokens: Sequence[int], asked: Asked, ends: dict[int, str]) -> Said:
         stopped_by, ending = ended_by(completion, asked.stop, ends)
@@ -93,10 +99,13 @@ class EnginePolicy:
             ends = {id: self._end(id) for id in asked.stop_ids if id not in self.eos_ids}
             if isinstance(prompt, tuple):
                 return prompt, ends
-            if isinstance(prompt, str):
-                return self.tokenizer.encode(prompt, start=True), ends
-            messages = with_calls(prompt, self.tokenizer.tool_format)
-            return self.tokenizer.encode(self.tokenizer.render(messages, True, asked.tools), start=True), ends
+            text = prompt
+            if not isinstance(text, str):
+                messages = with_calls(text, self.tokenizer.tool_format)
+                text = self.tokenizer.render(messages, True, asked.tools)
+            if len(text) > self._most_characters:
+                raise self._too_long(f"{len(text):,} characters")
+            return self.tokenizer.encode(text, start=True), ends
 
         return await asyncio.get_running_loop().run_in_executor(self._texts, read)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import sys
 import traceback
@@ -35,6 +36,12 @@ HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
 BODY_SECONDS = 60.0  # for a body to arrive
 GOODBYE_SECONDS = 1.0  # for connections to end when the server does
+
+
+QUIET = logging.getLogger("posttrain.serving")
+"""What aiohttp says of requests that are none, page by page. Nobody hears it: their senders are told."""
+QUIET.addHandler(logging.NullHandler())
+QUIET.propagate = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,8 @@ class Service:
             problem = refused
         except web.HTTPException as error:  # of aiohttp: no such path, another method, too large a body
             problem = Refused(error.text or error.reason, error.status)
+        except web.RequestPayloadError:  # of a body that is compressed, or cut into pieces, in a wrong way
+            problem = Refused("the body cannot be read")
         except UserError as error:
             problem = Refused(one_line(error))
         except Exception:
@@ -173,6 +182,7 @@ async def serving(application: web.Application, port: int = 0) -> AsyncIterator[
     runner = web.AppRunner(
         application,
         access_log=None,
+        logger=QUIET,
         handler_cancellation=True,  # a client that goes away does not wait for its reply
         shutdown_timeout=GOODBYE_SECONDS,
     )

@@ -88,6 +88,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     ({"queries": ["x"], "return_scores": 1}, 422, "return_scores: expected true or false, not 1"),
     ({"queries": ["x" * 32_769]}, 422, "queries: one of 32,769 characters; a query has at most 32,768"),
     ({"queries": ["x"] * 4097}, 422, "queries: 4,097; at most 4,096"),
+    ({"queries": ["x"], "topk": 10**400}, 422, "topk: expected a whole number"),
     ({"queries": ["x"] * 4000, "topk": 100}, 422, "topk: 4,000 queries times 100 passages; at most 50,000"),
     (b" " * ((16 << 20) + 1), 413, "the body has more than 16 MiB"),
 ]
@@ -332,6 +333,7 @@ DOCUMENT = {"id": 3, "contents": "c"}
         ({"result": [[{"document": {"contents": "c"}}]]}, {"id": None, "contents": "c", "score": None}),
         ({"result": [[{"document": DOCUMENT, "score": 2}]], "more": 1}, {"id": "3", "contents": "c", "score": 2.0}),
         ({"result": [[DOCUMENT]]}, {"id": "3", "contents": "c", "score": None}),
+        ({"result": [[{"contents": "c\ud800"}]]}, {"id": None, "contents": "c?", "score": None}),
         ({"result": [[DOCUMENT, {"odd": 1}]]}, {"id": "3", "contents": "c", "score": None}),
     ],
 )
@@ -345,7 +347,9 @@ def test_servers_of_the_protocol_may_leave_things_out(message: Any, expected: di
         None, [], "x", {}, {"result": None}, {"result": []}, {"result": [[], []]}, {"result": [{}]}, {"result": [[3]]},
         {"result": [[{}]]}, {"result": [[{"document": {}}]]}, {"result": [[{"document": {"contents": ""}}]]},
         {"result": [[{"document": {"contents": 3}}]]}, {"result": [[{"document": DOCUMENT, "score": "x"}]]},
-        {"result": [[{"document": DOCUMENT, "score": float("nan")}]]}, {"result": [[{"id": [], "contents": "c"}]]},
+        {"result": [[{"document": DOCUMENT, "score": float("nan")}]]},
+        {"result": [[{"document": DOCUMENT, "score": 10**400}]]},
+        {"result": [[{"document": DOCUMENT, "score": True}]]}, {"result": [[{"id": [], "contents": "c"}]]},
         {"result": [[{"id": "a", "contents": "c" * 100_001}]]}, {"detail": "wrong"},
     ],
 )  # fmt: skip

@@ -65,7 +65,7 @@ OWN = """
 import json, sys
 def own():
     lines = open("/proc/self/smaps_rollup").read().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty")) / 1024
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous")) / 1024
 import posttrain.envs.worker
 before = own()
 from posttrain.retrieval.index import open_index

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from posttrain.retrieval.index import Hit
 
@@ -65,14 +66,16 @@ class Batcher:
             while taken := self._take():
                 queries = [query for job, start, end in taken for query in job.queries[start:end]]
                 try:
-                    found = iter(await asyncio.to_thread(self._search, queries, taken[0][0].k))
+                    found = await asyncio.to_thread(self._search, queries, taken[0][0].k)
+                    assert len(found) == len(queries), "an answer to each query"
                 except Exception as error:  # told to each who asked
                     for job, _, _ in taken:
                         if not job.answered.done():
                             job.answered.set_exception(error)
                     continue
+                answers = iter(found)
                 for job, start, end in taken:
-                    job.found += [next(found) for _ in range(end - start)]
+                    job.found += islice(answers, end - start)
                     if len(job.found) == len(job.queries) and not job.answered.done():
                         job.answered.set_result(job.found)
 

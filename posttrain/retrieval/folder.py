@@ -107,15 +107,12 @@ def drafted(place: Path, overwrite: bool) -> Iterator[Path]:
         place.parent.mkdir(parents=True, exist_ok=True)
         _clear(place)
         may_be_at(place, overwrite)
-        draft = place.with_name(f".{place.name}.{os.getpid()}-{os.urandom(4).hex()}.draft")
-        draft.mkdir()
-        lock = os.open(draft / LOCK, os.O_CREAT | os.O_RDWR)
+        draft, lock = _new_draft(place)
     except UserError:  # a ValueError, as is a name that no system takes
         raise
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write to {str(place.parent)!r:.100}: {one_line(error)}") from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield draft
         _move(draft, place, overwrite)
     except OSError as error:
@@ -123,6 +120,15 @@ def drafted(place: Path, overwrite: bool) -> Iterator[Path]:
     finally:
         os.close(lock)
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _new_draft(place: Path) -> tuple[Path, int]:
+    """A folder, and the descriptor of its lock. It gets its name once it is locked: nobody takes it for an abandoned one."""
+    unlocked = place.with_name(f".{place.name}.{os.getpid()}-{os.urandom(4).hex()}.new")
+    unlocked.mkdir()
+    lock = os.open(unlocked / LOCK, os.O_CREAT | os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return unlocked.rename(unlocked.with_suffix(".draft")), lock
 
 
 def finish(draft: Path, manifest: Mapping[str, Any]) -> None:

@@ -1,8 +1,10 @@
 """Builds indices and opens them. Decides what both kinds have in common: queries in, passages with scores out.
 
-build("passages.jsonl", "runs/index")
-[[first, *others]] = open_index("runs/index").search(["who wrote The Hobbit?"], k=3)
-first.title, first.text, first.score
+In use:
+
+    build("passages.jsonl", "runs/index")
+    [[first, *others]] = open_index("runs/index").search(["who wrote The Hobbit?"], k=3)
+    first.title, first.text, first.score
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ its id, a score may be missing, and more than was asked for may come.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ MOST_QUERIES = 4096  # of a request: Search-R1's trainer sends those of a whole 
 LONGEST_QUERY = 32_768  # characters
 MOST_TOPK = 100
 MOST_PASSAGES = 50_000  # of an answer
+MOST_SCORE = 1e30  # in size
 
 
 class Refused(Exception):
@@ -76,7 +76,7 @@ def read_request(body: bytes, topk: int) -> Request:
 
 def _topk(asked: Any, default: int, queries: int) -> int:
     if asked is None or (asked == 0 and not isinstance(asked, bool)):
-        return default
+        asked = default
     if isinstance(asked, bool) or not isinstance(asked, int) or not 0 < asked <= MOST_TOPK:
         raise Refused(422, f"topk: expected a whole number from 1 to {MOST_TOPK}, not {short(asked)}")
     if asked * queries > MOST_PASSAGES:
@@ -123,17 +123,23 @@ def _read_passage(one: Any) -> dict[str, Any] | Failed:
     id = document.get("id")
     if isinstance(id, bool) or not isinstance(id, str | int | None):
         return _rubbish(f"a passage whose id is {short(id)}")
-    if (
-        isinstance(score, bool)
-        or not isinstance(score, int | float | None)
-        or (score is not None and not math.isfinite(score))
-    ):
+    if score is not None and not is_score(score):
         return _rubbish(f"a passage whose score is {short(score)}")
     return {
-        "id": None if id is None else str(id),
-        "contents": contents,
+        "id": None if id is None else _whole(str(id)),
+        "contents": _whole(contents),
         "score": None if score is None else float(score),
     }
+
+
+def _whole(text: str) -> str:
+    """The text without halves of characters, which JSON can hold and no file can."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def is_score(value: Any) -> bool:
+    """Whether it is a number that a float can be."""
+    return type(value) in (int, float) and -MOST_SCORE <= value <= MOST_SCORE
 
 
 def _rubbish(what: str) -> Failed:

@@ -8,7 +8,6 @@ Decided here: what a server cannot answer is Invalid, never an empty list, which
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import re
 import select
@@ -25,7 +24,7 @@ from posttrain.envs.wire import Frames, framed
 from posttrain.messages import clip, short
 from posttrain.protocols import Service
 from posttrain.retrieval.folder import Manifest
-from posttrain.retrieval.protocol import LONGEST_QUERY, MOST_TOPK, PATH, read_answer, written_request
+from posttrain.retrieval.protocol import LONGEST_QUERY, MOST_TOPK, PATH, is_score, read_answer, written_request
 from posttrain.retrieval.worker import Setup
 from posttrain.types import Invalid, InvalidKind, UserError
 
@@ -261,8 +260,7 @@ def _is_passage(one: Any) -> bool:
         and len(one) == 3
         and isinstance(one[0], str)
         and isinstance(one[1], str)
-        and isinstance(one[2], int | float)
-        and math.isfinite(one[2])
+        and is_score(one[2])
     )
 
 

@@ -97,8 +97,8 @@ def shown(task: Task, guesses: list[str]) -> dict[str, str]:
     """A whole game as a text to imitate, the hints in it included."""
     response = f"{guesses[0]}\n"
     for before, guess in pairwise(guesses):
-        response += f"{hint_at(before, int(task['answer']))}. Guess: {guess}\n"
-    return {"prompt": f"A number below {task['limit']}. Guess: ", "response": response}
+        response += f"{hint_at(before, int(task['answer']))}: {guess}\n"
+    return {"prompt": f"A number below {task['limit']}: ", "response": response}
 
 
 def lines(path: Path, rows: list[Task]) -> str:

@@ -206,15 +206,15 @@ GAME = {"answer": "12", "limit": 50, "guesses": 4}
         (["25", "12"], 1, ["lower"]),
         (["6\n", "24\n", "9\n", "12\n"], 1, ["higher", "lower", "higher"]),
         (["1", "2", "3", "4", "12"], 0, ["higher", "higher", "higher"]),
-        (["12 13", "12, 13", "012", "12"], 1, ["No number", "No number"]),
-        (["-12", "12.0", "1 2", "twelve"], 0, ["No number"] * 3),
-        (["9" * 10, "9" * 9], 0, ["No number", "lower", "No number"]),
+        (["12 13", "12, 13", "012", "12"], 1, ["no number", "no number"]),
+        (["-12", "12.0", "1 2", "twelve"], 0, ["no number"] * 3),
+        (["9" * 10, "9" * 9], 0, ["no number", "lower", "no number"]),
     ],
 )
 def test_hints_lead_to_the_number(replies: list[str], reward: float, hints: list[str]) -> None:
     played = scripted(guess.guess, GAME, replies)
     assert played.reward == reward
-    assert played.texts == ["A number below 50. Guess: ", *(f"{hint}. Guess: " for hint in hints)]
+    assert played.texts == ["A number below 50: ", *(f"{hint}: " for hint in hints)]
 
 
 def test_a_search_by_halves_always_finds_a_number_in_as_many_guesses_as_it_takes() -> None:

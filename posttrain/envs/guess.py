@@ -21,23 +21,23 @@ _WHOLE = re.compile("[0-9]{1,9}")
 
 def guess(task: Task) -> Generator[Turn, Reply, Verdict]:
     """1.0 if the number is found. What is no number is told so, and costs a guess."""
-    text = f"A number below {task['limit']}. Guess: "
+    text = f"A number below {task['limit']}: "
     for _ in range(int(task.get("guesses", GUESSES))):
         reply = yield Turn(text=text, stop=("\n",))
         if (hint := hint_at(reply, int(task["answer"]))) is None:
             return 1.0
-        text = f"{hint}. Guess: "
+        text = f"{hint}: "
     return 0.0
 
 
 def hint_at(reply: str, answer: int) -> str | None:
-    """What is said to a guess: "higher", "lower", "No number"; None: it is right.
+    """What is said to a guess: "higher", "lower", "no number"; None: it is right.
 
     >>> hint_at("7", 12), hint_at(" 12\\n", 12), hint_at("12 13", 12)
-    ('higher', None, 'No number')
+    ('higher', None, 'no number')
     """
     if _WHOLE.fullmatch(reply.strip()) is None:
-        return "No number"
+        return "no number"
     said = int(reply)
     return None if said == answer else "higher" if said < answer else "lower"
 

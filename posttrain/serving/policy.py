@@ -69,8 +69,8 @@ class EnginePolicy:
 
     def _too_long(self, size: str) -> Refused:
         return Refused(
-            f"This model's maximum context length is {self.context} tokens; the prompt has {size}, which leaves no room for a "
-            "reply: shorten it",
+            f"This model's maximum context length is {self.context} tokens; the prompt has {size}, which leaves no room "
+            "for a reply: shorten it",
             code="context_length_exceeded",
             parameter="messages",
         )

@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-for _library in ("mcp", "websockets"):  # extras that `dev` leaves out, which take minutes to install
-    pytest.importorskip(_library)
 from scripted import scripted, scripted_async
 from websockets.asyncio.server import serve
 

@@ -14,9 +14,6 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 import pytest
-
-for _library in ("reasoning_gym", "gymnasium", "textarena"):  # extras that `dev` leaves out, which take minutes to install
-    pytest.importorskip(_library)
 from scripted import Scripted, scripted
 
 from posttrain.envs.bridges import arena, episodes, gym, mcp_tools, reasoning

@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-for _library in ("reasoning_gym", "gymnasium", "textarena", "mcp", "websockets"):  # extras that `dev` leaves out, which take minutes to install
-    pytest.importorskip(_library)
 from documents import ROOT, blocks, run
 from scripted import Scripted, scripted, scripted_async
 

@@ -77,13 +77,14 @@ class Turn:
     messages: Sequence[Mapping[str, Any]] | None = None  # or: chat messages, rendered by the tokenizer's template
     tokens: Sequence[int] | None = None  # or: token ids, always the whole of a context
     stop: tuple[str, ...] = ()  # stop strings; the reply ends with the one that was reached
-    reward: float = 0.0  # reward of the step that led here (0: none)
+    reward: float = 0.0  # reward of the step that led here (0: none); where sides take turns, of this side's last step
     max_tokens: int | None = None  # budget of this reply; None: the run's
     tool: bool = False  # whether a tool says this (messages of the role "tool" say so themselves)
     fresh: bool = False  # begin a transcript of its own: nothing that was said before is in the model's context
     learn: bool = True  # whether the reply to this is learned from
     whole: bool = False  # this is all that the policy is to see: it continues a context of the episode, or begins one
     tools: Sequence[Any] | None = None  # with messages that begin a context: functions, or their JSON schemas
+    side: str = ""  # who is asked, where the policy plays several sides: each has contexts and a rollout of its own
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class SpanReward:
 
     end: int  # characters of the reply before the end of the part
     reward: float
-    reply: int = -1  # which reply of the episode: 0 the first, -1 the last
+    reply: int = -1  # which reply of the episode: 0 the first, -1 the last (of the side that is graded)
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,17 @@ class Graded:
     spans: Sequence[SpanReward] = ()
 
 
-Verdict = float | dict[str, float] | Graded | Invalid
+@dataclass(frozen=True)
+class Sides:
+    """What each side of a game earned: `return Sides({"black": 1.0, "white": -1.0})`.
+
+    Any other verdict is that of all sides.
+    """
+
+    verdicts: Mapping[str, float | Mapping[str, float] | Graded | Invalid]
+
+
+Verdict = float | dict[str, float] | Graded | Sides | Invalid
 """What scores a reply. A dict names the parts of the reward: their sum is the reward, unless it has the key "reward"."""
 
 Env = Callable[[Task], Generator["Turn | str | Ask", Any, Verdict]]
@@ -434,6 +445,7 @@ class Rollout:
     text: str = ""  # the sampled text, turns joined; for reading only
     prompt: str = ""  # the first thing the policy saw; for reading only
     answers: list[tuple[str, Any]] = field(default_factory=list)  # of services: name, JSON data or Invalid; for reading
+    side: str = ""  # of the episode, where the policy plays several: each has a rollout, and is compared with its like
 
     @property
     def n_scored(self) -> int:
@@ -444,6 +456,11 @@ class Rollout:
     def n_sampled(self) -> int:
         """Tokens that the policy sampled, learned from or not: what budgets count."""
         return sum(t.n_sampled for t in self.transcripts)
+
+    @property
+    def compared(self) -> tuple[str, str]:
+        """Which rollouts it is compared with: those of its group that played the same side."""
+        return self.group, self.side
 
     @property
     def version(self) -> int:

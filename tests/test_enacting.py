@@ -58,7 +58,7 @@ def test_what_a_policy_said_is_imitated_token_for_token(tokenizer: Tokenizer) ->
             if not all(said) or rollout.stop.truncated:
                 continue
             tried += 1
-            again, reward = enacting(pool, tokenizer, engine.eos_ids)({**rollout.task, "replies": said})
+            [(again, reward)] = enacting(pool, tokenizer, engine.eos_ids)({**rollout.task, "replies": said})
             assert reward == rollout.reward
             for mine, theirs in zip(again, rollout.transcripts, strict=True):
                 assert mine.tokens == theirs.tokens
@@ -280,7 +280,7 @@ def not_the_replies(task: Task) -> Generator[str, Reply, float]:
 
 def test_an_environment_does_not_see_what_it_is_to_be_told(tokenizer: Tokenizer) -> None:
     with EnvPool(not_the_replies, 0) as pool:
-        _, reward = enacting(pool, tokenizer, [1])({**ROW, "replies": ["2"]})
+        [(_, reward)] = enacting(pool, tokenizer, [1])({**ROW, "replies": ["2"]})
     assert reward == 1.0
 
 

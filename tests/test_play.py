@@ -519,7 +519,8 @@ def test_parts_of_replies_are_found_behind_tokens_of_many_characters() -> None:
     text = words.decode(tokens)
     p.reply(Completion(0, tokens, [0.0] * len(tokens), text, StopReason.EOS, 0), 0.0)
     for end in range(1, len(text) + 1):
-        [(place, _)] = p.rollout(Done(0.0, {}, (SpanReward(end, 1.0),))).steps
+        [rollout] = p.rollouts(Done(0.0, {}, (SpanReward(end, 1.0),)))
+        [(place, _)] = rollout.steps
         assert words.decode(tokens[:place])[:end] == text[:end]
         assert words.decode(tokens[: place - 1])[:end] != text[:end]
 

@@ -73,7 +73,7 @@ def test_what_is_imitated_is_what_is_played(recipe: ModuleType, index: Index) ->
         asking.named["retriever"] = retriever(str(index.folder))
         engine = Scripted(tokenizer, rows[0]["replies"])
         [rollout] = Player(pool, engine, tokenizer, Sampling(), 4096, services=asking).play([Episode(task, "t", 0)])
-        [shown], reward = enacting(pool, tokenizer, [1], asking)(task)
+        [([shown], reward)] = enacting(pool, tokenizer, [1], asking)(task)
     assert rollout.rewards["exact"] == rollout.rewards["form"] == reward == 1
     [played] = rollout.transcripts
     assert shown.tokens == played.tokens and shown.scored.tolist() == played.scored.tolist()

@@ -45,7 +45,7 @@ class Case:
     kind: str  # of reply
     reply: str
     shown: tuple[str, ...]  # what the environment showed, turn by turn
-    result: Done | None  # None: it still asked after `TURNS` turns
+    result: Done | None  # of the side that was asked first; None: it still asked after `TURNS` turns
     steps: tuple[float, ...]  # rewards of its turns
     seconds: float  # of its slowest call
     repeats: bool  # whether the second time went the same way
@@ -186,17 +186,35 @@ def check(
                 reply = ", ".join(script[:-1]) if kind == SCRIPT else script[0]
                 shown, result, slowest = _play(pool, task, script, answers)
                 repeats = True
-                if not (result and isinstance(result.reward, Invalid)):  # it may have taken all of its time
+                if not (
+                    result and isinstance(_first(shown, result).reward, Invalid)
+                ):  # it may have taken all of its time
                     shown_again, result_again, slowest_again = _play(pool, task, script, answers)
                     repeats = (shown, result) == (shown_again, result_again)
                     slowest = max(slowest, slowest_again)
                 name = str(task.get("id", number))
-                steps = tuple(turn.reward for turn in shown if turn.reward)
-                cases.append(Case(name, kind, reply, tuple(map(_text, shown)), result, steps, slowest, repeats))
+                side = shown[0].side if result and result.sides and shown else None
+                steps = tuple(turn.reward for turn in shown if turn.reward and side in (None, turn.side))
+                ends = None if result is None else _first(shown, result)
+                cases.append(Case(name, kind, reply, tuple(map(_text, shown)), ends, steps, slowest, repeats))
                 if answers.asked and unanswered is None:
                     shown, result, slowest = _play(pool, task, script, None)
-                    unanswered = Case(name, kind, reply, tuple(map(_text, shown)), result, (), slowest, True)
+                    ends = None if result is None else _first(shown, result)
+                    unanswered = Case(name, kind, reply, tuple(map(_text, shown)), ends, (), slowest, True)
     return Report(tuple(cases), replies is not None, tuple(answers.asked), tuple(answers.made_up), unanswered)
+
+
+def _first(shown: Sequence[Turn], result: Done) -> Done:
+    """The verdict on the side that was asked first, with what all sides earned as its parts. Invalid, if one of them is."""
+    if not result.sides:
+        return result
+    ends = {turn.side: result.of(turn.side) for turn in shown}
+    for done in ends.values():
+        if isinstance(done.reward, Invalid):
+            return done
+    first = next(iter(ends.values()), Done(0.0))
+    earned = {side: done.reward for side, done in ends.items() if not isinstance(done.reward, Invalid)}
+    return Done(first.reward, earned, first.spans)
 
 
 @dataclass

@@ -18,8 +18,9 @@ from posttrain.types import Completion, Reply, Transcript, Turn
 class Context:
     """What the policy sees and says in one conversation."""
 
-    def __init__(self, tokenizer: Texts) -> None:
+    def __init__(self, tokenizer: Texts, side: str = "") -> None:
         self.tokenizer = tokenizer
+        self.side = side  # whose it is
         self.conversation = Conversation(tokenizer)
         self.transcript = Transcript()
         self.last: Completion | None = None  # that was sampled in it

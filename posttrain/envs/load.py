@@ -30,6 +30,7 @@ BUILTIN = {
     "calculator": "posttrain.envs.calculator:calculator",
     "countdown": "posttrain.envs.countdown:reward",
     "guess": "posttrain.envs.guess:guess",
+    "nim": "posttrain.envs.nim:nim",
     "adventure": "posttrain.envs.adventure:adventure",
     "reasoning-gym": "posttrain.envs.bridges.reasoning:reward",
     "gymnasium": "posttrain.envs.bridges.gym:play",

@@ -66,7 +66,7 @@ class Player:
     """Who answers what environments ask."""
 
     def play(self, episodes: Sequence[Episode]) -> list[Rollout]:
-        """The rollouts of these episodes, in their order."""
+        """The rollouts of these episodes, in their order: one each, or one for each side that the policy played."""
         try:
             return _Play(self, episodes).played()
         finally:
@@ -80,7 +80,7 @@ class _Play:
         self.by, self.pool, self.engine, self.services = by, by.pool, by.engine, by.services
         self.prompts: dict[str, list[int]] = {}  # a group's prompt is tokenised once
         self.playing = [Playing(episode, by.tokenizer) for episode in episodes]
-        self.finished: dict[int, Rollout] = {}
+        self.finished: dict[int, list[Rollout]] = {}
         self.sampled = 0  # requests that the engine has
         self.asked = [0.0] * len(episodes)  # when the engine or the environment was
         self.heard: list[tuple[int, Turn, float]] = []  # what environments are to show, and the seconds it took
@@ -96,7 +96,7 @@ class _Play:
             self._show_heard()
             for completion in sorted(self.engine.poll(), key=lambda c: c.id) if self.sampled else ():
                 self._say(completion)
-        return [self.finished[index] for index in range(len(self.playing))]
+        return [rollout for index in range(len(self.playing)) for rollout in self.finished[index]]
 
     def _hear(self) -> None:
         """Take in what environments say. Waits only if nothing else is to be done."""
@@ -249,7 +249,7 @@ class _Play:
         self.pool.drop(index)
 
     def _finish(self, index: int, done: Done) -> None:
-        self.finished[index] = self.playing[index].rollout(done)
+        self.finished[index] = self.playing[index].rollouts(done)
         self.engine.forget(index)
 
 

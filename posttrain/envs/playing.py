@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.envs.chat import Texts
@@ -58,6 +58,7 @@ class _Said:
     transcript: int  # which of the rollout's
     scored: int  # tokens of that transcript which are scored and stand before it
     learned: bool
+    side: str
 
 
 class Playing:
@@ -67,6 +68,8 @@ class Playing:
         self.episode, self.tokenizer = episode, tokenizer
         self.contexts = [Context(tokenizer)]  # that were shown
         self.context = self._before = self.contexts[0]  # of the last turn, and of the one before
+        self.side = ""  # of the last turn
+        self._sides: dict[str, Context] = {}  # that were asked, each with the context of its last turn
         self.turns: list[PlayedTurn] = []
         self.replies: list[_Said] = []
         self.answers: list[tuple[str, Any]] = []  # of services, each with the name of the service
@@ -76,7 +79,7 @@ class Playing:
         self.steps: list[tuple[int, int, float]] = []  # (transcript, its scored tokens up to the end, step reward)
         self.asked_in_vain = 0  # times, over all contexts
         self._learn = True  # whether the next reply is learned from
-        self.stop = StopReason.EOS
+        self._stops: dict[str, StopReason] = {}  # the last one of each side
 
     @property
     def transcripts(self) -> list[Transcript]:
@@ -86,17 +89,35 @@ class Playing:
     def n_sampled(self) -> int:
         return sum(t.n_sampled for t in self.transcripts)
 
+    @property
+    def stop(self) -> StopReason:
+        """Of the side of the last turn."""
+        return self._stops.get(self.side, StopReason.EOS)
+
     def place(self, turn: Turn) -> Turn:
         """What is new in a turn. The context that it belongs to becomes the one of the last turn."""
-        self._earn(turn.reward)
         self._before = self.context
+        self._turn_to(turn.side)
+        self._earn(turn.reward)
         found: Context | None = self.context
         if turn.whole and self.turns:
-            turn, found = placed(turn, self.contexts)
+            turn, found = placed(turn, [context for context in self.contexts if context.side == self.side])
         elif turn.fresh and self.turns:
             found = None
-        self.context = Context(self.tokenizer) if found is None else found
+        self.context = Context(self.tokenizer, self.side) if found is None else found
+        self._sides[self.side] = self.context
         return turn
+
+    def _turn_to(self, side: str) -> None:
+        """The context of this side's last turn becomes the one of the last turn."""
+        self.side = side
+        if not self._sides:
+            self.context.side = side
+        elif side not in self._sides:
+            self.context = Context(self.tokenizer, side)
+            self.contexts.append(self.context)
+        else:
+            self.context = self._sides[side]
 
     def read(self, turn: Turn) -> list[int]:
         """The tokens that put this turn before the policy."""
@@ -106,7 +127,10 @@ class Playing:
         """The policy sees these tokens of the turn; None: it is not asked any more. `cut`: so many are left out."""
         if tokens is None:
             self.context.take_back()
-            self.context = self.context if self.context in self.contexts else self._before
+            if self.context not in self.contexts:  # the side goes on where it was
+                own = [context for context in self.contexts if context.side == self.side]
+                self.context = self._before if self._before in own else own[-1]
+                self._sides[self.side] = self.context
         elif self.context not in self.contexts:
             self.contexts.append(self.context)
         tokens = tokens or ()
@@ -129,44 +153,61 @@ class Playing:
         calls = self.context.conversation.calls(completion.text)
         before = self.context.conversation.before_calls(completion.text)
         said = Reply(completion.text, completion.stop, calls, len(self.replies), before, completion, read)
-        self.replies.append(_Said(completion.text, completion.tokens, *self._end, self._learn))
+        self.replies.append(_Said(completion.text, completion.tokens, *self._end, self._learn, self.side))
         self._note(SpanKind.SAMPLED, completion.text, len(completion.tokens), 0.0, seconds, calls=calls)
         self.context.reply(completion, said, self._learn)
-        self.stop = completion.stop
+        self._stops[self.side] = completion.stop
         return said
 
     def tell(self, stop: StopReason, whole: bool = False) -> Reply:
         """The environment is told that the episode has run out of something. `whole`: the turn was that of a context."""
         if whole:
-            self.stop = stop  # another one may still fit
+            self._stops[self.side] = stop  # another one may still fit
         elif not self.context.told:
-            self.context.told, self.stop = True, stop
+            self.context.told, self._stops[self.side] = True, stop
         self.asked_in_vain += 1
-        self.replies.append(_Said("", (), *self._end, False))
+        self.replies.append(_Said("", (), *self._end, False, self.side))
         return Reply("", self.stop, (), len(self.replies) - 1)
 
-    def rollout(self, done: Done) -> Rollout:
-        """What it amounts to."""
-        reward, steps = done.reward, positions(self.steps, self.transcripts)
+    def rollouts(self, done: Done) -> list[Rollout]:
+        """What it amounts to: a rollout of each side, in the order in which they were asked.
+
+        A side that nothing is learned from is a part of the world, and has none.
+        """
+        shared = not done.sides
+        found = [self._rollout(side, done.of(side), shared) for side in self._sides or [self.side]]
+        return [rollout for rollout in found if rollout.n_scored or not rollout.n_sampled] or found
+
+    def _rollout(self, side: str, done: Done, shared: bool) -> Rollout:
+        """What a side did, and what it earned. `shared`: whether others earned the same."""
+        places = [place for place, context in enumerate(self.contexts) if context.side == side]
+        transcripts = [self.contexts[place].transcript for place in places]
+        number = {place: own for own, place in enumerate(places)}  # of a context among those of the side
+        turns = [replace(turn, transcript=number[turn.transcript]) for turn in self.turns if turn.transcript in number]
+        earned, reward = [step for step in self.steps if step[0] in number], done.reward
         if not isinstance(reward, Invalid):
-            spans = self._placed(done.spans)
+            spans = self._placed(done.spans, side, shared)
             if isinstance(spans, Invalid):
                 reward, done = spans, Done(spans)
             else:
-                steps = sorted([*steps, *positions(spans, self.transcripts)], key=lambda step: step[0])
-                reward += sum(earned for _, earned in steps)
+                earned = [*earned, *spans]
+        steps = positions([(number[place], scored, value) for place, scored, value in earned], transcripts)
+        if not isinstance(reward, Invalid):
+            steps.sort(key=lambda step: step[0])
+            reward += sum(value for _, value in steps)
         return Rollout(
             task=self.episode.task,
             group=self.episode.group,
-            transcripts=self.transcripts,
+            transcripts=transcripts,
             reward=reward,
             rewards=done.rewards,
             steps=steps,
-            stop=self.stop,
-            turns=self.turns,
-            text="".join(said.text for said in self.replies),
-            prompt=self.turns[0].text if self.turns else "",
+            stop=self._stops.get(side, StopReason.EOS),
+            turns=turns,
+            text="".join(said.text for said in self.replies if said.side == side),
+            prompt=turns[0].text if turns else "",
             answers=self.answers,
+            side=side,
         )
 
     def _note(
@@ -192,14 +233,24 @@ class Playing:
         if reward and not self.context.told:
             self.steps.append((*self._end, reward))
 
-    def _placed(self, spans: Sequence[SpanReward]) -> list[tuple[int, int, float]] | Invalid:
-        """(transcript, its scored tokens up to the end, reward) of each part of a reply."""
+    def _placed(self, spans: Sequence[SpanReward], side: str, shared: bool) -> list[tuple[int, int, float]] | Invalid:
+        """(transcript, its scored tokens up to the end, reward) of each part of a reply of this side.
+
+        `shared`: whether the spans are those of all sides.
+        """
         found = []
+        own = [said for said in self.replies if said.side == side]
         for span in spans:
-            if not -len(self.replies) <= span.reply < len(self.replies):
-                what = f"a part of reply {span.reply}; the episode has {len(self.replies)}"
+            known = self.replies if span.reply >= 0 or shared else own
+            if not -len(known) <= span.reply < len(known):
+                what = f"a part of reply {span.reply}; {f'side {side!r}' if side else 'the episode'} has {len(known)}"
                 return Invalid(f"returned Graded with {what}", InvalidKind.UNREADABLE)
-            said = self.replies[span.reply]
+            said = known[span.reply]
+            if said.side != side and shared:
+                continue
+            if said.side != side:
+                what = f"a part of reply {span.reply}, which is one of side {said.side!r}, for side {side!r}"
+                return Invalid(f"returned Graded with {what}", InvalidKind.UNREADABLE)
             if not 0 < span.end <= len(said.text):
                 what = f"a part that ends after {span.end} characters of a reply that has {len(said.text)}"
                 return Invalid(f"returned Graded with {what}", InvalidKind.UNREADABLE)

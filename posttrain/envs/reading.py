@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.messages import short
-from posttrain.types import Ask, Graded, Invalid, InvalidKind, SpanReward, Turn, UserError
+from posttrain.types import Ask, Graded, Invalid, InvalidKind, Sides, SpanReward, Turn, UserError
 
 MOST_REWARD = 1e6
 """Rewards beyond this, in absolute value, are invalid: gradients made of them are noise, or not finite."""
@@ -28,9 +28,10 @@ MOST_TOKEN = 1 << 31  # ids are below it
 MOST_PARTS = 256  # of a reward; spans likewise
 LONGEST_NAME = 200  # characters of a part's name
 MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings of a turn, and characters of one
+MOST_SIDES = 64  # of a game
 LONGEST_REASON = 1000  # characters of a reason that are kept
 
-EXPECTED = f"expected a finite number of at most {MOST_REWARD:g}, a dict of them, Graded, or Invalid(reason)"
+EXPECTED = f"expected a finite number of at most {MOST_REWARD:g}, a dict of them, Graded, Sides, or Invalid(reason)"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,14 @@ class Done:
     reward: float | Invalid
     rewards: dict[str, float] = field(default_factory=dict)
     spans: tuple[SpanReward, ...] = ()
+    sides: dict[str, Done] = field(default_factory=dict)  # what each side earned, where they earned different things
+
+    def of(self, side: str) -> Done:
+        """What a side earned."""
+        if not self.sides:
+            return self
+        missing = f"returned Sides for {', '.join(map(repr, self.sides))}, and none for {side!r}, which was asked"
+        return self.sides.get(side) or Done(unreadable(missing))
 
 
 Event = Turn | Ask | Done
@@ -55,11 +64,33 @@ def read_verdict(value: Any) -> Done:
     if isinstance(value, Invalid):
         reason: Any = value.reason
         return Done(Invalid(cleaned(reason if isinstance(reason, str) else short(reason)), InvalidKind(value.kind)))
+    if isinstance(value, Sides):
+        return _read_sides(value.verdicts)
     if not isinstance(value, Graded):
         return _read_reward(value)
     done = _read_reward(value.reward)
     spans = _read_spans(value.spans)
     return Done(spans) if isinstance(spans, Invalid) else Done(done.reward, done.rewards, spans)
+
+
+def _read_sides(given: Any) -> Done:
+    if not isinstance(given, Mapping) or not 0 < len(given) <= MOST_SIDES:
+        return Done(unreadable(f"returned Sides of {short(given)}; expected a dict of 1 to {MOST_SIDES} verdicts"))
+    sides: dict[str, Done] = {}
+    for side, verdict in given.items():
+        if problem := problem_of_side(side):
+            return Done(unreadable(f"returned Sides with {problem}"))
+        if isinstance(verdict, Sides):
+            return Done(unreadable("returned Sides within Sides"))
+        sides[side] = read_verdict(verdict)
+    return Done(0.0, sides=sides)
+
+
+def problem_of_side(side: Any) -> str | None:
+    """What is wrong with the name of a side, if anything."""
+    if isinstance(side, str) and len(side) <= LONGEST_NAME and side == cleaned(side):
+        return None
+    return f"the side {short(side)}; expected a name of one line"
 
 
 def _read_reward(value: Any) -> Done:
@@ -182,9 +213,13 @@ def read_turn(value: Any) -> Turn | Invalid:
     reward = read_number(value.reward, "yielded a Turn whose reward is")
     if isinstance(reward, Invalid):
         return reward
+    if strange := problem_of_side(value.side):
+        return unreadable(f"yielded a Turn of {strange}")
     text = None if value.text is None else str.__str__(value.text)
     flags["whole"] = flags["whole"] or tokens is not None
-    return Turn(text, messages, tokens, stop, reward, None if most is None else int(most), **flags, tools=tools)
+    return Turn(
+        text, messages, tokens, stop, reward, None if most is None else int(most), **flags, tools=tools, side=value.side
+    )
 
 
 def _read_tokens(value: Any) -> list[int] | Invalid | None:

@@ -7,9 +7,10 @@ and what cannot be read is `Garbled`.
     pool -> worker   a `Setup`, then lists of `Command`
     worker -> pool   {"ready": whether it is a plain reward, "async": whether it waits} or {"failed": message}, then for
                      each command, in order unless it waits,
-                     {"number": n, "turn": {...}}, {"number": n, "ask": {...}} or {"number": n, "done": {...}}, or
-                     {"number": n} where nothing is to be said: to a dropped episode, and to a replayed step, whose
-                     answer the pool has had before; and at any time {"number": n, "record": [which, result]}
+                     {"number": n, "turn": {...}}, {"number": n, "ask": {...}}, {"number": n, "done": {...}} or
+                     {"number": n, "sides": {side: {...}}}, or {"number": n} where nothing is to be said: to a dropped
+                     episode, and to a replayed step, whose answer the pool has had before; and at any time
+                     {"number": n, "record": [which, result]}
 """
 
 from __future__ import annotations
@@ -20,7 +21,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
-from posttrain.envs.reading import LONGEST_TEXT, MOST_REWARD, Done, Event, cleaned, plain_data, read_ask, read_turn
+from posttrain.envs.reading import (
+    LONGEST_TEXT,
+    MOST_REWARD,
+    MOST_SIDES,
+    Done,
+    Event,
+    cleaned,
+    plain_data,
+    problem_of_side,
+    read_ask,
+    read_turn,
+)
 from posttrain.envs.recording import MOST_RECORDS
 from posttrain.types import Ask, Invalid, InvalidKind, SpanReward, Turn
 
@@ -126,12 +138,16 @@ def write_answer(number: int, event: Event | None) -> bytes:
         return _written({"number": number, "turn": {f: getattr(event, f) for f in Turn.__dataclass_fields__}})
     if isinstance(event, Ask):
         return _written({"number": number, "ask": {"service": event.service, "content": event.content}})
+    if event.sides:
+        return _written({"number": number, "sides": {side: _plain_done(done) for side, done in event.sides.items()}})
+    return _written({"number": number, "done": _plain_done(event)})
+
+
+def _plain_done(event: Done) -> dict[str, Any]:
     done: dict[str, Any] = {"rewards": event.rewards, "spans": [asdict(span) for span in event.spans]}
     if isinstance(event.reward, Invalid):
-        done |= {"invalid": event.reward.reason, "kind": event.reward.kind}
-    else:
-        done |= {"reward": event.reward}
-    return _written({"number": number, "done": done})
+        return {**done, "invalid": event.reward.reason, "kind": event.reward.kind}
+    return {**done, "reward": event.reward}
 
 
 def write_record(number: int, which: int, result: Any) -> bytes:
@@ -161,12 +177,14 @@ def read_answer(content: bytes) -> Answer | Record:
     number, kinds = message.pop("number", None), set(message)
     if type(number) is int and kinds == {"record"}:
         return _read_record(number, message["record"])
-    if type(number) is not int or kinds not in ({"turn"}, {"ask"}, {"done"}, set()):
+    if type(number) is not int or kinds not in ({"turn"}, {"ask"}, {"done"}, {"sides"}, set()):
         raise Garbled("an answer that is none")
     if not kinds:
         return Answer(number, None)
     if kinds == {"done"}:
         return Answer(number, _read_done(_object(message["done"])))
+    if kinds == {"sides"}:
+        return Answer(number, _read_sides(_object(message["sides"])))
     if kinds == {"ask"}:
         asked = _object(message["ask"])
         if asked.keys() != {"service", "content"}:
@@ -193,6 +211,12 @@ def _read_record(number: int, record: Any) -> Record:
         return Record(number, which, plain_data(result, [0], 0))
     except ValueError:
         raise Garbled("a record that is none") from None
+
+
+def _read_sides(sides: dict[str, Any]) -> Done:
+    if not 0 < len(sides) <= MOST_SIDES or any(map(problem_of_side, sides)):
+        raise Garbled("sides that are none")
+    return Done(0.0, sides={side: _read_done(_object(done)) for side, done in sides.items()})
 
 
 def _read_done(done: dict[str, Any]) -> Done:

@@ -60,7 +60,8 @@ def sample(rollouts: Sequence[Rollout | Mapping[str, Any]], count: int, stream: 
         row = rollout if isinstance(rollout, Mapping) else as_row(rollout)
         reward = f"invalid: {row['invalid']}" if "invalid" in row else f"reward {_cell(row['reward'])}"
         credit = f" ── advantage {_cell(row['advantage'])}" if row.get("advantage") is not None else ""
-        head = f"── {row['group']} ── {reward}{credit} ── {row['stop']} "
+        side = f" ── {row['side']}" if row.get("side") else ""
+        head = f"── {row['group']}{side} ── {reward}{credit} ── {row['stop']} "
         lines = [safe(head).replace("\n", " ").ljust(80, "─"), *(_beside(name, text) for name, text in _said(row)), ""]
         out.write("\n".join(lines) + "\n")
     out.flush()

@@ -191,6 +191,7 @@ def as_row(rollout: Rollout) -> Row:
     verdict = {"reward": None, "invalid": reward.reason} if isinstance(reward, Invalid) else {"reward": number(reward)}
     return {
         "group": rollout.group,
+        **({"side": rollout.side} if rollout.side else {}),
         "prompt": rollout.prompt,
         "text": rollout.text,
         "answer": plain(rollout.task.get("answer", rollout.task.get("answers"))),

@@ -13,8 +13,8 @@ from posttrain.types import Invalid, Sampling, SpanKind, Task, Transcript, UserE
 
 ENDLESS = 1 << 30  # tokens: whether a demonstration fits is seen to where it is learned from
 
-Enact = Callable[[Task], tuple[Sequence[Transcript], float]]
-"""Plays a task with its own `replies`: what is to be imitated of it, in each of its contexts, and its reward."""
+Enact = Callable[[Task], list[tuple[list[Transcript], float]]]
+"""Plays a task with its own `replies`: what is to be imitated of each side, context by context, and what the side earned."""
 
 
 def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], services: Services | None = None) -> Enact:
@@ -24,17 +24,19 @@ def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], servic
     """
     services = services or Services()
 
-    def enact(task: Task) -> tuple[Sequence[Transcript], float]:
+    def enact(task: Task) -> list[tuple[list[Transcript], float]]:
         engine = ScriptedEngine(tokenizer, eos_ids, {0: task["replies"]})
         own = {key: value for key, value in task.items() if key != "replies"}
         player = Player(pool, engine, tokenizer, Sampling(max_tokens=ENDLESS), ENDLESS, services=services)
-        [rollout] = player.play([Episode(own, str(task.get("id")), 0)])
-        if isinstance(rollout.reward, Invalid):
-            raise UserError(f"the environment cannot be played with its replies: {rollout.reward.reason}")
+        rollouts = player.play([Episode(own, str(task.get("id")), 0)])
+        earned = [rollout.reward for rollout in rollouts if not isinstance(rollout.reward, Invalid)]
+        for rollout in rollouts:
+            if isinstance(rollout.reward, Invalid):
+                raise UserError(f"the environment cannot be played with its replies: {rollout.reward.reason}")
         if engine.left:
             total = len(task["replies"])
             raise UserError(f"the environment ends after {total - engine.left} of its {total} replies")
-        return imitated(rollout.transcripts), rollout.reward
+        return [(imitated(rollout.transcripts), reward) for rollout, reward in zip(rollouts, earned, strict=True)]
 
     return enact
 

@@ -31,6 +31,7 @@ class ReplayBuffer:
         return [
             {
                 "group": rollout.group,
+                "side": rollout.side,
                 "reward": rollout.reward,
                 "stop": str(rollout.stop),
                 "transcripts": [t.as_dict() for t in rollout.transcripts],
@@ -44,5 +45,6 @@ class ReplayBuffer:
         for row in state:
             transcripts = [Transcript.from_dict(plain) for plain in row["transcripts"]]
             stop = StopReason(row["stop"])
-            self.rollouts.append(Rollout({}, row["group"], transcripts, row["reward"], stop=stop))
+            rollout = Rollout({}, row["group"], transcripts, row["reward"], stop=stop, side=row["side"])
+            self.rollouts.append(rollout)
             self.advantages.append(torch.tensor(row["advantage"]))

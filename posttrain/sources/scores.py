@@ -38,6 +38,8 @@ def describe(rollouts: Sequence[Rollout], success: float | None, rewarded: bool 
         stats.add("entropy", -sum(sum(t.logp) for t in rollout.transcripts), rollout.n_sampled)
         if rewarded and not isinstance(rollout.reward, Invalid):
             stats.add("reward", rollout.reward)
+            if rollout.side:
+                stats.add(f"reward/{rollout.side}", rollout.reward)
             if success is not None:
                 stats.add("accuracy", succeeds(rollout.reward, success))
             for name, value in rollout.rewards.items():
@@ -48,11 +50,11 @@ def describe(rollouts: Sequence[Rollout], success: float | None, rewarded: bool 
 
 def _replies(rollouts: Sequence[Rollout]) -> list[list[list[int]]]:
     """The scored tokens of the groups that `diversity` looks at."""
-    groups: dict[str, list[list[int]]] = {}
+    groups: dict[tuple[str, str], list[list[int]]] = {}
     for rollout in rollouts:
-        if rollout.group not in groups and len(groups) == GROUPS:
+        if rollout.compared not in groups and len(groups) == GROUPS:
             break  # groups are neighbours
-        members = groups.setdefault(rollout.group, [])
+        members = groups.setdefault(rollout.compared, [])
         if len(members) < MEMBERS:
             members.append([t.tokens[i] for t in rollout.transcripts for i in t.scored.tolist()])
     return [members for members in groups.values() if len(members) > 1]
@@ -70,9 +72,9 @@ def usable(rollouts: Sequence[Rollout], stats: Stats) -> list[Rollout]:
 
     A group keeps its valid members while at least half of it, and two, are valid; a group of one needs its one.
     """
-    groups: dict[str, list[Rollout]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
-        groups[rollout.group].append(rollout)
+        groups[rollout.compared].append(rollout)
     kept = []
     for members in groups.values():
         valid = [r for r in members if not isinstance(r.reward, Invalid) and r.n_scored > 0]
@@ -93,13 +95,13 @@ def scoreboard(
 
     `parts`: with the named parts of the rewards. Raises UserError where these are not the same in all rollouts.
     """
-    number: dict[str, int] = {}
+    number: dict[tuple[str, str], int] = {}
     valid = [r.reward for r in rollouts if not isinstance(r.reward, Invalid)]
     assert len(valid) == len(rollouts), "an invalid reward has no score"
     reward = torch.tensor(valid, dtype=torch.float64)
     return Scores(
         reward=reward,
-        group=torch.tensor([number.setdefault(r.group, len(number)) for r in rollouts], dtype=torch.int64),
+        group=torch.tensor([number.setdefault(r.compared, len(number)) for r in rollouts], dtype=torch.int64),
         length=torch.tensor([r.n_scored for r in rollouts], dtype=torch.float32),
         steps=tuple(tuple(r.steps) for r in rollouts),
         penalty=tuple(penalty),

@@ -130,10 +130,9 @@ class Transcripts(Made[Sequence[Transcript]]):
         super().__init__(tasks, tokenizer, eos_ids, vocab, too_long)
 
     def make(self, task: Task, length: int | None) -> Sequence[Transcript] | None:
-        transcripts: Sequence[Transcript]
-        reward: float | None
+        played: Sequence[tuple[list[Transcript], float | None]]
         if "transcripts" in task:
-            transcripts, reward = stored(task, self.tokenizer)
+            played = [stored(task, self.tokenizer)]
         elif "replies" not in task or (self.enact is None and ("response" in task or _answered(task))):
             if self.min_reward is not None:
                 raise UserError(
@@ -143,10 +142,10 @@ class Transcripts(Made[Sequence[Transcript]]):
         elif self.enact is None:
             raise UserError("the row has replies: name the environment that they answer with --env my.py:environment")
         else:
-            transcripts, reward = self.enact(task)
-        if self.min_reward is not None and (reward is None or reward < self.min_reward):
-            return None
-        return cut(transcripts, length)
+            played = self.enact(task)
+        least = self.min_reward
+        kept = [own for own, reward in played if least is None or (reward is not None and reward >= least)]
+        return cut([transcript for own in kept for transcript in own], length) if kept else None
 
     def transcripts(self, made: Sequence[Transcript]) -> Sequence[Transcript]:
         return made

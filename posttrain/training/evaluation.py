@@ -41,7 +41,7 @@ class Evaluated:
     figures: dict[
         str, Any
     ]  # of `intervals.summary`: mean, low, high of reward and, where there is a success threshold, accuracy, pass@k
-    rewards: dict[str, list[float]]  # task id -> valid rewards of its samples
+    rewards: dict[str, list[float]]  # task id (and side, where there are several) -> valid rewards of its samples
     rollouts: list[Rollout] = field(repr=False)
     invalid: int = 0  # rewards of the first checkpoint that are left out
     notes: tuple[str, ...] = ()  # what was left out, and why
@@ -87,7 +87,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
         others = played(config.against) if config.against is not None else []
         said.extend(counted(ground.services))
     ks, left_out = _of_samples(config)
-    rewards, other_rewards = _rewards(data, rollouts), _rewards(data, others)
+    rewards, other_rewards = _rewards(rollouts), _rewards(others)
     ks, too_few = _of_valid(ks, [rewards, other_rewards] if others else [rewards])
     own = summary(list(rewards.values()), ks, success)
     invalid = sum(isinstance(r.reward, Invalid) for r in rollouts)
@@ -166,6 +166,8 @@ def measured(rollouts: Sequence[Rollout], success: float | None, stats: Stats, r
             stats.add("eval/accuracy", succeeds(rollout.reward, success))
         if rewarded:
             stats.add("eval/reward", rollout.reward)
+            if rollout.side:
+                stats.add(f"eval/reward/{rollout.side}", rollout.reward)
         stats.add("eval/length", rollout.n_sampled)
 
 
@@ -178,12 +180,13 @@ def repeated(tasks: Sequence[Task], samples: int, seed: int) -> list[Episode]:
     ]
 
 
-def _rewards(tasks: Sequence[Task], rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
-    """Task id -> valid rewards of its samples."""
-    rewards: dict[str, list[float]] = {t["id"]: [] for t in tasks}
+def _rewards(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+    """Task id -> valid rewards of its samples; where the policy plays several sides, "ID as SIDE"."""
+    rewards: dict[str, list[float]] = {}
     for r in rollouts:
+        own = rewards.setdefault(f"{r.task['id']} as {r.side}" if r.side else r.task["id"], [])
         if not isinstance(r.reward, Invalid):
-            rewards[r.task["id"]].append(r.reward)
+            own.append(r.reward)
     return rewards
 
 
@@ -199,7 +202,7 @@ def _differences(
         low, high = paired_interval(a, b)
         return {"mean": mean(a) - mean(b), "low": low, "high": high}
 
-    pairs = [(rewards[i], others[i]) for i in rewards if rewards[i] and others[i]]
+    pairs = [(own, theirs) for i, own in rewards.items() if own and (theirs := others.get(i))]
     found = {"reward": difference([mean(a) for a, _ in pairs], [mean(b) for _, b in pairs])}
     if success is not None:
         own, theirs = ([mean([succeeds(v, success) for v in pair[side]]) for pair in pairs] for side in (0, 1))

@@ -244,6 +244,11 @@ class _Sampler:
             own = [(t, c, m) for t, c, m in places if cells[t][c].model == model]
             if own:
                 rollouts = player.play([cells[t][c].episode(block[t], m) for t, c, m in own])
+                if len(rollouts) > len(own):
+                    raise UserError(
+                        "the environment plays several sides, and an item holds replies to one prompt: posttrain eval "
+                        "--out writes whole rollouts"
+                    )
                 found |= zip(own, rollouts, strict=True)
         return found
 

@@ -170,6 +170,19 @@ def test_sides_are_compared_with_their_like(tokenizer: Tokenizer) -> None:
     assert [r.side for r in usable(rollouts, stats)] == ["a", "a", "a"]
 
 
+def test_a_side_that_one_game_of_several_came_to_is_left_out(tokenizer: Tokenizer) -> None:
+    def short(task: Task) -> Game:
+        if (yield Turn("a=", stop=(".",), side="a")) == "2.":
+            yield Turn("b=", stop=(".",), side="b")
+        return 1.0
+
+    games = [enacted(short, tokenizer, replies) for replies in (["1."], ["2.", "1."], ["1."])]
+    stats = describe([], None)
+    assert [r.side for r in usable([r for game in games for r in game], stats)] == ["a", "a", "a"]
+    assert stats.means()["dropped"] == 0.25
+    assert [r.side for r in usable(games[1], stats)] == ["a", "b"]  # groups of one game: a critic compares nothing
+
+
 def duel(task: Task) -> Game:
     """Two rounds; whose replies come first in the alphabet wins."""
     said = {"x": "", "y": ""}

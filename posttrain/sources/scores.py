@@ -70,15 +70,19 @@ def refuse_broken(rollouts: Sequence[Rollout]) -> None:
 def usable(rollouts: Sequence[Rollout], stats: Stats) -> list[Rollout]:
     """The rollouts that can teach something: valid, with a scored token, and in a group with enough of the kind.
 
-    A group keeps its valid members while at least half of it, and two, are valid; a group of one needs its one.
+    A group keeps its valid members while at least half of it, and two, are valid; a group of one needs its one. Sides are
+    judged apart: one that only one game of several came to has nothing to be compared with.
     """
     groups: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.compared].append(rollout)
+    games: dict[str, int] = {}  # of each group
+    for (group, _), members in groups.items():
+        games[group] = max(games.get(group, 0), len(members))
     kept = []
-    for members in groups.values():
+    for (group, _), members in groups.items():
         valid = [r for r in members if not isinstance(r.reward, Invalid) and r.n_scored > 0]
-        if len(valid) >= max(min(2, len(members)), len(members) / 2):
+        if len(valid) >= max(min(2, games[group]), len(members) / 2):
             kept.extend(valid)
     stats.add("dropped", len(rollouts) - len(kept), len(rollouts))
     return kept

@@ -5,9 +5,9 @@
 Games of 2 to 20 stones of which up to 2, 3 or 4 may be taken at once; who takes the last one wins. The demonstrations are
 games of two players who make any move that the rules allow. From there a decoder of 0.1 M parameters plays itself: each game
 gives two rollouts, and what won is compared with what lost on the same side of the same game. Nobody ever shows it a good
-move. Told is how often it wins as the first player from held-out starts, at temperature 1, against perfect play (which can be beaten
-from those starts that perfect play would win) and against random play, and the share of positions in which its move is
-one that perfect play could make. Figures go to OUT/results.json, whole games too.
+move. Told is how often it wins as the first player from held-out starts, at temperature 1, against perfect play (from those
+starts that perfect play would win) and against random play, and the share of its moves that are perfect play's where there
+is one that wins. Figures go to OUT/results.json, whole games too.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def report(results: dict[str, Any]) -> str:
     """A Markdown table: a row a seed, then the means with their 95% intervals (Student)."""
     names = ("perfect", "random", "moves")
     rows = [
-        "| seed | wins against perfect play, before | after | against random play, before | after | good moves, before | after |",
+        "| seed | beats perfect play, before | after | beats random play, before | after | good moves, before | after |",
         "|---" * 7 + "|",
     ]
     for seed, f in results.items():

@@ -247,12 +247,42 @@ def test_others_are_played_by_a_function_and_the_policy_has_its_seat() -> None:
         game = arena.environment("TicTacToe-v0", players=2, seat=seat, opponent=first_free)
         played = scripted(game, {"seed": 1}, ["8", "6", "7"])
         assert played.reward in (1.0, -1.0) and f"You are Player {seat}" in played.texts[0]
-    with pytest.raises(UserError, match="needs opponent"):
-        arena.environment("TicTacToe-v0", players=2)
     assert "not for 1 players" in scripted(arena.environment("TicTacToe-v0"), {}, []).reason
     deaf = arena.environment("TicTacToe-v0", players=2, seat=1, opponent=lambda text: "no", turns=3)
     assert "again and again" in scripted(deaf, {"seed": 1}, ["1"]).reason
     assert 'column "game"' in scripted(arena.play, {}, []).reason
+
+
+def test_the_policy_plays_every_seat_that_nobody_else_does() -> None:
+    game = arena.environment("TicTacToe-v0", players=2, invalid_reward=-0.25)
+    ended = scripted(game, {"id": "a", "seed": 1}, ["[0]", "[3]", "[1]", "[4]", "[2]"], then=None)
+    assert [turn.side for turn in ended.shown] == ["player 0", "player 1"] * 2 + ["player 0"]
+    assert ended.done is not None and {s: d.reward for s, d in ended.done.sides.items()} == {
+        "player 0": 1,
+        "player 1": -1,
+    }
+    first, second, third = ended.texts[:3]
+    assert "You are Player 0" in first and "You are Player 1" in second and "You are Player" not in third
+    assert "[3]" in third and "[0]" not in third  # what the other one did is new, what it did itself is not
+    # Who makes a mistake is told, and pays for it.
+    ended = scripted(game, {"id": "a", "seed": 1}, ["[0]", "[0]", "[3]", "[1]", "[4]", "[2]"], then=None)
+    assert [turn.side for turn in ended.shown] == [
+        "player 0",
+        "player 1",
+        "player 1",
+        "player 0",
+        "player 1",
+        "player 0",
+    ]
+    assert [turn.reward for turn in ended.shown] == [0, 0, -0.25, 0, 0, 0] and "nvalid" in ended.texts[2]
+    harsh = arena.environment("TicTacToe-v0", players=2, invalid="end", invalid_reward=-0.25)
+    ended = scripted(harsh, {"id": "a", "seed": 1}, ["[0]", "[0]"], then=None)
+    assert ended.done is not None and ended.done.of("player 1").reward == -1.25
+    row = {"id": "a", "seed": 1, "game": "TicTacToe-v0", "players": 2}
+    assert (
+        scripted(arena.play, row, ["[0]", "[3]", "[1]", "[4]", "[2]"], then=None).done
+        == scripted(game, row, ["[0]", "[3]", "[1]", "[4]", "[2]"], then=None).done
+    )
 
 
 # -- reasoning-gym -----------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def test_every_block_runs_and_every_episode_goes_as_it_is_shown(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("mcp.client.stdio.PROCESS_TERMINATION_TIMEOUT", 0.1)
     before = set(sys.modules)
-    assert sum(map(run, blocks(PAGE))) == 17
+    assert sum(map(run, blocks(PAGE))) == 19
     episodes = EPISODE.findall(TEXT)
     assert len(episodes) == 8
     for spec, rows, number, text in episodes:
@@ -69,7 +69,9 @@ def shown(spec: str, rows: Path, number: int, text: str) -> str:
     played = (
         asyncio.run(closed(env, task, replies)) if is_async(env) else scripted(whole(env), task, replies, then=None)
     )
-    return f"{played.script()}reward {played.reward:g}"
+    assert played.done is not None
+    earned = {side: done.reward for side, done in played.done.sides.items()} or {"reward": played.reward}
+    return f"{played.script()}{', '.join(f'{name} {value:g}' for name, value in earned.items())}"
 
 
 def whole(env: Any) -> Any:

@@ -5,14 +5,15 @@
 
     python -m posttrain.envs.bridges.arena GuessTheNumber-v0 --count 100 > rows.jsonl     posttrain rl --env textarena ...
 
-Games of one player, or of several where a function of yours plays the others. The task's "seed" is the game's. The reward
-is what the game gives at its end, mostly from -1 to 1. All settings may be columns of the task.
+Games of one player, or of several: a function of yours plays the others, or the policy plays them all and each seat has a
+rollout of its own. The task's "seed" is the game's. The reward is what the game gives at its end, mostly from -1 to 1. All
+settings may be columns of the task.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.envs.bridges.episodes import Broken, Chance, Manner, Step, need, number_of, played, task_seed
@@ -37,7 +38,9 @@ class TextArena(Manner):
     make: Mapping[str, Any] = field(default_factory=dict)  # arguments of textarena.make
     players: int = 1
     seat: int = 0  # the policy's, among the players
-    opponent: Callable[[str], str] | None = None  # plays all other seats: what the game says -> a move
+    opponent: Callable[[str], str] | None = (
+        None  # plays the other seats: what the game says -> a move; None: the policy
+    )
 
     def __call__(self, task: Task) -> Generator[Turn, Reply, Verdict]:
         how: TextArena = self.told_by(task)
@@ -47,18 +50,13 @@ class TextArena(Manner):
 def environment(game: str, **settings: Any) -> TextArena:
     """The game of this id. `settings`: fields of `TextArena`."""
     try:
-        made = TextArena(game=game, **settings)
+        return TextArena(game=game, **settings)
     except TypeError as error:
         raise UserError(f"environment({game!r}): {error}") from error
-    if made.players > 1 and made.opponent is None:
-        raise UserError(
-            f"{game} with {made.players} players needs opponent=..., a function from what it sees to a move"
-        )
-    return made
 
 
 play = TextArena()
-"""Any game of one player: the task's column "game" is its id."""
+"""Any game, the policy in every seat: the task's column "game" is its id, "players" how many there are (1)."""
 
 
 class _Episode:
@@ -82,10 +80,15 @@ class _Episode:
     def act(self, reply: str) -> Step:
         with self.chance.own():
             before = self._mistakes()
+            seat = self._state.current_player_id
             done, _ = self.env.step(reply.strip())
-            wrong = self._mistakes() > before or self._lost_by_mistake()
+            wrong = self._mistakes() > before or self._lost_by_mistake(seat)
             step = self._after(bool(done))
-        return Step(step.text, step.reward + self.how.invalid_reward * wrong, step.done)
+        mistake = self.how.invalid_reward * wrong
+        if step.earned is None:
+            return replace(step, reward=step.reward + mistake)
+        own = self._side(seat)
+        return replace(step, earned={**step.earned, own: step.earned[own] + mistake})
 
     def close(self) -> None:
         pass  # games hold nothing
@@ -108,23 +111,33 @@ class _Episode:
         import textarena
 
         moves = 0
-        while not done and self._state.current_player_id != self.how.seat:
+        while not done and not self._of_the_policy(self._state.current_player_id):
             if self.how.opponent is None or moves >= self.how.turns * self.how.players:
                 raise Broken(f"{self.how.game} asks player {self._state.current_player_id} again and again")
             _, said = self.env.get_observation()
             done, _ = self.env.step(self.how.opponent(_words(said, textarena.GAME_ID, self._state.current_player_id)))
             moves += 1
         if not done:
-            _, said = self.env.get_observation()
-            return Step(_words(said, textarena.GAME_ID, self.how.seat))
+            seat, said = self.env.get_observation()
+            return Step(_words(said, textarena.GAME_ID, seat), side=self._side(seat))
         rewards, _ = self.env.close()
-        return Step("", number_of((rewards or {}).get(self.how.seat), "the game's reward"), True)
+        earned = {seat: number_of((rewards or {}).get(seat), "the game's reward") for seat in range(self.how.players)}
+        if not self._side(0):
+            return Step("", earned.get(self.how.seat, 0.0), True)
+        return Step("", done=True, earned={self._side(seat): reward for seat, reward in earned.items()})
+
+    def _of_the_policy(self, seat: int) -> bool:
+        return seat == self.how.seat or bool(self._side(seat))
+
+    def _side(self, seat: int) -> str:
+        """The name of a seat, where the policy has several."""
+        return f"player {seat}" if self.how.players > 1 and self.how.opponent is None else ""
 
     def _mistakes(self) -> int:
         return int(getattr(self._state, "error_count", 0))
 
-    def _lost_by_mistake(self) -> bool:
-        return bool(self._state.game_info.get(self.how.seat, {}).get("invalid_move"))
+    def _lost_by_mistake(self, seat: int) -> bool:
+        return bool(self._state.game_info.get(seat, {}).get("invalid_move"))
 
 
 def _words(said: Sequence[tuple[int, str, Any]], game: int, own: int) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 
 from posttrain.messages import near_or_all
 from posttrain.seeds import seed_of
-from posttrain.types import Reply, Task, Turn, UserError, Verdict
+from posttrain.types import Reply, Sides, Task, Turn, UserError, Verdict
 
 WHICH = ("env", "game", "url")
 LONGEST = 8000  # characters of an observation or of a tool's answer that are shown, unless told otherwise
@@ -41,6 +41,8 @@ class Step:
     text: str
     reward: float = 0.0  # of that action
     done: bool = False
+    side: str = ""  # who is to act, where the policy plays several sides
+    earned: Mapping[str, float] | None = None  # by each side, at the end
 
 
 class Game(Protocol):
@@ -84,14 +86,16 @@ class Manner:
             said["stop"] = (said["stop"],) if isinstance(said["stop"], str) else tuple(said["stop"])
         return replace(self, **said) if said else self
 
-    def turn(self, text: str, first: bool, reward: float) -> Turn:
-        """What shows this text."""
-        text = shown(text, self.longest)
+    def turn(self, step: Step, first: bool) -> Turn:
+        """What shows a step. `first`: of its side."""
+        text = shown(step.text, self.longest)
         if first and self.prompt:
             text = f"{self.prompt}\n{text}"
         if self.chat:
-            return Turn(messages=[{"role": "user", "content": text}], stop=self.stop, reward=reward)
-        return Turn(text=f"{text}\n" if first else f"\n{text}\n", stop=self.stop, reward=reward)
+            messages = [{"role": "user", "content": text}]
+            return Turn(messages=messages, stop=self.stop, reward=step.reward, side=step.side)
+        text = f"{text}\n" if first else f"\n{text}\n"
+        return Turn(text=text, stop=self.stop, reward=step.reward, side=step.side)
 
     def refused(self, problem: NotAnAction) -> Step:
         """What a reply that is no action leads to."""
@@ -105,13 +109,14 @@ class Manner:
 
 
 def played(manner: Manner, game: Game) -> Generator[Turn, Reply, Verdict]:
-    """An episode of a game, from its first turn to the reward of its last action."""
+    """An episode of a game, from its first turn to the reward of its last action, or what each side earned."""
     try:
-        step = begun(game.begin())
-        for number in range(manner.turns):
+        step, asked = begun(game.begin()), set[str]()
+        for _ in range(manner.turns):
             if step.done:
                 break
-            reply = yield manner.turn(step.text, not number, step.reward)
+            reply = yield manner.turn(step, step.side not in asked)
+            asked.add(step.side)
             if ran_out(reply):
                 return 0.0
             try:
@@ -120,7 +125,7 @@ def played(manner: Manner, game: Game) -> Generator[Turn, Reply, Verdict]:
                 step = manner.refused(problem)
             except Exception as error:
                 step = manner.failed(error)
-        return step.reward
+        return step.reward if step.earned is None else Sides(step.earned)
     finally:
         with suppress(Exception):  # what it earned is known
             game.close()

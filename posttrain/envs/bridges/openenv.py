@@ -60,7 +60,7 @@ class OpenEnv(Manner):
             for number in range(how.turns):
                 if step.done:
                     break
-                reply: Reply = yield how.turn(step.text, not number, step.reward)
+                reply: Reply = yield how.turn(step, not number)
                 if ran_out(reply):
                     step = Step("")
                     break

@@ -83,7 +83,7 @@ class Turn:
     fresh: bool = False  # begin a transcript of its own: nothing that was said before is in the model's context
     learn: bool = True  # whether the reply to this is learned from
     whole: bool = False  # this is all that the policy is to see: it continues a context of the episode, or begins one
-    tools: Sequence[Any] | None = None  # with messages that begin a context: functions, or their JSON schemas
+    tools: Iterable[Any] | None = None  # with messages that begin a context: functions, or their JSON schemas
     side: str = ""  # who is asked, where the policy plays several sides: each has contexts and a rollout of its own
 
 

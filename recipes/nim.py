@@ -24,7 +24,7 @@ from posttrain.reproduce.experiment import student_interval
 from posttrain.types import Task
 
 STONES, MOST = 20, 4
-STEPS = 150
+STEPS = 200
 DEMONSTRATIONS = 60  # random games for each start to train on
 SMALL: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True}
 
@@ -57,8 +57,8 @@ def one(out: Path, seed: int, steps: int) -> dict[str, Any]:
         rows=32, lr=3e-3, warmup=50, seed=seed, **SMALL,
     )  # fmt: skip
     run = posttrain.rl(
-        train, "nim", str(start.path), out=str(out / "rl"), steps=steps, prompts=16, group=16, max_tokens=3, lr=5e-4,
-        betas=(0.9, 0.95), warmup=10, schedule="linear", kl=0.0,
+        train, "nim", str(start.path), out=str(out / "rl"), steps=steps, prompts=16, group=16, max_tokens=3, lr=2e-4,
+        betas=(0.9, 0.95), warmup=10, schedule="linear", kl=0.1,
         eval_tasks=lines(out / "held_out.jsonl", against(winnable(held_out), "perfect")), eval_every=25, eval_samples=8,
         env_workers=1, seed=seed, **SMALL,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 from posttrain.envs.load import is_async
 from posttrain.envs.reading import Done, Event
 from posttrain.envs.stage import AsyncStage, Stage
+from posttrain.models.tool_reading import HERMES
 from posttrain.types import Invalid, Reply, StopReason, Task, Turn
 
 
@@ -60,7 +61,7 @@ def scripted(
     said = _replies(replies, then, most)
     event = stage.start(0, task)
     while _goes_on(found, event, reply := next(said, None)):
-        event = stage.send(0, reply)
+        event = stage.send(0, _calling(found, reply))
     return found
 
 
@@ -72,7 +73,7 @@ async def scripted_async(
     said = _replies(replies, then, most)
     event = await stage.start(0, task)
     while _goes_on(found, event, reply := next(said, None)):
-        event = await stage.send(0, reply)
+        event = await stage.send(0, _calling(found, reply))
     return found
 
 
@@ -80,6 +81,14 @@ def _replies(replies: Iterable[str], then: str | None, most: int) -> Iterable[An
     given = [*replies]
     given += [] if then is None else [then] * (most - len(given))
     return iter([reply if isinstance(reply, Reply) else Reply(reply, StopReason.EOS) for reply in given])
+
+
+def _calling(found: Scripted, reply: Reply | None) -> Any:
+    """The reply with its calls of tools, if the model was told of any; they are written as Hermes models do."""
+    tools = next((turn.tools for turn in found.shown if turn.tools), None)
+    if reply is None or not tools or reply.tool_calls:
+        return reply
+    return Reply(reply, reply.stop, HERMES.read(reply, list(tools)), number=len(found.shown) - 1)
 
 
 def _goes_on(found: Scripted, event: Event, reply: Reply | None) -> bool:

@@ -30,6 +30,7 @@ BUILTIN = {
     "calculator": "posttrain.envs.calculator:calculator",
     "countdown": "posttrain.envs.countdown:reward",
     "guess": "posttrain.envs.guess:guess",
+    "functions": "posttrain.envs.functions:functions",
     "nim": "posttrain.envs.nim:nim",
     "adventure": "posttrain.envs.adventure:adventure",
     "reasoning-gym": "posttrain.envs.bridges.reasoning:reward",

@@ -53,10 +53,18 @@ class Tools:
 
     `functions` have type hints and docstrings; some may be coroutine functions, then use `answer_async`. `malformed`:
     what becomes of a call that cannot be read, names no tool of these, or has other arguments than the tool takes;
-    `raising`: of one whose tool raises. Results are recorded: a lost worker makes no call twice.
+    `raising`: of one whose tool raises. Results are recorded: a lost worker makes no call twice. `once=False` is for tools
+    that do nothing but read and change what the episode itself holds: they are called again where it is played again, or
+    what they changed would be missing.
     """
 
-    def __init__(self, *functions: Callable[..., Any], malformed: Then = "answer", raising: Then = "answer") -> None:
+    def __init__(
+        self,
+        *functions: Callable[..., Any],
+        malformed: Then = "answer",
+        raising: Then = "answer",
+        once: bool = True,
+    ) -> None:
         for then in (malformed, raising):
             if then not in get_args(Then):
                 raise UserError(f"a call that fails leads to one of {', '.join(get_args(Then))}, not {then!r}")
@@ -67,6 +75,7 @@ class Tools:
         if len(self._functions) < len(functions):
             raise UserError("two tools have one name")
         self._then = {"malformed": malformed, "raising": raising}
+        self._once = once
         self.calls: list[Called] = []  # all so far, in order
         self.ended: str | None = None  # why, if a call ended the episode
 
@@ -86,7 +95,8 @@ class Tools:
             elif inspect.iscoroutinefunction(function):
                 raise UserError(f"{call.name} is a coroutine function: use `await tools.answer_async(reply)`")
             else:
-                outcome = recorded(_outcome, function, dict(call.arguments))
+                asked = function, dict(call.arguments)
+                outcome = recorded(_outcome, *asked) if self._once else _outcome(*asked)
                 made.append(self._made(call, reply, outcome))
             if self.ended is not None:
                 break
@@ -97,6 +107,8 @@ class Tools:
         checked = [(call, self._checked(call)) for call in reply.tool_calls]
         waiting = [
             recorded(_outcome_async, function, dict(call.arguments))
+            if self._once
+            else _outcome_async(function, dict(call.arguments))
             for call, function in checked
             if not isinstance(function, str)
         ]

@@ -2,7 +2,7 @@
 
     python recipes/nim.py [--seeds 0 1 2] [--out runs/nim]
 
-Games of 2 to 20 stones of which up to 2, 3 or 4 may be taken at once; who takes the last one wins. The demonstrations are
+Games of 2 to 12 stones of which up to 2 or 3 may be taken at once; who takes the last one wins. The demonstrations are
 games of two players who make any move that the rules allow. From there a decoder of 0.1 M parameters plays itself: each game
 gives two rollouts, and what won is compared with what lost on the same side of the same game. Nobody ever shows it a good
 move. Told is how often it wins as the first player from held-out starts, at temperature 1, against perfect play (from those
@@ -23,9 +23,9 @@ from posttrain.envs.nim import tasks
 from posttrain.reproduce.experiment import student_interval
 from posttrain.types import Task
 
-STONES, MOST = 20, 4
-STEPS = 200
-DEMONSTRATIONS = 60  # random games for each start to train on
+STONES, MOST = 12, 3
+STEPS = 160
+DEMONSTRATIONS = 120  # random games for each start to train on
 SMALL: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True}
 
 
@@ -57,8 +57,8 @@ def one(out: Path, seed: int, steps: int) -> dict[str, Any]:
         rows=32, lr=3e-3, warmup=50, seed=seed, **SMALL,
     )  # fmt: skip
     run = posttrain.rl(
-        train, "nim", str(start.path), out=str(out / "rl"), steps=steps, prompts=16, group=16, max_tokens=3, lr=2e-4,
-        betas=(0.9, 0.95), warmup=10, schedule="linear", kl=0.1,
+        train, "nim", str(start.path), out=str(out / "rl"), steps=steps, prompts=8, group=24, max_tokens=3, lr=5e-4,
+        betas=(0.9, 0.95), warmup=10, schedule="linear", kl=0.05,
         eval_tasks=lines(out / "held_out.jsonl", against(winnable(held_out), "perfect")), eval_every=25, eval_samples=8,
         env_workers=1, seed=seed, **SMALL,
     )  # fmt: skip

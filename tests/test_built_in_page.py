@@ -41,7 +41,7 @@ def test_every_block_runs_and_every_episode_goes_as_it_is_shown(
     before = set(sys.modules)
     assert sum(map(run, blocks(PAGE))) == 21
     episodes = EPISODE.findall(TEXT)
-    assert len(episodes) == 9
+    assert len(episodes) == 10
     for spec, rows, number, text in episodes:
         assert shown(spec, Path(rows), int(number), text) == text, spec
     for made in set(sys.modules) - before:

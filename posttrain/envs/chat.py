@@ -71,9 +71,10 @@ class Conversation:
         if turn.messages is None:
             return self.tokenizer.encode(turn.text or "", start=first)
         if first:
-            self.messages, self.tools, self.chat = self._taken(turn.messages), turn.tools, True
+            self.messages, self.chat = self._taken(turn.messages), True
+            self.tools = None if turn.tools is None else list(turn.tools)
             return self.tokenizer.encode(self.tokenizer.render(self.messages, True, self.tools), start=True)
-        if turn.tools is not None and turn.tools != self.tools:
+        if turn.tools is not None and list(turn.tools) != self.tools:
             raise UserError("a chat template shows tools where a context begins: give its first turn all of them")
         new = self._taken(turn.messages)
         after = self.tokenizer.render_after(self.messages, new, self.last_calls, self.tools)

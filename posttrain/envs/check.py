@@ -267,7 +267,7 @@ def _play(
             return shown, None, slowest
         if isinstance(event, Turn):
             text = script[min(len(shown), len(script)) - 1]
-            said: Any = Reply(text, tool_calls=HERMES.read(text, event.tools or ()), number=len(shown) - 1)
+            said: Any = Reply(text, tool_calls=HERMES.read(text, [*(event.tools or ())]), number=len(shown) - 1)
         else:
             said = WITHOUT if answer is None else answer(event)
         event, seconds = _timed(pool, partial(pool.send, 0, said))

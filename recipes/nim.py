@@ -5,9 +5,9 @@
 Games of 2 to 12 stones of which up to 2 or 3 may be taken at once; who takes the last one wins. The demonstrations are
 games of two players who make any move that the rules allow. From there a decoder of 0.1 M parameters plays itself: each game
 gives two rollouts, and what won is compared with what lost on the same side of the same game. Nobody ever shows it a good
-move. Told is how often it wins as the first player from starts that it was not trained on, at temperature 1, against perfect play (from those
-starts that perfect play would win) and against random play, and the share of its moves that are perfect play's where there
-is one that wins. Figures go to OUT/results.json, whole games too.
+move. Told is how often it wins as the first player from starts that it was not trained on, at temperature 1: against perfect
+play, from those that perfect play would win, and against random play; and the share of its moves that are perfect play's
+where there is one that wins. Figures go to OUT/results.json, whole games too.
 """
 
 from __future__ import annotations

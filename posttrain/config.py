@@ -74,6 +74,9 @@ class Data(FromRows):
     """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, search-qa,
     verdict, word-problems), perhaps with options of its own: search-qa,topk=5. In sft, rows with replies are played
     through it; for other rows its row_to_task makes the demonstrations, if it has one."""
+    chat_template: str | None = None
+    """How messages and tools become text: a file of Jinja, or chatml. It takes the place of the model's own, and is written
+    into the checkpoints of a run. Default: what the model's folder holds."""
 
 
 @dataclass(frozen=True)
@@ -419,6 +422,8 @@ class Chat:
 
     system: str | None = None
     """A system message."""
+    chat_template: str | None = None
+    """How messages become text: a file of Jinja, or chatml; default: what the model's folder holds."""
     temperature: float = option(0.7, least=0)
     """Of sampling; 0: greedy."""
     max_tokens: int = option(256, above=0)
@@ -444,6 +449,8 @@ class ServePolicy:
     """Of this machine; the server hears nobody else. 0: any that is free."""
     name: str | None = None
     """What clients call the model; default: the text of --model."""
+    chat_template: str | None = None
+    """How messages become text: a file of Jinja, or chatml; default: what the model's folder holds."""
     max_tokens: int | None = option(None, above=0)
     """Most tokens of a reply, whatever a request asks; default: as many as the context holds."""
     requests: int = option(1024, above=0, most=1_000_000)
@@ -471,6 +478,9 @@ class Check(Data):
     """Run a reward or an environment against sample replies, before any training."""
 
     verb = "check"
+    model: str | None = None
+    """Folder of a checkpoint or of a run: also try how its tokenizer and chat template show what the environment shows, and
+    whether that fits its context. No weights are read."""
     limit: int | None = option(4, above=0)
     """Read only the first so many rows; the first few tasks are tried."""
     replies: str | None = None

@@ -31,6 +31,9 @@ class DataOptions(FromRowsOptions, total=False):
     """What happens to rows that do not fit the model's context (in rl: prompts that leave no room for a reply). skip:
     they are left out and counted; truncate: prompts lose their beginning, demonstrations their end, and what is shown
     later in an episode its middle; refuse: all are measured before the first step, and one of them ends the run."""
+    chat_template: str | None
+    """How messages and tools become text: a file of Jinja, or chatml. It takes the place of the model's own, and is
+    written into the checkpoints of a run. Default: what the model's folder holds."""
 
 
 class TrainingOptions(DataOptions, total=False):

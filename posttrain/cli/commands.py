@@ -320,7 +320,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     """Run a reward or an environment against sample replies, before any training."""
     from posttrain.envs.check import check as run_check
     from posttrain.envs.load import about
-    from posttrain.training.playground import open_services
+    from posttrain.training.playground import open_services, viewer_of
     from posttrain.training.setup import choose_device, load_tasks
 
     validate(config)
@@ -330,10 +330,18 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
             lines = Path(config.replies).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--replies {config.replies} cannot be read as text: {one_line(error)}") from error
+    viewer = None
+    if config.model is not None:
+        from posttrain.models.outline import outline
+        from posttrain.runs.checkpoint import resolve
+
+        viewer = viewer_of(outline(resolve(config.model), config.chat_template))
+    elif config.chat_template is not None:
+        raise UserError("--chat-template has no effect without --model: the folder whose tokenizer reads what it shows")
     tasks = load_tasks(config, None)
     told = about(config.env) if config.env else []
     with open_services(config, choose_device("auto")) as services:
-        report = run_check(config.env, tasks, lines, config.env_seconds, config.env_memory, services)
+        report = run_check(config.env, tasks, lines, config.env_seconds, config.env_memory, services, viewer)
     print("\n".join([*told, *report.lines()]))
     return 0 if report.ok else 2
 

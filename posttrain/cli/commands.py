@@ -351,12 +351,14 @@ def retriever_build(*, config: Annotated[RetrieverBuild, Options] = RetrieverBui
     from time import perf_counter
 
     from posttrain.retrieval.index import build
+    from posttrain.retrieval.passages import Source, taken
 
     check_bounds(config)
     if not config.passages:
         raise UserError("--passages is missing: a file of rows with title and text, such as passages.jsonl")
     chosen = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("passages", "out")}
     plain = RetrieverBuild()
+    print(f"columns     {taken(Source(config.passages, config.split, config.limit, config.fields))}")
     began = perf_counter()
     manifest = build(config.passages, config.out, **{n: v for n, v in chosen.items() if v != getattr(plain, n)})
     size = sum(size for size, _ in manifest.files.values())

@@ -93,7 +93,10 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
     trainer = Trainer(run, learner, source, tokenizer, measure if unseen else None, steps)
     too_long.say = trainer.display.note
-    return trainer.run(Likelihood(), sizes(config, model, (tasks, held_out), steps, "rows", device), lines)
+    ended = trainer.run(Likelihood(), sizes(config, model, (tasks, held_out), steps, "rows", device), lines)
+    if made.kept and not config.quiet:
+        print(made.kept)
+    return ended
 
 
 def _from_scratch(config: SFT, tasks: Tasks | Stream, device: torch.device) -> tuple[Model, Tokenizer]:

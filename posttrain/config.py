@@ -71,9 +71,10 @@ class Data(FromRows):
     in an episode its middle; refuse: all are
     measured before the first step, and one of them ends the run."""
     env: str = ""
-    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, search-qa,
-    verdict, word-problems), perhaps with options of its own: search-qa,topk=5. In sft, rows with replies are played
-    through it; for other rows its row_to_task makes the demonstrations, if it has one."""
+    """What plays and scores: my.py:reward, package.module:name, or a built-in name, perhaps with options of its own:
+    search-qa,topk=5. Built in are adventure, arithmetic, calculator, code, code-all, countdown, gsm8k, guess, gymnasium,
+    judge, math, openenv, python, reasoning-gym, reward-model, search-qa, textarena, verdict and word-problems. In sft, rows
+    with replies are played through it; for other rows its row_to_task makes the demonstrations, if it has one."""
     chat_template: str | None = None
     """How messages and tools become text: a file of Jinja, or chatml. It takes the place of the model's own, and is written
     into the checkpoints of a run. Default: what the model's folder holds."""
@@ -485,6 +486,8 @@ class Check(Data):
     """Read only the first so many rows; the first few tasks are tried."""
     replies: str | None = None
     """A text file of sample replies, one a line; default: the task's own answer and some hostile ones."""
+    verbose: bool = False
+    """Show every task and case, and texts as a whole; default: the first task, and what is wrong with the others."""
     env_seconds: float = option(10.0, above=0, most=86_400)
     """Time limit of one call of the environment, as in training."""
     env_memory: float = option(4.0, least=0)
@@ -573,8 +576,12 @@ class Label(FromRows):
     """Say how good the responses of items are: by a reward model, a judge, a function or a person; write best or pairs."""
 
     verb = "label"
+    tasks: str = ""
+    """The same as --items."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """Names of columns: --fields.prompt question --fields.chosen better."""
     items: str = ""
-    """Rows with responses, in any form of preference data: the same as --tasks."""
+    """Rows with responses, in any form of preference data, or as posttrain sample writes them."""
     with_: str = ""
     """What labels: reward-model=FOLDER, judge=RECIPE.toml, or my.py:reward. Left out: what the items say already."""
     human: bool = False

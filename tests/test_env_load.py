@@ -251,6 +251,7 @@ def test_the_reward_of_parts_does_not_depend_on_their_order(parts: dict[str, flo
 NO_TURNS: list[Any] = [3, None, Turn(), Turn("a", messages=[]), Turn("a", reward=math.nan), Turn("a", max_tokens=0)]
 NO_TURNS += ["\ud800", Turn("a", stop=("\udfff",)), Turn("x" * (LONGEST_TEXT + 1)), Turn("a", stop=("",))]
 NO_TURNS += [Turn(messages=[{"role": "user", "content": "x" * LONGEST_TEXT}]), Turn(messages=[{"role": "user"}])]
+NO_TURNS += [Turn(messages=[{"role": "usr", "content": "a"}]), Turn(messages=[{"role": "User", "content": "a"}])]
 NO_TURNS += [Turn("a", stop=("x" * 2000,)), Turn("a", learn=1), Turn("a", fresh=None), Turn("a", reward=1e9)]  # type: ignore[arg-type]
 NO_TURNS += [Turn(3), Turn("a", stop="</a>"), Turn(messages=[{"role": "user", "content": 3}])]  # type: ignore[arg-type, dict-item]
 

@@ -6,6 +6,7 @@ Nothing heavy is imported before the verb that needs it runs, so that its --help
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from json import dumps
@@ -320,6 +321,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     """Run a reward or an environment against sample replies, before any training."""
     from posttrain.envs.check import check as run_check
     from posttrain.envs.load import about
+    from posttrain.runs.output import columns, wrapped
     from posttrain.training.playground import open_services, viewer_of
     from posttrain.training.setup import choose_device, load_tasks
 
@@ -342,7 +344,8 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     told = about(config.env) if config.env else []
     with open_services(config, choose_device("auto")) as services:
         report = run_check(config.env, tasks, lines, config.env_seconds, config.env_memory, services, viewer)
-    print("\n".join([*told, *report.lines()]))
+    width = columns(sys.stdout)
+    print("\n".join(wrapped(line, width) for line in [*told, *report.lines(config.verbose)]))
     return 0 if report.ok else 2
 
 

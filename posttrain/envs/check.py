@@ -33,6 +33,8 @@ TASKS = 4  # more only take longer to read
 OWN = ("response", "answer")  # what a task may call its right reply
 SCRIPT = "replies"  # and its right replies to turn after turn
 SHOWN = 2  # turns of an episode that are printed beside the first
+WIDTH = 79  # columns of a line, where texts are cut
+MOST = 100_000  # characters of a text that is shown as a whole
 WITHOUT = Invalid("no answer, to see what becomes of it", InvalidKind.UNANSWERED)
 MOST_ASKS = 64  # questions of an episode
 TURNS = 64  # the reply is repeated that often, as in a run; many environments wait for a word that it does not contain
@@ -95,22 +97,38 @@ class Report:
         sound = bool(self.rewards) and not self.invalid and all(c.repeats for c in self.cases)
         return sound and not useless and not self._unseen()
 
-    def lines(self) -> list[str]:
-        """The cases, then what they amount to."""
-        lines: list[str] = []
-        task = None
+    def lines(self, verbose: bool = False) -> list[str]:
+        """The cases, then what they amount to. Of tasks but the first only what is wrong, unless all is to be shown."""
         told: set[str] = set()  # what was expected instead of what is invalid
+        lines: list[str] = []
+        hidden = 0
+        for number, (task, cases) in enumerate(self._by_task().items()):
+            shown = cases if verbose or number == 0 else [case for case in cases if _wrong(case)]
+            hidden += len(cases) - len(shown)
+            rewards = "" if shown == cases else f"   rewards {', '.join(map(_number, cases))}"
+            head = f"task {task if verbose else task[:12]}: "
+            room = MOST if verbose else max(20, WIDTH - len(head) - len(rewards))
+            lines.append(head + (_cut(cases[0].shown[0], room) if cases[0].shown else "shows nothing") + rewards)
+            for case in shown:
+                lines += self._case(case, told, verbose)
+        more = [f"({hidden} more cases: --verbose shows them)"] if hidden else []
+        return [*lines, *more, "", *self._services(), *self._model(), *self._verdicts()]
+
+    def _by_task(self) -> dict[str, list[Case]]:
+        found: dict[str, list[Case]] = {}
         for case in self.cases:
-            if case.task != task:
-                task = case.task
-                lines.append(f"task {task}: {_cut(case.shown[0], 90) if case.shown else 'shows nothing'}")
-            lines.append(
-                f"  {case.kind:<12} {_cut(case.reply, 30):<32} {_outcome(case, told)}   {_duration(case.seconds)}"
-            )
-            lines.extend(f"  {'':<12} then shows {_cut(text, 90)}" for text in case.shown[1 : 1 + SHOWN])
-            if (more := len(case.shown) - 1 - SHOWN) > 0:
-                lines.append(f"  {'':<12} ... and {more} more")
-        return [*lines, "", *self._services(), *self._model(), *self._verdicts()]
+            found.setdefault(case.task, []).append(case)
+        return found
+
+    def _case(self, case: Case, told: set[str], verbose: bool) -> list[str]:
+        """A case, and what it was shown after its first turn."""
+        reply, width = (MOST, MOST) if verbose else (22, WIDTH - 26)
+        lines = [f"  {case.kind:<12} {_cut(case.reply, reply):<22} {_outcome(case, told)}   {_duration(case.seconds)}"]
+        turns = case.shown[1:] if verbose else case.shown[1 : 1 + SHOWN]
+        lines += [f"  {'':<12} then shows {_cut(text, width)}" for text in turns]
+        if (more := len(case.shown) - 1 - len(turns)) > 0:
+            lines.append(f"  {'':<12} ... and {more} more")
+        return lines
 
     def _services(self) -> list[str]:
         """What it asked, and what becomes of an episode whose question has no answer."""
@@ -345,6 +363,16 @@ def _outcome(case: Case, told: set[str]) -> str:
     if steps := _steps(case):
         parts.append(f"steps {math.fsum(steps) + 0.0:g}")
     return f"reward {_total(case):g}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _wrong(case: Case) -> bool:
+    """Whether there is something to see in it."""
+    return case.result is None or isinstance(case.result.reward, Invalid) or not case.repeats
+
+
+def _number(case: Case) -> str:
+    total = _total(case)
+    return "none" if total is None else f"{total:g}"
 
 
 def _cut(text: str, width: int) -> str:

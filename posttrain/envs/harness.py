@@ -210,8 +210,8 @@ class _Session:
             for name, neutral in OF_THE_RUN.items():
                 if (value := fields.get(name)) is not None and value not in neutral:
                     raise Refused(
-                        f"{path}{name}: the run says how replies are sampled (--temperature), since log-probabilities are taken "
-                        "under one distribution: leave it out, or have it ignored with @harness(sampling='ignore')",
+                        f"{path}{name}: the run says how replies are sampled (--temperature), since log-probabilities are "
+                        "taken under one distribution: leave it out, or have it ignored with @harness(sampling='ignore')",
                         parameter=f"{path}{name}",
                     )
         return {name: value for name, value in fields.items() if name not in OF_THE_RUN}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from posttrain.messages import near, short
+from posttrain.types import ROLES
 
 MOST_CHOICES = 128  # replies to one request
 MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings of a request, and characters of one
@@ -83,8 +84,8 @@ UNHEARD = frozenset(
     )
 )
 """Fields of OpenAI's and vLLM's that change no reply of a policy, or none that can be told apart."""
-SAMPLED = ("n", "max_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "include_stop_str_in_output", "seed",
-           "logprobs")  # fmt: skip
+SAMPLED = ("n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "logprobs",
+           "include_stop_str_in_output")  # fmt: skip
 OF_REQUESTS = ("model", "request_id", "return_token_ids", "stream", "stream_options")
 CHAT = (*OF_REQUESTS, *SAMPLED, "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice")
 COMPLETION = (*OF_REQUESTS, *SAMPLED, "prompt")
@@ -291,6 +292,8 @@ def _read_message(fields: _Fields, place: int, message: Any) -> dict[str, Any]:
 
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise wrong('has no "role"')
+    if message["role"] not in ROLES:
+        raise wrong(f"has the role {short(message['role'])}; it is one of {', '.join(ROLES)}")
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_read_part(part, wrong) for part in content)

@@ -7,8 +7,8 @@
     GET  /health
 
 It is bound to this machine. Whoever is elsewhere comes through a tunnel. A web page is kept out: its requests say where they
-come from (Origin), carry no JSON content type, unless the browser was allowed to, and name another host if they come by a name
-that was rebound. A program that says nothing of the content type, or what curl says by itself, is heard all the same.
+come from (Origin), carry no JSON content type, unless the browser was allowed to, and name another host if they come by a
+name that was rebound. A program that says nothing of the content type, or what curl says by itself, is heard all the same.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def mind_repeated(tasks: Tasks | Stream, warn: Callable[[str], None] = warn) -> 
     found = [task for task in some if _repeated_by_some(task)]
     if found:
         warn(
-            f"in {len(found)} of {len(some)} rows that were looked at some responses begin with the prompt and others do not, as "
-            f"in {clip(repr(found[0]['prompt']))}: the model would learn to repeat it, or not to; take it out of all of them"
+            f"in {len(found)} of {len(some)} rows that were looked at some responses begin with the prompt and others do "
+            f"not, as in {clip(repr(found[0]['prompt']))}: the model would learn to repeat it, or not to; take it out of all"
         )
 
 

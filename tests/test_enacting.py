@@ -125,7 +125,9 @@ def test_rows_with_replies_need_an_environment(tokenizer: Tokenizer) -> None:
 
 def test_episodes_of_too_little_reward_are_left_out(tokenizer: Tokenizer) -> None:
     rows = [{**ROW, "id": "a", "replies": ["2"]}, {**ROW, "id": "b", "replies": ["3"]}]
-    assert [m is not None for m in made(looking_up, tokenizer, rows, min_reward=1.0)] == [True, False]
+    episodes = made(looking_up, tokenizer, rows, min_reward=1.0)
+    assert [m is not None for m in episodes] == [True, False] and [m is not None for m in episodes] == [True, False]
+    assert episodes.kept == "--min-reward 1: 1 of 2 episodes kept"
     assert [m is not None for m in made(looking_up, tokenizer, rows)] == [True, True]
 
 

@@ -16,7 +16,7 @@ from posttrain.envs.play import Episode, Player
 from posttrain.envs.pool import EnvPool
 from posttrain.models.folder import save_model
 from posttrain.models.outline import Outline, outline
-from posttrain.models.own_template import CHATML, read_template
+from posttrain.models.own_template import CHATML, around, read_template
 from posttrain.models.tokenizer import EOS, Tokenizer
 from posttrain.sources.sft import demonstrate
 from posttrain.training.playground import viewer_of
@@ -90,6 +90,15 @@ def test_a_demonstration_under_chatml_ends_its_replies_as_a_policy_does(chatml: 
     assert said == [[*chatml.encode(text), chatml.eos_id] for text in ("12", "it is 12")]
     whole = chatml.render(TALK, generation=False)
     assert chatml.decode(transcript.tokens) == whole.removesuffix("\n") and whole.count(EOS) == len(TALK)
+
+
+def test_a_tokenizer_is_trained_on_what_a_template_writes_and_not_on_its_code() -> None:
+    texts = around(CHATML)
+    assert len(texts) == 4 and all("<|im_start|>assistant" in text and "{%" not in text for text in texts)
+    assert any("<tools>" in text for text in texts) and any("<tool_response>" in text for text in texts)
+    assert around("{{ raise_exception('never') }}") == []
+    words = Tokenizer.train([*texts, "12"], 400, "characters").templated(CHATML, "chatml")
+    assert words.unknown_id not in words.encode(words.render([{"role": "user", "content": "12"}]))
 
 
 def test_calls_are_read_as_chatml_writes_them(chatml: Tokenizer) -> None:

@@ -32,7 +32,8 @@ STANDARD = {
 TASKS = 4  # more only take longer to read
 OWN = ("response", "answer")  # what a task may call its right reply
 SCRIPT = "replies"  # and its right replies to turn after turn
-SHOWN = 2  # turns of an episode that are printed beside the first
+SHOWN = 1  # turns of an episode that are printed beside the first
+FEW = 3  # parts of a reward that are printed even where they are 0
 WIDTH = 79  # columns of a line, where texts are cut
 MOST = 100_000  # characters of a text that is shown as a whole
 WITHOUT = Invalid("no answer, to see what becomes of it", InvalidKind.UNANSWERED)
@@ -123,7 +124,7 @@ class Report:
     def _case(self, case: Case, told: set[str], verbose: bool) -> list[str]:
         """A case, and what it was shown after its first turn."""
         reply, width = (MOST, MOST) if verbose else (22, WIDTH - 26)
-        lines = [f"  {case.kind:<12} {_cut(case.reply, reply):<22} {_outcome(case, told)}   {_duration(case.seconds)}"]
+        lines = [f"  {case.kind:<12} {_cut(case.reply, reply):<22} {_outcome(case, told, verbose)}   {_duration(case.seconds)}"]
         turns = case.shown[1:] if verbose else case.shown[1 : 1 + SHOWN]
         lines += [f"  {'':<12} then shows {_cut(text, width)}" for text in turns]
         if (more := len(case.shown) - 1 - len(turns)) > 0:
@@ -350,8 +351,8 @@ def _total(case: Case) -> float | None:
     return case.result.reward + math.fsum(_steps(case)) + 0.0  # never -0
 
 
-def _outcome(case: Case, told: set[str]) -> str:
-    """`told`: what was already said to be expected; added to."""
+def _outcome(case: Case, told: set[str], verbose: bool = True) -> str:
+    """`told`: what was already said to be expected; added to. Of many parts of a reward, those that are 0 are not shown."""
     if case.result is None:
         return "no end"
     if isinstance(case.result.reward, Invalid):
@@ -359,7 +360,9 @@ def _outcome(case: Case, told: set[str]) -> str:
         known = bool(expected) and rest in told
         told.add(rest)
         return f"invalid: {reason}" + ("" if known else expected + rest)
-    parts = [f"{name} {value + 0.0:g}" for name, value in case.result.rewards.items()]
+    rewards = case.result.rewards
+    named = {name: value for name, value in rewards.items() if value or verbose or len(rewards) <= FEW}
+    parts = [f"{name} {value + 0.0:g}" for name, value in named.items()]
     if steps := _steps(case):
         parts.append(f"steps {math.fsum(steps) + 0.0:g}")
     return f"reward {_total(case):g}" + (f" ({', '.join(parts)})" if parts else "")

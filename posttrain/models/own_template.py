@@ -7,7 +7,11 @@ agree. Calls of tools are shown as Qwen2.5 and Hermes show them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from posttrain.messages import clip, one_line
 from posttrain.types import UserError
@@ -40,6 +44,34 @@ CHATML = """\
 """
 TRIED = {"role": "user", "content": "a question"}
 """What a template is asked to show before anything else is done with it."""
+
+
+CALLED = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer", "description": ""}}, "required": ["a"]}}}  # fmt: skip
+SAID: Sequence[Sequence[Mapping[str, Any]]] = (
+    [{"role": "system", "content": ""}, TRIED, {"role": "assistant", "content": ""}, {"role": "user", "content": ""}],
+    [TRIED, {"role": "assistant", "content": "", "tool_calls": [CALLED]}, {"role": "tool", "content": ""}],
+)
+"""Conversations that show what a template puts around what is said."""
+
+
+def around(template: str) -> list[str]:
+    """Texts of what a template puts around what is said, for a tokenizer to be trained on; what it refuses is left out."""
+    from posttrain.models.templates import render
+
+    texts = []
+    for messages, tools in product(SAID, (None, [TOOL])):
+        variables = {
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": True,
+            "eos_token": "",
+            "bos_token": "",
+        }
+        with suppress(UserError):
+            texts.append(render(template, variables))
+    return texts
 
 
 def read_template(given: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner
 from posttrain.models.decoder import DecoderConfig, new_decoder
 from posttrain.models.folder import described, load_model
-from posttrain.models.own_template import read_template
+from posttrain.models.own_template import around, read_template
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import validate
 from posttrain.protocols import Model
@@ -105,8 +105,8 @@ def _from_scratch(config: SFT, tasks: Tasks | Stream, device: torch.device) -> t
         template = read_template(config.chat_template) if config.chat_template is not None else None
         some = tasks.first(READ_OF_A_STREAM) if isinstance(tasks, Stream) else tasks
         texts = (text for t in some for text in texts_of(t))
-        around = [template[0]] * TEMPLATE_COUNTS if template else []
-        tokenizer = Tokenizer.train(chain(texts, around), config.vocab, config.tokenizer)  # type: ignore[arg-type]
+        shown = around(template[0]) * TEMPLATE_COUNTS if template else []
+        tokenizer = Tokenizer.train(chain(texts, shown), config.vocab, config.tokenizer)  # type: ignore[arg-type]
         tokenizer = tokenizer.templated(*template) if template else tokenizer
         mind_messages(tokenizer, tasks)
     else:

@@ -321,7 +321,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     """Run a reward or an environment against sample replies, before any training."""
     from posttrain.envs.check import check as run_check
     from posttrain.envs.load import about
-    from posttrain.runs.output import columns, wrapped
+    from posttrain.runs.output import Output, columns, wrapped
     from posttrain.training.playground import open_services, viewer_of
     from posttrain.training.setup import choose_device, load_tasks
 
@@ -344,7 +344,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     told = about(config.env) if config.env else []
     with open_services(config, choose_device("auto")) as services:
         report = run_check(config.env, tasks, lines, config.env_seconds, config.env_memory, services, viewer)
-    width = columns(sys.stdout)
+    width = columns(Output(sys.stdout))
     print("\n".join(wrapped(line, width) for line in [*told, *report.lines(config.verbose)]))
     return 0 if report.ok else 2
 

@@ -105,7 +105,10 @@ def main(arguments: list[str] | None = None) -> int:
         if said.startswith("Dictionary of tokens"):  # cyclopts does not say which
             dotted = next((word for word in words if word.startswith("--") and word.count(".") > 1), "an option")
             said = f"{dotted} has one dot too many: name a single entry, as in --fields.prompt COLUMN"
-        print("posttrain:", _presentable(said), file=sys.stderr)
+        from posttrain.runs.output import Output, columns, wrapped
+
+        told = wrapped(f"posttrain: {_presentable(said)}", columns(Output(sys.stderr)))
+        print(told, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return _stopped()

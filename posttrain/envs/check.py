@@ -124,7 +124,9 @@ class Report:
     def _case(self, case: Case, told: set[str], verbose: bool) -> list[str]:
         """A case, and what it was shown after its first turn."""
         reply, width = (MOST, MOST) if verbose else (22, WIDTH - 26)
-        lines = [f"  {case.kind:<12} {_cut(case.reply, reply):<22} {_outcome(case, told, verbose)}   {_duration(case.seconds)}"]
+        lines = [
+            f"  {case.kind:<12} {_cut(case.reply, reply):<22} {_outcome(case, told, verbose)}   {_duration(case.seconds)}"
+        ]
         turns = case.shown[1:] if verbose else case.shown[1 : 1 + SHOWN]
         lines += [f"  {'':<12} then shows {_cut(text, width)}" for text in turns]
         if (more := len(case.shown) - 1 - len(turns)) > 0:

@@ -24,6 +24,7 @@ from posttrain.learners.local import Optimization
 from posttrain.messages import clip
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Model
+from posttrain.runs.output import Output, columns, wrapped
 from posttrain.sources.lengths import Prompts, TooLong
 from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
 from posttrain.user_code import load_named
@@ -36,7 +37,7 @@ SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\b
 
 def warn(text: str) -> None:
     """Tell the user on standard error."""
-    print(f"posttrain: warning: {text}", file=sys.stderr)
+    print(wrapped(f"posttrain: warning: {text}", columns(Output(sys.stderr))), file=sys.stderr)
 
 
 def prepare(config: Training | Evaluation | Sample) -> torch.device:

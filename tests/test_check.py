@@ -160,5 +160,5 @@ def test_turns_that_are_not_shown_are_counted_and_what_was_expected_is_said_once
 
     text = said(check(env, TASKS_OF_TWO[:1], ["a", "b"]))
     cases, verdicts = text.split("\n\n")
-    assert "'turn 2'" in cases and "'turn 3'" not in cases and cases.count("... and 2 more") == 2
+    assert "'turn 1'" in cases and "'turn 2'" not in cases and cases.count("... and 3 more") == 2
     assert cases.count("; expected ") == 1 and cases.count("invalid: ") == 2 and verdicts.count("; expected ") == 1

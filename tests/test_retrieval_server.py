@@ -105,7 +105,7 @@ def test_what_cannot_be_answered_is_refused_in_json(port: int, body: Any, status
 
 
 def test_other_paths_and_methods_are_refused_in_json(port: int) -> None:
-    assert asked(port, None, "/retrieve", "GET") == (405, {"detail": "POST /retrieve, GET /health"})
+    assert asked(port, None, "/retrieve", "GET") == (405, {"detail": "there is POST /retrieve and GET /health"})
     assert asked(port, None, "/", "GET") == (404, {"detail": "there is POST /retrieve and GET /health"})
 
 

@@ -71,9 +71,13 @@ class Data(FromRows):
     in an episode its middle; refuse: all are
     measured before the first step, and one of them ends the run."""
     env: str = ""
-    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, search-qa,
-    verdict, word-problems), perhaps with options of its own: search-qa,topk=5. In sft, rows with replies are played
-    through it; for other rows its row_to_task makes the demonstrations, if it has one."""
+    """What plays and scores: my.py:reward, package.module:name, or a built-in name, perhaps with options of its own:
+    search-qa,topk=5. Built in are adventure, arithmetic, calculator, code, code-all, countdown, gsm8k, guess, gymnasium,
+    judge, math, openenv, python, reasoning-gym, reward-model, search-qa, textarena, verdict and word-problems. In sft, rows
+    with replies are played through it; for other rows its row_to_task makes the demonstrations, if it has one."""
+    chat_template: str | None = None
+    """How messages and tools become text: a file of Jinja, or chatml. It takes the place of the model's own, and is written
+    into the checkpoints of a run. Default: what the model's folder holds."""
 
 
 @dataclass(frozen=True)
@@ -419,6 +423,8 @@ class Chat:
 
     system: str | None = None
     """A system message."""
+    chat_template: str | None = None
+    """How messages become text: a file of Jinja, or chatml; default: what the model's folder holds."""
     temperature: float = option(0.7, least=0)
     """Of sampling; 0: greedy."""
     max_tokens: int = option(256, above=0)
@@ -444,6 +450,8 @@ class ServePolicy:
     """Of this machine; the server hears nobody else. 0: any that is free."""
     name: str | None = None
     """What clients call the model; default: the text of --model."""
+    chat_template: str | None = None
+    """How messages become text: a file of Jinja, or chatml; default: what the model's folder holds."""
     max_tokens: int | None = option(None, above=0)
     """Most tokens of a reply, whatever a request asks; default: as many as the context holds."""
     requests: int = option(1024, above=0, most=1_000_000)
@@ -471,10 +479,15 @@ class Check(Data):
     """Run a reward or an environment against sample replies, before any training."""
 
     verb = "check"
+    model: str | None = None
+    """Folder of a checkpoint or of a run: also try how its tokenizer and chat template show what the environment shows, and
+    whether that fits its context. No weights are read."""
     limit: int | None = option(4, above=0)
     """Read only the first so many rows; the first few tasks are tried."""
     replies: str | None = None
     """A text file of sample replies, one a line; default: the task's own answer and some hostile ones."""
+    verbose: bool = False
+    """Show every task and case, and texts as a whole; default: the first task, and what is wrong with the others."""
     env_seconds: float = option(10.0, above=0, most=86_400)
     """Time limit of one call of the environment, as in training."""
     env_memory: float = option(4.0, least=0)
@@ -563,8 +576,12 @@ class Label(FromRows):
     """Say how good the responses of items are: by a reward model, a judge, a function or a person; write best or pairs."""
 
     verb = "label"
+    tasks: str = ""
+    """The same as --items."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """Names of columns: --fields.prompt question --fields.chosen better."""
     items: str = ""
-    """Rows with responses, in any form of preference data: the same as --tasks."""
+    """Rows with responses, in any form of preference data, or as posttrain sample writes them."""
     with_: str = ""
     """What labels: reward-model=FOLDER, judge=RECIPE.toml, or my.py:reward. Left out: what the items say already."""
     human: bool = False

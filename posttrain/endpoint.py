@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -28,6 +30,7 @@ from posttrain.seeds import seed_of
 from posttrain.types import UserError
 
 FIRST_WAIT = 0.5  # seconds before a call is made again; doubles each time
+TELL_SECONDS = 60.0  # between lines that say what is waited for
 LONGEST_WAIT = 120.0  # seconds that an endpoint may ask to wait: beyond it the call has failed
 MOST_BYTES = 64 << 20  # of an answer: the log-probabilities of a long prompt take a few
 CLOSE_SECONDS = 5.0
@@ -86,6 +89,7 @@ class Endpoint:
         self._headers = [(b"Content-Type", b"application/json"), (b"User-Agent", b"posttrain"), *proved]
         self._calls, self._interval = calls, 60.0 / per_minute if per_minute else 0.0
         self._encryption, self._proxy = encryption(), proxy_for(self.address)
+        self._told = -math.inf  # when it was said that it is waited for
         self._next = 0.0  # when the next call may begin, by the monotonic clock
         self._done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
@@ -144,6 +148,8 @@ class Endpoint:
                 break
             self.counts["retries"] += 1
             self._next = max(self._next, time.monotonic() + outcome.wait)
+            if attempt:  # one failure passes unnoticed
+                self._tell_waiting(outcome.reason, sum(FIRST_WAIT * 2**n for n in range(attempt, most)))
             shaken = 0.75 + seed_of(0, "retry", len(body or b""), attempt) / 2**64  # so that not all come back at once
             await asyncio.sleep(max(outcome.wait, FIRST_WAIT * 2**attempt * shaken))
         self.counts["failures"] += 1
@@ -154,6 +160,17 @@ class Endpoint:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(CLOSE_SECONDS)
+
+    def _tell_waiting(self, reason: str, seconds: float) -> None:
+        """Say what is waited for, and for how long at most without the time of the calls themselves; not at every call."""
+        now = time.monotonic()
+        if now - self._told > TELL_SECONDS:
+            self._told = now
+            print(
+                f"waiting for {self.address}: {reason}; it is asked again for {seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
 
     # -- on the event loop ---------------------------------------------------------------------------------------------
 

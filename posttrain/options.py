@@ -126,7 +126,8 @@ def _validate_label(config: Label) -> None:
     named = not config.with_ or config.service or ":" in config.env
     if not named and split_options(config.with_)[0] not in set(BUILTIN) - set(LABELLERS):
         raise UserError(
-            f"--with {config.with_:.60} names no labeller: reward-model=FOLDER, judge=RECIPE.toml, or my.py:reward"
+            f"--with {config.with_:.60} names nothing that labels: write --with reward-model=FOLDER, "
+            "--with judge=RECIPE.toml, or --with my.py:reward"
         )
     if config.human and config.flip:
         raise UserError(

@@ -31,6 +31,9 @@ class DataOptions(FromRowsOptions, total=False):
     """What happens to rows that do not fit the model's context (in rl: prompts that leave no room for a reply). skip:
     they are left out and counted; truncate: prompts lose their beginning, demonstrations their end, and what is shown
     later in an episode its middle; refuse: all are measured before the first step, and one of them ends the run."""
+    chat_template: str | None
+    """How messages and tools become text: a file of Jinja, or chatml. It takes the place of the model's own, and is
+    written into the checkpoints of a run. Default: what the model's folder holds."""
 
 
 class TrainingOptions(DataOptions, total=False):
@@ -131,9 +134,11 @@ class SFTOptions(PassesOptions, total=False):
     """Folder of a Hugging Face checkpoint, of one of our runs, or a model's name. In sft: leave it out to start from
     scratch with the sizes below."""
     env: str
-    """What plays and scores: my.py:reward, package.module:name, or a built-in name (arithmetic, gsm8k, math, search-qa,
-    verdict, word-problems), perhaps with options of its own: search-qa,topk=5. In sft, rows with replies are played
-    through it; for other rows its row_to_task makes the demonstrations, if it has one."""
+    """What plays and scores: my.py:reward, package.module:name, or a built-in name, perhaps with options of its own:
+    search-qa,topk=5. Built in are adventure, arithmetic, calculator, code, code-all, countdown, gsm8k, guess,
+    gymnasium, judge, math, openenv, python, reasoning-gym, reward-model, search-qa, textarena, verdict and word-
+    problems. In sft, rows with replies are played through it; for other rows its row_to_task makes the demonstrations,
+    if it has one."""
 
 
 class PreferOptions(PassesOptions, total=False):

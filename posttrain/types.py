@@ -69,6 +69,10 @@ class Invalid:
     kind: InvalidKind = InvalidKind.REPORTED
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who may say a chat message. Which of them a model knows, its template says."""
+
+
 @dataclass(frozen=True)
 class Turn:
     """What an environment shows the model next, and how the reply is to be sampled."""
@@ -106,7 +110,7 @@ class ToolCall:
     arguments: Mapping[str, Any]  # JSON data by name
     end: int = 0  # characters of the reply up to and with the call: where a `SpanReward` for it ends
     problem: str | None = None  # why it cannot be made, if it is malformed
-    id: str = ""  # tells the calls of an episode apart
+    id: str = ""  # tells the calls of a context apart; `reply.number` says in which reply of the episode it stands
 
 
 class Reply(str):

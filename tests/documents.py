@@ -62,8 +62,8 @@ class Block:
     @property
     def file(self) -> str | None:
         """The name in its first line, if it is a file."""
-        named = re.match(r"# ([\w.]+\.(?:py|toml))\n", self.text)
-        return named[1] if named else None
+        named = re.match(r"# ([\w.]+\.(?:py|toml))\n|\{#- ([\w.]+\.jinja) #\}\n", self.text)
+        return (named[1] or named[2]) if named else None
 
 
 def blocks(page: Path) -> list[Block]:
@@ -82,7 +82,7 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 def run(block: Block) -> int:
     """Run a block in the current folder; returns how many programs and commands that were."""
-    if block.language == "toml" or (block.language == "python" and block.file):
+    if block.language in ("toml", "jinja") or (block.language == "python" and block.file):
         assert block.file, f"line {block.line}: a file without a name"
         Path(block.file).write_text(smaller(block.text), encoding="utf-8")
         return 0

@@ -70,6 +70,23 @@ def test_a_reward_that_changes_its_mind_is_found() -> None:
     assert not report.ok and "two calls disagree on 5 of 5" in said(report)
 
 
+def test_of_further_tasks_only_what_is_wrong_is_shown_and_all_of_it_if_asked() -> None:
+    def reward(task: Any, reply: str) -> float:
+        if task["id"] == "b" and not reply:
+            raise ValueError("odd")
+        return float(str(task["answer"]) == reply)
+
+    tasks = [{**task, "prompt": "long " * 40} for task in [*TASKS_OF_TWO, {"id": "c", "prompt": "", "answer": 3}]]
+    report = check(reward, tasks)
+    short, whole = report.lines(), report.lines(verbose=True)
+    cut = [line for line in short if "invalid" not in line]
+    assert max(map(len, cut)) <= 80 and "(9 more cases: --verbose shows them)" in short
+    assert [line for line in short if line.startswith("task b")] != [] and "  empty" in "\n".join(short).split(
+        "task b"
+    )[1]
+    assert "task c: " + repr("long " * 40) in "\n".join(whole) and sum(" junk " in line for line in whole) == 3
+
+
 def test_slow_calls_are_timed() -> None:
     def reward(task: Any, reply: str) -> float:
         time.sleep(0.05)
@@ -143,5 +160,5 @@ def test_turns_that_are_not_shown_are_counted_and_what_was_expected_is_said_once
 
     text = said(check(env, TASKS_OF_TWO[:1], ["a", "b"]))
     cases, verdicts = text.split("\n\n")
-    assert "'turn 2'" in cases and "'turn 3'" not in cases and cases.count("... and 2 more") == 2
+    assert "'turn 1'" in cases and "'turn 2'" not in cases and cases.count("... and 3 more") == 2
     assert cases.count("; expected ") == 1 and cases.count("invalid: ") == 2 and verdicts.count("; expected ") == 1

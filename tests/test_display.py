@@ -324,6 +324,17 @@ def test_samples_show_prompt_reply_and_reward_of_played_and_of_recorded_rollouts
     assert out.getvalue().count("sum-1") == 1
 
 
+def test_samples_on_a_terminal_are_as_wide_as_it_and_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    said = "word  " * 30 + "x" * 100 + "\n  indented"
+    out = Terminal()
+    sample([Rollout({}, "g", [], 0.0, prompt="p", text=said)], 1, out)
+    lines = [line.rstrip("\r") for line in out.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 49
+    shown = [line[9:] for line in lines[2:] if line]
+    assert "".join(shown).replace(" ", "") == said.replace("\n", "").replace(" ", "")
+
+
 def test_samples_of_several_turns_show_what_each_side_said_in_its_place() -> None:
     turns = [
         PlayedTurn(SpanKind.PROMPT, "Guess a number.", 0, 0, 4),

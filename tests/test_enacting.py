@@ -125,7 +125,12 @@ def test_rows_with_replies_need_an_environment(tokenizer: Tokenizer) -> None:
 
 def test_episodes_of_too_little_reward_are_left_out(tokenizer: Tokenizer) -> None:
     rows = [{**ROW, "id": "a", "replies": ["2"]}, {**ROW, "id": "b", "replies": ["3"]}]
-    assert [m is not None for m in made(looking_up, tokenizer, rows, min_reward=1.0)] == [True, False]
+    with EnvPool(looking_up, 0) as pool:
+        tasks, enact = to_tasks(rows, need=NEED), enacting(pool, tokenizer, [1])
+        episodes = Transcripts(tasks, tokenizer, [1], 64, TooLong("skip", 64, print), True, enact, min_reward=1.0)
+        for _ in range(2):  # one that comes again is counted once
+            assert [made is not None for made in episodes] == [True, False]
+    assert episodes.kept == "--min-reward 1: 1 of 2 episodes kept"
     assert [m is not None for m in made(looking_up, tokenizer, rows)] == [True, True]
 
 

@@ -251,6 +251,7 @@ def test_the_reward_of_parts_does_not_depend_on_their_order(parts: dict[str, flo
 NO_TURNS: list[Any] = [3, None, Turn(), Turn("a", messages=[]), Turn("a", reward=math.nan), Turn("a", max_tokens=0)]
 NO_TURNS += ["\ud800", Turn("a", stop=("\udfff",)), Turn("x" * (LONGEST_TEXT + 1)), Turn("a", stop=("",))]
 NO_TURNS += [Turn(messages=[{"role": "user", "content": "x" * LONGEST_TEXT}]), Turn(messages=[{"role": "user"}])]
+NO_TURNS += [Turn(messages=[{"role": "usr", "content": "a"}]), Turn(messages=[{"role": "User", "content": "a"}])]
 NO_TURNS += [Turn("a", stop=("x" * 2000,)), Turn("a", learn=1), Turn("a", fresh=None), Turn("a", reward=1e9)]  # type: ignore[arg-type]
 NO_TURNS += [Turn(3), Turn("a", stop="</a>"), Turn(messages=[{"role": "user", "content": 3}])]  # type: ignore[arg-type, dict-item]
 
@@ -432,7 +433,8 @@ def test_environments_of_turns_have_options_too(optioned: Path) -> None:
         ("my.py:env,turns=1.5", "--env my.py:env: turns is a whole number, not '1.5'"),
         ("my.py:reward,loud=maybe", "loud is true or false, not 'maybe'"),
         ("my.py:none,x=1", r"no option 'x'; it has none \(a parameter behind a \* is one\)"),
-        ("my.py:reward,weight", "has no 'reward,weight'"),
+        ("my.py:reward,weight", "the option weight has no value: write my.py:reward,weight="),
+        ("search-qa,topk", "--env search-qa: the option topk has no value: write search-qa,topk=3"),
         ("gsm8k,weight=1", "--env gsm8k: no option 'weight'"),
         ("gsm8,weight=1", "no built-in environment 'gsm8'"),
     ],

@@ -52,7 +52,7 @@ def test_a_harness_is_the_environment_that_says_the_same(
 def test_it_is_played_alike_in_this_process_and_leaves_no_server(words: Tokenizer, expected: list[Any]) -> None:
     addresses: list[str] = []
 
-    @harness
+    @harness(sampling="ignore")
     async def noting(task: Any, endpoint: Endpoint) -> float:
         addresses.append(endpoint.url)
         return await harnesses.agent.stands_for(task, endpoint)  # type: ignore[attr-defined,no-any-return]
@@ -62,6 +62,32 @@ def test_it_is_played_alike_in_this_process_and_leaves_no_server(words: Tokenize
     for port in {int(address.split(":")[2].split("/")[0]) for address in addresses}:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
+
+
+def asking(**how: Any) -> Any:
+    """A harness whose request says how it is to be sampled; its reward is 1 where that is answered."""
+
+    async def one(task: Any, endpoint: Endpoint) -> float:
+        from openai import AsyncOpenAI, BadRequestError
+
+        messages: Any = [{"role": "user", "content": task["prompt"]}]
+        async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key) as client:
+            try:
+                await client.chat.completions.create(model="any", messages=messages, max_tokens=3, **how)
+            except BadRequestError as error:
+                assert "the run says how replies are sampled" in str(error) and next(iter(how)) in str(error)
+                return 0.0
+        return 1.0
+
+    return one
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0.2}, {"presence_penalty": 0.5}, {"top_p": 0.5}, {"seed": 1}])
+def test_whatever_says_how_to_sample_is_refused_or_ignored_alike(words: Tokenizer, how: dict[str, Any]) -> None:
+    refused, ignored = harness(asking(**how)), harness(sampling="ignore")(asking(**how))
+    for env, reward in ((refused, 0.0), (ignored, 1.0), (harness(asking(presence_penalty=0)), 1.0)):
+        [rollout] = played(env, words, 1)
+        assert rollout.reward == reward
 
 
 def play(words: Tokenizer, env: Any, count: int = 4, workers: int = 0, seconds: float = 20.0, **limits: Any) -> Any:

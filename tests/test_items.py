@@ -19,6 +19,7 @@ from posttrain.data.verdicts import to_labelled
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.sources.items import Items
 from posttrain.sources.lengths import Policy, TooLong
+from posttrain.training.passes import mind_repeated
 from posttrain.types import Task, UserError
 
 HUMAN = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: why?\n\nAssistant:"
@@ -440,3 +441,20 @@ def test_published_pairs_and_rankings_become_items(data: Path) -> None:
     assert pairs.left_out == 6 and all(len(task["comparisons"]) == 1 for task in pairs)
     wise: list[Task] = list(to_tasks(_rows(data / "preferences" / "kwise.jsonl"), convert=to_compared))
     assert max(len(task["responses"]) for task in wise) > 2
+
+
+def test_prompts_that_only_some_responses_repeat_are_counted() -> None:
+    prompt, told = "What is 1 and 2?", []
+    pairs = [
+        (f"{prompt} 3", "no"),
+        (f"{prompt} 3", f"{prompt} no"),
+        ("3", "no"),
+        ("3", f" {prompt} no"),
+        ("What", "no"),
+    ]
+    rows = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for chosen, rejected in pairs]
+    mind_repeated(to_tasks(rows, convert=to_compared), told.append)
+    [line] = told
+    assert line.startswith("in 2 of 5 rows that were looked at") and repr(prompt) in line
+    mind_repeated(to_tasks(rows[1:3], convert=to_compared), told.append)
+    assert len(told) == 1

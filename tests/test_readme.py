@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import re
 import sys
@@ -18,7 +19,8 @@ from posttrain.algorithms.every import EVERY
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Preference
 from posttrain.cli.main import _known, app
-from posttrain.config import OF_RETRIEVERS, VERBS
+from posttrain.config import OF_RETRIEVERS, VERBS, Data
+from posttrain.envs.load import BUILTIN
 from posttrain.user_code import load_named
 
 PAGES = {
@@ -55,7 +57,7 @@ def test_every_block_runs_in_its_order(name: str, tmp_path: Path, monkeypatch: p
             del sys.modules[made]
     runs = {
         "README.md": 20,
-        "docs/environments.md": 15,
+        "docs/environments.md": 17,
         "docs/retrieval.md": 7,
         "docs/serving.md": 5,
         "docs/verifiers.md": 16,
@@ -96,6 +98,13 @@ def test_every_verb_and_every_option_that_a_page_names_exists() -> None:
     known |= {f"--{f.name.replace('_', '-')}" for config in OF_RETRIEVERS for f in fields(config)}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert named <= known | WORDS, sorted(named - known - WORDS)
+
+
+def test_every_verb_is_in_the_table_of_commands_and_every_environment_in_the_help() -> None:
+    table = README[README.index("## Commands") :]
+    assert all(f"`posttrain {name}" in table for name in app if not name.startswith("-"))
+    said = inspect.getsource(Data)
+    assert set(BUILTIN) <= set(re.findall(r"[\w-]+", said.partition("Built in are")[2].partition(". In sft")[0]))
 
 
 def test_what_the_readme_installs_and_makes_exists() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from posttrain.runs.curves import curves
+from posttrain.runs.files import writing
 from posttrain.runs.reading import read_metrics, read_rollouts, read_run, read_timing, rollout_steps
 from posttrain.runs.record import Record
 from posttrain.types import Completion, Invalid, Rollout, StopReason, Transcript, UserError
@@ -143,6 +144,25 @@ def test_a_half_written_last_line_is_cut_even_if_its_step_would_be_kept(tmp_path
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]
     Record.resume(tmp_path, 2).metrics(2, {"reward": 0.0})
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_a_torn_file_of_rollouts_is_told_for_it_appears_as_a_whole(tmp_path: Path) -> None:
+    record = Record.create(tmp_path, CONFIG, "rl", {})
+    assert not (tmp_path / "rollouts").exists(), "a run that samples nothing has none"
+    record.rollouts(1, [(rollout(1), 0.0)] * 2)
+    file = tmp_path / "rollouts" / "step-000001.jsonl"
+    assert len(read_rollouts(tmp_path, 1)) == 2
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"step-000001.jsonl:2 is damaged \(its last line is torn off\)"):
+        read_rollouts(tmp_path, 1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    record = Record.create(tmp_path, CONFIG, "rl", {})
+    record._metrics._file = Path("/dev/full").open("ab")  # noqa: SIM115
+    with pytest.raises(UserError, match=r"cannot write to .*metrics\.jsonl: No space left"), writing(tmp_path):
+        record.metrics(1, {"reward": 0.0})
 
 
 def test_resuming_reopens_a_finished_run(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_an_environment_without_a_first_turn_is_refused() -> None:
         yield task["question"]
         return 1.0
 
-    with pytest.raises(UserError, match="shows no first turn: KeyError: 'question'"):
+    with pytest.raises(UserError, match="fails before it shows the model anything: KeyError: 'question'"):
         said(env)
 
 

@@ -28,7 +28,7 @@ from posttrain.cli.main import main
 from posttrain.retrieval.bm25 import Vocabulary, _write_words
 from posttrain.retrieval.folder import MANIFEST
 from posttrain.retrieval.index import build, open_index
-from posttrain.retrieval.passages import Source, read_passages
+from posttrain.retrieval.passages import Source, read_passages, taken
 from posttrain.retrieval.ranking import best
 from posttrain.retrieval.words import LONGEST_WORD, STOP_WORDS, asked_words, words_of
 from posttrain.types import UserError
@@ -429,6 +429,7 @@ def test_the_command_builds_and_says_what(tmp_path: Path, capsys: pytest.Capture
     assert main(words) == 0
     told = capsys.readouterr().out
     assert "5 passages, bm25 (k1 0.9, b 0.4" in told and f"posttrain retriever serve {place}" in told
+    assert "columns     " in told
     assert main(words) == 2 and "--overwrite" in capsys.readouterr().err
     assert main([*words, "--overwrite", "--limit", "2", "--b", "0.75"]) == 0
     assert len(open_index(place)) == 2 and open_index(place).manifest.settings["b"] == 0.75
@@ -448,6 +449,26 @@ def test_the_command_builds_and_says_what(tmp_path: Path, capsys: pytest.Capture
     for k in (0, 1001):
         with pytest.raises(UserError, match="k is"):
             open_index(place).search(["x"], k)
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "told"),
+    [
+        ({"id": "a", "title": "t", "text": "x"}, {}, "id, title, text"),
+        ({"text": "x", "url": "u"}, {}, "text; not read: url"),
+        ({"heading": "t", "body": "x"}, {"text": "body"}, "text from 'body'; not read: heading"),
+        (
+            {"id": "a", "title": "t", "contents": "x"},
+            {},
+            "id, contents; not read: title (the first line of 'contents' is the title)",
+        ),
+    ],
+)
+def test_it_is_told_which_columns_are_read(row: dict[str, str], fields: dict[str, str], told: str) -> None:
+    source = Source([row], fields=fields)
+    assert taken(source) == told
+    [passage] = read_passages(source)
+    assert ("t" in passage.title) == ("title" in told.partition(";")[0])
 
 
 def test_recall_of_real_questions(data: Path, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_answers_are_those_of_search_r1(port: int, index: Index) -> None:
     )
     for request in (
         {"queries": queries, "topk": 2},
-        {"queries": queries, "topk": 2, "return_scores": False, "more": 1},
+        {"queries": queries, "topk": 2, "return_scores": False},
     ):
         assert asked(port, request) == (200, {"result": documents})
 
@@ -80,6 +80,8 @@ REFUSED: list[tuple[Any, int, str]] = [
     ({}, 422, "queries: missing"),
     ({"queries": "x"}, 422, "queries: expected a list of texts, not 'x' (str)"),
     ({"queries": ["x", 3]}, 422, "queries: expected a list of texts, not 3 (int)"),
+    ({"queries": ["x"], "top_k": 3}, 400, "top_k is no field of a request; did you mean 'topk'?"),
+    ({"queries": ["x"], "more": 3}, 400, "more is no field of a request; there are queries, topk, return_scores"),
     ({"queries": ["x"], "topk": -1}, 422, "topk: expected a whole number from 1 to 100, not -1"),
     ({"queries": ["x"], "topk": 1.5}, 422, "topk: expected a whole number"),
     ({"queries": ["x"], "topk": "3"}, 422, "topk: expected a whole number"),
@@ -103,7 +105,7 @@ def test_what_cannot_be_answered_is_refused_in_json(port: int, body: Any, status
 
 
 def test_other_paths_and_methods_are_refused_in_json(port: int) -> None:
-    assert asked(port, None, "/retrieve", "GET") == (405, {"detail": "POST /retrieve, GET /health"})
+    assert asked(port, None, "/retrieve", "GET") == (405, {"detail": "there is POST /retrieve and GET /health"})
     assert asked(port, None, "/", "GET") == (404, {"detail": "there is POST /retrieve and GET /health"})
 
 

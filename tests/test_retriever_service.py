@@ -55,6 +55,22 @@ def remote(folder: Path) -> Iterator[Service]:
         service.close()
 
 
+@pytest.mark.parametrize("place", ["localhost:9", "127.0.0.1:9", "some.host:8000/retrieve", "localhost", "http://h:1"])
+def test_an_address_is_one_with_and_without_http(place: str) -> None:
+    service = retriever(place)
+    assert isinstance(service, Remote)
+    assert service.endpoint.address == "http://" + place.removeprefix("http://").removesuffix("/retrieve")
+    service.close()
+
+
+def test_it_is_said_once_what_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    service = retriever("http://127.0.0.1:9", retries=3)
+    assert all(isinstance(answer, Invalid) for answer in answers(service, ["a", "b"]))
+    told = capsys.readouterr().err
+    assert told.startswith("waiting for http://127.0.0.1:9: ConnectError") and told.count("\n") == 1
+    service.close()
+
+
 def answers(service: Service, contents: list[Any]) -> list[Any]:
     for id, content in enumerate(contents):
         service.submit(id, content)

@@ -143,6 +143,9 @@ def test_options_change_what_they_say() -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
         play([], **options)
+    spec = ",".join(["search-qa", *(f"{name}={value}" for name, value in options.items())])
+    with pytest.raises(UserError, match=f"--env search-qa: .*{told}"):
+        load_env(spec)  # before anything is played
 
 
 def test_nothing_found_is_said() -> None:

@@ -211,6 +211,11 @@ HOSTILE: dict[str, tuple[str, Any, int, str | None]] = {
     "no prompt": ("completions", {}, 400, "prompt"),
     "a prompt that is none": ("completions", {"prompt": {"a": 1}}, 400, "prompt"),
     "prompts that are mixed": ("completions", {"prompt": ["a", 5]}, 400, "prompt"),
+    "a misspelt field": ("completions", {"prompt": "a", "temprature": 0.5}, 400, "temprature"),
+    "an unknown field": ("chat", {"messages": [{"role": "user", "content": "a"}], "unheard_of": 1}, 400, "unheard_of"),
+    "a misspelt field of sampling": (
+        "generate", {"token_ids": [5], "sampling_params": {"max_token": 1}}, 400, "sampling_params.max_token",
+    ),
     "a negative temperature": ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
     "a temperature beyond all": ("completions", {"prompt": "a", "temperature": 1e300}, 400, "temperature"),
     "a top_p of 0": ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p"),
@@ -238,10 +243,15 @@ def test_what_cannot_be_read_is_refused_in_openais_form(server: Served, name: st
 
 def test_what_is_no_request_of_ours_is_refused(server: Served) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
-    assert server.ask("/elsewhere")[0] == 404
-    assert server.ask("/v1/chat/completions")[0] == 405
+    for path, status in (("/elsewhere", 404), ("/v1/chat/completions", 405)):
+        found, answer = server.ask(path)
+        assert found == status and "POST /v1/chat/completions" in answer["error"]["message"]
+        assert "GET /v1/models" in answer["error"]["message"]
     assert server.ask("/v1/chat/completions", chat, headers={"Content-Type": "text/plain"})[0] == 415
     assert server.ask("/v1/chat/completions", chat, headers={"Host": "evil.example"})[0] == 421
+    form = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d says
+    assert server.ask("/v1/chat/completions", chat, headers={**form, "Origin": "http://evil.example"})[0] == 415
+    assert server.ask("/v1/chat/completions", chat, headers=form)[0] == 200
     assert server.ask("/v1/chat/completions", chat)[0] == 200
     assert server.ask("/health") == (200, {"status": "ok", "requests": 0})
 
@@ -280,7 +290,7 @@ def test_null_is_as_good_as_nothing_and_what_changes_nothing_is_not_looked_at(se
     plain = {"prompt": "the", "max_tokens": 5, "seed": 0}
     more = {
         "temperature": None, "top_p": None, "stop": None, "n": None, "presence_penalty": 0, "logit_bias": {},
-        "user": "me", "metadata": {"a": 1}, "unheard_of": [1], "stream_options": None, "best_of": 1,
+        "user": "me", "metadata": {"a": 1}, "stream_options": None, "best_of": 1,
     }  # fmt: skip
     first, second = (server.ask("/v1/completions", {**plain, **extra})[1] for extra in ({}, more))
     assert first["choices"] == second["choices"]

@@ -28,10 +28,14 @@ def converse(model: str, config: Chat) -> None:
     """
     use_threads(config.threads)
     folder, device = resolve(model), choose_device(config.device)
-    decoder, tokenizer = load_model(folder, device=device), Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder, config.chat_template)
+    decoder = load_model(folder, device=device)
     chat = tokenizer.chat_template is not None
     if config.system is not None and not chat:
-        raise UserError(f"{folder} has no chat template, so it knows no system message: leave out --system")
+        raise UserError(
+            f"{folder} has no chat template, so it knows no system message: leave out --system, or give "
+            "--chat-template chatml"
+        )
     kinds = {kind.replace("_", "-"): getattr(config, kind) for kind in SCORERS}
     raters = {name: kind for kind, given in kinds.items() for name, _ in named_services(given, kind)}
     with open_dialogue(config, dialogue(_ask, print, config.system, chat, raters), device) as ground:

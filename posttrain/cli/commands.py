@@ -6,6 +6,7 @@ Nothing heavy is imported before the verb that needs it runs, so that its --help
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from json import dumps
@@ -320,7 +321,8 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     """Run a reward or an environment against sample replies, before any training."""
     from posttrain.envs.check import check as run_check
     from posttrain.envs.load import about
-    from posttrain.training.playground import open_services
+    from posttrain.runs.output import Output, columns, wrapped
+    from posttrain.training.playground import open_services, viewer_of
     from posttrain.training.setup import choose_device, load_tasks
 
     validate(config)
@@ -330,11 +332,20 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
             lines = Path(config.replies).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--replies {config.replies} cannot be read as text: {one_line(error)}") from error
+    viewer = None
+    if config.model is not None:
+        from posttrain.models.outline import outline
+        from posttrain.runs.checkpoint import resolve
+
+        viewer = viewer_of(outline(resolve(config.model), config.chat_template))
+    elif config.chat_template is not None:
+        raise UserError("--chat-template has no effect without --model: the folder whose tokenizer reads what it shows")
     tasks = load_tasks(config, None)
     told = about(config.env) if config.env else []
     with open_services(config, choose_device("auto")) as services:
-        report = run_check(config.env, tasks, lines, config.env_seconds, config.env_memory, services)
-    print("\n".join([*told, *report.lines()]))
+        report = run_check(config.env, tasks, lines, config.env_seconds, config.env_memory, services, viewer)
+    width = columns(Output(sys.stdout))
+    print("\n".join(wrapped(line, width) for line in [*told, *report.lines(config.verbose)]))
     return 0 if report.ok else 2
 
 
@@ -343,12 +354,14 @@ def retriever_build(*, config: Annotated[RetrieverBuild, Options] = RetrieverBui
     from time import perf_counter
 
     from posttrain.retrieval.index import build
+    from posttrain.retrieval.passages import Source, taken
 
     check_bounds(config)
     if not config.passages:
         raise UserError("--passages is missing: a file of rows with title and text, such as passages.jsonl")
     chosen = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("passages", "out")}
     plain = RetrieverBuild()
+    print(f"columns     {taken(Source(config.passages, config.split, config.limit, config.fields))}")
     began = perf_counter()
     manifest = build(config.passages, config.out, **{n: v for n, v in chosen.items() if v != getattr(plain, n)})
     size = sum(size for size, _ in manifest.files.values())

@@ -11,13 +11,13 @@ import os
 import re
 import signal
 import sys
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, cast, get_args, get_origin, get_type_hints
 
 from cyclopts import App
-from cyclopts.exceptions import CoercionError, CycloptsError, UnknownOptionError
+from cyclopts.exceptions import CoercionError, CycloptsError, MissingArgumentError, UnknownOptionError
 
 from posttrain import __version__
 from posttrain.types import UserError
@@ -29,6 +29,12 @@ LONGEST = 450  # characters of a message
 TEMPLATES = ("--prompt-template", "--response-template", "--teacher-prompt-template")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}
 """What stands after a backslash in a template on the command line; any other backslash stays as it is."""
+BY_POSITION = {
+    "index": "the folder of an index, as posttrain retriever build makes it",
+    "model": "the folder of a checkpoint or of a run",
+    "run": "the folder of a run, or a file of rollouts",
+}
+"""What is given without a name -> what it is."""
 _FRACTION = re.compile(r"[+-]?\d*\.\d+(e[+-]?\d+)?|[+-]?\d+\.\d*", re.IGNORECASE)
 _ESCAPE = re.compile(r"\\([ntr\\{}])")
 
@@ -92,12 +98,17 @@ def main(arguments: list[str] | None = None) -> int:
         said = " ".join(str(error).split())
         if isinstance(error, UnknownOptionError) and error.token is not None and words:
             said = f"unknown option {error.token.keyword}{_suggested(str(error.token.keyword), words[0])}"
+        if isinstance(error, MissingArgumentError) and error.argument is not None:
+            said = _missing(error, words)
         if isinstance(error, CoercionError) and get_origin(error.target_type) is dict and error.token is not None:
             said += f" Name one entry at a time: {error.token.keyword}.NAME VALUE"
         if said.startswith("Dictionary of tokens"):  # cyclopts does not say which
             dotted = next((word for word in words if word.startswith("--") and word.count(".") > 1), "an option")
             said = f"{dotted} has one dot too many: name a single entry, as in --fields.prompt COLUMN"
-        print("posttrain:", _presentable(said), file=sys.stderr)
+        from posttrain.runs.output import Output, columns, wrapped
+
+        told = wrapped(f"posttrain: {_presentable(said)}", columns(Output(sys.stderr)))
+        print(told, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return _stopped()
@@ -108,6 +119,18 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit as error:  # nothing of ours calls it
         print(f"posttrain: code of yours ended the process (sys.exit({error.code!r})): let it return", file=sys.stderr)
         return 2
+
+
+def _missing(error: MissingArgumentError, words: list[str]) -> str:
+    """What is to be given, where it is, and what it is."""
+    verb = " ".join(takewhile(lambda word: not word.startswith("-"), words))
+    assert error.argument is not None
+    name = error.argument.name
+    if not error.argument.field_info.is_positional:
+        count, _ = error.argument.token_count()
+        return f"{name} needs {'a value' if count < 2 else f'{count} values'}: posttrain {verb} --help says which"
+    said = BY_POSITION.get(name.lstrip("-").lower())
+    return f"posttrain {verb} needs {said or name.lstrip('-').upper()}: posttrain {verb} {name.lstrip('-').upper()}"
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

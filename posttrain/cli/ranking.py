@@ -184,7 +184,15 @@ class Screen:
         self.console = Console(file=cast(TextIO, out), highlight=False, markup=False, emoji=False)
 
     def item(self, head: str, prompt: str, replies: Sequence[str], whole: bool) -> None:
-        """Shown so that all of it is on the screen at once, or whole."""
+        """Shown so that all of it is on the screen at once; or whole, which a terminal leafs through where it is higher."""
+        if whole and self.console.is_terminal:
+            with self.console.pager():
+                self._draw(head, prompt, replies, whole)
+            self.console.print(HELP, soft_wrap=False)
+        else:
+            self._draw(head, prompt, replies, whole)
+
+    def _draw(self, head: str, prompt: str, replies: Sequence[str], whole: bool) -> None:
         from rich.table import Table
 
         wide = self.console.width // len(replies) >= NARROWEST

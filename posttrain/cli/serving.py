@@ -33,7 +33,8 @@ def serve_policy(config: ServePolicy, say: Callable[[str], None] = _say) -> None
     use_threads(config.threads)
     build.use(config.compiled)
     folder, device = resolve(config.model), choose_device(config.device)
-    model, tokenizer = load_model(folder, device=device), Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder, config.chat_template)
+    model = load_model(folder, device=device)
     ends = end_tokens(model, tokenizer)
     engine = open_engine(
         config.engine,

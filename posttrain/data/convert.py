@@ -24,12 +24,11 @@ from posttrain.data.files import Row
 from posttrain.data.rows import no_column
 from posttrain.data.store import digest
 from posttrain.messages import one_line
-from posttrain.types import Task, UserError
+from posttrain.types import ROLES, Task, UserError
 
 Pattern = list[tuple[str, str | None]]  # a template: literal text, and the column to put after it
 Convert = Callable[[Row], Task | None]
 
-ROLES = ("system", "user", "assistant", "tool")
 READ = ("id", "prompt", "messages", "response", "completion", "stop")  # columns that are read wherever they stand
 REPLIES = ("response", "completion")  # what a row may call the text to imitate; the second is TRL's word
 SCALARS = {str, int, float, bool, type(None)}

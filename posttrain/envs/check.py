@@ -19,6 +19,7 @@ from typing import Any
 
 from posttrain.envs.asking import OPTIONS, Services, made_up
 from posttrain.envs.pool import Done, EnvPool, Event
+from posttrain.envs.seen import Seen, Viewer
 from posttrain.models.tool_reading import HERMES
 from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
 
@@ -31,7 +32,10 @@ STANDARD = {
 TASKS = 4  # more only take longer to read
 OWN = ("response", "answer")  # what a task may call its right reply
 SCRIPT = "replies"  # and its right replies to turn after turn
-SHOWN = 2  # turns of an episode that are printed beside the first
+SHOWN = 1  # turns of an episode that are printed beside the first
+FEW = 3  # parts of a reward that are printed even where they are 0
+WIDTH = 79  # columns of a line, where texts are cut
+MOST = 100_000  # characters of a text that is shown as a whole
 WITHOUT = Invalid("no answer, to see what becomes of it", InvalidKind.UNANSWERED)
 MOST_ASKS = 64  # questions of an episode
 TURNS = 64  # the reply is repeated that often, as in a run; many environments wait for a word that it does not contain
@@ -49,6 +53,7 @@ class Case:
     steps: tuple[float, ...]  # rewards of its turns
     seconds: float  # of its slowest call
     repeats: bool  # whether the second time went the same way
+    seen: Seen | None = None  # by the model, where one is known
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Report:
     asked: tuple[str, ...] = ()  # services that the environment asked
     made_up: tuple[str, ...] = ()  # those of them whose answers were
     unanswered: Case | None = None  # the first case, played without their answers
+    context: int | None = None  # of the model, where one is known
 
     @property
     def known(self) -> bool:
@@ -89,24 +95,43 @@ class Report:
     @property
     def ok(self) -> bool:
         useless = self.constant and self.known
-        return bool(self.rewards) and not self.invalid and not useless and all(c.repeats for c in self.cases)
+        sound = bool(self.rewards) and not self.invalid and all(c.repeats for c in self.cases)
+        return sound and not useless and not self._unseen()
 
-    def lines(self) -> list[str]:
-        """The cases, then what they amount to."""
-        lines: list[str] = []
-        task = None
+    def lines(self, verbose: bool = False) -> list[str]:
+        """The cases, then what they amount to. Of tasks but the first only what is wrong, unless all is to be shown."""
         told: set[str] = set()  # what was expected instead of what is invalid
+        lines: list[str] = []
+        hidden = 0
+        for number, (task, cases) in enumerate(self._by_task().items()):
+            shown = cases if verbose or number == 0 else [case for case in cases if _wrong(case)]
+            hidden += len(cases) - len(shown)
+            rewards = "" if shown == cases else f"   rewards {', '.join(map(_number, cases))}"
+            head = f"task {task if verbose else task[:12]}: "
+            room = MOST if verbose else max(20, WIDTH - len(head) - len(rewards))
+            lines.append(head + (_cut(cases[0].shown[0], room) if cases[0].shown else "shows nothing") + rewards)
+            for case in shown:
+                lines += self._case(case, told, verbose)
+        more = [f"({hidden} more cases: --verbose shows them)"] if hidden else []
+        return [*lines, *more, "", *self._services(), *self._model(), *self._verdicts()]
+
+    def _by_task(self) -> dict[str, list[Case]]:
+        found: dict[str, list[Case]] = {}
         for case in self.cases:
-            if case.task != task:
-                task = case.task
-                lines.append(f"task {task}: {_cut(case.shown[0], 90) if case.shown else 'shows nothing'}")
-            lines.append(
-                f"  {case.kind:<12} {_cut(case.reply, 30):<32} {_outcome(case, told)}   {_duration(case.seconds)}"
-            )
-            lines.extend(f"  {'':<12} then shows {_cut(text, 90)}" for text in case.shown[1 : 1 + SHOWN])
-            if (more := len(case.shown) - 1 - SHOWN) > 0:
-                lines.append(f"  {'':<12} ... and {more} more")
-        return [*lines, "", *self._services(), *self._verdicts()]
+            found.setdefault(case.task, []).append(case)
+        return found
+
+    def _case(self, case: Case, told: set[str], verbose: bool) -> list[str]:
+        """A case, and what it was shown after its first turn."""
+        reply, width = (MOST, MOST) if verbose else (22, WIDTH - 26)
+        lines = [
+            f"  {case.kind:<12} {_cut(case.reply, reply):<22} {_outcome(case, told, verbose)}   {_duration(case.seconds)}"
+        ]
+        turns = case.shown[1:] if verbose else case.shown[1 : 1 + SHOWN]
+        lines += [f"  {'':<12} then shows {_cut(text, width)}" for text in turns]
+        if (more := len(case.shown) - 1 - len(turns)) > 0:
+            lines.append(f"  {'':<12} ... and {more} more")
+        return lines
 
     def _services(self) -> list[str]:
         """What it asked, and what becomes of an episode whose question has no answer."""
@@ -119,6 +144,35 @@ class Report:
             lines.append(f"it asks the service {name}: {how}" + (f"; {ways} asks it" if name in self.made_up else ""))
         if self.unanswered is not None:
             lines.append(f"without an answer (task {self.unanswered.task}): {_outcome(self.unanswered, set())}")
+        return lines
+
+    def _unseen(self) -> list[str]:
+        """What the model could not be shown, or has no room for, and why."""
+        problems = []
+        for case in self.cases:
+            if case.seen is None or self.context is None:
+                continue
+            if case.seen.problem is not None:
+                problems.append(f"the model cannot be shown task {case.task}: {case.seen.problem}")
+            elif case.seen.prompt >= self.context:
+                what = f"of {case.seen.prompt} tokens; the model's context holds {self.context} with the reply"
+                problems.append(f"task {case.task} begins with a prompt {what}: shorten it, or leave the row out")
+        return list(dict.fromkeys(problems))
+
+    def _model(self) -> list[str]:
+        """What the model sees."""
+        seen = [case.seen for case in self.cases if case.seen is not None]
+        if not seen or self.context is None:
+            return []
+        prompts = sorted({one.prompt for one in seen if one.prompt})
+        lines = self._unseen()[:1]
+        if prompts and not lines:
+            several = f"{prompts[0]} to {prompts[-1]}" if len(prompts) > 1 else f"{prompts[0]}"
+            lines = [f"the model sees prompts of {several} tokens, in a context of {self.context}"]
+        scripted = [case.seen.longest for case in self.cases if case.seen is not None and case.kind == SCRIPT]
+        if scripted and prompts:
+            room = "" if max(scripted) <= self.context else f", more than its context of {self.context}"
+            lines.append(f"with the tasks' own replies an episode has up to {max(scripted)} tokens{room}")
         return lines
 
     def _verdicts(self) -> list[str]:
@@ -169,9 +223,11 @@ def check(
     seconds: float = 10.0,
     memory: float = 4.0,
     services: Services | None = None,
+    viewer: Viewer | None = None,
 ) -> Report:
     """Play the first few tasks with `replies`, or with the sample replies. `seconds`: the limit of one call; `memory`:
-    GiB that the environment may take; `services`: who answers what it asks, as far as they are there.
+    GiB that the environment may take; `services`: who answers what it asks, as far as they are there; `viewer`: the model
+    that is to be shown it.
 
     Raises UserError if there are no tasks, or if the environment does not import.
     """
@@ -184,24 +240,28 @@ def check(
         for number, task in enumerate(tasks[:TASKS]):
             for kind, script in _sample_replies(task, replies):
                 reply = ", ".join(script[:-1]) if kind == SCRIPT else script[0]
-                shown, result, slowest = _play(pool, task, script, answers)
+                seen = viewer.watch(task) if viewer is not None else None
+                shown, result, slowest = _play(pool, task, script, answers, seen)
                 repeats = True
                 if not (
                     result and isinstance(_first(shown, result).reward, Invalid)
                 ):  # it may have taken all of its time
-                    shown_again, result_again, slowest_again = _play(pool, task, script, answers)
+                    again = viewer.watch(task) if viewer is not None else None
+                    shown_again, result_again, slowest_again = _play(pool, task, script, answers, again)
                     repeats = (shown, result) == (shown_again, result_again)
                     slowest = max(slowest, slowest_again)
                 name = str(task.get("id", number))
                 side = shown[0].side if result and result.sides and shown else None
                 steps = tuple(turn.reward for turn in shown if turn.reward and side in (None, turn.side))
                 ends = None if result is None else _first(shown, result)
-                cases.append(Case(name, kind, reply, tuple(map(_text, shown)), ends, steps, slowest, repeats))
+                cases.append(Case(name, kind, reply, tuple(map(_text, shown)), ends, steps, slowest, repeats, seen))
                 if answers.asked and unanswered is None:
                     shown, result, slowest = _play(pool, task, script, None)
                     ends = None if result is None else _first(shown, result)
                     unanswered = Case(name, kind, reply, tuple(map(_text, shown)), ends, (), slowest, True)
-    return Report(tuple(cases), replies is not None, tuple(answers.asked), tuple(answers.made_up), unanswered)
+    context = viewer.context if viewer is not None else None
+    asked, made_up = tuple(answers.asked), tuple(answers.made_up)
+    return Report(tuple(cases), replies is not None, asked, made_up, unanswered, context)
 
 
 def _first(shown: Sequence[Turn], result: Done) -> Done:
@@ -248,11 +308,12 @@ def _sample_replies(task: Task, replies: Sequence[str] | None) -> list[tuple[str
 
 
 def _play(
-    pool: EnvPool, task: Task, script: Sequence[str], answer: _Answers | None
+    pool: EnvPool, task: Task, script: Sequence[str], answer: _Answers | None, seen: Seen | None = None
 ) -> tuple[list[Turn], Done | None, float]:
     """One episode -> its turns, its end if it came within `TURNS`, and the seconds of its slowest call.
 
-    `script`: the replies, of which the last is given again and again. Without `answer`, questions have none.
+    `script`: the replies, of which the last is given again and again. Without `answer`, questions have none. `seen`: by a
+    model, as whose replies they are read; without one calls of tools are read in Hermes' form.
     """
     pool.ready()  # a worker that starts anew is not the environment's time
     shown: list[Turn] = []
@@ -267,12 +328,19 @@ def _play(
             return shown, None, slowest
         if isinstance(event, Turn):
             text = script[min(len(shown), len(script)) - 1]
-            said: Any = Reply(text, tool_calls=HERMES.read(text, [*(event.tools or ())]), number=len(shown) - 1)
+            said: Any = _said(text, event, len(shown) - 1, seen)
         else:
             said = WITHOUT if answer is None else answer(event)
         event, seconds = _timed(pool, partial(pool.send, 0, said))
         slowest = max(slowest, seconds)
     return shown, event, slowest
+
+
+def _said(text: str, turn: Turn, number: int, seen: Seen | None) -> Reply:
+    if seen is not None:
+        seen.show(turn)
+    reply = seen.say(text) if seen is not None else None
+    return reply or Reply(text, tool_calls=HERMES.read(text, [*(turn.tools or ())]), number=number)
 
 
 def _timed(pool: EnvPool, ask: Callable[[], None]) -> tuple[Event, float]:
@@ -303,8 +371,8 @@ def _total(case: Case) -> float | None:
     return case.result.reward + math.fsum(_steps(case)) + 0.0  # never -0
 
 
-def _outcome(case: Case, told: set[str]) -> str:
-    """`told`: what was already said to be expected; added to."""
+def _outcome(case: Case, told: set[str], verbose: bool = True) -> str:
+    """`told`: what was already said to be expected; added to. Of many parts of a reward, those that are 0 are not shown."""
     if case.result is None:
         return "no end"
     if isinstance(case.result.reward, Invalid):
@@ -312,10 +380,22 @@ def _outcome(case: Case, told: set[str]) -> str:
         known = bool(expected) and rest in told
         told.add(rest)
         return f"invalid: {reason}" + ("" if known else expected + rest)
-    parts = [f"{name} {value + 0.0:g}" for name, value in case.result.rewards.items()]
+    rewards = case.result.rewards
+    named = {name: value for name, value in rewards.items() if value or verbose or len(rewards) <= FEW}
+    parts = [f"{name} {value + 0.0:g}" for name, value in named.items()]
     if steps := _steps(case):
         parts.append(f"steps {math.fsum(steps) + 0.0:g}")
     return f"reward {_total(case):g}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _wrong(case: Case) -> bool:
+    """Whether there is something to see in it."""
+    return case.result is None or isinstance(case.result.reward, Invalid) or not case.repeats
+
+
+def _number(case: Case) -> str:
+    total = _total(case)
+    return "none" if total is None else f"{total:g}"
 
 
 def _cut(text: str, width: int) -> str:

@@ -12,7 +12,8 @@ out where the transcripts are (`posttrain.envs.contexts`).
         return reward
 
 Decided here: the run says how replies are sampled. Of a request, its stop strings and its token budget count; a temperature,
-a seed or a top-p of its own would be another distribution than the one that is learned from.
+a penalty or a top-p of its own would be another distribution than the one that is learned from. So a request that has one is
+refused, unless the harness says that they are to be ignored.
 """
 
 from __future__ import annotations
@@ -41,6 +42,19 @@ MODEL = "policy"
 OVER = "there is no such episode, or it is over"
 KEY_BYTES = 16
 MOST_THREADS = 1024  # episodes of harnesses that are not async, in one worker
+
+OF_THE_RUN: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "seed": (),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+}
+"""What says how to sample, and the values that ask for nothing whatever the run does (null never does)."""
 
 Harness = Callable[[Task, "Endpoint"], Verdict | Awaitable[Verdict]]
 """Plays a task through an endpoint and returns the reward; async, or in a thread of its own."""
@@ -101,25 +115,33 @@ class Endpoint:
 def harness(function: Harness) -> AsyncEnv: ...
 @overload
 def harness(
-    *, unfinished: float = 0.0, overflow: Literal["reply", "error"] = "reply"
+    *,
+    unfinished: float = 0.0,
+    overflow: Literal["reply", "error"] = "reply",
+    sampling: Literal["refuse", "ignore"] = "refuse",
 ) -> Callable[[Harness], AsyncEnv]: ...
 def harness(
-    function: Harness | None = None, *, unfinished: float = 0.0, overflow: Literal["reply", "error"] = "reply"
+    function: Harness | None = None,
+    *,
+    unfinished: float = 0.0,
+    overflow: Literal["reply", "error"] = "reply",
+    sampling: Literal["refuse", "ignore"] = "refuse",
 ) -> AsyncEnv | Callable[[Harness], AsyncEnv]:
     """The environment that a harness is.
 
     Once an episode has run out of something, requests get an empty reply that was cut off ("length"). `overflow`: "error"
     refuses those that do not fit the context, as servers do, so that a harness may shorten its conversation and go on.
-    `unfinished`: the reward where a harness fails after it was told so.
+    `unfinished`: the reward where a harness fails after it was told so. `sampling`: what becomes of a request that says how
+    it is to be sampled (`OF_THE_RUN`): it is refused, or these fields are not looked at.
     """
     if function is None:
-        return lambda function: _environment(function, unfinished, overflow)
-    return _environment(function, unfinished, overflow)
+        return lambda function: _environment(function, unfinished, overflow, sampling)
+    return _environment(function, unfinished, overflow, sampling)
 
 
-def _environment(function: Harness, unfinished: float, overflow: str) -> AsyncEnv:
+def _environment(function: Harness, unfinished: float, overflow: str, sampling: str) -> AsyncEnv:
     async def environment(task: Task) -> AsyncGenerator[Any, Any]:
-        async with _opened(overflow) as session:
+        async with _opened(overflow, sampling) as session:
             running = asyncio.ensure_future(_called(function, task, session.endpoint))
             try:
                 while (request := await session.next(running)) is not None:
@@ -163,6 +185,7 @@ class _Session:
 
     endpoint: Endpoint
     overflow: str
+    sampling: str
     told: bool = False  # that the episode has run out of something
     _closed: bool = False
     _asked: asyncio.Queue[_Request] = field(default_factory=asyncio.Queue)
@@ -174,6 +197,24 @@ class _Session:
 
     def check(self, model: str | None) -> None:
         pass
+
+    def heard(self, body: dict[str, Any]) -> dict[str, Any]:
+        params = body.get("sampling_params")
+        if isinstance(params, dict):
+            body = {**body, "sampling_params": self._without(params, "sampling_params.")}
+        return self._without(body)
+
+    def _without(self, fields: dict[str, Any], path: str = "") -> dict[str, Any]:
+        """The fields without those that say how to sample."""
+        if self.sampling == "refuse":
+            for name, neutral in OF_THE_RUN.items():
+                if (value := fields.get(name)) is not None and value not in neutral:
+                    raise Refused(
+                        f"{path}{name}: the run says how replies are sampled (--temperature), since log-probabilities are "
+                        "taken under one distribution: leave it out, or have it ignored with @harness(sampling='ignore')",
+                        parameter=f"{path}{name}",
+                    )
+        return {name: value for name, value in fields.items() if name not in OF_THE_RUN}
 
     async def replies(self, prompt: Prompt, asked: Asked) -> Sequence[Said]:
         return await together(self._reply(prompt, asked, number) for number in range(asked.count))
@@ -257,13 +298,13 @@ class _Door:
         self._port = 0
         self._guests = 0
 
-    async def enter(self, overflow: str) -> tuple[str, _Session]:
+    async def enter(self, overflow: str, sampling: str) -> tuple[str, _Session]:
         async with self._lock:
             if not self._guests:
                 self._port = await self._open.enter_async_context(self._serving())
             self._guests += 1
         key = secrets.token_urlsafe(KEY_BYTES)
-        self.sessions[key] = _Session(Endpoint(f"http://{HOST}:{self._port}/{key}/v1"), overflow)
+        self.sessions[key] = _Session(Endpoint(f"http://{HOST}:{self._port}/{key}/v1"), overflow, sampling)
         return key, self.sessions[key]
 
     async def leave(self, key: str) -> None:
@@ -289,9 +330,9 @@ _doors: WeakKeyDictionary[asyncio.AbstractEventLoop, _Door] = WeakKeyDictionary(
 
 
 @asynccontextmanager
-async def _opened(overflow: str) -> AsyncIterator[_Session]:
+async def _opened(overflow: str, sampling: str) -> AsyncIterator[_Session]:
     door = _doors.setdefault(asyncio.get_running_loop(), _Door())
-    key, session = await door.enter(overflow)
+    key, session = await door.enter(overflow, sampling)
     try:
         yield session
     finally:

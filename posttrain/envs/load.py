@@ -45,7 +45,7 @@ BUILTIN = {
     "search-qa": "posttrain.envs.search_qa:search_qa",
 }
 
-_WITH_OPTIONS = re.compile(r"([^,]+)((?:,\w+=[^,]*)+)")
+_WITH_OPTIONS = re.compile(r"([^,]+)((?:,\w+(?:=[^,]*)?)+)")
 
 
 def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
@@ -60,24 +60,32 @@ def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     target, name = _split(bare)
     module = import_target(target)
     function = _checked(named_in(module, name, target, _functions(module)), bare)
-    return _bound(function, bare, options) if options else function
+    return _bound(function, bare, options, module) if options else function
 
 
-def split_options(spec: str) -> tuple[str, dict[str, str]]:
-    """ "search-qa,topk=5" -> ("search-qa", {"topk": "5"})."""
+def split_options(spec: str) -> tuple[str, dict[str, str | None]]:
+    """ "search-qa,topk=5" -> ("search-qa", {"topk": "5"}); None stands for a value that is missing."""
     found = _WITH_OPTIONS.fullmatch(spec)
     if found is None:
         return spec, {}
     pairs = [option.partition("=") for option in found[2].split(",")[1:]]
-    return found[1], {name: value for name, _, value in pairs}
+    return found[1], {name: value if equals else None for name, equals, value in pairs}
 
 
-def _bound(function: Callable[..., Any], name: str, options: Mapping[str, str]) -> Callable[..., Any]:
-    """The environment with these options: values of the types that it gives them. Raises UserError for what it has not."""
+def _bound(
+    function: Callable[..., Any], name: str, options: Mapping[str, str | None], module: ModuleType
+) -> Callable[..., Any]:
+    """The environment with these options: values of the types that it gives them.
+
+    Raises UserError for what it has not, and for what `check_options` beside it refuses: a function that gets all options.
+    """
     own = {n: p for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
     if unknown := next((option for option in options if option not in own), None):
         has = near_or_all(unknown, list(own)) if own else "; it has none (a parameter behind a * is one)"
         raise UserError(f"--env {name}: no option {unknown!r}{has}")
+    if empty := next((option for option, text in options.items() if text is None), None):
+        example = "VALUE" if own[empty].default in (own[empty].empty, None, "") else own[empty].default
+        raise UserError(f"--env {name}: the option {empty} has no value: write {name},{empty}={example}")
     try:
         hints = get_type_hints(unwrapped(function))
     except Exception:  # names that stand for nothing in its module
@@ -85,6 +93,12 @@ def _bound(function: Callable[..., Any], name: str, options: Mapping[str, str]) 
     values = {
         option: convert(text, hints.get(option, str), f"--env {name}: {option}") for option, text in options.items()
     }
+    if callable(refuse := getattr(module, "check_options", None)):
+        defaults = {n: p.default for n, p in own.items() if p.default is not p.empty}
+        try:
+            refuse(**{**defaults, **values})
+        except (UserError, ValueError) as error:
+            raise UserError(f"--env {name}: {error}") from None
     return functools.partial(function, **values)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.messages import short
-from posttrain.types import Ask, Graded, Invalid, InvalidKind, Sides, SpanReward, Turn, UserError
+from posttrain.types import ROLES, Ask, Graded, Invalid, InvalidKind, Sides, SpanReward, Turn, UserError
 
 MOST_REWARD = 1e6
 """Rewards beyond this, in absolute value, are invalid: gradients made of them are noise, or not finite."""
@@ -249,6 +249,10 @@ def _read_messages(given: Any) -> list[dict[str, Any]] | Invalid | None:
             return unreadable(f"yielded a Turn with a message {problem}")
         if not isinstance(plain.get("role"), str) or "content" not in plain:
             return unreadable('yielded a Turn with a message that lacks "role" or "content"')
+        if plain["role"] not in ROLES:
+            return unreadable(
+                f"yielded a Turn with a message whose role is {short(plain['role'])}; it is one of {', '.join(ROLES)}"
+            )
         if not isinstance(plain["content"], str | list | None):
             return unreadable(
                 f"yielded a Turn with a message whose content is {short(plain['content'])}; expected text"

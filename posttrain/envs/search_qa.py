@@ -106,7 +106,7 @@ def search_qa(
     in arXiv 2505.15117; `per_search`: a reward (or, below 0, a cost) for each search, earned by its reply; `chat`: the
     prompt is a message of the user, rendered by the chat template.
     """
-    _check(topk, searches, shown, format, per_search)
+    check_options(topk=topk, searches=searches, shown=shown, format=format, per_search=per_search)
     play = _Play()
     prompt = (SEARCH if searches else DIRECT).format(question=task["question"])
     reply = (
@@ -134,14 +134,16 @@ def search_qa(
     return _reward(play, task, format)
 
 
-def _check(topk: int, searches: int, shown: int, format: float, per_search: float) -> None:
+def check_options(
+    *, topk: int, searches: int, shown: int, format: float, per_search: float, chat: bool = False
+) -> None:
     """Raises UserError for options that make no sense."""
     for name, value, least, most in (("topk", topk, 1, 100), ("searches", searches, 0, 60), ("shown", shown, 0, 10**9)):
         if not least <= value <= most:
-            raise UserError(f"search-qa: {name} is {value}; it may be from {least} to {most}")
+            raise UserError(f"{name} is {value}; it may be from {least} to {most}")
     if not (format >= 0 and format + searches * abs(per_search) < 0.5):
         raise UserError(
-            f"search-qa: format {format:g} and {searches} searches of {per_search:g} may outweigh a right answer: together "
+            f"format {format:g} and {searches} searches of {per_search:g} may outweigh a right answer: together "
             "they have to stay below 0.5"
         )
 

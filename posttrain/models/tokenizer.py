@@ -26,6 +26,7 @@ from tokenizers.trainers import BpeTrainer
 
 from posttrain.messages import one_line
 from posttrain.models.json_files import Fields, read_json, read_text, write_json
+from posttrain.models.own_template import read_template
 from posttrain.models.tool_format import format_of
 from posttrain.models.tool_reading import ToolFormat
 from posttrain.types import ToolCall, UserError
@@ -108,11 +109,15 @@ class Tokenizer:
         return self.backend.token_to_id(self.special[name]) if name in self.special else None
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
+    def load(cls, folder: str | Path, chat_template: str | None = None) -> Tokenizer:
         """The tokenizer of a checkpoint folder, or of a Hugging Face model name.
 
-        Raises UserError if the folder holds no tokenizer or a damaged one.
+        `chat_template`: instead of the folder's own, see `own_template.read_template`. Raises UserError if the folder holds
+        no tokenizer or a damaged one.
         """
+        if chat_template is not None:
+            text, name = read_template(chat_template)  # its mistakes first: nothing was read for them
+            return cls.load(folder).templated(text, name)
         folder = checkpoint_folder(folder)
         file = folder / "tokenizer.json"
         if not file.exists():
@@ -198,7 +203,8 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise UserError(
-                "this tokenizer has no chat template: put chat_template.jinja into its folder, or prompt with text"
+                "this model has no chat template, which messages and tools need: give one with --chat-template FILE, or "
+                "--chat-template chatml, or prompt with text"
             )
         text = self._rendered(messages, generation, self._takes_parts, tools)
         for tool in tools or ():
@@ -322,6 +328,11 @@ class Tokenizer:
                     found[parts] = False
             self._parts[self.chat_template] = found[True] and not found[False]
         return self._parts[self.chat_template]
+
+    def templated(self, template: str, name: str) -> Tokenizer:
+        """The same with another chat template. `name`: where it stands, for messages."""
+        config = {key: value for key, value in self.config.items() if key != "chat_template"}
+        return Tokenizer(self.backend, config, template, name)
 
     def padding(self, ends: Sequence[int]) -> Tokenizer:
         """The same with a token to pad with that is none of `ends`: a special one where there is one, or else a new one.

@@ -19,7 +19,8 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from posttrain.models.tool_reading import DECODER, ToolFormat, calling
+from posttrain.models.tool_parts import DECODER
+from posttrain.models.tool_reading import ToolFormat, calling
 from posttrain.types import ToolCall, UserError
 
 Message = Mapping[str, Any]

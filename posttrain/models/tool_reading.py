@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,22 +15,23 @@ from itertools import islice
 from typing import Any, Literal
 
 from posttrain.messages import short
+from posttrain.models.tool_parts import (
+    DECODER,
+    DEEPEST,
+    WORD,
+    bounded,
+    call_of,
+    find_mark,
+    json_at,
+    skip_mark,
+    whole_json,
+)
 from posttrain.types import ToolCall
 
 Kind = Literal["object", "named", "keyed", "braced", "python", "harmony"]
 
 MOST_CALLS = 128  # of a reply
-DEEPEST = 32  # levels of an argument
 LONGEST_CODE = 20_000  # characters of calls in Python: what compiling them takes
-_WORD = re.compile(r"[\w.-]{1,200}")
-_SPACE = re.compile(r"\s*")
-
-
-def _refuse(problem: str) -> Any:
-    raise ValueError(problem)
-
-
-DECODER = json.JSONDecoder(parse_constant=lambda word: _refuse(f"{word} is no JSON"))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ToolFormat:
         if self.kind == "keyed":
             known = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
             found = [_typed(call, known.get(call.name, {})) for call in found]
-        return list(map(_bounded, found))
+        return list(map(bounded, found))
 
     def start(self, text: str) -> int:
         """How many characters a reply that makes calls has before the first, without the white space there."""
@@ -103,77 +103,6 @@ def calling(calls: Sequence[ToolCall], as_text: bool, content: str | None) -> di
     return {"role": "assistant", "content": content, "tool_calls": listed}
 
 
-def _find(text: str, mark: str, start: int) -> int:
-    return text.find(mark, start) if mark else -1
-
-
-def _skip(text: str, mark: str, place: int) -> int:
-    """The place behind white space and the mark, or the same place where it does not stand there."""
-    end = _SPACE.match(text, place).end()  # type: ignore[union-attr]
-    return end + len(mark) if text.startswith(mark, end) else place
-
-
-def _json(text: str, place: int) -> tuple[Any, int]:
-    """The JSON value at a place, behind white space, and where it ends. Raises ValueError."""
-    start = _SPACE.match(text, place).end()  # type: ignore[union-attr]
-    try:
-        return DECODER.raw_decode(text, start)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at character {error.pos - start + 1}") from None
-
-
-def _whole_json(text: str) -> Any:
-    """The JSON value that a text is. Raises ValueError."""
-    value, end = _json(text, 0)
-    if rest := text[end:].strip():
-        raise ValueError(f"not JSON: behind it stands {short(rest)}")
-    return value
-
-
-def _bounded(call: ToolCall) -> ToolCall:
-    """Itself, or malformed where its arguments could not be sent on and kept."""
-    try:
-        _check(call.arguments, 0)
-    except ValueError as problem:
-        return replace(call, arguments={}, problem=f"the arguments {problem}")
-    return call
-
-
-def _check(value: Any, depth: int) -> None:
-    """Raises ValueError for what is read and is yet no data: an infinite number, half a character, endless nesting."""
-    if depth > DEEPEST:
-        raise ValueError(f"are nested more than {DEEPEST} levels deep")
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise ValueError(f"hold the key {short(key)}, which is no text")
-            _check(key, depth)
-            _check(item, depth + 1)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _check(item, depth + 1)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("hold a number that is too large")
-    elif isinstance(value, str) and re.search("[\ud800-\udfff]", value):
-        raise ValueError("hold half a surrogate pair, which is no character")
-
-
-def _call(name: Any, arguments: Any, end: int, id: Any = "") -> ToolCall:
-    if not isinstance(name, str) or not _WORD.fullmatch(name):
-        return ToolCall("", {}, end, f"the name of the tool is {short(name)}")
-    if isinstance(arguments, str):  # the text of an object, as OpenAI's form has it
-        try:
-            arguments = _whole_json(arguments)
-        except ValueError as problem:
-            return ToolCall(name, {}, end, f"the arguments are {problem}")
-    if not isinstance(arguments, dict):
-        return ToolCall(name, {}, end, f"the arguments are {short(arguments)}, not an object")
-    plain = isinstance(id, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", id)
-    return ToolCall(name, arguments, end, id=id if plain else "")
-
-
 def _read_objects(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]:
     place = begin
     if not form.opening:
@@ -189,16 +118,16 @@ def _read_objects(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]
             place += len(form.opening)
         start = place
         try:
-            value, place = _json(text, start)
+            value, place = json_at(text, start)
         except ValueError as problem:
-            shut = _find(text, form.closing, start)
+            shut = find_mark(text, form.closing, start)
             place = shut + len(form.closing) if shut >= 0 else len(text)
             if form.opening or f'"{form.names[0]}"' in text[start:place]:
                 yield ToolCall("", {}, place, f"the call is {problem}")
             if not form.opening:
                 return
             continue
-        shut = _skip(text, form.closing, place)
+        shut = skip_mark(text, form.closing, place)
         unclosed = bool(form.closing) and shut == place
         place = shut
         for item in value if isinstance(value, list) else [value]:
@@ -209,7 +138,7 @@ def _read_objects(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]
             if unclosed:
                 yield ToolCall("", {}, place, f"the call does not end with {' '.join(form.closing.split())}")
             else:
-                yield _call(item[form.names[0]], item.get(form.names[1], {}), place, item.get("id", ""))
+                yield call_of(item[form.names[0]], item.get(form.names[1], {}), place, item.get("id", ""))
         if not form.opening:
             behind = re.compile(r"[\s;]*(?=\{)").match(text, place)
             if behind is None:
@@ -220,9 +149,9 @@ def _read_objects(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]
 def _read_named(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]:
     place = begin
     ahead, _, behind = form.gap.partition("\0")
-    while (place := _find(text, form.opening, place)) >= 0:
+    while (place := find_mark(text, form.opening, place)) >= 0:
         place = start = place + len(form.opening)
-        gap = _find(text, ahead or behind, start)
+        gap = find_mark(text, ahead or behind, start)
         name = text[start:gap].strip() if gap >= 0 else ""
         name = re.sub(r":\d{1,9}$", "", name) if form.numbered else name
         if behind and gap >= 0 and ahead:
@@ -231,28 +160,28 @@ def _read_named(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]:
             yield ToolCall("", {}, start, "the call names no tool")
             continue
         try:
-            arguments, place = _json(text, gap + len(behind or ahead))
+            arguments, place = json_at(text, gap + len(behind or ahead))
         except ValueError as problem:
-            shut = _find(text, form.closing, start)
+            shut = find_mark(text, form.closing, start)
             place = shut + len(form.closing) if shut >= 0 else len(text)
-            yield ToolCall(name if _WORD.fullmatch(name) else "", {}, place, f"the arguments are {problem}")
+            yield ToolCall(name if WORD.fullmatch(name) else "", {}, place, f"the arguments are {problem}")
             continue
-        place = _skip(text, form.closing, place)
-        yield _call(name, arguments, place)
+        place = skip_mark(text, form.closing, place)
+        yield call_of(name, arguments, place)
 
 
 def _read_keyed(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]:
     place = begin
-    while (place := _find(text, form.opening, place)) >= 0:
+    while (place := find_mark(text, form.opening, place)) >= 0:
         start = place + len(form.opening)
-        shut = _find(text, form.closing, start)
+        shut = find_mark(text, form.closing, start)
         end = shut + len(form.closing) if shut >= 0 else len(text)
         inside = text[start : shut if shut >= 0 else len(text)]
         place = end
         if shut < 0 and form.closing:
             yield ToolCall("", {}, end, f"the call does not end with {' '.join(form.closing.split())}")
             continue
-        named = _WORD.match(inside.lstrip())
+        named = WORD.match(inside.lstrip())
         if named is None:
             yield ToolCall("", {}, end, "the call names no tool")
             continue
@@ -267,7 +196,7 @@ def _pairs(form: ToolFormat, text: str) -> Iterator[tuple[str, str]]:
     """The arguments of a keyed call, as text."""
     place = 0
     while text[place:].strip():
-        start = _skip(text, form.key_opening, place)
+        start = skip_mark(text, form.key_opening, place)
         middle = text.find(form.key_closing, start)
         stop = text.find(form.value_closing, middle + len(form.key_closing)) if middle >= 0 else -1
         if start == place or stop < 0:
@@ -287,15 +216,15 @@ def _typed(call: ToolCall, schema: Mapping[str, Any]) -> ToolCall:
         arguments[key] = value
         if kind != "string" and not (isinstance(kind, list) and "string" in kind):
             with suppress(ValueError):  # else it stays text, which the tool's schema may refuse
-                arguments[key] = _whole_json(value)
+                arguments[key] = whole_json(value)
     return replace(call, arguments=arguments)
 
 
 def _read_braced(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]:
     place = begin
-    while (place := _find(text, form.opening, place)) >= 0:
+    while (place := find_mark(text, form.opening, place)) >= 0:
         start = place + len(form.opening)
-        named = _WORD.match(text, start)
+        named = WORD.match(text, start)
         place = start
         if named is None or text[named.end() : named.end() + 1] != "{":
             yield ToolCall("", {}, start, "the call names no tool")
@@ -306,7 +235,7 @@ def _read_braced(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]:
             place = len(text)
             yield ToolCall(named[0], {}, place, f"the arguments cannot be read: {problem}")
             continue
-        place = _skip(text, form.closing, place)
+        place = skip_mark(text, form.closing, place)
         yield ToolCall(named[0], arguments, place)
 
 
@@ -390,7 +319,7 @@ def _read_python(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]:
                 raise ValueError("it is no call with named arguments")
             values = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
             json.dumps(values, allow_nan=False)
-            yield _call(ast.unparse(node.func), values, end)
+            yield call_of(ast.unparse(node.func), values, end)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as problem:
         yield ToolCall("", {}, end, f"the call cannot be read: {short(str(problem))}")
 
@@ -403,11 +332,11 @@ def _read_harmony(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]
             return
         start += len("<|message|>")
         try:
-            arguments, end = _json(text, start)
+            arguments, end = json_at(text, start)
         except ValueError as problem:
             yield ToolCall(header[1], {}, len(text), f"the arguments are {problem}")
             continue
-        yield _call(header[1], arguments, _skip(text, "<|call|>", end))
+        yield call_of(header[1], arguments, skip_mark(text, "<|call|>", end))
 
 
 _READERS: dict[Kind, Callable[[ToolFormat, str, int], Iterator[ToolCall]]] = {

@@ -26,6 +26,7 @@ from posttrain.types import UserError
 
 FORM = 1  # of the files: another one is built again
 MANIFEST, LOCK = "index.json", "lock"
+LEFT = "passages.jsonl"  # what an index always holds besides
 _MADE = re.compile(r"(passages|bm25|words|vectors)\.[\w.]+|index\.json|lock")
 """Names of what stands in an index."""
 CHECKED = 1 << 30  # bytes of an index whose files are all compared with their checksums; of a larger one, their sizes
@@ -61,6 +62,11 @@ class Manifest:
         try:
             content = json.loads((folder / MANIFEST).read_bytes())
         except (FileNotFoundError, NotADirectoryError):
+            if (folder / LEFT).exists():
+                raise UserError(
+                    f"the index in {folder} is damaged (it has no {MANIFEST}): delete the folder, then posttrain retriever "
+                    f"build --passages FILE --out {folder}"
+                ) from None
             raise UserError(
                 f"there is no index in {folder}: posttrain retriever build --passages FILE --out {folder}"
             ) from None

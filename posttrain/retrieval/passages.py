@@ -68,6 +68,20 @@ def read_passages(source: Source) -> Iterator[Passage]:
         yield _passage(row, where, number, source.fields)
 
 
+def taken(source: Source) -> str:
+    """Which columns are read as what, in words, by the example of the first row; and which are not."""
+    row, _ = next(_rows(source), ({}, ""))
+    named = {name: source.fields.get(name, name) for name in NAMES}
+    whole = named["contents"] in row and "text" not in source.fields
+    used = [name for name in (("id", "contents") if whole else ("id", "title", "text")) if named[name] in row]
+    said = ", ".join(name if named[name] == name else f"{name} from {named[name]!r}" for name in used)
+    left = [str(column) for column in row if column not in {named[name] for name in used}]
+    told = f"; not read: {', '.join(map(clip, left))}" if left else ""
+    if whole and named["title"] in left:
+        told += f" (the first line of {named['contents']!r} is the title)"
+    return said + told
+
+
 def _rows(source: Source) -> Iterator[tuple[Row, str]]:
     """Each row and its place. Files of text are read as they are gone through: once, without a copy in the cache."""
     file = source.file

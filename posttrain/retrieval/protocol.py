@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.endpoint import Failed
-from posttrain.messages import clip, short
+from posttrain.messages import clip, near, short
 from posttrain.retrieval.index import Hit
 from posttrain.retrieval.passages import LONGEST_CONTENTS
 
 PATH = "retrieve"
+FIELDS = ("queries", "topk", "return_scores")
 MOST_BYTES = 16 << 20  # of a request
 MOST_QUERIES = 4096  # of a request: Search-R1's trainer sends those of a whole batch at once
 LONGEST_QUERY = 32_768  # characters
@@ -59,6 +60,9 @@ def read_request(body: bytes, topk: int) -> Request:
         raise Refused(
             422, f'the body is {short(asked)}; expected {{"queries": [...], "topk": 3, "return_scores": true}}'
         )
+    if unknown := next((name for name in asked if name not in FIELDS), None):
+        known = near(unknown, FIELDS) or f"; there are {', '.join(FIELDS)}"
+        raise Refused(400, f"{clip(unknown)} is no field of a request{known}")
     queries, scores = asked.get("queries"), asked.get("return_scores", False)
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         wrong = queries if not isinstance(queries, list) else next(q for q in queries if not isinstance(q, str))

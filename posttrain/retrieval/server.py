@@ -98,7 +98,7 @@ async def _told(
 
 
 def _plain(error: web.HTTPException, request: web.Request) -> str:
-    known = {404: f"there is POST /{PATH} and GET /health", 405: f"POST /{PATH}, GET /health"}
+    known = {404: f"there is POST /{PATH} and GET /health", 405: f"there is POST /{PATH} and GET /health"}
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return f"the body has more than {request.client_max_size >> 20} MiB"
     return known.get(error.status, error.reason)

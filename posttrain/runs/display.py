@@ -6,14 +6,13 @@ It decides how often a line is printed, and what is told as it comes. Nothing th
 from __future__ import annotations
 
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from posttrain.messages import safe
-from posttrain.runs.output import Output, fancy
+from posttrain.runs.output import Output, fancy, wrapped
 from posttrain.runs.panel import View, compose, figures
 from posttrain.runs.terminal import Line, Region, size
 
@@ -49,7 +48,7 @@ class Display:
             return
         on_terminal = fancy(self._stream)
         width = size(self._stream)[0] - 1 if on_terminal else 0
-        self._print("\n".join([title, *(_wrapped(line, width) for line in lines)]))
+        self._print("\n".join([title, *(wrapped(f"  {line}", width) for line in lines)]))
         if on_terminal:
             self._region = Region(self._stream, self._panel)
             self._region.start()
@@ -117,21 +116,6 @@ class Display:
         """The live panel. Drawn twice a second by another thread, so it reads and changes nothing."""
         view = View(self._title, self._number, self._steps, self._left(), self._values, list(self._history))
         return compose(view, columns, rows)
-
-
-def _wrapped(line: str, width: int) -> str:
-    """The line, indented; on a terminal of this width (0: none) broken between words only."""
-    if not width:
-        return f"  {line}"
-    indent = len(line) - len(line.lstrip()) + 2
-    return textwrap.fill(
-        line.strip(),
-        max(width, indent + 20),
-        initial_indent=" " * indent,
-        subsequent_indent=" " * (indent + 4),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _duration(seconds: float) -> str:

@@ -118,11 +118,22 @@ def writing(folder: Path) -> Iterator[None]:
         raise UserError(f"cannot write to {os.fspath(where)}: {error.strerror or error}{way}") from error
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within it, an error of the disk that names no file, as that of a full one, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def replace(path: Path, content: bytes) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new one."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
-        with unfinished.open("wb") as file:
+        with naming(path), unfinished.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -32,6 +32,7 @@ READ = (
     "teacher",
     "teachers",
     "tokenizer",
+    "chat_template",
     "algorithm",
     *SERVICES,
 )

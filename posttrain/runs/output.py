@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
+import textwrap
 from contextlib import suppress
 from typing import TextIO
 
@@ -73,6 +75,26 @@ def fancy(stream: TextIO | Output) -> bool:
     """Whether the stream is a terminal that can draw over itself."""
     utf = (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
     return stream.isatty() and os.environ.get("TERM") != "dumb" and utf
+
+
+def columns(stream: TextIO | Output) -> int:
+    """How many a line may have: of a terminal, one less than it has; 0: as many as it wants."""
+    return shutil.get_terminal_size().columns - 1 if stream.isatty() else 0
+
+
+def wrapped(line: str, width: int, hanging: int = 4) -> str:
+    """The line, broken between words only to this width (0: none); what follows the first part is indented further."""
+    if not width or len(line) <= width:
+        return line
+    indent = len(line) - len(line.lstrip())
+    return textwrap.fill(
+        line.strip(),
+        max(width, indent + 20),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + hanging),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def encodable(text: str, stream: TextIO | Output) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 
 from posttrain.messages import safe
-from posttrain.runs.output import Output, fancy
+from posttrain.runs.output import Output, columns, fancy
 from posttrain.runs.record import as_row
 from posttrain.types import Rollout, SpanKind
 
@@ -56,13 +57,15 @@ def sample(rollouts: Sequence[Rollout | Mapping[str, Any]], count: int, stream: 
     Takes them played or as `read_rollouts` has them.
     """
     out = Output(stream or sys.stdout)
+    width = columns(out)
     for rollout in rollouts[:count]:
         row = rollout if isinstance(rollout, Mapping) else as_row(rollout)
         reward = f"invalid: {row['invalid']}" if "invalid" in row else f"reward {_cell(row['reward'])}"
         credit = f" ── advantage {_cell(row['advantage'])}" if row.get("advantage") is not None else ""
         side = f" ── {row['side']}" if row.get("side") else ""
         head = f"── {row['group']}{side} ── {reward}{credit} ── {row['stop']} "
-        lines = [safe(head).replace("\n", " ").ljust(80, "─"), *(_beside(name, text) for name, text in _said(row)), ""]
+        lines = [safe(head).replace("\n", " ").ljust(width or 80, "─")]
+        lines += [*(_beside(name, text, width) for name, text in _said(row)), ""]
         out.write("\n".join(lines) + "\n")
     out.flush()
 
@@ -86,10 +89,17 @@ def _said(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "answer", str(row["answer"])
 
 
-def _beside(name: str, text: str) -> str:
-    """The text with its name to the left of the first line and a bar to the left of all."""
-    lines = safe(text).split("\n")
+def _beside(name: str, text: str, width: int) -> str:
+    """The text with its name to the left of the first line and a bar to the left of all, in so many columns (0: any)."""
+    lines = [part for line in safe(text).split("\n") for part in _parts(line, max(width - 9, 20) if width else 0)]
     return "\n".join(f"{name if i == 0 else '':<7}│ {line}".rstrip() for i, line in enumerate(lines))
+
+
+def _parts(line: str, width: int) -> list[str]:
+    """A line in pieces of that width, broken between words where there are any. Nothing of it is lost."""
+    if not width or len(line) <= width:
+        return [line]
+    return textwrap.wrap(line, width, drop_whitespace=False, replace_whitespace=False, expand_tabs=False)
 
 
 def _numeric(value: Any) -> bool:

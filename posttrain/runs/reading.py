@@ -70,7 +70,7 @@ def read_rollouts(folder: Folder, step: int) -> list[Row]:
             f"take one of {steps[0]} to {steps[-1]}" if steps else "it holds none at all; rl and eval --out keep them"
         )
         raise UserError(f"{folder} holds no rollouts of step {step}: {there}")
-    return [_checked(row, _ROLLOUT, where) for row, where, _ in _lines(path)]
+    return [_checked(row, _ROLLOUT, where) for row, where, _ in _lines(path, whole=True)]
 
 
 def read_rollout_file(file: str | os.PathLike[str]) -> list[Row]:
@@ -79,7 +79,7 @@ def read_rollout_file(file: str | os.PathLike[str]) -> list[Row]:
     if not path.is_file():
         raise UserError(f"{file}: no such file; a run is given by its folder")
     kinds = {name: kind for name, kind in _ROLLOUT.items() if name not in ("id", "advantage")}
-    return [_checked(row, kinds, where) for row, where, _ in _lines(path)]
+    return [_checked(row, kinds, where) for row, where, _ in _lines(path, whole=True)]
 
 
 def missing_steps(folder: Path, last: int) -> list[str]:
@@ -143,16 +143,18 @@ def _checked(row: Row, kinds: dict[str, Any], where: str) -> Row:
     return row
 
 
-def _lines(path: Path) -> Iterator[tuple[Row, str, int]]:
+def _lines(path: Path, whole: bool = False) -> Iterator[tuple[Row, str, int]]:
     """(row, its place, bytes until its end) of a file of JSON lines, none if there is no file.
 
-    A last line that is still being written is left out.
+    A last line that is still being written is left out; of a file that appeared as a `whole`, it is a damage.
     """
     if not os.path.lexists(path):
         return
     end = 0
     for number, line in enumerate(_content(path).splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
+            if whole:
+                raise _damaged(f"{path}:{number}", "its last line is torn off")
             return
         end += len(line)
         yield _parse(line, f"{path}:{number}"), f"{path}:{number}", end

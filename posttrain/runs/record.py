@@ -24,6 +24,7 @@ from posttrain.runs.files import (
     holds_run,
     json_document,
     json_line,
+    naming,
     number,
     plain,
     replace,
@@ -65,7 +66,6 @@ class Record:
         path.mkdir(parents=True, exist_ok=True)
         run = plain({**run, **extra})
         replace(path / RUN, json_document(run))
-        (path / ROLLOUTS).mkdir(exist_ok=True)
         return cls(path, run, -1)
 
     @classmethod
@@ -88,7 +88,6 @@ class Record:
         kept = {name: value for name, value in run.items() if name not in ("end", "final", "resumes")}
         kept |= {**(extra or {}), "config": run["config"] if config is None else config}
         run = plain({**kept, "resumes": [*run.get("resumes", []), again]})
-        (path / ROLLOUTS).mkdir(exist_ok=True)  # killed before `create` had made it
         replace(path / RUN, json_document(run))
         later = [rollout_file(path, place) for place in rollout_steps(path) if place > step]
         for file in [*later, *(p for p in path.glob(f"{ROLLOUTS}/*.jsonl.tmp") if not p.is_dir())]:
@@ -120,6 +119,7 @@ class Record:
     def rollouts(self, step: int, rollouts: Sequence[tuple[Rollout, float]]) -> None:
         """Write the rollouts of a step, each with its advantage. The file appears whole or not at all."""
         path = rollout_file(self.folder, step)
+        path.parent.mkdir(exist_ok=True)
         rows = ((r, {"id": f"{step}/{place}"}, {"advantage": number(a)}) for place, (r, a) in enumerate(rollouts))
         write_rollouts(path, ({**first, **as_row(rollout), **last} for rollout, first, last in rows))
         self._unsynced.append(path)
@@ -130,7 +130,7 @@ class Record:
         self._timing.sync()
         if self._events:
             self._events.flush()
-        for path in (*self._unsynced, self.folder / ROLLOUTS, self.folder):
+        for path in (*self._unsynced, *{path.parent for path in self._unsynced}, self.folder):
             sync(path)
         self._unsynced.clear()
 
@@ -159,18 +159,20 @@ class _Journal:
         self._last, size = -1, 0
         for row, end in read_steps(path, last) if last >= 0 else ():
             self._last, size = row["step"], end
-        self._file = path.open("ab")
+        self._path, self._file = path, path.open("ab")
         self._file.truncate(size)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         assert step > self._last, f"a line for step {step} after step {self._last}: one line a step, in order"
         assert "step" not in values
-        self._file.write(json_line({"step": step, **{name: number(values[name]) for name in sorted(values)}}))
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(json_line({"step": step, **{name: number(values[name]) for name in sorted(values)}}))
+            self._file.flush()
         self._last = step
 
     def sync(self) -> None:
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -179,7 +181,7 @@ class _Journal:
 def write_rollouts(path: Path, rows: Iterable[Row]) -> None:
     """One line of JSON each. The file appears whole or not at all."""
     unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("wb") as file:
+    with naming(path), unfinished.open("wb") as file:
         for row in rows:
             file.write(json_line(row))
     unfinished.replace(path)

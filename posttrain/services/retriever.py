@@ -37,9 +37,11 @@ TRIED = "water"  # what a server is asked at the beginning
 
 
 def retriever(place: str, name: str = "retriever", retries: int = RETRIES) -> Service:
-    """The retriever at an address (http://host:8000), or that of an index in a folder. Raises UserError."""
+    """The retriever at an address (http://host:8000, or host:8000), or that of an index in a folder. Raises UserError."""
     if re.match(r"https?://", place):
         return Remote(place, name, retries)
+    if re.fullmatch(r"[\w.-]+:\d+(/\w*)?|localhost", place) and not Path(place).exists():
+        return Remote(f"http://{place}", name, retries)
     return Local(place, name)
 
 

@@ -1,8 +1,8 @@
 """Reads what clients ask of a policy, strictly: it comes from anybody.
 
 Three forms are read: chat and completions as OpenAI has them, and token ids as vLLM has them (`vllm serve --tokens-only`).
-Decided here: what would change the distribution that is sampled and cannot be done is refused. What changes nothing
-(`user`, `metadata`, `store` ...) and what is unknown is not looked at, since programs send much that they do not need.
+Decided here: what would change the reply and cannot be done is refused, and so is a field that nobody knows, which may be
+another one misspelt. What changes nothing (`UNHEARD`) is not looked at: programs send much that they do not need.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from posttrain.messages import short
+from posttrain.messages import near, short
+from posttrain.types import ROLES
 
 MOST_CHOICES = 128  # replies to one request
 MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings of a request, and characters of one
@@ -48,8 +49,48 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "truncate_prompt_tokens": (),
+    "add_special_tokens": (True,),
+    "logits_processors": ([],),
 }
 """What a policy cannot do, and the values that ask for nothing (null never does)."""
+UNHEARD = frozenset(
+    (
+        *(
+            "user",
+            "metadata",
+            "store",
+            "service_tier",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+        ),
+        *(
+            "modalities",
+            "prediction",
+            "parallel_tool_calls",
+            "cache_salt",
+            "priority",
+            "kv_transfer_params",
+            "detokenize",
+        ),
+        *("skip_special_tokens", "spaces_between_special_tokens", "output_kind", "return_tokens_as_token_ids"),
+    )
+)
+"""Fields of OpenAI's and vLLM's that change no reply of a policy, or none that can be told apart."""
+SAMPLED = ("n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "logprobs",
+           "include_stop_str_in_output")  # fmt: skip
+OF_REQUESTS = ("model", "request_id", "return_token_ids", "stream", "stream_options")
+CHAT = (*OF_REQUESTS, *SAMPLED, "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice")
+COMPLETION = (*OF_REQUESTS, *SAMPLED, "prompt")
+GENERATE = (*OF_REQUESTS, "token_ids", "sampling_params", "output_mode")
+"""What is read of each form."""
 
 Prompt = tuple[int, ...] | str | list[dict[str, Any]]
 """Token ids, text, or chat messages."""
@@ -100,6 +141,7 @@ def read_body(content: bytes) -> dict[str, Any]:
 def read_chat(body: Mapping[str, Any]) -> Asked:
     """POST /v1/chat/completions."""
     fields = _Fields(body)
+    fields.refuse_unknown(CHAT)
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise fields.wrong("messages", 'a list of {"role": ..., "content": ...}')
@@ -114,6 +156,7 @@ def read_chat(body: Mapping[str, Any]) -> Asked:
 def read_completion(body: Mapping[str, Any]) -> Asked:
     """POST /v1/completions. A prompt is text or token ids; a list of them is as many prompts."""
     fields = _Fields(body)
+    fields.refuse_unknown(COMPLETION)
     given = body.get("prompt")
     several = isinstance(given, list) and given and not isinstance(given[0], int)
     prompts = tuple(_read_prompt(fields, one) for one in (given if several else [given]))  # type: ignore[union-attr]
@@ -127,6 +170,7 @@ def read_completion(body: Mapping[str, Any]) -> Asked:
 def read_generate(body: Mapping[str, Any]) -> Asked:
     """POST /inference/v1/generate."""
     request = _Fields(body)
+    request.refuse_unknown(GENERATE)
     prompt = _read_ids(request, "token_ids", body.get("token_ids"))
     params = body.get("sampling_params")
     if not isinstance(params, dict):
@@ -134,6 +178,7 @@ def read_generate(body: Mapping[str, Any]) -> Asked:
     if request.text("output_mode") not in (None, "tokens"):
         raise request.wrong("output_mode", '"tokens"')
     fields = _Fields(params, "sampling_params.")
+    fields.refuse_unknown(SAMPLED)
     logprobs = fields.whole("logprobs", 0)
     if logprobs is not None and logprobs > 1:
         raise fields.wrong("logprobs", "0 or 1: only the log-probability of the sampled token is given")
@@ -222,6 +267,16 @@ class _Fields:
             raise self.wrong(name, f"a number from 0 to {most:g}")
         return float(value)
 
+    def refuse_unknown(self, known: Sequence[str]) -> None:
+        """`known`: what is read of this object."""
+        for name in self.body:
+            if name not in known and name not in UNHEARD and name not in NEUTRAL:
+                there = [*known, *NEUTRAL, *UNHEARD]
+                close = near(str(name), there) or f"; there are {', '.join(known)}"
+                raise Refused(
+                    f"{self.path}{name:.60} is no field of this request{close}", parameter=f"{self.path}{name:.60}"
+                )
+
     def refuse_what_cannot_be_done(self) -> None:
         for name, neutral in NEUTRAL.items():
             if (value := self.body.get(name)) is not None and value not in neutral:
@@ -237,6 +292,8 @@ def _read_message(fields: _Fields, place: int, message: Any) -> dict[str, Any]:
 
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise wrong('has no "role"')
+    if message["role"] not in ROLES:
+        raise wrong(f"has the role {short(message['role'])}; it is one of {', '.join(ROLES)}")
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_read_part(part, wrong) for part in content)

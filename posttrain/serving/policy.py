@@ -44,6 +44,9 @@ class EnginePolicy:
     def describe(self) -> dict[str, Any]:
         return {"id": self.name, "root": self.name, "max_model_len": self.context}
 
+    def heard(self, body: dict[str, Any]) -> dict[str, Any]:
+        return body
+
     def check(self, model: str | None) -> None:
         if model is not None and model != self.name:
             raise Refused(f"there is no model {model!r:.200}; it is {self.name!r}", 404, "model_not_found", "model")

@@ -6,8 +6,9 @@
     GET  /v1/models                the model and its limits
     GET  /health
 
-It is bound to this machine. Whoever is elsewhere comes through a tunnel. A web page is kept out: its requests carry no
-JSON content type, unless the browser was allowed to, and name another host if they come by a name that was rebound.
+It is bound to this machine. Whoever is elsewhere comes through a tunnel. A web page is kept out: its requests say where they
+come from (Origin), carry no JSON content type, unless the browser was allowed to, and name another host if they come by a
+name that was rebound. A program that says nothing of the content type, or what curl says by itself, is heard all the same.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from posttrain.types import UserError
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
+UNSAID = "application/x-www-form-urlencoded"  # what curl -d says where nobody told it
 BODY_SECONDS = 60.0  # for a body to arrive
 GOODBYE_SECONDS = 1.0  # for connections to end when the server does
 
@@ -61,6 +63,10 @@ class Policy(Protocol):
 
     def check(self, model: str | None) -> None:
         """Raises Refused if it is not the model that is asked for."""
+        ...
+
+    def heard(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What of a request counts here. Raises Refused."""
         ...
 
     async def replies(self, prompt: Prompt, asked: Asked) -> Sequence[Said]:
@@ -105,7 +111,7 @@ class Service:
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(request: web.Request) -> web.StreamResponse:
             policy = self._find(request)
-            asked = read(read_body(await _body(request)))
+            asked = read(policy.heard(read_body(await _body(request))))
             policy.check(asked.model)
             count = asked.count * len(asked.prompts)
             if self.under_way + count > self._limits.requests:
@@ -135,7 +141,7 @@ class Service:
         except Refused as refused:
             problem = refused
         except web.HTTPException as error:  # of aiohttp: no such path, another method, too large a body
-            problem = Refused(error.text or error.reason, error.status)
+            problem = Refused(_plain(error, request), error.status)
         except web.RequestPayloadError:  # of a body that is compressed, or cut into pieces, in a wrong way
             problem = Refused("the body cannot be read")
         except UserError as error:
@@ -147,9 +153,19 @@ class Service:
         return web.json_response(said.refusal(problem), status=problem.status, headers=headers)
 
 
+def _plain(error: web.HTTPException, request: web.Request) -> str:
+    if error.status not in (404, 405):
+        return error.text or error.reason
+    there = sorted({f"{route.method} {'/' + '/'.join(parts)}" for route in request.app.router.routes()
+                    if route.method != "HEAD" and route.resource is not None
+                    for parts in [[p for p in route.resource.canonical.split("/") if p and "{" not in p]]})  # fmt: skip
+    return f"there is no {request.method} {request.path:.100}; there are {', '.join(there)}"
+
+
 async def _body(request: web.Request) -> bytes:
-    if request.content_type != "application/json":
-        raise Refused(f"the content type is {request.content_type:.100}; expected application/json", 415)
+    said = request.content_type if "Content-Type" in request.headers else UNSAID
+    if said != "application/json" and (said != UNSAID or "Origin" in request.headers):
+        raise Refused(f"the content type is {said:.100}; expected application/json", 415)
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await request.read()

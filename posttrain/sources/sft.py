@@ -127,6 +127,7 @@ class Transcripts(Made[Sequence[Transcript]]):
     ) -> None:
         """`enact`: who plays rows that hold the replies of an episode; episodes of less than `min_reward` are left out."""
         self.mask_prompt, self.enact, self.min_reward = mask_prompt, enact, min_reward
+        self._judged: dict[bool, set[int]] = {True: set(), False: set()}  # by whether it is kept: rows
         super().__init__(tasks, tokenizer, eos_ids, vocab, too_long)
 
     def make(self, task: Task, length: int | None) -> Sequence[Transcript] | None:
@@ -144,8 +145,20 @@ class Transcripts(Made[Sequence[Transcript]]):
         else:
             played = self.enact(task)
         least = self.min_reward
-        kept = [own for own, reward in played if least is None or (reward is not None and reward >= least)]
+        if least is None:
+            kept = [own for own, _ in played]
+        else:
+            kept = [own for own, reward in played if reward is not None and reward >= least]
+            self._judged[bool(kept)].add(hash(str(task.get("id", task))))
         return cut([transcript for own in kept for transcript in own], length) if kept else None
+
+    @property
+    def kept(self) -> str:
+        """How many of the episodes that were looked at have the reward that is asked for, in words; "": none is."""
+        if self.min_reward is None:
+            return ""
+        kept, left = (len(self._judged[way]) for way in (True, False))
+        return f"--min-reward {self.min_reward:g}: {kept:,} of {kept + left:,} episodes kept"
 
     def transcripts(self, made: Sequence[Transcript]) -> Sequence[Transcript]:
         return made

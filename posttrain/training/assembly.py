@@ -77,12 +77,12 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
     train_tasks, held_out = _tasks(config, rows, env)
     with ExitStack() as opened:
         resumed = run.checkpoint is not None
-        ground = opened.enter_context(open_playground(config, env, train_tasks, device, run.path, resumed))
-        pool = ground.pool
         start = run.start
         assert start
         folder = run.checkpoint or start
-        model, tokenizer = load_model(folder, device=device), Tokenizer.load(folder)
+        ground = opened.enter_context(open_playground(config, env, train_tasks, device, run.path, resumed, [folder]))
+        pool = ground.pool
+        model, tokenizer = load_model(folder, device=device), ground.models[0].tokenizer
         end_tokens(model, tokenizer)  # there must be one, or no reply would end
         mind_unknown(tokenizer, train_tasks)
         too_long = watch_lengths(config, model.config.context)

@@ -15,7 +15,6 @@ from posttrain.engines.embedded import embedded
 from posttrain.envs.load import success_of
 from posttrain.envs.play import Episode
 from posttrain.models.folder import load_model
-from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import validate
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record import as_row, write_rollouts
@@ -63,12 +62,12 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     if isinstance(data, Stream):
         raise UserError("these rows have no end: say with --limit how many to evaluate on")
     said: list[str] = []
-    with open_playground(config, env, data, device) as ground:
+    paths = [resolve(folder) for folder in (config.model, config.against) if folder is not None]
+    with open_playground(config, env, data, device, models=paths) as ground:
         said.extend(ground.about)
 
-        def played(folder: str) -> list[Rollout]:
-            path = resolve(folder)
-            model, tokenizer = load_model(path, device=device), Tokenizer.load(path)
+        def played(folder: str, place: int) -> list[Rollout]:
+            model, tokenizer = load_model(paths[place], device=device), ground.models[place].tokenizer
             end_tokens(model, tokenizer)
             mind_unknown(tokenizer, data, said.append)
             engine = embedded(model, tokenizer, config.slots, config.precision)
@@ -83,8 +82,8 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
                 raise UserError(f"no reward of {folder} is valid: look at --env {config.env}; the first: {reasons[0]}")
             return rollouts
 
-        rollouts = played(config.model)
-        others = played(config.against) if config.against is not None else []
+        rollouts = played(config.model, 0)
+        others = played(config.against, 1) if config.against is not None else []
         said.extend(counted(ground.services))
     ks, left_out = _of_samples(config)
     rewards, other_rewards = _rewards(rollouts), _rewards(others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner
 from posttrain.models.decoder import DecoderConfig, new_decoder
 from posttrain.models.folder import described, load_model
+from posttrain.models.own_template import around, read_template
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import validate
 from posttrain.protocols import Model
@@ -26,6 +28,7 @@ from posttrain.training.playground import open_services
 from posttrain.training.setup import (
     end_tokens,
     microbatch_tokens,
+    mind_messages,
     mind_unknown,
     optimization,
     prepare,
@@ -37,6 +40,7 @@ from posttrain.training.trainer import Run, Trainer
 from posttrain.types import UserError
 
 EVALUATED = 1000  # held-out rows whose transcripts are made at once
+TEMPLATE_COUNTS = 100  # times: what it puts around all that is said should not take a token a letter
 READ_OF_A_STREAM = 10_000  # tasks for a tokenizer to be trained on, where they have no end
 
 
@@ -54,7 +58,9 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     must_end(config, tasks)
     folder = run.checkpoint or run.start
     if folder:
-        model, tokenizer = load_model(folder, device=device), Tokenizer.load(folder)
+        tokenizer = Tokenizer.load(folder, config.chat_template)
+        mind_messages(tokenizer, tasks)
+        model = load_model(folder, device=device)
     else:
         model, tokenizer = _from_scratch(config, tasks, device)
     mind_unknown(tokenizer, tasks)
@@ -87,17 +93,24 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
     trainer = Trainer(run, learner, source, tokenizer, measure if unseen else None, steps)
     too_long.say = trainer.display.note
-    return trainer.run(Likelihood(), sizes(config, model, (tasks, held_out), steps, "rows", device), lines)
+    ended = trainer.run(Likelihood(), sizes(config, model, (tasks, held_out), steps, "rows", device), lines)
+    if made.kept and not config.quiet:
+        print(made.kept)
+    return ended
 
 
 def _from_scratch(config: SFT, tasks: Tasks | Stream, device: torch.device) -> tuple[Model, Tokenizer]:
     """A new model of the sizes given, and a tokenizer trained on the rows or taken from a folder."""
     if config.tokenizer in ("bpe", "characters"):
+        template = read_template(config.chat_template) if config.chat_template is not None else None
         some = tasks.first(READ_OF_A_STREAM) if isinstance(tasks, Stream) else tasks
         texts = (text for t in some for text in texts_of(t))
-        tokenizer = Tokenizer.train(texts, config.vocab, config.tokenizer)  # type: ignore[arg-type]
+        shown = around(template[0]) * TEMPLATE_COUNTS if template else []
+        tokenizer = Tokenizer.train(chain(texts, shown), config.vocab, config.tokenizer)  # type: ignore[arg-type]
+        tokenizer = tokenizer.templated(*template) if template else tokenizer
+        mind_messages(tokenizer, tasks)
     else:
-        tokenizer = Tokenizer.load(config.tokenizer)
+        tokenizer = Tokenizer.load(config.tokenizer, config.chat_template)
     if config.hidden % config.heads:
         raise UserError(f"--hidden {config.hidden} must be a multiple of --heads {config.heads}")
     model = new_decoder(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from posttrain.config import Passes
 from posttrain.data.convert import Convert
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.kernels import build
+from posttrain.messages import clip
 from posttrain.models.fused import compiles
 from posttrain.protocols import Model
 from posttrain.sources.made import Made, steps_per_epoch
@@ -18,15 +20,41 @@ from posttrain.training.setup import (
     microbatch_tokens,
     parameters,
     split_tasks,
+    warn,
 )
-from posttrain.types import UserError
+from posttrain.types import Task, UserError
 
+READ_FOR_REPEATED = 1000  # rows
+LEAST_REPEATED = 8  # characters of a prompt: a response may begin with a shorter one by chance
 SAYS_NOTHING = "in which nothing is said of different responses that are not empty"
 
 
 def compared_rows(config: Passes, rows: Any, convert: Convert) -> tuple[Tasks | Stream, Tasks | None]:
     """Items to learn from, and those that are held out; what says nothing is left out."""
-    return split_tasks(config, rows, convert=convert, left_out=SAYS_NOTHING)
+    found = split_tasks(config, rows, convert=convert, left_out=SAYS_NOTHING)
+    mind_repeated(found[0])
+    return found
+
+
+def mind_repeated(tasks: Tasks | Stream, warn: Callable[[str], None] = warn) -> None:
+    """Warn where some of a prompt's responses begin with the prompt and others do not: what is learned is that difference.
+
+    A prompt that all of them repeat was taken away where the rows were read.
+    """
+    some = tasks.examples(READ_FOR_REPEATED)
+    found = [task for task in some if _repeated_by_some(task)]
+    if found:
+        warn(
+            f"in {len(found)} of {len(some)} rows that were looked at some responses begin with the prompt and others do "
+            f"not, as in {clip(repr(found[0]['prompt']))}: the model would learn to repeat it, or not to; take it out of all"
+        )
+
+
+def _repeated_by_some(task: Task) -> bool:
+    prompt, responses = task.get("prompt"), [text for text in task["responses"] if isinstance(text, str)]
+    if not isinstance(prompt, str) or len(prompt.strip()) < LEAST_REPEATED:
+        return False
+    return len({text.startswith(prompt.strip()) for text in map(str.lstrip, responses)}) > 1
 
 
 def must_end(config: Passes, tasks: Tasks | Stream) -> None:

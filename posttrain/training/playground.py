@@ -22,6 +22,8 @@ from posttrain.envs.journal import Journal
 from posttrain.envs.load import about
 from posttrain.envs.play import Bounds, Player, TooLong
 from posttrain.envs.pool import EnvPool
+from posttrain.envs.seen import Viewer
+from posttrain.models.outline import Outline, outline
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
 from posttrain.runs.checkpoint import resolve
@@ -40,6 +42,7 @@ class Playground:
     too_long: TooLong = "refuse"
     bounds: Bounds = Bounds()
     about: tuple[str, ...] = ()  # what the environment stands on
+    models: tuple[Outline, ...] = ()  # those that are to play
 
     def player(self, engine: Engine, tokenizer: Tokenizer, context: int) -> Player:
         """Who plays with what this engine samples; `context`: tokens that its model reads."""
@@ -60,8 +63,10 @@ def open_playground(
     device: torch.device,
     folder: Path | None = None,
     resumed: bool = False,
+    models: Sequence[Path] = (),
 ) -> Iterator[Playground]:
-    """The playground of a verb. `env`: the environment, if it is given as an object; `folder`: of the run.
+    """The playground of a verb. `env`: the environment, if it is given as an object; `folder`: of the run; `models`:
+    folders of those that are to play, of which what is known without their weights comes with it.
 
     Raises UserError for a service that cannot be opened, or an environment that cannot start.
     """
@@ -74,13 +79,24 @@ def open_playground(
             env, limits = unscored, (0, *limits[1:])
         told = tuple(about(env or config.env))
         pool = opened.enter_context(EnvPool(env or config.env, *limits))
-        rehearse(pool, tasks, services=services)
+        known = tuple(outline(model, config.chat_template) for model in models)
+        rehearse(pool, tasks, services=services, viewer=viewer_of(known[0]) if known else None)
+        for model in known[1:]:
+            rehearse(
+                pool, tasks, lambda text: None, services, viewer_of(model)
+            )  # what is wrong with the tasks was told
         if isinstance(config, Sample):  # its episodes say themselves how they are sampled
-            yield Playground(pool, services, Sampling(), config.too_long, about=told)
+            yield Playground(pool, services, Sampling(), config.too_long, about=told, models=known)
             return
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
         bounds = Bounds(config.max_episode_tokens, config.max_turns, config.max_tool_calls, config.episode_seconds)
-        yield Playground(pool, services, sampling, config.too_long, bounds, told)
+        yield Playground(pool, services, sampling, config.too_long, bounds, told, known)
+
+
+def viewer_of(model: Outline) -> Viewer:
+    """Who looks at what is shown to this model."""
+    end = model.tokenizer.eos_id
+    return Viewer(model.tokenizer, model.context, () if end is None else (end,))
 
 
 @contextmanager

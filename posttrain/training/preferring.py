@@ -76,7 +76,8 @@ def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
         )
     folder = run.checkpoint or run.start
     assert folder
-    model, tokenizer = load_model(folder, device=device), Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder, config.chat_template)
+    model = load_model(folder, device=device)
     mind_unknown(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 

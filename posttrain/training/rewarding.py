@@ -89,7 +89,7 @@ def _started(run: RunFolder[RewardModelling], shape: Shape, device: Any) -> tupl
     """The model, new or of a checkpoint, and a tokenizer whose padding never looks like the end of a reply."""
     folder = run.checkpoint or run.start
     assert folder
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder, run.config.chat_template)
     if run.checkpoint:
         model = load_reward_model(folder, device)
     else:

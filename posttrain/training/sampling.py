@@ -24,7 +24,6 @@ from posttrain.engines.embedded import embedded
 from posttrain.envs.load import is_generator_env, load_converter, load_env
 from posttrain.envs.play import Episode, Player
 from posttrain.models.folder import load_model
-from posttrain.models.tokenizer import Tokenizer
 from posttrain.names import suggestion
 from posttrain.options import own_judge, validate
 from posttrain.part import knob_of
@@ -105,11 +104,11 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
     say: Callable[[str], None] = (lambda text: None) if config.quiet else print
     with (
         Lines(Path(config.out), _follows_from(config, tasks, paths, env), config.resume, config.overwrite) as lines,
-        open_playground(config, env, tasks, device) as ground,
+        open_playground(config, env, tasks, device, models=paths) as ground,
     ):
         players, fitting = [], list(range(len(tasks)))
-        for path in paths:
-            model, tokenizer = load_model(path, device=device), Tokenizer.load(path)
+        for path, known in zip(paths, ground.models, strict=True):
+            model, tokenizer = load_model(path, device=device), known.tokenizer
             end_tokens(model, tokenizer)
             mind_unknown(tokenizer, tasks)
             context = model.config.context

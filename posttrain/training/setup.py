@@ -18,11 +18,13 @@ from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
 from posttrain.envs.asking import Services
 from posttrain.envs.load import is_generator_env, load_converter, load_env
 from posttrain.envs.pool import Done, EnvPool
+from posttrain.envs.seen import Seen, Viewer
 from posttrain.kernels import build
 from posttrain.learners.local import Optimization
 from posttrain.messages import clip
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Model
+from posttrain.runs.output import Output, columns, wrapped
 from posttrain.sources.lengths import Prompts, TooLong
 from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
 from posttrain.user_code import load_named
@@ -35,7 +37,7 @@ SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\b
 
 def warn(text: str) -> None:
     """Tell the user on standard error."""
-    print(f"posttrain: warning: {text}", file=sys.stderr)
+    print(wrapped(f"posttrain: warning: {text}", columns(Output(sys.stderr))), file=sys.stderr)
 
 
 def prepare(config: Training | Evaluation | Sample) -> torch.device:
@@ -135,20 +137,26 @@ def amount(tasks: Tasks | Stream) -> str:
 
 
 def rehearse(
-    pool: EnvPool, tasks: Tasks | Stream, warn: Callable[[str], None] = warn, services: Services | None = None
+    pool: EnvPool,
+    tasks: Tasks | Stream,
+    warn: Callable[[str], None] = warn,
+    services: Services | None = None,
+    viewer: Viewer | None = None,
 ) -> None:
     """Play up to three tasks with sample replies, so that a broken environment is told before anything heavy starts.
 
     One that can score none of them is warned of: it may be right in that, of what a model says it may score more. Raises
     UserError if the environment cannot even start: it does not import, or no task's episode shows a first turn, or it asks
-    a service that is not among `services`. These are not asked: an example of their answers is fed.
+    a service that is not among `services`. These are not asked: an example of their answers is fed. `viewer`: the model
+    to be, of whose chat template it is also a UserError not to show what the environment shows.
     """
     services = services or Services()
     pool.ready()
     reasons, begun = [], False
     for task in tasks.examples():
         for reply in _sample_replies(task):
-            shown, event = _rehearsed(pool, services, task, reply)
+            seen = viewer.watch(task) if viewer is not None else None
+            shown, event = _rehearsed(pool, services, task, reply, seen)
             begun = begun or shown
             if event is None or not isinstance(event.reward, Invalid):
                 return
@@ -156,7 +164,10 @@ def rehearse(
             if not shown or event.reward.kind is InvalidKind.TIMEOUT:
                 break  # another reply would change nothing, or take as long again
     if not begun:
-        raise UserError(f"the environment shows no first turn: {reasons[0]} (try it with posttrain check)")
+        raise UserError(
+            f"the environment fails before it shows the model anything: {reasons[0]}; correct it, or the columns that it "
+            "reads, and try it with posttrain check"
+        )
     warn(f"the environment could score no sample reply, the first because: {reasons[0]} (see posttrain check)")
 
 
@@ -182,6 +193,12 @@ def mind_unknown(tokenizer: Tokenizer, tasks: Tasks | Stream, warn: Callable[[st
         )
 
 
+def mind_messages(tokenizer: Tokenizer, tasks: Tasks | Stream) -> None:
+    """Raise UserError, before a model is loaded, where rows are messages and the tokenizer has no template for them."""
+    if tokenizer.chat_template is None and (task := next((t for t in tasks.examples() if t.get("messages")), None)):
+        tokenizer.render(task["messages"])  # which says how to get one
+
+
 def texts_of(task: Task) -> list[str]:
     """What a task says to the model, and what the model is to say."""
     said: list[Any] = [task.get("prompt"), task.get("response"), *(task.get("replies") or ())]
@@ -191,7 +208,9 @@ def texts_of(task: Task) -> list[str]:
     return [text for text in said if isinstance(text, str)]
 
 
-def _rehearsed(pool: EnvPool, services: Services, task: Task, reply: str) -> tuple[bool, Done | None]:
+def _rehearsed(
+    pool: EnvPool, services: Services, task: Task, reply: str, seen: Seen | None
+) -> tuple[bool, Done | None]:
     """One episode: whether it showed a turn or asked something, and its end if that came."""
     pool.start(0, task)
     for turns in range(TRIAL_TURNS + 1):
@@ -201,10 +220,21 @@ def _rehearsed(pool: EnvPool, services: Services, task: Task, reply: str) -> tup
         if isinstance(event, Ask) and (problem := services.problem(event)):
             raise UserError(f"the environment {problem}")
         if turns < TRIAL_TURNS:
-            example = services.named[event.service].example() if isinstance(event, Ask) else None
-            pool.send(0, Reply(reply) if isinstance(event, Turn) else example)
+            pool.send(
+                0, services.named[event.service].example() if isinstance(event, Ask) else _said(event, reply, seen)
+            )
     pool.drop(0)
     return True, None
+
+
+def _said(turn: Turn, reply: str, seen: Seen | None) -> Reply:
+    """The reply to a turn. Raises UserError where the model to be cannot be shown the turn."""
+    if seen is None:
+        return Reply(reply)
+    seen.show(turn)
+    if seen.problem is not None and not turn.whole:  # what a program says is its own affair: that episode is invalid
+        raise UserError(seen.problem)
+    return seen.say(reply) or Reply(reply)
 
 
 def fitting(tasks: Tasks | None, pool: EnvPool, tokenizer: Tokenizer, too_long: TooLong) -> list[Task]:

@@ -30,6 +30,7 @@ from posttrain.seeds import seed_of
 from posttrain.types import UserError
 
 FIRST_WAIT = 0.5  # seconds before a call is made again; doubles each time
+PATIENCE_SECONDS = 2.0  # without a word, while an endpoint is tried
 TELL_SECONDS = 60.0  # between lines that say what is waited for
 LONGEST_WAIT = 120.0  # seconds that an endpoint may ask to wait: beyond it the call has failed
 MOST_BYTES = 64 << 20  # of an answer: the log-probabilities of a long prompt take a few
@@ -111,6 +112,16 @@ class Endpoint:
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end, from another thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def try_once(self, work: Coroutine[Any, Any, T]) -> T:
+        """The same of a first question to an endpoint that may hang: where it takes its time, that is said."""
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return running.result(PATIENCE_SECONDS)
+        except TimeoutError:
+            if not running.done():
+                print(f"waiting for {self.address} to answer, {self.seconds:g} s at most", file=sys.stderr, flush=True)
+        return running.result()
 
     def wait_for_all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Run coroutines to their ends, from another thread. What one of them raises ends all of them at once."""

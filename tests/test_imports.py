@@ -67,7 +67,7 @@ HOMES = {
 """Where each heavy library may be imported."""
 
 LIGHT = ("audit/", "envs/", "verify/", "sandbox/", "runs/", "training/intervals.py",
-         "sources/diversity.py", "algorithms/", "config.py", "types.py", "batch.py", "protocols.py", "part.py",
+         "sources/diversity.py", "algorithms/", "config/", "types.py", "batch.py", "protocols.py", "part.py",
          "seeds.py", "messages.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py", "cli/main.py",
          "cli/commands.py", "cli/typed.py",
          "data/", "sources/packing.py", "retrieval/", "services/retriever.py")  # fmt: skip

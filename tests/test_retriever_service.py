@@ -71,6 +71,19 @@ def test_it_is_said_once_what_is_waited_for(capsys: pytest.CaptureFixture[str]) 
     service.close()
 
 
+def test_it_is_said_that_a_server_which_takes_its_time_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(endpoints, "PATIENCE_SECONDS", 0.1)
+    found = json.dumps({"result": [[{"document": {"id": "a", "contents": "x"}, "score": 1.0}]]}).encode()
+    for after, told in ((0.0, ""), (0.4, "to answer, 30 s at most")):
+        with behaving(lambda request, number, after=after: Said(raw=found, after=after)) as server:
+            service = retriever(server.address)
+            assert isinstance(service, Remote) and service.problem() is None
+            service.close()
+        assert (told in capsys.readouterr().err) if told else not capsys.readouterr().err
+
+
 def answers(service: Service, contents: list[Any]) -> list[Any]:
     for id, content in enumerate(contents):
         service.submit(id, content)

@@ -31,7 +31,7 @@ _MADE = re.compile(r"(passages|bm25|words|vectors)\.[\w.]+|index\.json|lock")
 """Names of what stands in an index."""
 CHECKED = 1 << 30  # bytes of an index whose files are all compared with their checksums; of a larger one, their sizes
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a large file's content, for a fingerprint
-AGAIN = "build it again: posttrain retriever build --passages FILE --out {} --overwrite"
+AGAIN = "build it again: posttrain retriever build --passages {} --out {} --overwrite"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Manifest:
         except (OSError, ValueError, RecursionError) as error:
             raise _damaged(folder, f"{MANIFEST}: {one_line(error)}") from None
         if not isinstance(content, dict) or content.get("form") != FORM:
-            raise UserError(f"the index in {folder} is not of this version: {AGAIN.format(folder)}")
+            raise UserError(f"the index in {folder} is not of this version: {_again(folder)}")
         kinds = {
             "kind": str,
             "count": int,
@@ -95,7 +95,15 @@ def _is_size(known: object) -> bool:
 
 
 def _damaged(folder: Path, what: str) -> UserError:
-    return UserError(f"the index in {folder} is damaged ({what}): {AGAIN.format(folder)}")
+    return UserError(f"the index in {folder} is damaged ({what}): {_again(folder)}")
+
+
+def _again(folder: Path) -> str:
+    """The command that makes it again, of the file that it was made of, if its manifest still tells."""
+    made_of = "FILE"
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        made_of = str(json.loads((folder / MANIFEST).read_bytes())["source"]["path"])
+    return AGAIN.format(made_of, folder)
 
 
 # -- making ------------------------------------------------------------------------------------------------------------
@@ -226,7 +234,7 @@ def check(folder: Path, manifest: Manifest) -> None:
             raise _damaged(folder, f"{name} has {what}")
     if manifest.source and not is_fresh(manifest.source):
         path = manifest.source["path"]
-        raise UserError(f"{path} has changed since the index in {folder} was made of it: {AGAIN.format(folder)}")
+        raise UserError(f"{path} has changed since the index in {folder} was made of it: {_again(folder)}")
 
 
 @contextmanager

@@ -101,7 +101,7 @@ class Judge:
         """Why the endpoint cannot judge, in words, found out by one short question; None: it can."""
         replies = TRIED[1:] if self.recipe.kind == "pairwise" else TRIED[1:2]
         body = request(self.recipe, Question(TRIED[0], replies), self.recipe.parts)
-        found = self.endpoint.wait(self._call(body, retries=1))
+        found = self.endpoint.try_once(self._call(body, retries=1))
         if not isinstance(found, Failed):
             return None
         key = f"look at {self.recipe.key_env}" if self.recipe.key_env else "name its variable as key_env"

@@ -81,7 +81,7 @@ class Remote:
 
     def problem(self) -> str | None:
         """Why the server cannot be used, in one line, from a short question; None: it answers."""
-        found = self.endpoint.wait(self._ask(TRIED, 1, retries=0))
+        found = self.endpoint.try_once(self._ask(TRIED, 1, retries=0))
         if isinstance(found, Failed):
             way = found.way("no key is sent", "--retriever")
             return f"--retriever {self.endpoint.address} does not answer: {found.reason}; {way}"

@@ -108,7 +108,7 @@ class RemoteTeacher:
         return [math.nan, *map(float, found[1:])]
 
     def _only_model(self) -> str:
-        names = self._endpoint.wait(self._endpoint.call("models", None, _names, retries=1))
+        names = self._endpoint.try_once(self._endpoint.call("models", None, _names, retries=1))
         if not isinstance(names, list):
             self._refuse(names)
         if len(names) != 1:

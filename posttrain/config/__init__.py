@@ -1,0 +1,54 @@
+"""Every option of every verb: frozen dataclasses, one field an option, documented where it is declared.
+
+The command line, recipes (TOML) and the Python front door all fill in these and nothing else. They stand by what they are
+for: `rows`, what whatever reads rows has; `training`; `using`, what trains nothing; `services`, which options name services.
+"""
+
+from __future__ import annotations
+
+from posttrain.config.rows import Data, FromRows, Precision
+from posttrain.config.services import LABELLERS, SCORERS, SERVICES, named_services
+from posttrain.config.training import RL, SFT, Distill, Passes, Prefer, RewardModelling, Training
+from posttrain.config.using import (
+    Chat,
+    Check,
+    Evaluation,
+    Label,
+    RetrieverBuild,
+    RetrieverServe,
+    Sample,
+    ServePolicy,
+)
+
+__all__ = [
+    "FREE_TO_CHANGE", "LABELLERS", "OF_ONE_CALL", "OF_RETRIEVERS", "RL", "SCORERS", "SERVICES", "SFT", "VERBS", "Chat",
+    "Check", "Data", "Distill", "Evaluation", "FromRows", "Label", "Passes", "Precision", "Prefer", "RetrieverBuild",
+    "RetrieverServe", "RewardModelling", "Sample", "ServePolicy", "Training", "named_services",
+]  # fmt: skip
+
+OF_RETRIEVERS = (RetrieverBuild, RetrieverServe)
+"""What posttrain retriever is given."""
+
+VERBS: dict[str, type[FromRows]] = {
+    kind.verb: kind for kind in (SFT, Prefer, RewardModelling, RL, Distill, Evaluation, Check, Sample, Label)
+}
+"""The verbs that take a configuration; a recipe has a table for each."""
+
+OF_ONE_CALL = frozenset({"out", "resume", "accept_changes", "overwrite", "quiet"})
+"""Options that a continued run does not take over."""
+
+FREE_TO_CHANGE = frozenset(
+    {
+        "steps",
+        "save_every",
+        "keep",
+        "threads",
+        "env_workers",
+        "env_seconds",
+        "env_memory",
+        "engine_seconds",
+        "health",
+        "retriever",
+    }
+)
+"""Options that a continued run takes over unless they are given anew."""

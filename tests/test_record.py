@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from posttrain.cli import commands
 from posttrain.runs.curves import curves
 from posttrain.runs.files import writing
-from posttrain.runs.reading import read_metrics, read_rollouts, read_run, read_timing, rollout_steps
+from posttrain.runs.reading import read_metrics, read_rollouts, read_run, read_timing, rollout_steps, timed_rollouts
 from posttrain.runs.record import Record
-from posttrain.types import Completion, Invalid, Rollout, StopReason, Transcript, UserError
+from posttrain.types import Completion, Invalid, PlayedTurn, Rollout, SpanKind, StopReason, Transcript, UserError
 
 CONFIG = {"seed": 7, "lr": 1e-4, "out": Path("runs/a"), "clip_high": math.inf, "stop": ("</answer>",)}
 
@@ -95,6 +96,40 @@ def test_git_revision_is_noted_and_edits_make_it_dirty(tmp_path: Path, monkeypat
     assert read_run("outside")["git"] is None
     assert read_run("clean")["git"]["dirty"] is False and len(read_run("clean")["git"]["revision"]) == 40
     assert read_run("edited")["git"] == {**read_run("clean")["git"], "dirty": True}
+
+
+def test_the_seconds_of_turns_stand_beside_the_rollouts_and_come_back_with_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def timed(seconds: float) -> Rollout:
+        found = rollout()
+        found.turns = [
+            PlayedTurn(SpanKind.PROMPT, "Q", 0, 0, 3, seconds=0.01),
+            PlayedTurn(SpanKind.SAMPLED, "a", 0, 3, 2, seconds=seconds),
+        ]
+        return found
+
+    record = Record.create(tmp_path, CONFIG, "rl", {})
+    record.rollouts(1, [(timed(1.26), 0.0), (timed(0.5), 0.0)])
+    record.rollouts(2, [(timed(1.5), 0.0)])
+    record.close({})
+    times = [[turn["seconds"] for turn in row["turns"]] for row in timed_rollouts(tmp_path, 1)]
+    assert times == [[0.01, 1.26], [0.01, 0.5]]
+    assert commands.rollouts(str(tmp_path), step=1) == 0
+    assert "a  (1.3 s)\n" in (said := capsys.readouterr().out) and "a  (0.5 s)\n" in said and "Q\n" in said
+    assert commands.rollouts(str(tmp_path), step=1, json=True) == 0
+    shown, written = (
+        capsys.readouterr().out.splitlines(),
+        (tmp_path / "rollouts/step-000001.jsonl").read_text().split("\n"),
+    )
+    assert list(map(json.loads, shown)) == list(map(json.loads, written[:-1]))  # which know of no clock
+    Record.resume(tmp_path, 1).close({})
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/step-*")) == [
+        "rollouts/step-000001.jsonl",
+        "seconds/step-000001.jsonl",
+    ]
+    (tmp_path / "seconds/step-000001.jsonl").unlink()
+    assert all("seconds" not in turn for row in timed_rollouts(tmp_path, 1) for turn in row["turns"])
 
 
 def test_a_folder_with_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:

@@ -453,7 +453,7 @@ def rollouts(
         Print the rows as they were written, a line each.
     """
     from posttrain.runs.printing import sample as show
-    from posttrain.runs.reading import read_rollout_file, read_rollouts, read_run, rollout_steps
+    from posttrain.runs.reading import read_rollout_file, read_rollouts, read_run, rollout_steps, timed_rollouts
 
     if Path(run).suffix == ".jsonl":
         if step is not None:
@@ -461,7 +461,8 @@ def rollouts(
         rows = read_rollout_file(run)
     else:
         read_run(run)  # whether it is one
-        rows = read_rollouts(run, step if step is not None else max(rollout_steps(run), default=1))
+        read = read_rollouts if json else timed_rollouts  # rows as they were written know of no clock
+        rows = read(run, step if step is not None else max(rollout_steps(run), default=1))
     if group is not None and not (rows := [row for row in rows if row["group"] == group]):
         raise UserError(f"there are no rollouts of the group {group!r}: the head line of each shown names its group")
     keys: dict[str, Callable[[dict[str, Any]], float]] = {

@@ -6,6 +6,7 @@ timing.jsonl                one line a step, of all that depends on the clock
 health.jsonl                what the health check found, and after which step
 answers.jsonl               what services answered: see `posttrain.envs.journal`
 rollouts/step-000012.jsonl  what was sampled in a step, and how it was rewarded
+seconds/step-000012.jsonl   a line for each of these rollouts: the seconds that each of its turns took
 checkpoints/step-000012/    see `posttrain.runs.checkpoint`
 tensorboard/                metrics and timing as event files
 curves.png                  drawn by `posttrain.runs.curves`
@@ -33,15 +34,17 @@ from posttrain.types import UserError
 Folder = str | os.PathLike[str]
 
 RUN, METRICS, TIMING, HEALTH = "run.json", "metrics.jsonl", "timing.jsonl", "health.jsonl"
-ROLLOUTS, CHECKPOINTS, TENSORBOARD, CURVES = "rollouts", "checkpoints", "tensorboard", "curves.png"
+ROLLOUTS, SECONDS = "rollouts", "seconds"
+CHECKPOINTS, TENSORBOARD, CURVES = "checkpoints", "tensorboard", "curves.png"
 REPORT = "report.json"  # of a reward model: its figures on held-out rows, beside baselines
 
-MADE = (RUN, METRICS, TIMING, HEALTH, ANSWERS, CURVES, REPORT, ROLLOUTS, CHECKPOINTS, TENSORBOARD)
+MADE = (RUN, METRICS, TIMING, HEALTH, ANSWERS, CURVES, REPORT, ROLLOUTS, SECONDS, CHECKPOINTS, TENSORBOARD)
 """What a run makes in its folder."""
 
 _STEP = re.compile(r"step-(\d{6,})")
 _INSIDE = {
     ROLLOUTS: re.compile(r"step-\d{6,}\.jsonl(\.tmp)?"),
+    SECONDS: re.compile(r"step-\d{6,}\.jsonl(\.tmp)?"),
     CHECKPOINTS: re.compile(r"step-\d{6,}|\.step-\d{6,}\.draft"),
     TENSORBOARD: re.compile(r"events\..*"),
 }
@@ -60,6 +63,10 @@ def step_of(name: str) -> int | None:
 
 def rollout_file(folder: Path, step: int) -> Path:
     return folder / ROLLOUTS / f"{step_name(step)}.jsonl"
+
+
+def seconds_file(folder: Path, step: int) -> Path:
+    return folder / SECONDS / f"{step_name(step)}.jsonl"
 
 
 def holds_run(folder: Path) -> bool:

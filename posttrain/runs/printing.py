@@ -12,6 +12,7 @@ from posttrain.runs.output import Output, columns, fancy
 from posttrain.runs.record import as_row
 from posttrain.types import Rollout, SpanKind
 
+SLOW = 0.05  # seconds of a turn that are told
 SPEAKERS = {
     SpanKind.PROMPT: "prompt",
     SpanKind.SAMPLED: "reply",
@@ -79,7 +80,8 @@ def _said(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "", "(a new context)"
         reward = f"  (reward {_cell(turn['reward'])})" if turn["reward"] else ""
         cut = f"  ({turn['cut']} tokens left out)" if turn.get("cut") else ""
-        yield SPEAKERS.get(turn["kind"], turn["kind"]), turn["text"] + cut + reward
+        seconds = f"  ({turn['seconds']:.1f} s)" if turn.get("seconds", 0) >= SLOW else ""
+        yield SPEAKERS.get(turn["kind"], turn["kind"]), turn["text"] + cut + reward + seconds
         for call in turn.get("calls", ()):
             given = ", ".join(f"{name}={value!r}" for name, value in call["arguments"].items())
             yield "call", f"{call['tool']}({given})" if "problem" not in call else f"malformed: {call['problem']}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.messages import clip
-from posttrain.runs.files import HEALTH, METRICS, ROLLOUTS, RUN, TIMING, Folder, rollout_file, step_of
+from posttrain.runs.files import HEALTH, METRICS, ROLLOUTS, RUN, TIMING, Folder, rollout_file, seconds_file, step_of
 from posttrain.types import UserError
 
 Row = dict[str, Any]
@@ -71,6 +71,16 @@ def read_rollouts(folder: Folder, step: int) -> list[Row]:
         )
         raise UserError(f"{folder} holds no rollouts of step {step}: {there}")
     return [_checked(row, _ROLLOUT, where) for row, where, _ in _lines(path, whole=True)]
+
+
+def timed_rollouts(folder: Folder, step: int) -> list[Row]:
+    """The same, each turn with its "seconds" where they are known."""
+    rows, path = read_rollouts(folder, step), seconds_file(Path(folder), step)
+    times = [row for row, _, _ in _lines(path, whole=True)] if path.is_file() else []
+    for row, time in zip(rows, times, strict=False):
+        for turn, seconds in zip(row["turns"], time.get("turns", ()), strict=False):
+            turn["seconds"] = seconds
+    return rows
 
 
 def read_rollout_file(file: str | os.PathLike[str]) -> list[Row]:

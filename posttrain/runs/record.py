@@ -18,6 +18,7 @@ from posttrain.runs.files import (
     METRICS,
     ROLLOUTS,
     RUN,
+    SECONDS,
     TENSORBOARD,
     TIMING,
     Folder,
@@ -29,10 +30,12 @@ from posttrain.runs.files import (
     plain,
     replace,
     rollout_file,
+    seconds_file,
+    step_of,
     sync,
 )
 from posttrain.runs.provenance import circumstances, now
-from posttrain.runs.reading import Row, read_run, read_steps, rollout_steps
+from posttrain.runs.reading import Row, read_run, read_steps
 from posttrain.types import Invalid, PlayedTurn, Rollout, SpanKind, ToolCall, Transcript, UserError
 
 
@@ -89,9 +92,11 @@ class Record:
         kept |= {**(extra or {}), "config": run["config"] if config is None else config}
         run = plain({**kept, "resumes": [*run.get("resumes", []), again]})
         replace(path / RUN, json_document(run))
-        later = [rollout_file(path, place) for place in rollout_steps(path) if place > step]
-        for file in [*later, *(p for p in path.glob(f"{ROLLOUTS}/*.jsonl.tmp") if not p.is_dir())]:
-            file.unlink()
+        for folder in (ROLLOUTS, SECONDS):
+            unfinished = [p for p in path.glob(f"{folder}/*.jsonl.tmp") if not p.is_dir()]
+            later = [p for p in path.glob(f"{folder}/*.jsonl") if (step_of(p.stem) or 0) > step and p.is_file()]
+            for file in (*later, *unfinished):
+                file.unlink()
         return cls(path, run, step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -117,12 +122,17 @@ class Record:
             self._unsynced.append(path)
 
     def rollouts(self, step: int, rollouts: Sequence[tuple[Rollout, float]]) -> None:
-        """Write the rollouts of a step, each with its advantage. The file appears whole or not at all."""
-        path = rollout_file(self.folder, step)
-        path.parent.mkdir(exist_ok=True)
+        """Write the rollouts of a step, each with its advantage, and the seconds of their turns beside them.
+
+        Both files appear whole or not at all, the seconds first: whoever finds the rollouts finds them too.
+        """
+        times, path = seconds_file(self.folder, step), rollout_file(self.folder, step)
         rows = ((r, {"id": f"{step}/{place}"}, {"advantage": number(a)}) for place, (r, a) in enumerate(rollouts))
+        for file in (times, path):
+            file.parent.mkdir(exist_ok=True)
+        write_rollouts(times, ({"turns": [round(turn.seconds, 4) for turn in r.turns]} for r, _ in rollouts))
         write_rollouts(path, ({**first, **as_row(rollout), **last} for rollout, first, last in rows))
-        self._unsynced.append(path)
+        self._unsynced += [times, path]
 
     def flush(self) -> None:
         """Return once all JSON written so far would outlive a power cut. Call it before a checkpoint is saved."""

@@ -50,16 +50,18 @@ versions: .venv-oldest/ready .venv-newest/ready
 	.venv-oldest/bin/python -m pytest tests -m "not slow" -n 2
 	.venv-newest/bin/python -m pytest tests -m "not slow" -n 2
 
-.venv-oldest/ready: pyproject.toml
+.venv-oldest/ready: pyproject.toml constraints.txt
 	$(PYTHON_OLDEST) -m venv .venv-oldest
 	.venv-oldest/bin/pip install --quiet --index-url $(TORCH_INDEX) "torch==$(TORCH_OLDEST)"
-	.venv-oldest/bin/pip install --quiet --editable ".[dev]"
+	grep -v "^torch==" constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/pip install --quiet --constraint .venv-oldest/constraints.txt --editable ".[dev]"
 	touch .venv-oldest/ready
 
-.venv-newest/ready: pyproject.toml
+.venv-newest/ready: pyproject.toml constraints.txt
 	$(PYTHON_NEWEST) -m venv .venv-newest
 	.venv-newest/bin/pip install --quiet --index-url $(TORCH_INDEX) "torch==$(TORCH_NEWEST)"
-	.venv-newest/bin/pip install --quiet --editable ".[dev]"
+	grep -v "^torch==" constraints.txt > .venv-newest/constraints.txt
+	.venv-newest/bin/pip install --quiet --constraint .venv-newest/constraints.txt --editable ".[dev]"
 	touch .venv-newest/ready
 
 # 30 to 40 minutes on two idle cores; appends what it finds to docs/results/speed.md.

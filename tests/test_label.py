@@ -475,7 +475,7 @@ def on_terminal(answers: list[str], columns: int, rows: int) -> str:
     settings = termios.tcgetattr(theirs)
     settings[3] &= ~termios.ECHO
     termios.tcsetattr(theirs, termios.TCSANOW, settings)
-    env = {**os.environ, "TERM": "xterm-256color"}
+    env = {**os.environ, "TERM": "xterm-256color", "PAGER": "cat"}  # what leafs through a long item waits for keys
     env.pop("COLUMNS", None)
     command = [sys.executable, "-m", "posttrain", *HUMAN]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)

@@ -99,12 +99,14 @@ class Report:
         return sound and not useless and not self._unseen()
 
     def lines(self, verbose: bool = False) -> list[str]:
-        """The cases, then what they amount to. Of tasks but the first only what is wrong, unless all is to be shown."""
+        """The cases, then what they amount to. Of tasks but the first only what is wrong and new, unless `verbose`."""
         told: set[str] = set()  # what was expected instead of what is invalid
         lines: list[str] = []
-        hidden = 0
+        hidden, known = 0, {""}  # what is wrong, as far as it was shown
         for number, (task, cases) in enumerate(self._by_task().items()):
-            shown = cases if verbose or number == 0 else [case for case in cases if _wrong(case)]
+            new = {_wrong(case): case for case in reversed(cases) if _wrong(case) not in known}
+            shown = cases if verbose or number == 0 else list(reversed(new.values()))
+            known |= set(map(_wrong, shown))
             hidden += len(cases) - len(shown)
             rewards = "" if shown == cases else f"   rewards {', '.join(map(_number, cases))}"
             head = f"task {task if verbose else task[:12]}: "
@@ -124,6 +126,7 @@ class Report:
     def _case(self, case: Case, told: set[str], verbose: bool) -> list[str]:
         """A case, and what it was shown after its first turn."""
         reply, width = (MOST, MOST) if verbose else (22, WIDTH - 26)
+        reply = min(reply, 60) if case.kind in STANDARD else reply  # these are known
         lines = [
             f"  {case.kind:<12} {_cut(case.reply, reply):<22} {_outcome(case, told, verbose)}   {_duration(case.seconds)}"
         ]
@@ -388,9 +391,11 @@ def _outcome(case: Case, told: set[str], verbose: bool = True) -> str:
     return f"reward {_total(case):g}" + (f" ({', '.join(parts)})" if parts else "")
 
 
-def _wrong(case: Case) -> bool:
-    """Whether there is something to see in it."""
-    return case.result is None or isinstance(case.result.reward, Invalid) or not case.repeats
+def _wrong(case: Case) -> str:
+    """What is wrong with it; "": nothing."""
+    if case.result is not None and isinstance(case.result.reward, Invalid):
+        return case.result.reward.reason
+    return "no end" if case.result is None else "" if case.repeats else "another result"
 
 
 def _number(case: Case) -> str:

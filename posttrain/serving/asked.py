@@ -58,6 +58,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "add_special_tokens": (True,),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
 }
 """What a policy cannot do, and the values that ask for nothing (null never does)."""
 UNHEARD = frozenset(
@@ -81,6 +84,13 @@ UNHEARD = frozenset(
             "detokenize",
         ),
         *("skip_special_tokens", "spaces_between_special_tokens", "output_kind", "return_tokens_as_token_ids"),
+        *(
+            "flat_logprobs",
+            "extra_args",
+            "skip_reading_prefix_cache",
+            "output_text_buffer_length",
+            "data_parallel_rank",
+        ),
     )
 )
 """Fields of OpenAI's and vLLM's that change no reply of a policy, or none that can be told apart."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,11 @@ from posttrain.envs.chat import Texts
 from posttrain.envs.contexts import Context, placed, positions
 from posttrain.envs.pool import Done
 from posttrain.types import (
+    Branch,
     Completion,
     Invalid,
     InvalidKind,
+    Piece,
     PlayedTurn,
     Reply,
     Rollout,
@@ -58,13 +61,18 @@ class _Said:
     transcript: int  # which of the rollout's
     scored: int  # tokens of that transcript which are scored and stand before it
     learned: bool
+    piece: Piece  # whose it is
 
 
 class Playing:
     """An episode in progress: what was said so far, as text and as tokens."""
 
-    def __init__(self, episode: Episode, tokenizer: Texts) -> None:
-        self.episode, self.tokenizer = episode, tokenizer
+    def __init__(self, episode: Episode, tokenizer: Texts, member: int = 0) -> None:
+        """`member`: which of its group's it is."""
+        self.episode, self.tokenizer, self.member = episode, tokenizer, member
+        self.branch: Branch | None = None  # where it left another one
+        self.last: Turn | None = None  # that was placed, as the environment gave it
+        self.opening: Sequence[float] = ()  # log-probabilities of the first reply
         self.contexts = [Context(tokenizer)]  # that were shown
         self.context = self._before = self.contexts[0]  # of the last turn, and of the one before
         self.turns: list[PlayedTurn] = []
@@ -88,6 +96,7 @@ class Playing:
 
     def place(self, turn: Turn) -> Turn:
         """What is new in a turn. The context that it belongs to becomes the one of the last turn."""
+        self.last = turn
         self._earn(turn.reward)
         self._before = self.context
         found: Context | None = self.context
@@ -126,10 +135,12 @@ class Playing:
     def reply(self, completion: Completion, seconds: float) -> Reply:
         """The policy has answered: what the environment gets."""
         read = len(self.context.transcript)
+        self.opening = self.opening or completion.logp
         calls = self.context.conversation.calls(completion.text)
         before = self.context.conversation.before_calls(completion.text)
         said = Reply(completion.text, completion.stop, calls, len(self.replies), before, completion, read)
-        self.replies.append(_Said(completion.text, completion.tokens, *self._end, self._learn))
+        piece = Piece(len(completion.tokens), self.member, len(self.replies))
+        self.replies.append(_Said(completion.text, completion.tokens, *self._end, self._learn, piece))
         self._note(SpanKind.SAMPLED, completion.text, len(completion.tokens), 0.0, seconds, calls=calls)
         self.context.reply(completion, said, self._learn)
         self.stop = completion.stop
@@ -142,11 +153,29 @@ class Playing:
         elif not self.context.told:
             self.context.told, self.stop = True, stop
         self.asked_in_vain += 1
-        self.replies.append(_Said("", (), *self._end, False))
+        nothing = Piece(0, self.member, len(self.replies))
+        self.replies.append(_Said("", (), *self._end, False, nothing))
         return Reply("", self.stop, (), len(self.replies) - 1)
 
-    def rollout(self, done: Done) -> Rollout:
-        """What it amounts to."""
+    @property
+    def may_branch(self) -> bool:
+        """Whether the reply that comes next stands right behind a tool's answer, at which no branch has begun with it."""
+        begun = self.branch is not None and self.branch.turns == len(self.turns)
+        return bool(self.turns) and self.turns[-1].kind is SpanKind.TOOL and bool(self.opening) and not begun
+
+    def branched(self, episode: Episode, member: int) -> Playing:
+        """Another one that has said and seen all that this one has, and goes on by itself."""
+        other = copy(self)
+        other.episode, other.member = episode, member
+        other.contexts = [context.branch() for context in self.contexts]
+        other.context = other._before = other.contexts[self.contexts.index(self.context)]
+        other.turns, other.replies, other.steps = list(self.turns), list(self.replies), list(self.steps)
+        other.answers = list(self.answers)
+        other.branch = Branch(self.member, len(self.turns), tuple(t.n_sampled for t in self.transcripts))
+        return other
+
+    def rollout(self, done: Done, branching: bool = False) -> Rollout:
+        """What it amounts to. `branching`: rollouts of its group may share replies."""
         reward, steps = done.reward, positions(self.steps, self.transcripts)
         if not isinstance(reward, Invalid):
             spans = self._placed(done.spans)
@@ -167,7 +196,15 @@ class Playing:
             text="".join(said.text for said in self.replies),
             prompt=self.turns[0].text if self.turns else "",
             answers=self.answers,
+            pieces=self._pieces if branching else [],
+            branch=self.branch,
         )
+
+    @property
+    def _pieces(self) -> list[Piece]:
+        """In the order of the scored tokens."""
+        learned = [said for said in self.replies if said.learned and said.tokens]
+        return [said.piece for said in sorted(learned, key=lambda said: (said.transcript, said.scored))]
 
     def _note(
         self,

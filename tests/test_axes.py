@@ -16,6 +16,7 @@ from conftest import tiny
 from feeding import WORDS, new_learner, new_player
 
 from posttrain.algorithms.aggregate import AGGREGATES, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
+from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import ADVANTAGES, GAE, Baselined, Decoupled, Process, ToGo, Unrewarded
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.describe import differences
@@ -132,6 +133,13 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     *(("grpo", {"correction": kind}, CORRECTION, Correction(kind)) for kind in ("truncate", "icepop", "sequence")),
     ("grpo", {"correction": "none"}, CORRECTION, None),
     ("grpo", {"correction": "icepop", "correction_cap": 5.0}, CORRECTION, Correction("icepop", 5.0)),
+    ("arpo", {}, part("branching"), Branching(1, 0.5, 20, 0.5, 0.2, 0.5, "soft")),
+    ("arpo", {"branches": 0}, part("branching"), None),
+    ("dapo", {"branches": 3}, part("branching"), Branching(3)),
+    ("arpo", {"branch_first": 0.25}, part("branching"), Branching(first=0.25)),
+    ("arpo", {"branch_tokens": 7}, part("branching"), Branching(tokens=7)),
+    ("arpo", {"branch_threshold": 0.6}, part("branching"), Branching(threshold=0.6)),
+    ("arpo", {"branch_credit": "hard"}, part("branching"), Branching(credit="hard")),
     ("grpo", {"dynamic_sampling": 3}, part("sampling"), DynamicSampling(3)),
     ("dapo", {"dynamic_sampling": 0}, part("sampling"), None),
     ("grpo", {"overlong_filter": True}, part("filters"), (OverlongFilter(),)),
@@ -205,6 +213,7 @@ EVERYTHING = replace(
     correction=Correction(),
     entropy=Entropy(0.1, target=0.5),
     select=TopEntropy(),
+    branching=Branching(),
     sampling=DynamicSampling(),
     filters=(OverlongFilter(),),
     shaping=(SoftOverlong(6, 1), GroupLength()),
@@ -246,6 +255,7 @@ CANDIDATES = (
     "none",
     "forward-kl",
     "sampled",
+    "hard",
 )
 
 
@@ -354,6 +364,12 @@ Value.clip = 0.2: above 0; 0 is none
 Value.coefficient = 0.1: at least 0
 Value.lam = None: at least 0 and at most 1
 Value.warmup = 0: at least 0
+Branching.branches = 1: above 0; 0 is absent
+Branching.first = 0.5: above 0 and below 1
+Branching.tokens = 20: above 0
+Branching.alpha = 0.5: at least 0 and at most 1
+Branching.beta = 0.2: above 0
+Branching.threshold = 0.5
 DynamicSampling.rounds = 4: above 0; 0 is absent
 DynamicSampling.low = 0.0: at least 0 and below 1
 DynamicSampling.high = 1.0: above 0 and at most 1
@@ -422,6 +438,7 @@ gpg: group | |
 lite-ppo: group | |
 cispo: group, old | |
 trpo: group | | every token
+arpo: group, reference | | every token
 ppo: old, reference, value | value | every token
 ppo-kl: old, value | value | every token
 ppo-ptx: old, reference, value | value | every token

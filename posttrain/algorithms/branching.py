@@ -51,8 +51,8 @@ class Branching(Part):
         what = "one further" if self.branches == 1 else f"{self.branches} further"
         rise = f"{self.alpha:g} + {self.beta:g} (H_t - H_0) / log V > {self.threshold:g}"
         return (
-            f"{self.first:g} of a group begin with the prompt; behind a tool's answer {what} where {rise}, "
-            f"H over {self.tokens} tokens"
+            f"{self.first:g} of a group begin with the prompt; behind a tool's answer {what} where {rise}; "
+            f"H: entropy of {self.tokens} tokens, behind the answer (t) and first of the episode (0); V: vocabulary"
         )
 
     @property

@@ -31,7 +31,7 @@ class Plan:
         return max(1, math.ceil(self.first * size - 1e-9))
 
     def branches_after(self, before: Sequence[float], now: Sequence[float]) -> bool:
-        """Whether a rollout branches, by log-probabilities of replies: the episode's first one, and the one behind a tool."""
+        """Whether a rollout branches, by log-probabilities of two replies: the episode's first, and one behind a tool."""
         return self.alpha + self.beta * self.rise(before, now) > self.threshold
 
     def rise(self, before: Sequence[float], now: Sequence[float]) -> float:

@@ -135,7 +135,7 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"correction": "icepop", "correction_cap": 5.0}, CORRECTION, Correction("icepop", 5.0)),
     ("arpo", {}, part("branching"), Branching(1, 0.5, 20, 0.5, 0.2, 0.5, "soft")),
     ("arpo", {"branches": 0}, part("branching"), None),
-    ("dapo", {"branches": 3}, part("branching"), Branching(3)),
+    ("gpg", {"branches": 3}, part("branching"), Branching(3)),
     ("arpo", {"branch_first": 0.25}, part("branching"), Branching(first=0.25)),
     ("arpo", {"branch_tokens": 7}, part("branching"), Branching(tokens=7)),
     ("arpo", {"branch_threshold": 0.6}, part("branching"), Branching(threshold=0.6)),
@@ -198,7 +198,8 @@ def chosen(name: str, how: dict[str, Any]) -> Algorithm:
     small = {"ptx": "text.jsonl"} if TABLE[name].pretraining else {"teacher": "t"} if TABLE[name].teacher else {}
     critic = TABLE[name].critic
     warm = {"critic_warmup": 2} if critic is not None and critic.warmup else {}
-    return adjust(find(name), run_of(**{**small, **warm, **how}))
+    turns = any(option.startswith("branch") for option in how)  # which only change something if there are several
+    return adjust(find(name), run_of(**{**small, **warm, **how}), not turns)
 
 
 @pytest.mark.parametrize(("name", "how", "where", "expected"), CASES)
@@ -338,6 +339,16 @@ def test_settings_of_a_part_are_of_the_part_that_is_chosen_with_them_in_whatever
     given = [("surrogate.high", 0.5), ("surrogate", "clip"), ("kl_control", "adaptive")]
     row = change(TABLE["rloo"], dict(given[::turn]))
     assert row.surrogate == Clip(0.2, 0.5) and row.kl is not None and row.kl.control == Adaptive()
+
+
+@pytest.mark.parametrize(("single_turn", "how"), [(True, {}), (False, {"max_turns": 1})])
+def test_branches_are_refused_where_an_episode_is_one_reply(single_turn: bool, how: dict[str, Any]) -> None:
+    told = (
+        "grpo: --branches, --branch-credit would have no effect: rollouts branch behind answers of tools.*leave it out"
+    )
+    with pytest.raises(UserError, match=told):
+        adjust(find("grpo"), run_of(branches=2, branch_credit="hard", **how), single_turn)
+    assert adjust(find("arpo"), run_of(**how), single_turn).branching == Branching()
 
 
 # -- what is written down of settings ----------------------------------------------------------------------------------

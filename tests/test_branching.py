@@ -477,7 +477,8 @@ def test_a_rollout_that_is_left_out_takes_no_part_in_what_is_shared(branched: li
 
 
 def arpo(**how: Any) -> Algorithm:
-    return row("arpo", group=SIZE, branch_tokens=3, branch_first=0.25, max_episode_tokens=32, **how)
+    own = row("arpo", group=SIZE, max_episode_tokens=32, **how)
+    return replace(own, branching=Branching(tokens=3, first=0.25))
 
 
 def test_tokens_of_a_step_are_those_that_were_sampled(tokenizer: Tokenizer) -> None:

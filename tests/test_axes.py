@@ -587,7 +587,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"settings": {"critic.lam": 1.0}}, "there is no critic to change"),
     ("grpo", {"settings": {"shaping.soft-overlang.cache": 3}}, "did you mean 'soft-overlong'"),
     ("grpo", {"settings": {"shaping.soft-overlong": 3}}, "say which setting of soft-overlong: limit, cache"),
-    ("grpo", {"settings": {"name": "mine"}}, "no part of an algorithm is called 'name'"),
+    ("grpo", {"settings": {"name": "mine"}}, "no part is called 'name'"),
     # numbers
     ("ppo", {"gamma": 1.5}, "--gamma must be at least 0 and at most 1, not 1.5"),
     ("ppo", {"gae_lambda": -0.1}, "--gae-lambda must be at least 0"),

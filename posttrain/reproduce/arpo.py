@@ -15,27 +15,24 @@ from posttrain.reproduce.figure import Panel, Series
 from posttrain.reproduce.harness import Arena, late
 from posttrain.reproduce.search import searching
 from posttrain.reproduce.search_r1 import COMMON, Quiz, examined, prepare
+from posttrain.runs.checkpoint import resolve
 from posttrain.training.loop import Trained, train
 
-GRPO, ARPO, EVERYWHERE = "GRPO", "ARPO", "branches at every answer"
-NEVER_BELOW = -1e9
-ARMS: dict[str, dict[str, Any]] = {
-    GRPO: {"algorithm": "grpo"},
-    ARPO: {"algorithm": "arpo"},
-    EVERYWHERE: {"algorithm": "arpo", "branch_threshold": NEVER_BELOW},
-}
-"""What each differs in. The last one shares beginnings too, and looks at no entropy."""
+GRPO, ARPO = "GRPO", "ARPO"
+ARMS = {GRPO: "grpo", ARPO: "arpo"}
+"""What each learns by, and differs in alone."""
 
 METRICS = ("accuracy", "length", "branches", "branches/shared")
 LONGEST_RUN = 10_000  # steps, which no budget of tokens reaches
 
 
 def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
-    quiz = prepare(seed, settings, folder, say)
+    made = str(resolve(f"{settings['starts']}/seed-{seed}/start")) if settings["starts"] else ""
+    quiz = prepare(seed, settings, folder, say, made)
     start = examined(quiz.start, quiz, searching, seed, settings)
     found: Numbers = {"gate": quiz.gate, "start": start, "arms": {}}
     for arm in ARMS:
-        found["arms"][arm] = trained(quiz, arm, folder / arm.replace(" ", "-"), seed, settings)
+        found["arms"][arm] = trained(quiz, arm, folder / arm, seed, settings)
         course = " ".join(f"{point['all']:.3f}" for point in found["arms"][arm]["course"])
         say(f"  seed {seed}, {arm}: held-out exact match {start['all']:.3f} -> {course}")
     return found
@@ -45,8 +42,8 @@ def trained(quiz: Quiz, arm: str, folder: Path, seed: int, settings: Settings) -
     """Learn until so many tokens are sampled, and be examined on the way: what came of it, and metrics of each step."""
     curves: dict[str, list[float | None]] = {name: [] for name in METRICS}
     course: list[Numbers] = []
-    options = {"aggregate": "token-mean", "kl": 0.0, "minibatches": 1, **ARMS[arm]}
-    if options["algorithm"] != "grpo":
+    options: dict[str, Any] = {"algorithm": ARMS[arm], "aggregate": "token-mean", "kl": 0.0, "minibatches": 1}
+    if arm == ARPO:
         options |= {"branch_first": settings["first"], "branch_tokens": settings["entropy_tokens"]}
     sizes = {**settings, "max_tokens": reader.LONGEST}
     sampled = number = 0
@@ -80,7 +77,6 @@ SHOWN = {"all": "exact match", "one hop": "one hop", "two hops": "two hops", "va
 def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
     seeds = list(numbers.values())
     arms = {arm: [n["arms"][arm] for n in seeds] for arm in ARMS}
-    half = (settings["parts"] - 1) // 2
     return Finding(
         (
             "arm",
@@ -92,19 +88,17 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
             "each seed",
         ),
         [row for arm, own in arms.items() for row in _rows(arm, own)],
-        [
-            _beyond("after half of the tokens", arms, half),
-            _beyond("after all tokens", arms, -1),
-        ],
+        [_beyond(place, arms, settings) for place in range(settings["parts"])],
         _panels(arms),
         _notes(seeds),
     )
 
 
-def _beyond(when: str, arms: Mapping[str, Sequence[Numbers]], place: int) -> Comparison:
+def _beyond(place: int, arms: Mapping[str, Sequence[Numbers]], settings: Settings) -> Comparison:
     pairs = zip(arms[ARPO], arms[GRPO], strict=True)
     gap = over_seeds([one["course"][place]["all"] - other["course"][place]["all"] for one, other in pairs])
-    return Comparison(f"exact match {when}: ARPO minus GRPO", gap, at_least=0.0)
+    tokens = settings["tokens"] * (place + 1) // settings["parts"]
+    return Comparison(f"exact match after {tokens:,} tokens: ARPO minus GRPO", gap, at_least=0.0)
 
 
 def _rows(arm: str, own: Sequence[Numbers]) -> list[list[str]]:
@@ -160,7 +154,7 @@ EXPERIMENT = Experiment(
     "ARPO, arXiv 2507.19849, sections 3 and 4",
     {
         **{name: value for name, value in COMMON.items() if name not in ("steps", "minibatches", "critic_lr")},
-        "tokens": 200_000, "parts": 4, "first": 0.5, "entropy_tokens": 20,
+        "starts": "", "tokens": 200_000, "parts": 4, "first": 0.5, "entropy_tokens": 20,
     },
     measure,
     conclude,

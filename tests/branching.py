@@ -16,7 +16,7 @@ STOP = ("7", "a")
 
 
 def answer(reply: str) -> Turn:
-    return Turn(f"<{reply[-4:]}>", tool=True, stop=STOP)
+    return Turn(f"<{reply[-4:]}>", tool=True, stop=STOP, reward=len(reply) / 8)
 
 
 def worth(said: list[str]) -> float:

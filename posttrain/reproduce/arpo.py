@@ -154,7 +154,7 @@ EXPERIMENT = Experiment(
     "ARPO, arXiv 2507.19849, sections 3 and 4",
     {
         **{name: value for name, value in COMMON.items() if name not in ("steps", "minibatches", "critic_lr")},
-        "starts": "", "tokens": 200_000, "parts": 4, "first": 0.5, "entropy_tokens": 20,
+        "starts": "", "tokens": 100_000, "parts": 2, "first": 0.5, "entropy_tokens": 20,
     },
     measure,
     conclude,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from posttrain.algorithms.table import find
 from posttrain.batch import Stats
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.asking import Services
-from posttrain.envs.branching import Plan
+from posttrain.envs.branching import Plan, Shares
 from posttrain.envs.play import Bounds, Episode, Player
 from posttrain.envs.pool import EnvPool
 from posttrain.kernels import binder, build
@@ -152,6 +153,29 @@ def test_a_rollout_branches_where_what_it_said_behind_a_tool_is_less_sure_than_h
             assert told == by_hand(group, plan)
             assert told or plan is not ALWAYS
     assert len(group) == SIZE
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_member_begins_once_whoever_branches_and_ends_when(seed: int) -> None:
+    draw = random.Random(seed)
+    size, first = draw.randint(1, 12), draw.random()
+    shares = Shares(["a", "b"] * size, replace(RISEN, first=first, branches=draw.randint(1, 3)))
+    assert shares.member == [m for m in range(size) for _ in "ab"]
+    begun = list(shares.first)
+    assert [sum(i % 2 == g for i in begun) for g in (0, 1)] == [max(1, math.ceil(first * size))] * 2
+    live = list(begun)
+    while live:
+        index = draw.choice(live)
+        if shares.has(index) and draw.random() < 0.4:
+            new = shares.branch(index, draw.randint(1, 3))
+            assert new and {i % 2 for i in new} == {index % 2}
+        else:
+            live.remove(index)
+            new = shares.end(index)
+            assert not shares.has(index)
+        begun += new
+        live += new
+    assert sorted(begun) == list(range(2 * size))
 
 
 def test_what_is_left_begins_with_the_prompt_as_if_nobody_branched(

@@ -102,6 +102,8 @@ class _Play:
             self._show_heard()
             for completion in sorted(self.engine.poll(), key=lambda c: c.id) if self.sampled else ():
                 self._say(completion)
+            waits = self.sampled or self.heard or self.services.pending or self.pool.pending
+            assert waits or len(self.finished) == len(self.playing), "an episode waits for nobody"
         return [self.finished[index] for index in range(len(self.playing))]
 
     def _begin(self, index: int) -> None:

@@ -44,7 +44,8 @@ def trained(quiz: Quiz, arm: str, folder: Path, seed: int, settings: Settings) -
     course: list[Numbers] = []
     options: dict[str, Any] = {"algorithm": ARMS[arm], "aggregate": "token-mean", "kl": 0.0, "minibatches": 1}
     if arm == ARPO:
-        options |= {"branch_first": settings["first"], "branch_tokens": settings["entropy_tokens"]}
+        named = {"branch_first": "first", "branch_tokens": "entropy_tokens", "branch_threshold": "threshold"}
+        options |= {option: settings[name] for option, name in named.items()}
     sizes = {**settings, "max_tokens": reader.LONGEST}
     sampled = number = 0
 
@@ -154,7 +155,7 @@ EXPERIMENT = Experiment(
     "ARPO, arXiv 2507.19849, sections 3 and 4",
     {
         **{name: value for name, value in COMMON.items() if name not in ("steps", "minibatches", "critic_lr")},
-        "starts": "", "tokens": 100_000, "parts": 2, "first": 0.5, "entropy_tokens": 20,
+        "starts": "", "tokens": 100_000, "parts": 2, "first": 0.5, "entropy_tokens": 20, "threshold": 0.5,
     },
     measure,
     conclude,

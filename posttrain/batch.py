@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from posttrain.types import Media, Rollout
+from posttrain.types import Media, Piece, Rollout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,7 @@ class Scores:
     group: Tensor  # int64 [S]
     length: Tensor  # float32 [S], scored tokens of each rollout: at least 1
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # per rollout: (scored tokens up to its end, step reward)
+    pieces: tuple[tuple[Piece, ...], ...] = ()  # per rollout, all scored tokens: whose they are, where rollouts branch
     penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: what a KL in the reward takes off each token's
     value: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the critic's, of the state in which each token was chosen
     squared_gradient_norm: Tensor | None = None  # float64 [S], of the rollout's log-probability

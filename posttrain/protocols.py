@@ -141,6 +141,10 @@ class Engine(Protocol):
         ...
 
     def forget(self, id: int) -> None: ...  # no other request goes on from this one
+    def copy(self, id: int, to: int, tokens: int) -> None:
+        """The next request `to` may begin with the first so many tokens of what is kept of this one, and its reply."""
+        ...
+
     def cancel(self, id: int) -> None: ...  # a request that is not answered yet: there will be no completion
     def poll(self) -> list[Completion]: ...  # works for a few decoding steps; [] where nothing has finished in them
     def load(self, weights: Any, version: int) -> None: ...  # hand-over; for shared weights only the version changes

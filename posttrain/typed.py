@@ -378,6 +378,16 @@ class RLOptions(TrainingOptions, total=False):
     """jensen-shannon: share of the teacher in the mixture."""
     teacher_temperature: float
     """Of the teacher's logits; default: that of sampling."""
+    branches: int
+    """Rollouts that begin at a tool's answer which raised the entropy (0: none)."""
+    branch_first: float
+    """Share of a group that begins with the prompt."""
+    branch_tokens: int
+    """Tokens of a reply from which its entropy is estimated."""
+    branch_threshold: float
+    """Rollouts branch where alpha + beta x the rise is above it."""
+    branch_credit: Literal["soft", "hard"]
+    """Advantage of shared tokens: each rollout's own, or the mean of those that share them."""
     dynamic_sampling: int
     """Replace groups without signal, playing at most this many times --prompts (0: off)."""
     overlong_filter: bool

@@ -59,6 +59,7 @@ class InvalidKind(StrEnum):
     TIMEOUT = "timeout"  # it took longer than a step may take
     DIED = "died"  # its process ended
     UNANSWERED = "unanswered"  # a service that was asked has no answer
+    DIVERGED = "diverged"  # it went another way when it was played a second time
 
 
 @dataclass(frozen=True)
@@ -434,6 +435,24 @@ class Item:
         return sum(t.n_scored for t in self.responses)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A reply that is learned from, and whose it is: rollouts of a group that branched off share their first replies."""
+
+    length: int  # tokens
+    member: int  # of the group, for which it was sampled
+    reply: int  # of that one's replies: 0 is the first
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Where a rollout left another one of its group."""
+
+    of: int  # which member of the group
+    turns: int  # of its own turns, the first ones, that are the other's
+    taken: tuple[int, ...]  # sampled tokens of each transcript, the first ones, that are the other's
+
+
 @dataclass
 class Rollout:
     """One episode, played and scored."""
@@ -450,6 +469,8 @@ class Rollout:
     prompt: str = ""  # the first thing the policy saw; for reading only
     answers: list[tuple[str, Any]] = field(default_factory=list)  # of services: name, JSON data or Invalid; for reading
     side: str = ""  # of the episode, where the policy plays several: each has a rollout, and is compared with its like
+    pieces: list[Piece] = field(default_factory=list)  # all scored tokens, in order; []: its group does not branch
+    branch: Branch | None = None  # where it left another one; None: it began with the prompt
 
     @property
     def n_scored(self) -> int:
@@ -465,6 +486,11 @@ class Rollout:
     def compared(self) -> tuple[str, str]:
         """Which rollouts it is compared with: those of its group that played the same side."""
         return self.group, self.side
+
+    @property
+    def n_own(self) -> int:
+        """Tokens that were sampled for it alone: without those of the rollout that it branched off."""
+        return self.n_sampled - (sum(self.branch.taken) if self.branch else 0)
 
     @property
     def version(self) -> int:

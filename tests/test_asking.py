@@ -334,7 +334,7 @@ def test_an_environment_that_goes_another_way_when_it_is_replayed_is_invalid(tmp
         pool.send(1, 1)
         event = one(pool)[1]
         assert isinstance(event, Done) and isinstance(event.reward, Invalid)
-        assert "went another way when it was replayed" in event.reward.reason
+        assert "went another way when it was played again" in event.reward.reason
 
 
 # -- what may be asked -------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from conftest import tiny
 from feeding import WORDS, new_learner, new_player
 
 from posttrain.algorithms.aggregate import AGGREGATES, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
+from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import ADVANTAGES, GAE, Baselined, Decoupled, Process, ToGo, Unrewarded
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.describe import differences
@@ -132,6 +133,13 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     *(("grpo", {"correction": kind}, CORRECTION, Correction(kind)) for kind in ("truncate", "icepop", "sequence")),
     ("grpo", {"correction": "none"}, CORRECTION, None),
     ("grpo", {"correction": "icepop", "correction_cap": 5.0}, CORRECTION, Correction("icepop", 5.0)),
+    ("arpo", {}, part("branching"), Branching(1, 0.5, 20, 0.5, 0.2, 0.5, "soft")),
+    ("arpo", {"branches": 0}, part("branching"), None),
+    ("gpg", {"branches": 3}, part("branching"), Branching(3)),
+    ("arpo", {"branch_first": 0.25}, part("branching"), Branching(first=0.25)),
+    ("arpo", {"branch_tokens": 7}, part("branching"), Branching(tokens=7)),
+    ("arpo", {"branch_threshold": 0.6}, part("branching"), Branching(threshold=0.6)),
+    ("arpo", {"branch_credit": "hard"}, part("branching"), Branching(credit="hard")),
     ("grpo", {"dynamic_sampling": 3}, part("sampling"), DynamicSampling(3)),
     ("dapo", {"dynamic_sampling": 0}, part("sampling"), None),
     ("grpo", {"overlong_filter": True}, part("filters"), (OverlongFilter(),)),
@@ -190,7 +198,8 @@ def chosen(name: str, how: dict[str, Any]) -> Algorithm:
     small = {"ptx": "text.jsonl"} if TABLE[name].pretraining else {"teacher": "t"} if TABLE[name].teacher else {}
     critic = TABLE[name].critic
     warm = {"critic_warmup": 2} if critic is not None and critic.warmup else {}
-    return adjust(find(name), run_of(**{**small, **warm, **how}))
+    turns = any(option.startswith("branch") for option in how)  # which only change something if there are several
+    return adjust(find(name), run_of(**{**small, **warm, **how}), not turns)
 
 
 @pytest.mark.parametrize(("name", "how", "where", "expected"), CASES)
@@ -205,6 +214,7 @@ EVERYTHING = replace(
     correction=Correction(),
     entropy=Entropy(0.1, target=0.5),
     select=TopEntropy(),
+    branching=Branching(),
     sampling=DynamicSampling(),
     filters=(OverlongFilter(),),
     shaping=(SoftOverlong(6, 1), GroupLength()),
@@ -246,6 +256,7 @@ CANDIDATES = (
     "none",
     "forward-kl",
     "sampled",
+    "hard",
 )
 
 
@@ -330,6 +341,16 @@ def test_settings_of_a_part_are_of_the_part_that_is_chosen_with_them_in_whatever
     assert row.surrogate == Clip(0.2, 0.5) and row.kl is not None and row.kl.control == Adaptive()
 
 
+@pytest.mark.parametrize(("single_turn", "how"), [(True, {}), (False, {"max_turns": 1})])
+def test_branches_are_refused_where_an_episode_is_one_reply(single_turn: bool, how: dict[str, Any]) -> None:
+    told = (
+        "grpo: --branches, --branch-credit would have no effect: rollouts branch behind answers of tools.*leave it out"
+    )
+    with pytest.raises(UserError, match=told):
+        adjust(find("grpo"), run_of(branches=2, branch_credit="hard", **how), single_turn)
+    assert adjust(find("arpo"), run_of(**how), single_turn).branching == Branching()
+
+
 # -- what is written down of settings ----------------------------------------------------------------------------------
 
 WRITTEN = """
@@ -354,6 +375,12 @@ Value.clip = 0.2: above 0; 0 is none
 Value.coefficient = 0.1: at least 0
 Value.lam = None: at least 0 and at most 1
 Value.warmup = 0: at least 0
+Branching.branches = 1: above 0; 0 is absent
+Branching.first = 0.5: above 0 and below 1
+Branching.tokens = 20: above 0
+Branching.alpha = 0.5: at least 0 and at most 1
+Branching.beta = 0.2: above 0
+Branching.threshold = 0.5
 DynamicSampling.rounds = 4: above 0; 0 is absent
 DynamicSampling.low = 0.0: at least 0 and below 1
 DynamicSampling.high = 1.0: above 0 and at most 1
@@ -422,6 +449,7 @@ gpg: group | |
 lite-ppo: group | |
 cispo: group, old | |
 trpo: group | | every token
+arpo: group, reference | | every token
 ppo: old, reference, value | value | every token
 ppo-kl: old, value | value | every token
 ppo-ptx: old, reference, value | value | every token
@@ -559,7 +587,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"settings": {"critic.lam": 1.0}}, "there is no critic to change"),
     ("grpo", {"settings": {"shaping.soft-overlang.cache": 3}}, "did you mean 'soft-overlong'"),
     ("grpo", {"settings": {"shaping.soft-overlong": 3}}, "say which setting of soft-overlong: limit, cache"),
-    ("grpo", {"settings": {"name": "mine"}}, "no part of an algorithm is called 'name'"),
+    ("grpo", {"settings": {"name": "mine"}}, "no part is called 'name'"),
     # numbers
     ("ppo", {"gamma": 1.5}, "--gamma must be at least 0 and at most 1, not 1.5"),
     ("ppo", {"gae_lambda": -0.1}, "--gae-lambda must be at least 0"),

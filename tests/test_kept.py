@@ -195,7 +195,7 @@ def test_two_may_go_on_from_one(tokenizer: Tokenizer) -> None:
     engine, alone = new(model, tokenizer), new(model, tokenizer)
     talked, _ = talk(engine, turns=2), talk(alone, turns=2)
     before = engine.kept.bytes
-    engine.copy(0, 9)
+    engine.copy(0, 9, max(s.start + s.length for s in talked.transcripts[0].spans if s.learned))
     assert engine.kept.bytes == before, "what is shared is counted once"
     tokens, found = talked.transcripts[0].tokens, {}
     for one, ids in ((engine, (0, 9)), (alone, (0,))):

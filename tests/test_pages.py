@@ -44,8 +44,8 @@ def test_page_fits_one_screen_and_its_curve_exists(row: Row) -> None:
     text = page(row, beside(row))
     assert text.count("\n") <= 50
     curve = f"curves/{row.name}.png"
-    practised = isinstance(row, Algorithm) and row.teacher is None
-    assert (PAGES / curve).exists() == (curve in text) == practised, "the common task is of rewards"
+    practised = isinstance(row, Algorithm) and row.teacher is None and row.branching is None
+    assert (PAGES / curve).exists() == (curve in text) == practised, "the common task is of rewards, without tools"
 
 
 def test_no_page_is_left_of_a_row_that_is_gone() -> None:

@@ -49,6 +49,7 @@ TINY: dict[str, dict[str, Any]] = {
                           "betas": [0.0, 0.1], "steps": 2, "every": 1, "prompts": 4, "group": 4},
     "search-r1": SEARCHING,
     "retrieved-token-masking": SEARCHING,
+    "arpo": {**{k: v for k, v in SEARCHING.items() if k != "steps"}, "tokens": 200, "parts": 2},
 }  # fmt: skip
 TINY_TRAINING = {"steps": 2, "prompts": 4, "group": 4, "max_tokens": 8, "imitation_epochs": 1.0}
 
@@ -70,7 +71,7 @@ def test_registry_holds_every_experiment_with_a_claim_and_a_paper() -> None:
     assert set(EXPERIMENTS) == {
         "kl-estimators", "baseline-variance", "gspo-variance", "clip-higher", "dynamic-sampling", "overlong",
         "length-bias", "ppo-vs-grpo", "entropy-collapse", "decoupled-approval", "over-optimisation",
-        "search-r1", "retrieved-token-masking",
+        "search-r1", "retrieved-token-masking", "arpo",
     }  # fmt: skip
     for name, experiment in EXPERIMENTS.items():
         assert experiment.name == name and experiment.claim.endswith(".") and experiment.paper and experiment.settings
@@ -88,6 +89,7 @@ def test_registry_holds_every_experiment_with_a_claim_and_a_paper() -> None:
             "over-optimisation",
             "search-r1",
             "retrieved-token-masking",
+            "arpo",
         )
         else pytest.param(name, marks=pytest.mark.slow)
         for name in EXPERIMENTS

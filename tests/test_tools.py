@@ -624,6 +624,15 @@ def test_no_two_calls_of_a_conversation_have_one_id(speaker: Tokenizer) -> None:
     assert talk.calls("no call") == () and talk.before_calls("no call") is None
 
 
+def test_calls_of_a_branch_have_ids_of_their_own_conversation_alone(speaker: Tokenizer) -> None:
+    talk, alone = talking(speaker), talking(speaker)
+    first = [[call.id for call in one.calls(called("") * 2)] for one in (talk, alone)]
+    branch = talk.branch()
+    ids = [[call.id for call in one.calls(called("") * 2)] for one in (branch, talk, alone)]
+    assert first[0] == first[1] and ids[0] == ids[1] == ids[2] and not set(ids[0]) & set(first[0])
+    assert branch.messages == talk.messages
+
+
 @pytest.mark.parametrize("content", ["\u2063reply\u2063", "\u2063\u2063reply\u2063\u2063 \u2063reply\u2063", "Xyzzy"])
 def test_what_stands_for_a_reply_in_a_template_may_be_said_by_anyone(speaker: Tokenizer, content: str) -> None:
     for calls in ("", called("")):

@@ -433,6 +433,7 @@ LOSSES: dict[str, Loss] = {
     "distill-k1": distill_k1,
     "grpo": grpo,
     "iterative-grpo": grpo,
+    "arpo": grpo,
     "dr-grpo": dr_grpo,
     "rloo": rloo,
     "reinforce": reinforce,

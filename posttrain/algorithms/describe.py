@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import singledispatch
 from typing import Any
 
+from posttrain.algorithms.branching import PAPER
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Imitated, Margin, Preference
 from posttrain.algorithms.responses import Likelihood, LogRatio, PolicyWeight
@@ -59,6 +60,7 @@ def _(row: Algorithm) -> list[tuple[str, str, str]]:
         ("tokens that count", row.select),
         ("correction for the engine", row.correction),
         ("critic, loss", row.critic),
+        ("rollouts of a group", row.branching),
         ("groups", row.sampling),
         *(("rollouts", chosen) for chosen in row.filters),
         *(("added to the reward", shape) for shape in row.shaping),
@@ -68,6 +70,8 @@ def _(row: Algorithm) -> list[tuple[str, str, str]]:
         ("replay", row.replay),
     )
     found += [(what, part.formula, part.source) for what, part in named if part is not None]
+    if row.branching is not None:
+        found.append(("A of tokens that rollouts share", row.branching.sharing, f"{PAPER}, section 3.2"))
     if row.refresh:
         refresh = f"becomes the policy every {row.refresh} steps"
         found.append(("reference", refresh, "DeepSeekMath, arXiv 2402.03300, algorithm 1"))
@@ -293,6 +297,9 @@ def _use(row: Row) -> list[str]:
 @_use.register
 def _(row: Algorithm) -> list[str]:
     every = f"every setting: `posttrain algorithms {row.name}`."
+    if row.branching is not None:  # nor any tools
+        use = f"`posttrain rl --algorithm {row.name}`"
+        return [f"Figures: [agents](../results/agents.md#arpo). In use: {use}; {every}", ""]
     if row.teacher is not None:  # the common task has no teacher
         use = f"`posttrain distill --algorithm {row.name} --teacher FOLDER`"
         return [f"Figures: [distillation](../results/distill.md). In use: {use}; {every}", ""]

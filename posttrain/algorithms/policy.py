@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from posttrain.algorithms.aggregate import AGGREGATES, Aggregate
+from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import ADVANTAGES, Advantage, Unrewarded
 from posttrain.algorithms.critic import CriticLoss
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
@@ -87,6 +88,7 @@ class Algorithm(Row):
     select: TopEntropy | None = None
     critic: CriticLoss | None = knob(None, brought="--advantage gae")
     teacher: Distillation | None = knob(None, brought="posttrain distill --teacher FOLDER")
+    branching: Branching | None = None
     sampling: DynamicSampling | None = None
     filters: tuple[OverlongFilter, ...] = knob(  # rollouts that are in the loss
         (),

@@ -383,4 +383,4 @@ def _unknown(kind: type[Any], told: str, place: Sequence[str], whole: str, names
         *(".".join(place) for place, _, _, _ in _knobs(kind, ())),
         *(f"--{name.replace('_', '-')}" for name in flags(kind)),
     ]
-    return f"{told}: no part of an algorithm is called {place[0]!r}{near(told, known)}; there are {', '.join(names)}"
+    return f"{told}: no part is called {place[0]!r}{near(told, known)}; there are {', '.join(names)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from posttrain.algorithms.aggregate import ConstantLength, SequenceMean, SequenceSum, TokenMean
+from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import GAE, Baselined, Earned, Process, ToGo, Unrewarded
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay
@@ -210,6 +211,17 @@ _ROWS = (
         trust_region=TrustRegion(),
         stated="one, arXiv 1502.05477, section 6",
         idea="Natural gradient within a KL trust region",
+    ),
+    Algorithm(
+        "arpo",
+        "Agentic Reinforced Policy Optimization: GRPO on rollouts that branch behind tools (arXiv 2507.19849)",
+        advantage=Baselined("group", "group"),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=SequenceMean(),
+        kl=KL("k3", 0.04),
+        branching=Branching(),
+        stated="not stated in the paper: as grpo",
+        idea="Branches where a tool's answer raises the entropy",
     ),
     # -- a critic ------------------------------------------------------------------------------------------------------
     Algorithm(

@@ -77,7 +77,7 @@ class Cache:
         """The first `count` slots go on, after `source` moved to `to`; `filled`: most own tokens of a request."""
         if source:
             index, place = (torch.tensor(slots, device=self.device) for slots in (source, to))
-            filled = self._whole(filled)
+            filled = self.whole(filled)
             self.own[:, :, place, :, :filled] = self.own[:, :, index, :, :filled]
             for old, new in zip(source, to, strict=True):
                 self.prompt[new] = self.prompt[old]
@@ -87,7 +87,7 @@ class Cache:
 
     def states(self, slot: int, tokens: int) -> Tensor:
         """A copy of a request's own keys and values, [2, layers, kv_heads, tokens, size]; whole units of tokens."""
-        return self.own[:, :, slot, :, : self._whole(tokens)].clone()
+        return self.own[:, :, slot, :, : self.whole(tokens)].clone()
 
     def restore(self, slot: int, states: Tensor) -> None:
         """The inverse."""
@@ -113,7 +113,8 @@ class Cache:
         self.shared[0, :, row, :, :tokens] = prefix.k
         self.shared[1, :, row, :, :tokens] = prefix.v
 
-    def _whole(self, tokens: int) -> int:
+    def whole(self, tokens: int) -> int:
+        """So many tokens or more that fill whole units."""
         return math.ceil(tokens / self.unit) * self.unit
 
     def _release(self, used: set[Prompt]) -> None:
@@ -124,7 +125,7 @@ class Cache:
                 rows.pop()
             if hole < len(rows):
                 rows[hole] = prompt = rows.pop()
-                filled = self._whole(len(prompt))
+                filled = self.whole(len(prompt))
                 self.shared[:, :, hole, :, :filled] = self.shared[:, :, self.row[prompt], :, :filled]
         self.row = {prompt: row for row, prompt in enumerate(rows)}
 

@@ -6,6 +6,7 @@ so that a budget changes nothing but the time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -55,9 +56,16 @@ class Keeper:
             self._let_go(kept)
         return kept
 
-    def copy(self, id: int, to: int) -> None:
-        """Another request goes on from the same tokens."""
-        self.put(to, self._kept[id])
+    def copy(self, id: int, to: int, tokens: int, whole: Callable[[int], int]) -> None:
+        """Another request goes on from the first so many tokens. `whole`: so many or more, as `Cache.states` gives them."""
+        kept = self._kept.get(id)
+        own = tokens - len(kept.prompt) if kept else 0
+        if kept is None or not 0 < own <= len(kept.own):
+            return
+        if own < len(kept.own):
+            states = None if kept.states is None else kept.states[:, :, :, : whole(own - 1)].clone()
+            kept = replace(kept, own=kept.own[:own], states=states)
+        self.put(to, kept)
 
     def clear(self) -> None:
         self._kept.clear()

@@ -118,8 +118,8 @@ class LocalEngine:
         if self.rests and not self.running and not self.waiting:
             self._rest()
 
-    def copy(self, id: int, to: int) -> None:
-        self.kept.copy(id, to)
+    def copy(self, id: int, to: int, tokens: int) -> None:
+        self.kept.copy(id, to, tokens, self._cache.whole)
 
     def poll(self) -> list[Completion]:
         """Decode until a request has finished, for a few steps at most; [] if none has."""

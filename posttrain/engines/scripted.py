@@ -70,6 +70,9 @@ class ScriptedEngine:
     def forget(self, id: int) -> None:
         pass
 
+    def copy(self, id: int, to: int, tokens: int) -> None:
+        pass
+
     def cancel(self, id: int) -> None:
         self._done = [done for done in self._done if done.id != id]
 

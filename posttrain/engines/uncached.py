@@ -67,6 +67,9 @@ class UncachedEngine:
     def forget(self, id: int) -> None:
         pass
 
+    def copy(self, id: int, to: int, tokens: int) -> None:
+        pass
+
     def cancel(self, id: int) -> None:
         self._waiting = deque(request for request in self._waiting if request.id != id)
         self._running = [running for running in self._running if running.request.id != id]

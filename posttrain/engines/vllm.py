@@ -129,6 +129,9 @@ class VLLMEngine:
     def forget(self, id: int) -> None:
         pass
 
+    def copy(self, id: int, to: int, tokens: int) -> None:
+        pass
+
     def cancel(self, id: int) -> None:
         submitted = [request for request in self._submitted if request.id != id]
         if len(submitted) == len(self._submitted):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -64,6 +65,12 @@ class Conversation:
         self.tools: Sequence[Mapping[str, Any]] | None = None  # that the model was told of
         self.last_calls: Sequence[ToolCall] = ()  # of the last reply
         self._ids: set[str] = set()  # of all calls so far
+
+    def branch(self) -> Conversation:
+        """Another one that begins with all that was said in this."""
+        other = copy(self)
+        other._ids = set(self._ids)
+        return other
 
     def show(self, turn: Turn, last: Completion | None) -> list[int]:
         """Tokens that put `turn` before the policy; `last` is what it sampled just before, if anything."""

@@ -8,6 +8,7 @@ only the rest is an observation, so nothing that was sampled is ever tokenised a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,12 @@ class Context:
         self.messages: list[Mapping[str, Any]] | None = []  # given and said; None: not all of it was messages
         self._stop: tuple[str, ...] = ()  # of the last turn
         self.text: str | None = ""  # the same of text
+
+    def branch(self) -> Context:
+        """Another one that begins with all of this."""
+        other = copy(self)
+        other.conversation, other.transcript = self.conversation.branch(), self.transcript.branch()
+        return other
 
     def read(self, turn: Turn) -> list[int]:
         """The tokens that put a turn before the policy."""

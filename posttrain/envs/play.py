@@ -5,6 +5,9 @@ depend on what is sampled beside them (`Engine.batch_invariant`), every answer o
 Elsewhere the last bits of a reply would follow from the order of the requests, so that order is fixed: the engine
 answers all it has, then all environments show their next turns, in the order of the episodes. Questions to services,
 whose answers depend on no order, are passed on at once in either case.
+
+An episode that branches is begun a second time with the replies and answers that it had: its environment cannot be copied,
+but goes the same way again. That it does is seen from the turn in which it ends up; where it does not, it is Invalid.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from posttrain.envs.asking import Services
+from posttrain.envs.branching import Plan, Shares
 from posttrain.envs.chat import Texts
 from posttrain.envs.playing import Episode, Playing, is_tool
-from posttrain.envs.pool import Done, EnvPool
+from posttrain.envs.pool import Done, EnvPool, Event
+from posttrain.envs.stage import DIVERGED
 from posttrain.protocols import Engine
 from posttrain.seeds import seed_of
 from posttrain.types import Ask, Completion, Invalid, InvalidKind, Rollout, Sampling, StopReason, Turn, UserError
@@ -65,10 +70,13 @@ class Player:
     services: Services = field(default_factory=Services)
     """Who answers what environments ask."""
 
-    def play(self, episodes: Sequence[Episode]) -> list[Rollout]:
-        """The rollouts of these episodes, in their order: one each, or one for each side that the policy played."""
+    def play(self, episodes: Sequence[Episode], plan: Plan | None = None) -> list[Rollout]:
+        """The rollouts of these episodes, in their order: one each, or one for each side that the policy played.
+
+        `plan`: how those of a group branch; None: they do not.
+        """
         try:
-            return _Play(self, episodes).played()
+            return _Play(self, episodes, plan).played()
         finally:
             self.services.forget()
 
@@ -76,10 +84,12 @@ class Player:
 class _Play:
     """One call of `Player.play`. Episodes are known by their place."""
 
-    def __init__(self, by: Player, episodes: Sequence[Episode]) -> None:
+    def __init__(self, by: Player, episodes: Sequence[Episode], plan: Plan | None) -> None:
+        self.plan, self.shares = plan, Shares([episode.group for episode in episodes], plan)
         self.by, self.pool, self.engine, self.services = by, by.pool, by.engine, by.services
         self.prompts: dict[str, list[int]] = {}  # a group's prompt is tokenised once
-        self.playing = [Playing(episode, by.tokenizer) for episode in episodes]
+        self.playing = [Playing(e, by.tokenizer, n) for e, n in zip(episodes, self.shares.member, strict=True)]
+        self.begun: set[int] = set()  # as branches, whose environments have not come so far yet
         self.finished: dict[int, list[Rollout]] = {}
         self.sampled = 0  # requests that the engine has
         self.asked = [0.0] * len(episodes)  # when the engine or the environment was
@@ -87,16 +97,48 @@ class _Play:
         self.in_any_order = by.engine.batch_invariant or by.pool.single_turn  # a reward asks for nothing more
 
     def played(self) -> list[Rollout]:
-        for index, p in enumerate(self.playing):
-            self.asked[index] = p.began = time.perf_counter()
-            self.pool.start(index, p.episode.task)
+        for index in self.shares.first:
+            self._begin(index)
         while len(self.finished) < len(self.playing):
             self._hear()
             self._answer()
             self._show_heard()
             for completion in sorted(self.engine.poll(), key=lambda c: c.id) if self.sampled else ():
                 self._say(completion)
+            waits = self.sampled or self.heard or self.services.pending or self.pool.pending
+            assert waits or len(self.finished) == len(self.playing), "an episode waits for nobody"
         return [rollout for index in range(len(self.playing)) for rollout in self.finished[index]]
+
+    def _begin(self, index: int) -> None:
+        """With the prompt."""
+        p = self.playing[index]
+        self.asked[index] = p.began = time.perf_counter()
+        self.pool.start(index, p.episode.task)
+
+    def _branch(self, index: int) -> None:
+        """Begin further episodes with all of this one up to the reply that has just come."""
+        assert self.plan is not None
+        p, known = self.playing[index], index
+        for other in self.shares.branch(index, self.plan.branches):
+            begun = self.playing[other] = p.branched(self.playing[other].episode, self.shares.member[other])
+            self.engine.copy(known, other, len(begun.context.transcript))
+            self.asked[other] = begun.began = time.perf_counter()
+            self.pool.branch(index, other)
+            self.begun.add(other)
+            known = other  # what it holds is as long as the others will need it
+
+    def _agrees(self, index: int, event: Event) -> bool:
+        """Whether the environment of a branch is where it was: if not, that is the end of the episode."""
+        if event == self.playing[index].last:
+            return True
+        self.begun.discard(index)
+        if not isinstance(event, Done):
+            self.pool.drop(index)
+        elif isinstance(event.reward, Invalid):
+            self._finish(index, event)
+            return False
+        self._finish(index, Done(Invalid(DIVERGED, InvalidKind.DIVERGED)))
+        return False
 
     def _hear(self) -> None:
         """Take in what environments say. Waits only if nothing else is to be done."""
@@ -108,6 +150,8 @@ class _Play:
         elif not self.sampled:
             self.services.waited += now - began
         for index, event in events:
+            if index in self.begun and not self._agrees(index, event):
+                continue
             if isinstance(event, Done):
                 self._finish(index, event)
             elif isinstance(event, Turn):
@@ -140,14 +184,20 @@ class _Play:
     def _say(self, completion: Completion) -> None:
         """Give an environment its reply."""
         self.sampled -= 1
-        now = time.perf_counter()
-        reply = self.playing[completion.id].reply(completion, now - self.asked[completion.id])
+        now, p = time.perf_counter(), self.playing[completion.id]
+        plan = self.plan if self.shares.has(completion.id) and p.may_branch else None
+        if plan is not None and plan.branches_after(p.opening, completion.logp):
+            self._branch(completion.id)
+        reply = p.reply(completion, now - self.asked[completion.id])
         self.asked[completion.id] = now
         self.pool.send(completion.id, reply)
 
     def _show(self, index: int, turn: Turn, seconds: float) -> None:
         """Put a turn before the policy, unless the episode has run out of something."""
         p = self.playing[index]
+        if index in self.begun:
+            self.begun.discard(index)
+            return self._submit(index, turn)
         turn = p.place(turn)
         try:
             tokens = self._tokens(p, turn)
@@ -249,8 +299,10 @@ class _Play:
         self.pool.drop(index)
 
     def _finish(self, index: int, done: Done) -> None:
-        self.finished[index] = self.playing[index].rollouts(done)
+        self.finished[index] = self.playing[index].rollouts(done, self.plan is not None)
         self.engine.forget(index)
+        for other in self.shares.end(index):
+            self._begin(other)
 
 
 def cut_observation(tokens: Sequence[int], room: int, max_tokens: int) -> list[int]:

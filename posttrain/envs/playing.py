@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +11,11 @@ from posttrain.envs.chat import Texts
 from posttrain.envs.contexts import Context, placed, positions
 from posttrain.envs.pool import Done
 from posttrain.types import (
+    Branch,
     Completion,
     Invalid,
     InvalidKind,
+    Piece,
     PlayedTurn,
     Reply,
     Rollout,
@@ -59,13 +62,18 @@ class _Said:
     scored: int  # tokens of that transcript which are scored and stand before it
     learned: bool
     side: str
+    piece: Piece  # whose it is
 
 
 class Playing:
     """An episode in progress: what was said so far, as text and as tokens."""
 
-    def __init__(self, episode: Episode, tokenizer: Texts) -> None:
-        self.episode, self.tokenizer = episode, tokenizer
+    def __init__(self, episode: Episode, tokenizer: Texts, member: int = 0) -> None:
+        """`member`: which of its group's it is."""
+        self.episode, self.tokenizer, self.member = episode, tokenizer, member
+        self.branch: Branch | None = None  # where it left another one
+        self.last: Turn | None = None  # that was placed, as the environment gave it
+        self.opening: Sequence[float] = ()  # log-probabilities of the first reply
         self.contexts = [Context(tokenizer)]  # that were shown
         self.context = self._before = self.contexts[0]  # of the last turn, and of the one before
         self.side = ""  # of the last turn
@@ -96,6 +104,7 @@ class Playing:
 
     def place(self, turn: Turn) -> Turn:
         """What is new in a turn. The context that it belongs to becomes the one of the last turn."""
+        self.last = turn
         self._before = self.context
         self._turn_to(turn.side)
         self._earn(turn.reward)
@@ -150,10 +159,12 @@ class Playing:
     def reply(self, completion: Completion, seconds: float) -> Reply:
         """The policy has answered: what the environment gets."""
         read = len(self.context.transcript)
+        self.opening = self.opening or completion.logp
         calls = self.context.conversation.calls(completion.text)
         before = self.context.conversation.before_calls(completion.text)
         said = Reply(completion.text, completion.stop, calls, len(self.replies), before, completion, read)
-        self.replies.append(_Said(completion.text, completion.tokens, *self._end, self._learn, self.side))
+        piece = Piece(len(completion.tokens), self.member, len(self.replies))
+        self.replies.append(_Said(completion.text, completion.tokens, *self._end, self._learn, self.side, piece))
         self._note(SpanKind.SAMPLED, completion.text, len(completion.tokens), 0.0, seconds, calls=calls)
         self.context.reply(completion, said, self._learn)
         self._stops[self.side] = completion.stop
@@ -166,20 +177,41 @@ class Playing:
         elif not self.context.told:
             self.context.told, self._stops[self.side] = True, stop
         self.asked_in_vain += 1
-        self.replies.append(_Said("", (), *self._end, False, self.side))
+        nothing = Piece(0, self.member, len(self.replies))
+        self.replies.append(_Said("", (), *self._end, False, self.side, nothing))
         return Reply("", self.stop, (), len(self.replies) - 1)
 
-    def rollouts(self, done: Done) -> list[Rollout]:
+    @property
+    def may_branch(self) -> bool:
+        """Whether the reply that comes next stands right behind a tool's answer, at which no branch has begun with it."""
+        begun = self.branch is not None and self.branch.turns == len(self.turns)
+        return bool(self.turns) and self.turns[-1].kind is SpanKind.TOOL and bool(self.opening) and not begun
+
+    def branched(self, episode: Episode, member: int) -> Playing:
+        """Another one that has said and seen all that this one has, and goes on by itself."""
+        other = copy(self)
+        other.episode, other.member = episode, member
+        other.contexts = [context.branch() for context in self.contexts]
+        other.context = other._before = other.contexts[self.contexts.index(self.context)]
+        other._sides = {side: other.contexts[self.contexts.index(own)] for side, own in self._sides.items()}
+        other._stops = dict(self._stops)
+        other.turns, other.replies, other.steps = list(self.turns), list(self.replies), list(self.steps)
+        other.answers = list(self.answers)
+        other.branch = Branch(self.member, len(self.turns), tuple(t.n_sampled for t in self.transcripts))
+        return other
+
+    def rollouts(self, done: Done, branching: bool = False) -> list[Rollout]:
         """What it amounts to: a rollout of each side, in the order in which they were asked.
 
-        A side that nothing is learned from is a part of the world, and has none.
+        A side that nothing is learned from is a part of the world, and has none. `branching`: rollouts of its group may
+        share replies.
         """
-        shared = not done.sides
-        found = [self._rollout(side, done.of(side), shared) for side in self._sides or [self.side]]
+        found = [self._rollout(side, done, branching) for side in self._sides or [self.side]]
         return [rollout for rollout in found if rollout.n_scored or not rollout.n_sampled] or found
 
-    def _rollout(self, side: str, done: Done, shared: bool) -> Rollout:
-        """What a side did, and what it earned. `shared`: whether others earned the same."""
+    def _rollout(self, side: str, ended: Done, branching: bool) -> Rollout:
+        """What a side did, and what it earned."""
+        done, shared = ended.of(side), not ended.sides
         places = [place for place, context in enumerate(self.contexts) if context.side == side]
         transcripts = [self.contexts[place].transcript for place in places]
         number = {place: own for own, place in enumerate(places)}  # of a context among those of the side
@@ -208,7 +240,22 @@ class Playing:
             prompt=turns[0].text if turns else "",
             answers=self.answers,
             side=side,
+            pieces=self._pieces(side) if branching else [],
+            branch=self._branch_of(places),
         )
+
+    def _branch_of(self, places: Sequence[int]) -> Branch | None:
+        """Where the contexts of a side left those of another rollout."""
+        if self.branch is None:
+            return None
+        turns = sum(turn.transcript in places for turn in self.turns[: self.branch.turns])
+        taken = self.branch.taken
+        return Branch(self.branch.of, turns, tuple(taken[place] for place in places if place < len(taken)))
+
+    def _pieces(self, side: str) -> list[Piece]:
+        """Of a side, in the order of its scored tokens."""
+        learned = [said for said in self.replies if said.side == side and said.learned and said.tokens]
+        return [said.piece for said in sorted(learned, key=lambda said: (said.transcript, said.scored))]
 
     def _note(
         self,

@@ -27,6 +27,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -34,7 +35,7 @@ from typing import Any
 from posttrain.children import Child, pair
 from posttrain.envs.load import is_generator_env, load_env, opening, pack_env
 from posttrain.envs.reading import Done, Event
-from posttrain.envs.stage import OneByOne, Stage, stage_of
+from posttrain.envs.stage import OneByOne, Stage, diverged, parted, stage_of
 from posttrain.envs.wire import (
     LONGEST_ANSWER,
     NOTE_BYTES,
@@ -50,7 +51,7 @@ from posttrain.envs.wire import (
     read_answer,
     read_greeting,
 )
-from posttrain.types import Invalid, InvalidKind, Task, Turn, UserError
+from posttrain.types import Invalid, InvalidKind, Reply, Task, Turn, UserError
 
 __all__ = ["Done", "EnvPool", "Event", "Turn"]
 
@@ -66,6 +67,11 @@ MOST_BESIDE = 1024  # scores that wait side by side in a worker
 def default_workers() -> int:
     """As many as there are processors to run them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _own(said: Any) -> Any:
+    """What code in this process is given, which may change it."""
+    return said if isinstance(said, Reply) else deepcopy(said)
 
 
 @dataclass(eq=False)
@@ -196,7 +202,7 @@ class EnvPool:
         self._imported = False  # whether any worker ever did
         self._tries = 0  # imports in a row that failed since
         self._closed = False
-        self._stage: Stage | OneByOne | None = stage_of(load_env(env)) if workers == 0 else None
+        self._stage: Stage | OneByOne | None = stage_of(load_env(env), self._keep) if workers == 0 else None
         self._single_turn: bool | None = None  # not known before a worker has imported the environment
         if self._stage is not None:
             self._single_turn = self._stage.single_turn
@@ -217,6 +223,19 @@ class EnvPool:
         self._begun += 1
         self._episodes[id] = _Episode(id, self._begun, task)
         self._ask(self._episodes[id])
+
+    def branch(self, id: int, to: int) -> None:
+        """Begin an episode that is where the episode `id` is, which waits for a reply. Its first event is that turn again.
+
+        It is played again with the replies and answers so far; what was recorded is not done again. `Done` comes instead
+        where it goes another way.
+        """
+        known = self._episodes[id]
+        assert not known.waiting and to not in self._episodes
+        self._begun += 1
+        recorded = deepcopy(known.recorded)
+        self._episodes[to] = _Episode(to, self._begun, known.task, list(known.sent), recorded)
+        self._ask(self._episodes[to])
 
     def send(self, id: int, said: Any) -> None:
         """Answer the last turn of an episode with a `Reply`, or its question with plain JSON data or Invalid."""
@@ -293,15 +312,31 @@ class EnvPool:
     def _ask(self, episode: _Episode) -> None:
         first = opening(episode.task) if self._single_turn and not episode.sent else None
         if self._stage is not None:
-            began, id = time.perf_counter(), episode.id
-            sent = episode.sent
-            event = self._stage.send(id, sent[-1]) if sent else self._stage.start(id, episode.task)
+            began = time.perf_counter()
+            sent, id = episode.sent, episode.id
+            event = self._stage.send(id, _own(sent[-1])) if episode.placed else self._replayed(episode)
+            episode.placed = True
             self.waited += time.perf_counter() - began
             self._answer(episode, event)
         elif first is not None:
             self._answer(episode, first)
         else:
             self._place(_Order(episode))
+
+    def _replayed(self, episode: _Episode) -> Event:
+        """The event behind all that was sent to an episode in this process."""
+        assert self._stage is not None
+        event = self._stage.start(episode.id, episode.task, episode.recorded)
+        for said in episode.sent:
+            if parted(event, said):
+                return diverged(self._stage, episode.id, event)
+            event = self._stage.send(episode.id, _own(said))
+        return event
+
+    def _keep(self, id: int, which: int, result: Any) -> None:
+        """What an episode in this process recorded. The environment may change its own."""
+        if id in self._episodes:
+            self._episodes[id].recorded[which] = deepcopy(result)
 
     def _place(self, order: _Order) -> None:
         """Queue it: for the worker that has the episode, or for any."""

@@ -17,8 +17,13 @@ from typing import Any
 from posttrain.envs.load import is_async, is_generator_env, lift, lift_async
 from posttrain.envs.reading import Done, Event, cleaned, read_verdict, read_yielded, unreadable
 from posttrain.envs.recording import CURRENT, Journal
-from posttrain.types import Ask, AsyncEnv, Env, Invalid, InvalidKind, Task, Turn, UserError
+from posttrain.types import Ask, AsyncEnv, Env, Invalid, InvalidKind, Reply, Task, Turn, UserError
 from posttrain.user_code import describe_error, source_file
+
+DIVERGED = (
+    "went another way when it was played again, after a crash or for a branch: an environment must depend on its task, and "
+    "on the replies and answers that it gets, alone; what may come out otherwise is called by `recorded`"
+)
 
 Records = Callable[[int, int, Any], None]
 """Keeps what an episode recorded: the episode's number, the number of the result, and the result."""
@@ -224,8 +229,8 @@ class AsyncStage(_Reports):
 class OneByOne:
     """Episodes that wait, in this thread and one step at a time: as `Stage` has them."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._stage = AsyncStage(function)
+    def __init__(self, function: Callable[..., Any], records: Records | None = None) -> None:
+        self._stage = AsyncStage(function, records=records)
         self._loop = asyncio.new_event_loop()
         self.single_turn = self._stage.single_turn
 
@@ -255,9 +260,22 @@ class OneByOne:
             raise UserError("an async environment cannot run inside another event loop: use --env-workers 1") from error
 
 
-def stage_of(function: Callable[..., Any]) -> Stage | OneByOne:
+def stage_of(function: Callable[..., Any], records: Records | None = None) -> Stage | OneByOne:
     """What plays it in this process."""
-    return OneByOne(function) if is_async(function) else Stage(function)
+    return OneByOne(function, records) if is_async(function) else Stage(function, records=records)
+
+
+def parted(event: Event, said: Any) -> bool:
+    """Whether what was said when it was played before cannot be the answer to this."""
+    return isinstance(event, Done) or isinstance(event, Ask) == isinstance(said, Reply)
+
+
+def diverged(stage: Stage | AsyncStage | OneByOne, id: int, event: Event) -> Event:
+    """What becomes of an episode that goes another way when it is played again."""
+    if isinstance(event, Done) and isinstance(event.reward, Invalid):
+        return event
+    stage.drop(id)
+    return Done(Invalid(DIVERGED, InvalidKind.DIVERGED))
 
 
 _ENTERS: ContextVar[Callable[[], None] | None] = ContextVar("enters", default=None)

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.envs.load import is_async, unpack_env
-from posttrain.envs.reading import Done, Event
-from posttrain.envs.stage import AsyncStage, Stage, noting
+from posttrain.envs.reading import Event
+from posttrain.envs.stage import AsyncStage, Stage, diverged, noting, parted
 from posttrain.envs.wire import (
     NOTE_BYTES,
     Command,
@@ -31,13 +31,8 @@ from posttrain.envs.wire import (
     write_greeting,
     write_record,
 )
-from posttrain.types import Ask, Invalid, InvalidKind, Reply, UserError
+from posttrain.types import UserError
 from posttrain.user_code import describe_error
-
-DIVERGED = (
-    "went another way when it was replayed after a crash: an environment must depend on its task, and on the replies and "
-    "answers that it gets, alone"
-)
 
 
 class _Connection:
@@ -170,26 +165,13 @@ def _answer(connection: _Connection, stage: Stage, command: Command) -> None:
     except BaseException as error:  # classes of the user's among what is in the task
         event = stage.raised(error)
     for said in command.sent:
-        if _parted(event, said):
-            event = _diverged(stage, number, event)
+        if parted(event, said):
+            event = diverged(stage, number, event)
             break
         if not stage.single_turn:  # the start of a plain reward takes no time: not worth a message
             connection.send(write_answer(number, None))
         event = stage.send(number, said)
     connection.send(write_answer(number, event))
-
-
-def _parted(event: Event, said: Any) -> bool:
-    """Whether what was said before cannot be the answer to this."""
-    return isinstance(event, Done) or isinstance(event, Ask) == isinstance(said, Reply)
-
-
-def _diverged(stage: Stage | AsyncStage, number: int, event: Event) -> Event:
-    """What becomes of an episode that goes another way when it is replayed."""
-    if isinstance(event, Done) and isinstance(event.reward, Invalid):
-        return event
-    stage.drop(number)
-    return Done(Invalid(DIVERGED, InvalidKind.RAISED))
 
 
 # -- code that waits ---------------------------------------------------------------------------------------------------
@@ -221,8 +203,8 @@ async def _answer_beside(connection: _Connection, stage: AsyncStage, command: Co
         except Exception as error:
             event = stage.raised(error)
         for said in command.sent:
-            if _parted(event, said):
-                event = _diverged(stage, number, event)
+            if parted(event, said):
+                event = diverged(stage, number, event)
                 break
             if not stage.single_turn:
                 await connection.send_beside(write_answer(number, None))

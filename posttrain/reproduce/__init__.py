@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 
 from posttrain.reproduce import (
+    arpo,
     baseline_variance,
     clip_higher,
     decoupled_approval,
@@ -38,6 +39,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         over_optimisation,
         search_r1,
         retrieved_token_masking,
+        arpo,
     )
 }
 """Name -> experiment, in the order in which they are listed."""

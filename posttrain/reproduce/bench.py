@@ -14,6 +14,7 @@ from posttrain.batch import Packed
 from posttrain.config import RL
 from posttrain.data.tasks import to_tasks
 from posttrain.engines.embedded import embedded
+from posttrain.envs.load import is_generator_env, load_env
 from posttrain.envs.play import Player
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner, Optimization
@@ -48,7 +49,8 @@ def bench(
     folder = Path(arena.start)
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     sizes = {name: settings[name] for name in ("prompts", "group", "max_tokens")}
-    row = adjust(find(options.pop("algorithm")), filled(RL, {"model": arena.start, **sizes, **options}))
+    single_turn = not is_generator_env(load_env(arena.env))
+    row = adjust(find(options.pop("algorithm")), filled(RL, {"model": arena.start, **sizes, **options}), single_turn)
     value: Critic | None = new_critic(ValueModel, critic, model, seed) if critic else None
     sampling = Sampling(max_tokens=settings["max_tokens"])
     with EnvPool(arena.env, 0) as pool:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from posttrain.algorithms.policy import policy_objective
+from posttrain.envs.branching import Plan
 from posttrain.envs.play import Episode, Player
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.reproduce import reader
@@ -42,7 +43,8 @@ SHOWN = {"all": "exact match", "one hop": "one hop", "two hops": "two hops", "va
 class Unmasked(Player):
     """Plays as ever, and hands over rollouts in which what was shown after the prompt is scored too."""
 
-    def play(self, episodes: Sequence[Episode]) -> list[Rollout]:
+    def play(self, episodes: Sequence[Episode], plan: Plan | None = None) -> list[Rollout]:
+        assert plan is None, "tokens that were shown are nobody's"
         return [unmasked(rollout) for rollout in super().play(episodes)]
 
 

@@ -47,8 +47,8 @@ class Quiz:
     gate: Numbers
 
 
-def prepare(seed: int, settings: Settings, folder: Path, say: Say) -> Quiz:
-    """What a seed works with. Raises UserError if the reader does not read well enough.
+def prepare(seed: int, settings: Settings, folder: Path, say: Say, start: str = "") -> Quiz:
+    """What a seed works with. Raises UserError if the reader does not read well enough. `start`: a checkpoint made before.
 
     Each question has a world of its own, so no fact is in any weights, and none can get there: what is learned can only be
     how to search and to read.
@@ -58,7 +58,7 @@ def prepare(seed: int, settings: Settings, folder: Path, say: Say) -> Quiz:
     say(
         f"  seed {seed}: reader with gold passages, " + ", ".join(f"{hops} {value:.3f}" for hops, value in gate.items())
     )
-    start = reader.starting_policy(read, folder / "start", seed, settings)
+    start = start or reader.starting_policy(read, folder / "start", seed, settings)
     draw = random.Random(f"questions {seed}")
     tasks = [
         reader.fresh("question", seed, number).task(drawn_question(1 + number % 2, draw))

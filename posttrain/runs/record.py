@@ -213,6 +213,7 @@ def as_row(rollout: Rollout) -> Row:
         "stop": str(rollout.stop),
         **({"answers": [_answer(*said) for said in rollout.answers]} if rollout.answers else {}),
         "version": rollout.version,
+        **({"branch": {"of": rollout.branch.of, "turns": rollout.branch.turns}} if rollout.branch else {}),
         "turns": [_turn(turn) for turn in rollout.turns],
         "transcripts": [_transcript(transcript) for transcript in rollout.transcripts],
     }

@@ -8,6 +8,7 @@ from posttrain.algorithms.credit import equal_rewards
 from posttrain.algorithms.filters import DynamicSampling
 from posttrain.batch import Stats
 from posttrain.data.tasks import draw
+from posttrain.envs.branching import Plan
 from posttrain.envs.play import Episode, Player
 from posttrain.seeds import seed_of
 from posttrain.sources.lengths import Placed, Prompts, TooLong
@@ -44,6 +45,7 @@ class Collector:
     too_long: TooLong | None = None  # takes note of prompts that do not fit; left out: the player alone sees to them
     parts: bool = False  # whether the named parts of rewards are compared, so that they too are signal
     rewarded: bool = True  # whether anything scores the replies
+    plan: Plan | None = None  # how the rollouts of a group branch
     cursor: int = field(default=0, init=False)  # tasks drawn so far
 
     def __post_init__(self) -> None:
@@ -62,7 +64,7 @@ class Collector:
         while (missing := min(self.size.prompts - len({r.group for r in kept}), budget)) > 0:
             episodes, self.cursor = self.episodes(number, self.cursor, missing)
             budget -= missing
-            rollouts = self.player.play(episodes)
+            rollouts = self.player.play(episodes, self.plan)
             played += rollouts
             fit = usable(rollouts, stats)
             if fit and self.rewarded:

@@ -76,6 +76,8 @@ def credit(
         alone = [pack([r.transcripts], [i], learner.device) for i, r in enumerate(rollouts)]
         scores = replace(scores, squared_gradient_norm=learner.squared_gradients(alone))
     fields = {"advantage": per_token(row.advantage(scores), scores)}
+    if row.branching is not None:
+        fields["advantage"] = row.branching.shared(fields["advantage"], scores)
     if row.surrogate.uses_ratio and not row.on_policy:
         fields["old_logp"] = views["old"]
     if "reference" in views:

@@ -59,7 +59,8 @@ class Experience:
         self.learner, self.algorithm, self.size, self.success = learner, algorithm, size, success
         parts = Need.PARTS in algorithm.needs
         self.player = player
-        self.collector = Collector(tasks, player, size, seed, success, too_long, parts, rewarded)
+        plan = algorithm.branching.plan(learner.weights().config.vocab) if algorithm.branching else None
+        self.collector = Collector(tasks, player, size, seed, success, too_long, parts, rewarded, plan)
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.teachers = teachers
         self.minibatches = Minibatches(algorithm, learner, size, seed, success, texts, self.buffer, teachers)
@@ -90,7 +91,7 @@ class Experience:
         for name, value in self.coefficients.items():
             stats.add(f"coefficient/{name}", value)
         updates = self.minibatches.updates(number, credited, self.coefficients)
-        sampled = sum(r.n_sampled for r in collected.played)
+        sampled = sum(r.n_own for r in collected.played)
         rollouts = [(r, means.get(id(r), 0.0)) for r in collected.played]
         seconds = {name: now - seconds[name] for name, now in self._waited().items()}
         return Step(number, updates, stats, sampled, rollouts, seconds, self.player.services.counts())

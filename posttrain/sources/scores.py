@@ -35,7 +35,10 @@ def describe(rollouts: Sequence[Rollout], success: float | None, rewarded: bool 
         stats.add("truncated", rollout.stop.truncated)
         stats.add("length", rollout.n_sampled)
         # E[-log p] is the entropy: this estimates it, without bias, from the log-probabilities that sampling gave anyway.
-        stats.add("entropy", -sum(sum(t.logp) for t in rollout.transcripts), rollout.n_sampled)
+        # Tokens that a branch shares were sampled once, and count where they were.
+        taken = dict(enumerate(rollout.branch.taken if rollout.branch else ()))
+        own = [sum(t.logp[taken.get(place, 0) :]) for place, t in enumerate(rollout.transcripts)]
+        stats.add("entropy", -sum(own), rollout.n_own)
         if rewarded and not isinstance(rollout.reward, Invalid):
             stats.add("reward", rollout.reward)
             if rollout.side:
@@ -44,6 +47,10 @@ def describe(rollouts: Sequence[Rollout], success: float | None, rewarded: bool 
                 stats.add("accuracy", succeeds(rollout.reward, success))
             for name, value in rollout.rewards.items():
                 stats.add(f"reward/{name}", value)
+    if any(r.pieces for r in rollouts):
+        branches = [r for r in rollouts if r.branch]
+        stats.add("branches", len(branches), len({r.group for r in rollouts}))
+        stats.add("branches/shared", sum(r.n_sampled - r.n_own for r in branches), sum(r.n_sampled for r in rollouts))
     stats.merge(diversity(_replies(rollouts)))
     return stats
 
@@ -61,7 +68,14 @@ def _replies(rollouts: Sequence[Rollout]) -> list[list[list[int]]]:
 
 
 def refuse_broken(rollouts: Sequence[Rollout]) -> None:
-    """Raises UserError if most rewards of a step are invalid: of all that it played, replaced groups included."""
+    """Raises UserError if most rewards of a step are invalid: of all that it played, replaced groups included.
+
+    Likewise if most of its branches are, because their environments went another way.
+    """
+    branches = [r.reward for r in rollouts if r.branch]
+    parted = [r.reason for r in branches if isinstance(r, Invalid) and r.kind is InvalidKind.DIVERGED]
+    if len(parted) > MAX_INVALID * len(branches):
+        raise UserError(f"{len(parted)} of {len(branches)} branches of this step are invalid; the first: {parted[0]}")
     bad = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
     if len(bad) > MAX_INVALID * len(rollouts):
         raise UserError(f"{len(bad)} of {len(rollouts)} rewards of this step are invalid; the first: {bad[0]}")
@@ -108,6 +122,7 @@ def scoreboard(
         group=torch.tensor([number.setdefault(r.compared, len(number)) for r in rollouts], dtype=torch.int64),
         length=torch.tensor([r.n_scored for r in rollouts], dtype=torch.float32),
         steps=tuple(tuple(r.steps) for r in rollouts),
+        pieces=tuple(tuple(r.pieces) for r in rollouts),
         penalty=tuple(penalty),
         value=tuple(value),
         sampled=torch.tensor([r.n_sampled for r in rollouts], dtype=torch.float32),

@@ -40,7 +40,7 @@ def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
             "say with --max-episode-tokens how many there are at most"
         )
     check_ranges(row)
-    for broken, reason in [*_contradictions(row, run), *_without_effect(row, run)]:
+    for broken, reason in [*_contradictions(row, run), *_without_effect(row, run, single_turn)]:
         if broken:
             raise UserError(f"{row.name}: {reason}")
     return row
@@ -237,8 +237,15 @@ def _contradictions_of_critic(row: Algorithm, run: RL) -> Iterator[tuple[bool, s
     )
 
 
-def _without_effect(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+def _without_effect(row: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
     """Settings that were chosen and would change nothing."""
+    own = ("branches", "branch_first", "branch_tokens", "branch_threshold", "branch_credit")
+    branching = [f"--{name.replace('_', '-')}" for name in own if _given(run, name)]
+    yield (
+        bool(branching) and row.branching is not None and (single_turn or run.max_turns == 1),
+        f"{', '.join(branching)} would have no effect: rollouts branch behind answers of tools, and here an episode is one "
+        "reply: leave it out",
+    )
     clips = [f"--{name.replace('_', '-')}" for name in ("clip_low", "clip_high", "clip_dual") if _given(run, name)]
     yield (
         bool(clips) and row.surrogate.clips and row.on_policy,

@@ -1,0 +1,85 @@
+"""Rollouts that branch behind a tool's answer, and what the tokens are worth that several of them share."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from posttrain.batch import Scores
+from posttrain.deferred import torch
+from posttrain.envs.branching import Plan
+from posttrain.part import Need, Part, knob
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PAPER = "ARPO, arXiv 2507.19849"
+
+
+@dataclass(frozen=True)
+class Branching(Part):
+    """Samples again where a tool's answer has left the policy unsure, rather than from the prompt alone.
+
+    `first` x M rollouts of a group begin with the prompt. Behind each tool's answer the entropy H_t of the reply's first
+    `tokens` tokens is compared with that of the episode's first ones, H_0. Where alpha + beta (H_t - H_0) / log V exceeds
+    the threshold, `branches` further rollouts of the group begin right behind the answer. Members of the group that
+    nobody has begun this way begin with the prompt (ARPO, arXiv 2507.19849, section 3.1).
+
+    credit   what tokens are worth that d rollouts share. `soft`: in each rollout what that rollout is worth. `hard`: in
+             each the mean over the d rollouts.
+    """
+
+    branches: int = knob(
+        1, "branches", "Rollouts that begin at a tool's answer which raised the entropy (0: none).", above=0, absent=0
+    )
+    first: float = knob(0.5, "branch-first", "Share of a group that begins with the prompt.", above=0, below=1)
+    tokens: int = knob(20, "branch-tokens", "Tokens of a reply from which its entropy is estimated.", above=0)
+    alpha: float = knob(0.5, least=0, most=1)
+    beta: float = knob(0.2, above=0)
+    threshold: float = knob(0.5, "branch-threshold", "Rollouts branch where alpha + beta x the rise is above it.")
+    credit: Literal["soft", "hard"] = knob(
+        "soft", "branch-credit", "Advantage of shared tokens: each rollout's own, or the mean of those that share them."
+    )
+    needs = frozenset({Need.GROUP})
+    source = f"{PAPER}, section 3.1"
+
+    @property
+    def formula(self) -> str:
+        what = "one further" if self.branches == 1 else f"{self.branches} further"
+        rise = f"{self.alpha:g} + {self.beta:g} (H_t - H_0) / log V > {self.threshold:g}"
+        return (
+            f"{self.first:g} of a group begin with the prompt; behind a tool's answer {what} where {rise}; "
+            f"H: entropy of {self.tokens} tokens, behind the answer (t) and first of the episode (0); V: vocabulary"
+        )
+
+    @property
+    def sharing(self) -> str:
+        """What shared tokens are worth, in plain mathematics."""
+        return "mean of A over the rollouts that share them" if self.credit == "hard" else "A of each rollout in turn"
+
+    def plan(self, vocab: int) -> Plan:
+        """For a player. vocab: V, how many tokens the policy chooses from."""
+        settings = self.first, self.tokens, self.alpha, self.beta, self.threshold, self.branches
+        return Plan(*settings, largest=math.log(vocab))
+
+    def shared(self, advantage: Sequence[Tensor], scores: Scores) -> list[Tensor]:
+        """[n_i] of each rollout -> the same, with what tokens are worth that several rollouts share."""
+        if self.credit == "soft":
+            return list(advantage)
+        sharing: dict[tuple[int, int, int], list[tuple[int, slice]]] = defaultdict(list)
+        for i, (group, pieces) in enumerate(zip(scores.group.tolist(), scores.pieces, strict=True)):
+            start = 0
+            for piece in pieces:
+                sharing[group, piece.member, piece.reply].append((i, slice(start, start + piece.length)))
+                start += piece.length
+            assert start in (0, len(advantage[i])), "pieces are all scored tokens"
+        out = [own.clone() for own in advantage]
+        for places in sharing.values():
+            if len(places) > 1:
+                mean = torch.stack([advantage[i][where].double() for i, where in places]).mean(0)
+                for i, where in places:
+                    out[i][where] = mean.to(out[i].dtype)
+        return out

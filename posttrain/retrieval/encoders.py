@@ -15,7 +15,7 @@ import numpy as np
 from posttrain.data.store import digest
 from posttrain.messages import one_line
 from posttrain.retrieval.dense import Encoder, Kind, Vectors
-from posttrain.retrieval.folder import AGAIN, sampled
+from posttrain.retrieval.folder import again, sampled
 from posttrain.types import UserError
 from posttrain.user_code import describe_error, load_named, source_file
 
@@ -74,7 +74,7 @@ def encoder_of(identity: dict[str, Any], folder: Path, given: Encoder | str | No
     Raises UserError if that is another one by now.
     """
     if not identity:
-        raise UserError(f"the index in {folder} is damaged (it names no encoder): {AGAIN.format(folder)}")
+        raise UserError(f"the index in {folder} is damaged (it names no encoder): {again(folder)}")
     if given is None and "function" not in identity and "folder" not in identity:
         way = "open it in Python with open_index(folder, encoder)"
         raise UserError(f"the encoder of the index in {folder} was an object: {way}")
@@ -84,9 +84,9 @@ def encoder_of(identity: dict[str, Any], folder: Path, given: Encoder | str | No
         found = load_encoder(name, **settings) if given is None or isinstance(given, str) else given
     except TypeError as error:
         what = f"damaged (its encoder: {one_line(error)})"
-        raise UserError(f"the index in {folder} is {what}: {AGAIN.format(folder)}") from error
+        raise UserError(f"the index in {folder} is {what}: {again(folder)}") from error
     if _made_of(found.identity) != _made_of(identity):
-        raise UserError(f"{name} is not the encoder that the index in {folder} was made with: {AGAIN.format(folder)}")
+        raise UserError(f"{name} is not the encoder that the index in {folder} was made with: {again(folder)}")
     return found
 
 

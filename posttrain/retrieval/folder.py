@@ -73,7 +73,7 @@ class Manifest:
         except (OSError, ValueError, RecursionError) as error:
             raise _damaged(folder, f"{MANIFEST}: {one_line(error)}") from None
         if not isinstance(content, dict) or content.get("form") != FORM:
-            raise UserError(f"the index in {folder} is not of this version: {_again(folder)}")
+            raise UserError(f"the index in {folder} is not of this version: {again(folder)}")
         kinds = {
             "kind": str,
             "count": int,
@@ -95,10 +95,10 @@ def _is_size(known: object) -> bool:
 
 
 def _damaged(folder: Path, what: str) -> UserError:
-    return UserError(f"the index in {folder} is damaged ({what}): {_again(folder)}")
+    return UserError(f"the index in {folder} is damaged ({what}): {again(folder)}")
 
 
-def _again(folder: Path) -> str:
+def again(folder: Path) -> str:
     """The command that makes it again, of the file that it was made of, if its manifest still tells."""
     made_of = "FILE"
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -234,7 +234,7 @@ def check(folder: Path, manifest: Manifest) -> None:
             raise _damaged(folder, f"{name} has {what}")
     if manifest.source and not is_fresh(manifest.source):
         path = manifest.source["path"]
-        raise UserError(f"{path} has changed since the index in {folder} was made of it: {_again(folder)}")
+        raise UserError(f"{path} has changed since the index in {folder} was made of it: {again(folder)}")
 
 
 @contextmanager

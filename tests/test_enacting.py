@@ -251,14 +251,14 @@ def test_what_lies_beyond_the_context_is_cut_from_each_transcript() -> None:
 
 def test_a_written_reply_that_is_cut_off_is_not_stopped(tokenizer: Tokenizer) -> None:
     for most, length, stop in ((2, 2, StopReason.LENGTH), (3, 3, StopReason.STOP), (9, 3, StopReason.STOP)):
-        engine = ScriptedEngine(tokenizer, [1], {0: ["ab7", "x"]})
+        engine = ScriptedEngine(tokenizer, [1], ["ab7", "x"])
         engine.submit(0, [2], Sampling(max_tokens=most, stop=("7", "b7")))
         [done] = engine.poll()
         assert (len(done.tokens), done.stop) == (length, stop) and engine.left == 1
 
 
 def test_a_written_reply_ends_behind_the_stop_string_that_is_whole_first(tokenizer: Tokenizer) -> None:
-    engine = ScriptedEngine(tokenizer, [1], {0: ["a7 ", "a7b3"]})
+    engine = ScriptedEngine(tokenizer, [1], ["a7 ", "a7b3"])
     engine.submit(0, [2], Sampling(max_tokens=9, stop=("7 ", "a7")))
     [done] = engine.poll()
     assert done.text == "a7" and done.tokens == tokenizer.encode("a7")

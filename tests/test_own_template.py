@@ -111,7 +111,7 @@ def test_check_sees_the_tokens_that_a_run_shows(chatml: Tokenizer) -> None:
     assert chatml.eos_id is not None
     own = {key: value for key, value in TASK.items() if key != "replies"}
     with EnvPool(calculating, 0) as pool:
-        engine = ScriptedEngine(chatml, [chatml.eos_id], {0: TASK["replies"]})
+        engine = ScriptedEngine(chatml, [chatml.eos_id], TASK["replies"])
         [played] = Player(pool, engine, chatml, Sampling(max_tokens=999), 2048).play([Episode(own, "", 0)])
     report = check(calculating, [TASK], viewer=viewer_of(Outline(chatml, 2048)))
     [case] = [case for case in report.cases if case.kind == "replies"]

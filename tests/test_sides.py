@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from conftest import tiny
-from episodes import played
+from episodes import episodes, played, said
 from scripted import scripted
 
 import posttrain
+from posttrain.engines.local import LocalEngine
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs import nim
 from posttrain.envs.check import check
@@ -32,7 +33,7 @@ Game = Generator[Turn, Reply, Any]
 
 def enacted(env: Any, tokenizer: Tokenizer, replies: list[str], context: int = 400, **task: Any) -> list[Rollout]:
     with EnvPool(env, workers=0) as pool:
-        engine = ScriptedEngine(tokenizer, (0,), {0: replies})
+        engine = ScriptedEngine(tokenizer, (0,), replies)
         player = Player(pool, engine, tokenizer, Sampling(max_tokens=50), context)
         return player.play([Episode({"id": "a", **task}, "a#0", 7)])
 
@@ -305,3 +306,27 @@ def test_an_environment_without_sides_has_rollouts_without_one(tokenizer: Tokeni
     from environments import asking
 
     assert {rollout.side for rollout in played(asking, tokenizer)} == {""}
+
+
+def rounds(task: Task) -> Game:
+    """Four rounds of three, each in a context of its own."""
+    for number in range(4):
+        for side in ("x", "y", "z"):
+            yield Turn(f"{task['prompt']} round {number} for {side}=", side=side)
+    return 1.0
+
+
+def test_what_each_side_saw_is_computed_once_and_no_bit_tells_whether_it_was_kept(tokenizer: Tokenizer) -> None:
+    def play(**how: Any) -> tuple[list[Rollout], int]:
+        engine = LocalEngine(tiny(tokenizer, context=256), tokenizer, slots=18, **how)
+        with EnvPool(rounds, workers=0) as pool:
+            rollouts = Player(pool, engine, tokenizer, Sampling(max_tokens=9), 256).play(episodes(6))
+        assert not engine.kept.bytes, "what nobody goes on from is let go"
+        return rollouts, engine.computed
+
+    kept, computed = play()
+    anew, again = play(kept_bytes=0)
+    assert said(kept) == said(anew) and {len(rollout.turns) for rollout in kept} == {8}
+    prompts = {(r.group, r.side): r.turns[0].length for r in kept}  # of a group, each computed once
+    own = sum(len(r.transcripts[0]) - 1 - r.turns[0].length for r in kept)  # nothing follows the last token
+    assert computed == sum(prompts.values()) + own < again / 2

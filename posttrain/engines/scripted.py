@@ -6,7 +6,7 @@ So a demonstration of an episode gets the tokens, stops and masks that a policy 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from posttrain.engines.request import Request, complete
@@ -16,17 +16,17 @@ from posttrain.types import Completion, Sampling, UserError
 
 
 class ScriptedEngine:
-    """See `posttrain.protocols.Engine`. `scripts`: the replies of each request's id, in order.
+    """See `posttrain.protocols.Engine`. `replies`: of one episode, in order.
 
     A reply ends behind the first stop string in it, after as many tokens as are allowed, or else with `eos_ids[0]`.
     """
 
     batch_invariant = True
 
-    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], scripts: Mapping[int, Iterable[str]]) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], replies: Iterable[str]) -> None:
         self.tokenizer, self.eos_ids = tokenizer, eos_ids
-        self._scripts = {id: deque(replies) for id, replies in scripts.items()}
-        self._said = dict.fromkeys(self._scripts, 0)
+        self._replies = deque(replies)
+        self._said = 0
         self._done: list[Completion] = []
 
     @property
@@ -36,21 +36,20 @@ class ScriptedEngine:
     @property
     def left(self) -> int:
         """Replies that nobody asked for."""
-        return sum(map(len, self._scripts.values()))
+        return len(self._replies)
 
     def load(self, weights: Any, version: int) -> None:
         pass
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
         """Raises UserError if there are no more replies."""
-        if not self._scripts[id]:
-            said = self._said[id]
-            raise UserError(f"the environment asks for reply {said + 1}, and the row has {said}")
-        text = self._scripts[id].popleft()
-        self._said[id] += 1
+        if not self._replies:
+            raise UserError(f"the environment asks for reply {self._said + 1}, and the row has {self._said}")
+        text = self._replies.popleft()
+        self._said += 1
         ends = [text.find(stop) + len(stop) for stop in sampling.stop if stop in text]
         if ends and text[min(ends) :].strip():
-            raise UserError(f"reply {self._said[id]} goes on behind {text[: min(ends)][-20:]!r}, where it is stopped")
+            raise UserError(f"reply {self._said} goes on behind {text[: min(ends)][-20:]!r}, where it is stopped")
         tokens = self.tokenizer.encode(text[: min(ends)] if ends else text)
         tokens = tokens if ends else [*tokens, self.eos_ids[0]]
         stopped = bool(ends) and len(tokens) <= sampling.max_tokens

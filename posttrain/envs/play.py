@@ -121,7 +121,8 @@ class _Play:
         p, known = self.playing[index], index
         for other in self.shares.branch(index, self.plan.branches):
             begun = self.playing[other] = p.branched(self.playing[other].episode, self.shares.member[other])
-            self.engine.copy(known, other, len(begun.context.transcript))
+            for place, context in enumerate(begun.contexts):
+                self.engine.copy(self._request(known, place), self._request(other, place), len(context.transcript))
             self.asked[other] = begun.began = time.perf_counter()
             self.pool.branch(index, other)
             self.begun.add(other)
@@ -184,13 +185,14 @@ class _Play:
     def _say(self, completion: Completion) -> None:
         """Give an environment its reply."""
         self.sampled -= 1
-        now, p = time.perf_counter(), self.playing[completion.id]
-        plan = self.plan if self.shares.has(completion.id) and p.may_branch else None
+        index = completion.id % len(self.playing)
+        now, p = time.perf_counter(), self.playing[index]
+        plan = self.plan if self.shares.has(index) and p.may_branch else None
         if plan is not None and plan.branches_after(p.opening, completion.logp):
-            self._branch(completion.id)
-        reply = p.reply(completion, now - self.asked[completion.id])
-        self.asked[completion.id] = now
-        self.pool.send(completion.id, reply)
+            self._branch(index)
+        reply = p.reply(completion, now - self.asked[index])
+        self.asked[index] = now
+        self.pool.send(index, reply)
 
     def _show(self, index: int, turn: Turn, seconds: float) -> None:
         """Put a turn before the policy, unless the episode has run out of something."""
@@ -235,14 +237,19 @@ class _Play:
         seed = p.episode.seed if asked == 1 else seed_of(p.episode.seed, asked)
         sampling = replace(sampling, max_tokens=budget, stop=turn.stop or sampling.stop, seed=seed)
         self.asked[index] = time.perf_counter()
+        request = self._request(index, p.contexts.index(p.context))
         try:
-            self.engine.submit(index, p.context.transcript.tokens, sampling, keep=not self.pool.single_turn)
+            self.engine.submit(request, p.context.transcript.tokens, sampling, keep=not self.pool.single_turn)
         except UserError as error:
             if turn.tokens is None:
                 raise
             self._end(index, f"yielded token ids that the model cannot read: {error}")
         else:
             self.sampled += 1
+
+    def _request(self, index: int, place: int) -> int:
+        """The id of requests in this context of an episode: what is kept of each context is continued by its own."""
+        return index + len(self.playing) * place
 
     def _most_tokens(self, p: Playing, turn: Turn) -> int:
         """Of the reply to a turn, as far as the episode leaves them."""
@@ -300,7 +307,8 @@ class _Play:
 
     def _finish(self, index: int, done: Done) -> None:
         self.finished[index] = self.playing[index].rollouts(done, self.plan is not None)
-        self.engine.forget(index)
+        for place in range(len(self.playing[index].contexts)):
+            self.engine.forget(self._request(index, place))
         for other in self.shares.end(index):
             self._begin(other)
 

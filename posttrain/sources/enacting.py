@@ -25,7 +25,7 @@ def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], servic
     services = services or Services()
 
     def enact(task: Task) -> list[tuple[list[Transcript], float]]:
-        engine = ScriptedEngine(tokenizer, eos_ids, {0: task["replies"]})
+        engine = ScriptedEngine(tokenizer, eos_ids, task["replies"])
         own = {key: value for key, value in task.items() if key != "replies"}
         player = Player(pool, engine, tokenizer, Sampling(max_tokens=ENDLESS), ENDLESS, services=services)
         rollouts = player.play([Episode(own, str(task.get("id")), 0)])

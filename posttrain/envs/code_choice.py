@@ -34,10 +34,11 @@ _NUMBER = re.compile(r"\d+")
 
 
 def code_choice(
-    task: Task, *, candidates: int = 4, outcomes: bool = True, learn_writing: bool = True
+    task: Task, *, candidates: int = 4, outcomes: bool = True, learn_writing: bool = True, over_random: bool = False
 ) -> Generator[Turn, Reply, Verdict]:
     """The episode. `candidates`: how many programs are written; `outcomes`: whether it is shown which pass the example;
-    `learn_writing`: whether the programs are learned from too, or the choice alone.
+    `learn_writing`: whether the programs are learned from too, or the choice alone; `over_random`: the reward is what the
+    choice earns more than a random one would. That depends less on which programs there were to choose from.
     """
     first = opening(task)
     programs = []
@@ -55,9 +56,11 @@ def code_choice(
     right = [float(all(grade.passed[1:])) for grade in grades]
     reply = yield replace(_asked(first, shown(programs, passes if outcomes else None)), fresh=True)
     chosen = choice_of(reply, candidates)
+    earned, by_chance = 0.0 if chosen is None else right[chosen], sum(right) / candidates
     return {
-        "reward": 0.0 if chosen is None else right[chosen],
-        "random": sum(right) / candidates,
+        "reward": earned - by_chance if over_random else earned,
+        "chosen": earned,
+        "random": by_chance,
         "filtered": right[passes.index(True) if any(passes) else 0],
         "best": max(right),
         "readable": float(chosen is not None),

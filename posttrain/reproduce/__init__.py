@@ -7,6 +7,7 @@ import difflib
 from posttrain.reproduce import (
     baseline_variance,
     clip_higher,
+    code_rl,
     decoupled_approval,
     dynamic_sampling,
     entropy_collapse,
@@ -38,6 +39,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         over_optimisation,
         search_r1,
         retrieved_token_masking,
+        code_rl,
     )
 }
 """Name -> experiment, in the order in which they are listed."""

@@ -24,8 +24,9 @@ from posttrain.envs.code import row_to_task
 from posttrain.envs.code_choice import shown
 from posttrain.reproduce.experiment import Numbers, Settings
 from posttrain.reproduce.functions import careless, demonstrations, drawn, row, vocabulary
-from posttrain.reproduce.harness import QUIET, checkpoint_of
+from posttrain.reproduce.harness import checkpoint_of
 from posttrain.reproduce.reader import untrained
+from posttrain.runs.checkpoint import newest, step_of
 from posttrain.training import evaluation, imitating
 from posttrain.training.intervals import pass_at_k
 from posttrain.types import Env, Invalid, Reply, Reward, Rollout, Task, Verdict
@@ -33,6 +34,7 @@ from posttrain.verify.code import Grade, behaviour, graded
 from posttrain.verify.fenced import code_in
 
 CONTEXT = 512
+ROWS = 64  # of an update of imitation
 LONGEST = 64  # tokens of a reply
 EXAMPLE = 0  # place of the test that is shown among those of a grade
 PASSES = (1, 4, 8)  # the k of pass@k
@@ -98,15 +100,23 @@ def choices(count: int, seed: int, settings: Settings) -> list[dict[str, Any]]:
     return rows
 
 
-def starting_policy(folder: Path, seed: int, settings: Settings) -> str:
-    """The checkpoint after imitation, from nothing."""
-    blank = folder / "untrained"
-    untrained(blank, vocabulary(), settings["hidden"], settings["layers"], CONTEXT)
-    rows = demonstrations(settings["demonstrations"], seed, settings["vague"], settings["slips"], settings["reads"])
-    rows += choices(settings["demonstrated_choices"], seed, settings)
+def starting_policy(settings: Settings, folder: Path) -> str:
+    """The checkpoint after imitation, from nothing: one that lies in `folder`, or one made there, once for all seeds."""
+    decide = ("hidden", "layers", "demonstrations", "demonstrated_choices", "vague", "slips", "reads", "candidates",
+              "imitation_lr")  # fmt: skip
+    name = "-".join(str(settings[key]) for key in decide)
+    out, blank = folder / f"start-{name}", folder / f"untrained-{name}"
+    steps = (settings["demonstrations"] + settings["demonstrated_choices"]) // ROWS
+    if (made := newest(out, print)) is not None and step_of(made) == steps:
+        return str(made)
+    if not out.exists():
+        untrained(blank, vocabulary(), settings["hidden"], settings["layers"], CONTEXT)
+    rows = demonstrations(settings["demonstrations"], 0, settings["vague"], settings["slips"], settings["reads"])
+    rows += choices(settings["demonstrated_choices"], 0, settings)
     config = SFT(
-        tasks="generated", model=str(blank), out=str(folder / "start"), seed=seed, epochs=settings["imitation_epochs"],
-        rows=64, lr=settings["imitation_lr"], warmup=50, betas=(0.9, 0.95), tokens_per_microbatch=4096, **QUIET,
+        tasks="generated", model=str(blank), out=str(out), seed=0, steps=steps, rows=ROWS, lr=settings["imitation_lr"],
+        warmup=50, betas=(0.9, 0.95), tokens_per_microbatch=4096, save_every=100, keep=1, quiet=True, threads=1,
+        resume=out.exists(),
     )  # fmt: skip
     return checkpoint_of(imitating.sft(config, rows))
 
@@ -203,6 +213,6 @@ def figures(written: Sequence[Sequence[Candidate]], tasks: Sequence[Task]) -> Nu
         note("example", sum(c.passes_example for c in own) / len(own))
         note("only example", sum(c.passes_example and not c.right for c in own) / len(own))
         note("different", len({c.code for c in own}) / len(own))
-        note("constant", sum(constant(c.code, task["calls"]) for c in own) / len(own))
+        note("constant", sum(any(c.passed[1:]) and constant(c.code, task["calls"]) for c in own) / len(own))
         note("open" if task["open"] else "told", right / len(own))
     return {name: sum(values) / len(values) for name, values in found.items()}

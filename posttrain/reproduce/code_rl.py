@@ -15,15 +15,10 @@ from posttrain.types import Env, Invalid, Reward, Task, UserError
 
 START, SHARE, ALL, PASS = "start", "GRPO, share of tests", "GRPO, all or nothing", "pass@k advantage"
 WRITERS = (START, SHARE, ALL, PASS)
-TESTED, UNTESTED = "outcomes shown", "code alone"
-CHOOSERS = {TESTED: "true", UNTESTED: "false"}
-"""Chooser -> whether it is told which programs pass the example."""
-
 GATE = (0.02, 0.8)
 """The start's pass@1 has to lie between: below, no group has a right program; above, there is nothing to learn."""
 
 METRICS = ("reward", "reward/right", "reward/share", "reward/example", "entropy", "length", "grad_norm")
-CHOSEN = ("chosen", "random", "filtered", "best", "readable")
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
         checkpoint, curves = trained(school, reward, algorithm, folder / named(arm), seed, settings)
         arms[arm] = {**coder.examined(checkpoint, school.held_out, seed, settings), "curves": curves}
         say(f"  seed {seed}, {arm}: held-out pass@1 {arms[arm]['pass@1']:.3f}, pass@8 {arms[arm]['pass@8']:.3f}")
-    return {"arms": arms, "choosers": {kind: chooser(school, kind, folder, seed, settings, say) for kind in CHOOSERS}}
+    return {"arms": arms}
 
 
 def gate(found: float) -> None:
@@ -82,41 +77,9 @@ def trained(
 def _run(
     school: School, env: Env | Reward | str, out: Path, seed: int, options: Mapping[str, Any], metrics: Sequence[str]
 ) -> tuple[str, dict[str, Curve]]:
-    always = {"aggregate": "token-mean", "kl": 0.0, "minibatches": 1, "betas": (0.9, 0.95), "warmup": 5}
+    always = {"aggregate": "token-mean", "kl": 0.0, "minibatches": 1, "betas": (0.9, 0.95), "warmup": 10}
     run = learn(Arena(school.practice, env, school.start), out, seed, **always, max_tokens=coder.LONGEST, **options)
     return checkpoint_of(run), {m: [line.get(m) for line in run.metrics if line["step"] > 0] for m in metrics}
-
-
-# -- choosing ----------------------------------------------------------------------------------------------------------
-
-
-def chooser(school: School, kind: str, folder: Path, seed: int, settings: Settings, say: Say) -> Numbers:
-    """What a policy that chooses among its own programs submits, before and after it has learned to.
-
-    Its programs are not learned from, so that what changes is the choice; its reward is what that earns over a random one.
-    """
-    env = f"code-choice,candidates={settings['candidates']},outcomes={CHOOSERS[kind]}"
-    taught = f"{env},learn_writing=false,over_random=true"
-    options = {
-        "steps": settings["choice_steps"], "prompts": settings["choice_prompts"], "group": settings["choice_group"],
-        "lr": settings["choice_lr"], "algorithm": "grpo",
-    }  # fmt: skip
-    before = chosen(school.start, school, env, seed, settings)
-    metrics = [f"reward/{name}" for name in CHOSEN]
-    checkpoint, curves = _run(school, taught, folder / named(f"choice {kind}"), seed, options, metrics)
-    after = chosen(checkpoint, school, env, seed, settings)
-    say(
-        f"  seed {seed}, choice, {kind}: {before['chosen']:.3f} -> {after['chosen']:.3f}, a random one "
-        f"{after['random']:.3f}, filtered {after['filtered']:.3f}"
-    )
-    return {"before": before, "after": after, "curves": curves}
-
-
-def chosen(checkpoint: str, school: School, env: str, seed: int, settings: Settings) -> Numbers:
-    """Means over episodes with held-out tasks: what the choice earns, and what others would have earned."""
-    rollouts = coder.play(checkpoint, school.held_out, env, seed, settings["choice_samples"])
-    assert not any(isinstance(r.reward, Invalid) for r in rollouts), "the references pass their tests"
-    return {name: sum(r.rewards[name] for r in rollouts) / len(rollouts) for name in CHOSEN}
 
 
 # -- conclusions -------------------------------------------------------------------------------------------------------
@@ -156,20 +119,9 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         beyond(ALL, PASS, "pass@1"),
         submitted(ALL),
         submitted(PASS),
-        *_of_choosers(numbers),
     ]
     columns = ("arm", *SHOWN.values(), "pass@1 of each seed", "pass@8 of each seed")
-    return Finding(columns, rows, comparisons, _panels(numbers), _notes(numbers, settings))
-
-
-def _of_choosers(numbers: Mapping[int, Numbers]) -> list[Comparison]:
-    found = []
-    for kind in CHOOSERS:
-        after = [n["choosers"][kind]["after"] for n in numbers.values()]
-        for other, words in (("random", "a random one"), ("filtered", "the first that passes the example")):
-            gap = over_seeds([a["chosen"] - a[other] for a in after])
-            found.append(Comparison(f"choice, {kind}: the policy's minus {words}", gap, at_least=0.0))
-    return found
+    return Finding(columns, rows, comparisons, _panels(numbers), NOTES)
 
 
 def _panels(numbers: Mapping[int, Numbers]) -> list[Panel]:
@@ -187,58 +139,32 @@ def _panels(numbers: Mapping[int, Numbers]) -> list[Panel]:
     passes = Panel(
         "Held-out functions", "", [bars(a, held_out, lambda n, name, a=a: n["arms"][a][name]) for a in WRITERS], held_out
     )
-    others = ("random", "filtered", "chosen", "best")
-    choice = [bars(f"choice, {kind}", others, lambda n, name, kind=kind: n["choosers"][kind]["after"][name])
-              for kind in CHOOSERS]  # fmt: skip
-    learned = [
-        Series(f"choice, {kind}", line.x, line.y, line.low, line.high)
-        for kind in CHOOSERS
-        for line in [band("", [_gain(n["choosers"][kind]["curves"]) for n in seeds])]
-    ]
     return [
         course("reward/right", "All hidden tests pass, rollouts"),
         course("entropy", "Entropy, nats per token"),
         passes,
-        Panel(f"Right of {len(others)} ways to submit", "", choice, others),
-        Panel("Chosen minus random, rollouts", "step", learned),
     ]
 
 
-def _gain(curves: Mapping[str, Curve]) -> Curve:
-    pairs = zip(curves["reward/chosen"], curves["reward/random"], strict=True)
-    return [None if a is None or b is None else a - b for a, b in pairs]
+NOTES = (
+    "A program is constant if it passes some hidden test and gives the same on five further inputs; it passes the example "
+    "alone if it fails a hidden test. pass@k is the unbiased estimate from the samples of each task. All seeds begin with the "
+    "same imitation; tasks, held-out tasks and samples differ.",
+)
 
-
-def _notes(numbers: Mapping[int, Numbers], settings: Settings) -> list[str]:
-    notes = []
-    for kind in CHOOSERS:
-        both = [n["choosers"][kind] for n in numbers.values()]
-        told = [
-            f"{words} {over_seeds([b[when][name] for b in both])}"
-            for words, when, name in (
-                ("before", "before", "chosen"), ("after", "after", "chosen"), ("a random one", "after", "random"),
-                ("the first that passes the example", "after", "filtered"), ("any of them", "after", "best"),
-                ("readable choices before", "before", "readable"),
-            )
-        ]  # fmt: skip
-        each = " ".join(f"{b['after']['chosen']:.3f}" for b in both)
-        notes.append(f"Choice among {settings['candidates']}, {kind}: {', '.join(told)}; each seed {each}.")
-    return [
-        *notes,
-        "A program is constant if it gives the same on five further inputs; it passes the example alone if it fails a hidden "
-        "test. pass@k is the unbiased estimate from the samples of each task.",
-    ]
-
+TEACHING: Settings = {
+    "hidden": 128, "layers": 3, "demonstrations": 20000, "demonstrated_choices": 800, "imitation_lr": 2e-3, "vague": 0.4,
+    "slips": 0.2, "reads": 0.3, "candidates": 4,
+}  # fmt: skip
+"""What decides the start."""
 
 EXPERIMENT = Experiment(
     "code-rl",
     "A policy learns to write programs from what their tests say. Rewarding all tests or nothing gains more than rewarding "
     "the share that passes; rewarding one right program among any k keeps candidates diverse, so that more is right after "
-    "they are filtered by an example; and a policy learns to choose among its own programs.",
+    "they are filtered by an example.",
     "AlphaCode, arXiv 2203.07814, sections 4.5 and 4.6; Pass@k training, arXiv 2508.10751",
-    {"hidden": 128, "layers": 3, "demonstrations": 20000, "demonstrated_choices": 800, "imitation_lr": 2e-3, "vague": 0.4, "slips": 0.2, "reads": 0.3, "tasks": 2000, "held_out": 100, "samples": 16,
-     "steps": 50, "prompts": 8, "group": 12, "lr": 3e-4, "k": 4, "candidates": 4, "choice_steps": 40,
-     "choice_prompts": 8, "choice_group": 4, "choice_lr": 3e-4, "choice_samples": 2},
+    {**TEACHING, "tasks": 2000, "held_out": 80, "samples": 16, "steps": 50, "prompts": 8, "group": 16, "lr": 3e-4, "k": 4},
     measure,
     conclude,
 )  # fmt: skip

@@ -47,7 +47,7 @@ def one_sandbox() -> Iterator[None]:
 
 
 def test_references_pass_all_their_tests_in_the_sandbox_and_two_different_results_fail_a_constant() -> None:
-    for task in functions.tasks("practised", 25, 3, 0.4):
+    for task in functions.tasks("practised", 12, 3, 0.4):
         grade = graded(code_in(task["response"]), [task["example"], *task["tests"]])
         assert not isinstance(grade, Invalid) and all(grade.passed) and len(grade.passed) == functions.TESTS
         expected = {test.partition(" == ")[2] for test in [task["example"], *task["tests"]]}
@@ -141,7 +141,7 @@ def test_programs_behave_the_same_if_they_give_the_same_on_every_call() -> None:
     assert behaviour(RIGHT, calls) == ("2", "0", "4")
     assert behaviour("def f(x):\n    return 2 * x", calls) == behaviour(RIGHT, calls) != behaviour(SQUARE, calls)
     assert behaviour("def f(x):\n    return 1 // x", calls) == ("1", "ZeroDivisionError", "0")
-    assert behaviour("import sys\ndef f(x):\n    sys.exit(0) if x == 0 else None\n    return x", calls) == (
+    assert behaviour("import os\ndef f(x):\n    return os._exit(0) if x == 0 else x", calls) == (
         "1", "nothing", "nothing",
     )  # fmt: skip
     assert behaviour(BROKEN, calls) == ("nothing",) * 3
@@ -240,7 +240,8 @@ def test_chat_is_asked_as_a_chat() -> None:
 
 
 @pytest.mark.parametrize(
-    "reply, place", [("2", 1), ("Program 1 is wrong, so 3", 2), ("<think>1</think>4", 3), ("5", None), ("9" * 5000, None)]
+    "reply, place",
+    [("2", 1), ("Program 1 is wrong, so 3", 2), ("<think>1</think>4", 3), ("5", None), ("9" * 5000, None)],
 )
 def test_choice_is_the_last_number_of_a_reply(reply: str, place: int | None) -> None:
     assert choice_of(reply, 4) == place

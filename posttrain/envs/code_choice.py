@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from posttrain.envs.code import SUCCESS, row_to_task
@@ -45,13 +46,11 @@ def code_choice(
     for _ in range(candidates):
         reply = yield replace(first, fresh=True, learn=learn_writing)
         programs.append(code_in(reply))
-    graded_once = {code: _graded(task, code) for code in dict.fromkeys(programs)}
-    grades = []
-    for code in programs:
-        grade = graded_once[code]
-        if isinstance(grade, Invalid):
-            return grade
-        grades.append(grade)
+    tests = (task["example"], *task["tests"])
+    try:
+        grades = [_graded(code, tests, task.get("setup", ""), tuple(task.get("entry", ()))) for code in programs]
+    except _NoGradeError as error:
+        return error.reason
     passes = [grade.passed[0] for grade in grades]
     right = [float(all(grade.passed[1:])) for grade in grades]
     reply = yield replace(_asked(first, shown(programs, passes if outcomes else None)), fresh=True)
@@ -67,10 +66,21 @@ def code_choice(
     }
 
 
-def _graded(task: Task, code: str) -> Grade | Invalid:
-    """The example first, then the hidden tests."""
-    tests = [task["example"], *task["tests"]]
-    return graded(code, tests, task.get("setup", ""), task.get("entry", ()))
+class _NoGradeError(Exception):
+    """A program could not be graded, which is never its fault; exceptions are not cached, so it is tried again."""
+
+    def __init__(self, reason: Invalid) -> None:
+        super().__init__(reason.reason)
+        self.reason = reason
+
+
+@lru_cache(maxsize=256)
+def _graded(code: str, tests: tuple[str, ...], setup: str, entry: tuple[str, ...]) -> Grade:
+    """The example first, then the hidden tests. Candidates of a task, and of a group, are often the same program."""
+    grade = graded(code, tests, setup, entry)
+    if isinstance(grade, Invalid):
+        raise _NoGradeError(grade)
+    return grade
 
 
 def shown(programs: Sequence[str], passes: Sequence[bool] | None = None) -> str:
@@ -78,7 +88,7 @@ def shown(programs: Sequence[str], passes: Sequence[bool] | None = None) -> str:
     parts = []
     for place, code in enumerate(programs):
         outcome = "" if passes is None else PASSES if passes[place] else FAILS
-        parts.append(f"{NUMBERED.format(number=place + 1)}```python\n{code.strip()}\n```\n{outcome}")
+        parts.append(f"{NUMBERED.format(number=place + 1)}{outcome}```python\n{code.strip()}\n```\n")
     return "".join(parts) + QUESTION
 
 

@@ -7,6 +7,7 @@ import difflib
 from posttrain.reproduce import (
     baseline_variance,
     clip_higher,
+    code_choice,
     code_rl,
     decoupled_approval,
     dynamic_sampling,
@@ -40,6 +41,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         search_r1,
         retrieved_token_masking,
         code_rl,
+        code_choice,
     )
 }
 """Name -> experiment, in the order in which they are listed."""

@@ -1,8 +1,8 @@
-"""Programs learned by running them: what the reward counts, an advantage for diverse candidates, and a choice among them."""
+"""Programs learned by running them: what the reward counts, and an advantage for diverse candidates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from posttrain.reproduce import coder, functions
 from posttrain.reproduce.experiment import Comparison, Experiment, Finding, Numbers, Say, Settings, over_seeds
 from posttrain.reproduce.figure import Panel, Series
 from posttrain.reproduce.harness import Arena, Curve, band, checkpoint_of, learn
-from posttrain.types import Env, Invalid, Reward, Task, UserError
+from posttrain.types import Env, Reward, Task, UserError
 
 START, SHARE, ALL, PASS = "start", "GRPO, share of tests", "GRPO, all or nothing", "pass@k advantage"
 WRITERS = (START, SHARE, ALL, PASS)
@@ -30,14 +30,15 @@ class School:
     start: str
 
 
+def prepare(seed: int, settings: Settings, start: str) -> School:
+    """Functions to practise and functions held out, of compositions that the start has not been shown."""
+    practice = functions.tasks("practised", settings["tasks"], seed, settings["vague"])
+    return School(practice, functions.tasks("held out", settings["held_out"], seed, settings["vague"]), start)
+
+
 def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
     start = coder.starting_policy(settings, folder.parent)
-    vague = settings["vague"]
-    school = School(
-        functions.tasks("practised", settings["tasks"], seed, vague),
-        functions.tasks("held out", settings["held_out"], seed, vague),
-        start,
-    )
+    school = prepare(seed, settings, start)
     arms: Numbers = {START: coder.examined(start, school.held_out, seed, settings)}
     gate(arms[START]["pass@1"])
     say(f"  seed {seed}, start: held-out pass@1 {arms[START]['pass@1']:.3f}, pass@8 {arms[START]['pass@8']:.3f}")
@@ -71,12 +72,13 @@ def trained(
     """The checkpoint and the curves of a run. The arms differ in reward and advantage, and in nothing else."""
     chosen = {name: settings[name] for name in ("steps", "prompts", "group", "lr")}
     own = {"advantage_k": settings["k"]} if algorithm == "pass-at-k" else {}
-    return _run(school, reward, out, seed, {**chosen, **own, "algorithm": algorithm}, METRICS)
+    return practised(school, reward, out, seed, {**chosen, **own, "algorithm": algorithm}, METRICS)
 
 
-def _run(
+def practised(
     school: School, env: Env | Reward | str, out: Path, seed: int, options: Mapping[str, Any], metrics: Sequence[str]
 ) -> tuple[str, dict[str, Curve]]:
+    """The checkpoint and these metrics of a run of reinforcement learning."""
     always = {"aggregate": "token-mean", "kl": 0.0, "minibatches": 1, "betas": (0.9, 0.95), "warmup": 10}
     run = learn(Arena(school.practice, env, school.start), out, seed, **always, max_tokens=coder.LONGEST, **options)
     return checkpoint_of(run), {m: [line.get(m) for line in run.metrics if line["step"] > 0] for m in metrics}
@@ -130,15 +132,9 @@ def _panels(numbers: Mapping[int, Numbers]) -> list[Panel]:
     def course(metric: str, title: str) -> Panel:
         return Panel(title, "step", [band(a, [n["arms"][a]["curves"][metric] for n in seeds]) for a in WRITERS[1:]])
 
-    def bars(label: str, names: Sequence[str], figures: Callable[[Numbers, str], float]) -> Series:
-        found = [over_seeds([figures(n, name) for n in seeds]) for name in names]
-        ends = ([e.low for e in found], [e.high for e in found]) if len(seeds) > 1 else ((), ())
-        return Series(label, range(len(names)), [e.mean for e in found], *ends)
-
     held_out = ("pass@1", "pass@4", "pass@8", "filtered@8", "clustered@8")
-    passes = Panel(
-        "Held-out functions", "", [bars(a, held_out, lambda n, name, a=a: n["arms"][a][name]) for a in WRITERS], held_out
-    )
+    series = [bars(arm, held_out, [n["arms"][arm] for n in seeds]) for arm in WRITERS]
+    passes = Panel("Held-out functions", "", series, held_out)
     return [
         course("reward/right", "All hidden tests pass, rollouts"),
         course("entropy", "Entropy, nats per token"),
@@ -146,10 +142,17 @@ def _panels(numbers: Mapping[int, Numbers]) -> list[Panel]:
     ]
 
 
+def bars(label: str, names: Sequence[str], seeds: Sequence[Mapping[str, float]]) -> Series:
+    """A bar for each of these figures: its mean over the seeds, with an interval where there are several."""
+    found = [over_seeds([own[name] for own in seeds]) for name in names]
+    ends = ([e.low for e in found], [e.high for e in found]) if len(seeds) > 1 else ((), ())
+    return Series(label, range(len(names)), [e.mean for e in found], *ends)
+
+
 NOTES = (
     "A program is constant if it passes some hidden test and gives the same on five further inputs; it passes the example "
-    "alone if it fails a hidden test. pass@k is the unbiased estimate from the samples of each task. All seeds begin with the "
-    "same imitation; tasks, held-out tasks and samples differ.",
+    "alone if it fails a hidden test. pass@k is the unbiased estimate from the samples of each task. All seeds begin with "
+    "the same imitation; tasks, held-out tasks and samples differ.",
 )
 
 TEACHING: Settings = {

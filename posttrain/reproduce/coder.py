@@ -1,7 +1,7 @@
 """A writer of small functions: how it is taught, what it writes, and which of its candidates is submitted.
 
-It begins with imitation of a careless programmer, so that it knows the form of a program and often has the wrong step or the wrong number in
-it. The same imitation shows it the form of a choice between programs: the demonstrated choices are random.
+It begins with imitation of a careless programmer, so that it knows the form of a program and often has the wrong step or
+the wrong number in it. The same imitation shows it the form of a choice between programs: these choices are random.
 
 Of several candidates one is submitted as AlphaCode does (arXiv 2203.07814, sections 4.5 and 4.6): those that fail the
 example are dropped; those left are put together by what they give on further inputs, and one of the largest cluster is
@@ -82,21 +82,29 @@ def _scored(task: Task, reply: Reply, every: bool) -> Verdict:
 # -- teaching ----------------------------------------------------------------------------------------------------------
 
 
-def choices(count: int, seed: int, settings: Settings) -> list[dict[str, Any]]:
-    """Rows that show the form of a choice: the programs are careless, and the choice is random."""
+def choices(count: int, seed: int, settings: Settings, heeds: float = 0.0) -> list[dict[str, Any]]:
+    """Rows that show the form of a choice: the programs are careless, and the choice is random.
+
+    Where it is told which programs pass the example, one of these is chosen in a share `heeds` of the cases.
+    """
     draw, rows = random.Random(f"choices {seed}"), []
     for _ in range(count):
         function = drawn("demonstrated", draw, settings["vague"])
         made = row(function, draw)
         task = row_to_task(made)
         assert task is not None
-        written = [careless(function, draw, settings["slips"], settings["reads"]) for _ in range(settings["candidates"])]
+        written = [
+            careless(function, draw, settings["slips"], settings["reads"]) for _ in range(settings["candidates"])
+        ]
         call, expected = made["test_list"][0].removeprefix("assert ").split(" == ")
         argument = ast.literal_eval(call[2:-1])
         passes = [repr(program(argument)) == expected for program in written]
         told = passes if draw.random() < 0.5 else None
         text = task["prompt"] + shown([program.code for program in written], told)
-        rows.append({"prompt": text, "response": str(draw.randint(1, settings["candidates"]))})
+        among = range(len(passes))
+        if told is not None and any(passes) and draw.random() < heeds:
+            among = [place for place in among if passes[place]]
+        rows.append({"prompt": text, "response": str(draw.choice(among) + 1)})
     return rows
 
 
@@ -106,17 +114,33 @@ def starting_policy(settings: Settings, folder: Path) -> str:
               "imitation_lr")  # fmt: skip
     name = "-".join(str(settings[key]) for key in decide)
     out, blank = folder / f"start-{name}", folder / f"untrained-{name}"
-    steps = (settings["demonstrations"] + settings["demonstrated_choices"]) // ROWS
-    if (made := newest(out, print)) is not None and step_of(made) == steps:
-        return str(made)
     if not out.exists():
         untrained(blank, vocabulary(), settings["hidden"], settings["layers"], CONTEXT)
-    rows = demonstrations(settings["demonstrations"], 0, settings["vague"], settings["slips"], settings["reads"])
-    rows += choices(settings["demonstrated_choices"], 0, settings)
+    writing, choosing = settings["demonstrations"], settings["demonstrated_choices"]
+    return _taught(out, str(blank), (writing, choosing), 0, settings, 0.0, settings["imitation_lr"])
+
+
+def choosing_policy(settings: Settings, folder: Path) -> str:
+    """The start after more demonstrations of choices, and as many of writing beside them, once for all seeds."""
+    start = starting_policy(settings, folder)
+    count, heeds = settings["choice_demonstrations"], settings["heeds"]
+    out = folder / f"choosing-{Path(start).parents[1].name}-{count}-{heeds}"
+    return _taught(out, start, (count, count), 1, settings, heeds, settings["imitation_lr"] / 2)
+
+
+def _taught(
+    out: Path, start: str, counts: tuple[int, int], seed: int, settings: Settings, heeds: float, lr: float
+) -> str:
+    """The checkpoint of a run that sees so many rows of writing and of choosing once: of one that is finished, or begun."""
+    writing, choosing = counts
+    steps = (writing + choosing) // ROWS
+    if (made := newest(out, print)) is not None and step_of(made) == steps:
+        return str(made)
+    rows = demonstrations(writing, seed, settings["vague"], settings["slips"], settings["reads"])
+    rows += choices(choosing, seed, settings, heeds)
     config = SFT(
-        tasks="generated", model=str(blank), out=str(out), seed=0, steps=steps, rows=ROWS, lr=settings["imitation_lr"],
-        warmup=50, betas=(0.9, 0.95), tokens_per_microbatch=4096, save_every=100, keep=1, quiet=True, threads=1,
-        resume=out.exists(),
+        tasks="generated", model=start, out=str(out), seed=0, steps=steps, rows=ROWS, lr=lr, warmup=50,
+        betas=(0.9, 0.95), tokens_per_microbatch=4096, save_every=100, keep=1, quiet=True, threads=1, resume=out.exists(),
     )  # fmt: skip
     return checkpoint_of(imitating.sft(config, rows))
 
@@ -165,7 +189,7 @@ def filtered(written: Sequence[Candidate]) -> Candidate:
 
 
 def clustered(written: Sequence[Candidate], calls: Sequence[str]) -> Candidate:
-    """Of those that pass the example, the first of the largest cluster of equal behaviour; among equal ones, the earliest."""
+    """Of those that pass the example, the first of the largest cluster of equal behaviour; of equal ones, the earliest."""
     passing = [c for c in written if c.passes_example]
     if not passing:
         return written[0]

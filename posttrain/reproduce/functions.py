@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import sha256
 from typing import Any
 
@@ -116,7 +116,7 @@ class Function:
         return _compiled(self.code)(x)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _compiled(code: str) -> Any:
     names: dict[str, Any] = {}
     exec(code, names)
@@ -237,9 +237,9 @@ def phrases() -> tuple[str, ...]:
     """Texts that are one token each; all others are spelt letter by letter."""
     said = {part for steps in STEPS.values() for step in steps for part in step.phrase.split("{n}") if part.strip()}
     python = (
-        "```python\n", "\n```", "def f(x):\n", "    x = ", "    return ", "[y", " for y in x", " if y", "sorted(", "set(", "sum(",
-        "len(", "max(", ", default=0", '"".join(', ".upper()", ".replace(", ".count(", "int(y)", "str(", "abs(", "[::-1]",
-        "[::2]", "[:", ":]", " % ", " == ", " + ", " - ", " * ", " // ", " > ", " < ", "assert f(", ", ",
+        "```python\n", "\n```", "def f(x):\n", "    x = ", "    return ", "[y", " for y in x", " if y", "sorted(", "set(",
+        "sum(", "len(", "max(", ", default=0", '"".join(', ".upper()", ".replace(", ".count(", "int(y)", "str(", "abs(",
+        "[::-1]", "[::2]", "[:", ":]", " % ", " == ", " + ", " - ", " * ", " // ", " > ", " < ", "assert f(", ", ",
     )  # fmt: skip
     kinds = [f"f of a {kind}: " for kind in STEPS]
     choosing = (QUESTION, PASSES, FAILS, *(part for part in NUMBERED.split("{number}") if part))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,7 @@ SHOWN = {
 
 def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
     seeds = [n["arms"] for n in numbers.values()]
-    rows = [[arm, *(str(over_seeds([s[arm][name] for s in seeds])) for name in SHOWN),
+    rows = [[arm, *(str(over_seeds([s[arm].get(name, math.nan) for s in seeds])) for name in SHOWN),
              " ".join(f"{s[arm]['pass@1']:.3f}" for s in seeds), " ".join(f"{s[arm]['pass@8']:.3f}" for s in seeds)]
             for arm in WRITERS]  # fmt: skip
 

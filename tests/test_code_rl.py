@@ -276,6 +276,12 @@ def test_demonstrated_choices_are_random_and_name_what_the_example_says() -> Non
         for part in row["prompt"].split("Program ")[1:]:
             grade = graded(code_in(part), [example])
             assert not isinstance(grade, Invalid) and grade.passed[0] == (PASSES in part)
+    for row in coder.choices(60, 5, settings, heeds=1.0):
+        parts = row["prompt"].split("Program ")[1:]
+        if PASSES in row["prompt"]:
+            assert PASSES in parts[int(row["response"]) - 1]
+    untold = [r["response"] for r in coder.choices(120, 6, settings, heeds=1.0) if PASSES not in r["prompt"]]
+    assert min(untold.count(n) for n in ("1", "2", "3")) > 10
 
 
 # -- the experiment ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from posttrain.reproduce import coder
@@ -22,7 +22,7 @@ WAYS = {"random": "a random one", "filtered": "the first that passes the example
 
 def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
     school = prepare(seed, settings, coder.choosing_policy(settings, folder.parent))
-    return {kind: chooser(school, kind, folder, seed, settings, say) for kind in CHOOSERS}
+    return {kind: chooser(school, kind, folder, seed, settings, say) for kind in settings["choosers"]}
 
 
 def chooser(school: School, kind: str, folder: Path, seed: int, settings: Settings, say: Say) -> Numbers:
@@ -54,7 +54,7 @@ def chosen(checkpoint: str, school: School, env: str, seed: int, settings: Setti
 
 def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
     rows, comparisons = [], []
-    for kind in CHOOSERS:
+    for kind in settings["choosers"]:
         for when in ("before", "after"):
             own = [n[kind][when] for n in numbers.values()]
             each = " ".join(f"{o['chosen']:.3f}" for o in own)
@@ -72,7 +72,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         ("chooser", *WAYS.values(), "readable", "the policy's choice, each seed"),
         rows,
         comparisons,
-        _panels(numbers),
+        _panels(numbers, settings["choosers"]),
         ["All seeds begin with the same imitation; tasks, held-out tasks and samples differ."],
     )
 
@@ -81,10 +81,10 @@ def _gain(figures: Mapping[str, float]) -> float:
     return figures["chosen"] - figures["random"]
 
 
-def _panels(numbers: Mapping[int, Numbers]) -> list[Panel]:
+def _panels(numbers: Mapping[int, Numbers], choosers: Sequence[str]) -> list[Panel]:
     seeds = list(numbers.values())
-    ways = [bars(kind, tuple(WAYS), [n[kind]["after"] for n in seeds]) for kind in CHOOSERS]
-    learned = [band(kind, [_course(n[kind]["curves"]) for n in seeds]) for kind in CHOOSERS]
+    ways = [bars(kind, tuple(WAYS), [n[kind]["after"] for n in seeds]) for kind in choosers]
+    learned = [band(kind, [_course(n[kind]["curves"]) for n in seeds]) for kind in choosers]
     return [
         Panel("Held-out functions, after", "", ways, ("random", "filtered", "chosen", "any right")),
         Panel("Choice minus random one, rollouts", "step", learned),
@@ -101,8 +101,8 @@ EXPERIMENT = Experiment(
     "A policy that writes several programs, is shown them and says which it submits learns to choose better than at random, "
     "where it is told which pass the example, and where it sees the code alone.",
     "AlphaCode, arXiv 2203.07814, section 4.5, whose filter it is beside; the environment code-choice",
-    {**TEACHING, "choice_demonstrations": 1280, "heeds": 0.5, "tasks": 2000, "held_out": 60, "samples": 2, "steps": 20,
-     "prompts": 8, "group": 4, "lr": 2e-4},
+    {**TEACHING, "choice_demonstrations": 3200, "heeds": 0.5, "tasks": 2000, "held_out": 60, "samples": 2, "steps": 20,
+     "prompts": 8, "group": 4, "lr": 2e-4, "choosers": list(CHOOSERS)},
     measure,
     conclude,
 )  # fmt: skip

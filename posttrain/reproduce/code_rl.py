@@ -12,7 +12,7 @@ from posttrain.reproduce import coder, functions
 from posttrain.reproduce.experiment import Comparison, Experiment, Finding, Numbers, Say, Settings, over_seeds
 from posttrain.reproduce.figure import Panel, Series
 from posttrain.reproduce.harness import Arena, Curve, band, checkpoint_of, learn
-from posttrain.types import Env, Reward, Task, UserError
+from posttrain.types import Env, Task, UserError
 
 START, SHARE, ALL, PASS = "start", "GRPO, share of tests", "GRPO, all or nothing", "pass@k advantage"
 WRITERS = (START, SHARE, ALL, PASS)
@@ -68,7 +68,7 @@ def named(arm: str) -> str:
 
 
 def trained(
-    school: School, reward: Reward, algorithm: str, out: Path, seed: int, settings: Settings
+    school: School, reward: coder.Scored, algorithm: str, out: Path, seed: int, settings: Settings
 ) -> tuple[str, dict[str, Curve]]:
     """The checkpoint and the curves of a run. The arms differ in reward and advantage, and in nothing else."""
     chosen = {name: settings[name] for name in ("steps", "prompts", "group", "lr")}
@@ -77,7 +77,12 @@ def trained(
 
 
 def practised(
-    school: School, env: Env | Reward | str, out: Path, seed: int, options: Mapping[str, Any], metrics: Sequence[str]
+    school: School,
+    env: Env | coder.Scored | str,
+    out: Path,
+    seed: int,
+    options: Mapping[str, Any],
+    metrics: Sequence[str],
 ) -> tuple[str, dict[str, Curve]]:
     """The checkpoint and these metrics of a run of reinforcement learning."""
     always = {"aggregate": "token-mean", "kl": 0.0, "minibatches": 1, "betas": (0.9, 0.95), "warmup": 10}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,15 +29,19 @@ from posttrain.reproduce.reader import untrained
 from posttrain.runs.checkpoint import newest, step_of
 from posttrain.training import evaluation, imitating
 from posttrain.training.intervals import pass_at_k
-from posttrain.types import Env, Invalid, Reply, Reward, Rollout, Task, Verdict
+from posttrain.types import Env, Invalid, Reply, Rollout, Task, Verdict
 from posttrain.verify.code import Grade, behaviour, graded
 from posttrain.verify.fenced import code_in
 
 CONTEXT = 512
 ROWS = 64  # of an update of imitation
 LONGEST = 64  # tokens of a reply
+TELLS = 0.8  # of the choices shown to who is to choose: the share with outcomes
 EXAMPLE = 0  # place of the test that is shown among those of a grade
 PASSES = (1, 4, 8)  # the k of pass@k
+
+
+Scored = Callable[[Task, Reply], Verdict]
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
@@ -82,10 +86,11 @@ def _scored(task: Task, reply: Reply, every: bool) -> Verdict:
 # -- teaching ----------------------------------------------------------------------------------------------------------
 
 
-def choices(count: int, seed: int, settings: Settings, heeds: float = 0.0) -> list[dict[str, Any]]:
+def choices(count: int, seed: int, settings: Settings, heeds: float = 0.0, tells: float = 0.5) -> list[dict[str, Any]]:
     """Rows that show the form of a choice: the programs are careless, and the choice is random.
 
-    Where it is told which programs pass the example, one of these is chosen in a share `heeds` of the cases.
+    In a share `tells` of the rows it is told which programs pass the example; then one of these is chosen in a share
+    `heeds` of the cases.
     """
     draw, rows = random.Random(f"choices {seed}"), []
     for _ in range(count):
@@ -99,9 +104,9 @@ def choices(count: int, seed: int, settings: Settings, heeds: float = 0.0) -> li
         call, expected = made["test_list"][0].removeprefix("assert ").split(" == ")
         argument = ast.literal_eval(call[2:-1])
         passes = [repr(program(argument)) == expected for program in written]
-        told = passes if draw.random() < 0.5 else None
+        told = passes if draw.random() < tells else None
         text = task["prompt"] + shown([program.code for program in written], told)
-        among = range(len(passes))
+        among = list(range(len(passes)))
         if told is not None and any(passes) and draw.random() < heeds:
             among = [place for place in among if passes[place]]
         rows.append({"prompt": text, "response": str(draw.choice(among) + 1)})
@@ -117,19 +122,28 @@ def starting_policy(settings: Settings, folder: Path) -> str:
     if not out.exists():
         untrained(blank, vocabulary(), settings["hidden"], settings["layers"], CONTEXT)
     writing, choosing = settings["demonstrations"], settings["demonstrated_choices"]
-    return _taught(out, str(blank), (writing, choosing), 0, settings, 0.0, settings["imitation_lr"])
+    return _taught(out, str(blank), (writing, choosing), 0, settings, (0.0, 0.5), settings["imitation_lr"])
 
 
 def choosing_policy(settings: Settings, folder: Path) -> str:
-    """The start after more demonstrations of choices, and as many of writing beside them, once for all seeds."""
+    """The start after more demonstrations of choices, once for all seeds.
+
+    Of these alone: a choice is one token, and beside the tokens of programs it would weigh next to nothing.
+    """
     start = starting_policy(settings, folder)
     count, heeds = settings["choice_demonstrations"], settings["heeds"]
     out = folder / f"choosing-{Path(start).parents[1].name}-{count}-{heeds}"
-    return _taught(out, start, (count, count), 1, settings, heeds, settings["imitation_lr"] / 2)
+    return _taught(out, start, (0, count), 1, settings, (heeds, TELLS), settings["imitation_lr"] / 4)
 
 
 def _taught(
-    out: Path, start: str, counts: tuple[int, int], seed: int, settings: Settings, heeds: float, lr: float
+    out: Path,
+    start: str,
+    counts: tuple[int, int],
+    seed: int,
+    settings: Settings,
+    shares: tuple[float, float],
+    lr: float,
 ) -> str:
     """The checkpoint of a run that sees so many rows of writing and of choosing once: of one that is finished, or begun."""
     writing, choosing = counts
@@ -137,9 +151,9 @@ def _taught(
     if (made := newest(out, print)) is not None and step_of(made) == steps:
         return str(made)
     rows = demonstrations(writing, seed, settings["vague"], settings["slips"], settings["reads"])
-    rows += choices(choosing, seed, settings, heeds)
+    rows += choices(choosing, seed, settings, *shares)
     config = SFT(
-        tasks="generated", model=start, out=str(out), seed=0, steps=steps, rows=ROWS, lr=lr, warmup=50,
+        tasks="generated", model=start, out=str(out), seed=0, steps=steps, rows=ROWS, lr=lr, warmup=min(50, steps // 5),
         betas=(0.9, 0.95), tokens_per_microbatch=4096, save_every=100, keep=1, quiet=True, threads=1, resume=out.exists(),
     )  # fmt: skip
     return checkpoint_of(imitating.sft(config, rows))
@@ -164,7 +178,7 @@ class Candidate:
         return all(self.passed[EXAMPLE + 1 :])
 
 
-def play(checkpoint: str, tasks: Sequence[Task], env: Env | Reward | str, seed: int, samples: int) -> list[Rollout]:
+def play(checkpoint: str, tasks: Sequence[Task], env: Env | Scored | str, seed: int, samples: int) -> list[Rollout]:
     """What a policy does, sampled at temperature 1."""
     config = Evaluation(
         tasks="generated", env=env if isinstance(env, str) else "generated", model=checkpoint, samples=samples, seed=seed,

@@ -222,8 +222,8 @@ def test_no_candidate_sees_another_and_the_choice_sees_all_with_their_outcomes_o
     assert [turn.text for turn in turns[:2]] == [TASK["prompt"]] * 2 and all(turn.fresh for turn in turns)
     text = turns[2].text
     assert text is not None and text.startswith(TASK["prompt"])
-    one, two = text.partition("Program 2:")[::2]
-    assert FOUR in one and PASSES in one and BROKEN in two and FAILS in two
+    assert text.index(f"Program 1:\n```python\n{FOUR}") < text.index(f"Program 2:\n```python\n{BROKEN}")
+    assert text.index(f"Program 2:\n{FAILS}") < text.index(f"Program 1:\n{PASSES}")  # those that pass come last
     assert "== 6" not in text and "== 0" not in text  # hidden tests stay hidden
     untold = episode([FOUR, BROKEN, "1"], candidates=2, outcomes=False)[0][2].text
     assert untold is not None and FOUR in untold and PASSES not in untold and FAILS not in untold
@@ -273,13 +273,14 @@ def test_demonstrated_choices_are_random_and_name_what_the_example_says() -> Non
     assert sum(counts) == 120 and min(counts) > 25
     for row in [r for r in rows if PASSES in r["prompt"] or FAILS in r["prompt"]][:6]:
         example = next(line for line in row["prompt"].splitlines() if line.startswith("assert"))
-        for part in row["prompt"].split("Program ")[1:]:
-            grade = graded(code_in(part), [example])
-            assert not isinstance(grade, Invalid) and grade.passed[0] == (PASSES in part)
-    for row in coder.choices(60, 5, settings, heeds=1.0):
         parts = row["prompt"].split("Program ")[1:]
+        for part in parts[:3]:
+            grade = graded(code_in(part), [example])
+            [told] = [p for p in parts[3:] if p[0] == part[0]]
+            assert not isinstance(grade, Invalid) and grade.passed[0] == (PASSES in told)
+    for row in coder.choices(60, 5, settings, heeds=1.0):
         if PASSES in row["prompt"]:
-            assert PASSES in parts[int(row["response"]) - 1]
+            assert f"Program {row['response']}:\n{PASSES}" in row["prompt"]
     untold = [r["response"] for r in coder.choices(120, 6, settings, heeds=1.0) if PASSES not in r["prompt"]]
     assert min(untold.count(n) for n in ("1", "2", "3")) > 10
 

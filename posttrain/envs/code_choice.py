@@ -84,12 +84,19 @@ def _graded(code: str, tests: tuple[str, ...], setup: str, entry: tuple[str, ...
 
 
 def shown(programs: Sequence[str], passes: Sequence[bool] | None = None) -> str:
-    """The programs with their numbers, from 1 on; `passes`: whether each passes the example, if that is told."""
-    parts = []
-    for place, code in enumerate(programs):
-        outcome = "" if passes is None else PASSES if passes[place] else FAILS
-        parts.append(f"{NUMBERED.format(number=place + 1)}{outcome}```python\n{code.strip()}\n```\n")
+    """The programs with their numbers, from 1 on; `passes`: whether each passes the example, if that is told.
+
+    It is told behind all programs, of those that pass last: there a small model finds it.
+    """
+    parts = [f"{_numbered(place)}```python\n{code.strip()}\n```\n" for place, code in enumerate(programs)]
+    if passes is not None:
+        told = sorted(range(len(programs)), key=lambda place: passes[place])
+        parts += [f"{_numbered(place)}{PASSES if passes[place] else FAILS}" for place in told]
     return "".join(parts) + QUESTION
+
+
+def _numbered(place: int) -> str:
+    return NUMBERED.format(number=place + 1)
 
 
 def choice_of(reply: str, candidates: int) -> int | None:

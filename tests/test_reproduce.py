@@ -49,8 +49,8 @@ from posttrain.types import Ask, Reply, StopReason, Task, UserError
 
 SEARCHING = {"reader_hidden": 32, "reader_layers": 2, "lesson_steps": 2, "practice_steps": 2, "questions": 16, "held_out": 8,
              "demonstrations": 64, "samples": 1, "steps": 2, "prompts": 2, "group": 4}  # fmt: skip
-CODING = {"hidden": 32, "layers": 1, "demonstrations": 64, "demonstrated_choices": 64, "tasks": 8, "held_out": 2, "samples": 8,
-          "steps": 2, "prompts": 2}  # fmt: skip
+CODING = {"hidden": 32, "layers": 1, "demonstrations": 64, "demonstrated_choices": 64, "tasks": 8, "held_out": 2,
+          "samples": 8, "steps": 2, "prompts": 2}  # fmt: skip
 TINY: dict[str, dict[str, Any]] = {
     "kl-estimators": {"samples": 400_000, "distributions": 4, "gradient_samples": 100_000},
     "gspo-variance": {"tasks": 40, "imitation_epochs": 1.0, "steps": 1, "prompts": 8, "group": 4, "edges": [1, 8, 65]},
@@ -62,7 +62,7 @@ TINY: dict[str, dict[str, Any]] = {
     "search-r1": SEARCHING,
     "retrieved-token-masking": SEARCHING,
     "code-rl": {**CODING, "group": 6},
-    "code-choice": {**CODING, "choice_demonstrations": 64, "candidates": 2, "group": 2},
+    "code-choice": {**CODING, "choice_demonstrations": 64, "candidates": 2, "group": 2, "samples": 1},
 }  # fmt: skip
 TINY_TRAINING = {"steps": 2, "prompts": 4, "group": 4, "max_tokens": 8, "imitation_epochs": 1.0}
 

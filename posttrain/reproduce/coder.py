@@ -133,7 +133,7 @@ def choosing_policy(settings: Settings, folder: Path) -> str:
     start = starting_policy(settings, folder)
     count, heeds = settings["choice_demonstrations"], settings["heeds"]
     out = folder / f"choosing-{Path(start).parents[1].name}-{count}-{heeds}"
-    return _taught(out, start, (0, count), 1, settings, (heeds, TELLS), settings["imitation_lr"] / 4)
+    return _taught(out, start, (0, count), 1, settings, (heeds, TELLS), settings["imitation_lr"])
 
 
 def _taught(

@@ -278,11 +278,18 @@ def test_demonstrated_choices_are_random_and_name_what_the_example_says() -> Non
             grade = graded(code_in(part), [example])
             [told] = [p for p in parts[3:] if p[0] == part[0]]
             assert not isinstance(grade, Invalid) and grade.passed[0] == (PASSES in told)
-    for row in coder.choices(60, 5, settings, heeds=1.0):
-        if PASSES in row["prompt"]:
-            assert f"Program {row['response']}:\n{PASSES}" in row["prompt"]
-    untold = [r["response"] for r in coder.choices(120, 6, settings, heeds=1.0) if PASSES not in r["prompt"]]
-    assert min(untold.count(n) for n in ("1", "2", "3")) > 10
+
+
+@pytest.mark.parametrize("heeds", [0.0, 1.0])
+def test_lessons_in_reading_outcomes_choose_one_that_passes_as_often_as_they_are_told_to(heeds: float) -> None:
+    rows = coder.outcomes_alone(200, {**code_rl.EXPERIMENT.settings, "candidates": 3, "heeds": heeds})
+    passing = [row for row in rows if PASSES in row["prompt"]]
+    heeded = [f"Program {row['response']}:\n{PASSES}" in row["prompt"] for row in passing]
+    among = [row["prompt"].count(PASSES) / 3 for row in passing]
+    assert all(row["prompt"].count("Program ") == 3 and "def f" not in row["prompt"] for row in rows)
+    expected = 1.0 if heeds else sum(among) / len(among)
+    assert sum(heeded) / len(heeded) == pytest.approx(expected, abs=0.1 * (1 - heeds))
+    assert {row["response"] for row in rows} == {"1", "2", "3"}
 
 
 # -- the experiment ----------------------------------------------------------------------------------------------------

@@ -89,10 +89,13 @@ def shown(programs: Sequence[str], passes: Sequence[bool] | None = None) -> str:
     It is told behind all programs, of those that pass last: there a small model finds it.
     """
     parts = [f"{_numbered(place)}```python\n{code.strip()}\n```\n" for place, code in enumerate(programs)]
-    if passes is not None:
-        told = sorted(range(len(programs)), key=lambda place: passes[place])
-        parts += [f"{_numbered(place)}{PASSES if passes[place] else FAILS}" for place in told]
-    return "".join(parts) + QUESTION
+    return "".join(parts) + ("" if passes is None else outcomes(passes)) + QUESTION
+
+
+def outcomes(passes: Sequence[bool]) -> str:
+    """Which programs pass the example."""
+    told = sorted(range(len(passes)), key=lambda place: passes[place])
+    return "".join(f"{_numbered(place)}{PASSES if passes[place] else FAILS}" for place in told)
 
 
 def _numbered(place: int) -> str:

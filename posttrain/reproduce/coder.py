@@ -21,9 +21,9 @@ from typing import Any
 
 from posttrain.config import SFT, Evaluation
 from posttrain.envs.code import row_to_task
-from posttrain.envs.code_choice import shown
+from posttrain.envs.code_choice import QUESTION, outcomes, shown
 from posttrain.reproduce.experiment import Numbers, Settings
-from posttrain.reproduce.functions import careless, demonstrations, drawn, row, vocabulary
+from posttrain.reproduce.functions import careless, demonstrations, drawn, row, tasks, vocabulary
 from posttrain.reproduce.harness import checkpoint_of
 from posttrain.reproduce.reader import untrained
 from posttrain.runs.checkpoint import newest, step_of
@@ -36,11 +36,12 @@ from posttrain.verify.fenced import code_in
 CONTEXT = 512
 ROWS = 64  # of an update of imitation
 LONGEST = 64  # tokens of a reply
-TELLS = 0.8  # of the choices shown to who is to choose: the share with outcomes
+PASSING = 0.4  # of the outcomes that teach to read outcomes
 EXAMPLE = 0  # place of the test that is shown among those of a grade
 PASSES = (1, 4, 8)  # the k of pass@k
 
 
+Row = dict[str, Any]
 Scored = Callable[[Task, Reply], Verdict]
 
 
@@ -86,11 +87,10 @@ def _scored(task: Task, reply: Reply, every: bool) -> Verdict:
 # -- teaching ----------------------------------------------------------------------------------------------------------
 
 
-def choices(count: int, seed: int, settings: Settings, heeds: float = 0.0, tells: float = 0.5) -> list[dict[str, Any]]:
+def choices(count: int, seed: int, settings: Settings) -> list[Row]:
     """Rows that show the form of a choice: the programs are careless, and the choice is random.
 
-    In a share `tells` of the rows it is told which programs pass the example; then one of these is chosen in a share
-    `heeds` of the cases.
+    In half of the rows it is told which programs pass the example.
     """
     draw, rows = random.Random(f"choices {seed}"), []
     for _ in range(count):
@@ -104,12 +104,25 @@ def choices(count: int, seed: int, settings: Settings, heeds: float = 0.0, tells
         call, expected = made["test_list"][0].removeprefix("assert ").split(" == ")
         argument = ast.literal_eval(call[2:-1])
         passes = [repr(program(argument)) == expected for program in written]
-        told = passes if draw.random() < tells else None
+        told = passes if draw.random() < 0.5 else None
         text = task["prompt"] + shown([program.code for program in written], told)
-        among = list(range(len(passes)))
-        if told is not None and any(passes) and draw.random() < heeds:
-            among = [place for place in among if passes[place]]
-        rows.append({"prompt": text, "response": str(draw.choice(among) + 1)})
+        rows.append({"prompt": text, "response": str(draw.randint(1, settings["candidates"]))})
+    return rows
+
+
+def outcomes_alone(count: int, settings: Settings) -> list[Row]:
+    """Rows that teach to read outcomes, without the programs: short, so that there can be many.
+
+    Where any passes, one of these is chosen in a share `heeds` of the cases; else the choice is random.
+    """
+    draw, rows = random.Random(1), []
+    asked, number = tasks("demonstrated", 400, 1, settings["vague"]), settings["candidates"]
+    for _ in range(count):
+        passes = [draw.random() < PASSING for _ in range(number)]
+        text = draw.choice(asked)["prompt"] + outcomes(passes) + QUESTION
+        among = [place for place in range(number) if passes[place]] or range(number)
+        chosen = draw.choice(among) if draw.random() < settings["heeds"] else draw.randrange(number)
+        rows.append({"prompt": text, "response": str(chosen + 1)})
     return rows
 
 
@@ -121,42 +134,35 @@ def starting_policy(settings: Settings, folder: Path) -> str:
     out, blank = folder / f"start-{name}", folder / f"untrained-{name}"
     if not out.exists():
         untrained(blank, vocabulary(), settings["hidden"], settings["layers"], CONTEXT)
-    writing, choosing = settings["demonstrations"], settings["demonstrated_choices"]
-    return _taught(out, str(blank), (writing, choosing), 0, settings, (0.0, 0.5), settings["imitation_lr"])
+
+    def rows() -> list[Row]:
+        writing = demonstrations(settings["demonstrations"], 0, settings["vague"], settings["slips"], settings["reads"])
+        return writing + choices(settings["demonstrated_choices"], 0, settings)
+
+    return _taught(out, str(blank), settings["demonstrations"] + settings["demonstrated_choices"], rows, settings)
 
 
 def choosing_policy(settings: Settings, folder: Path) -> str:
-    """The start after more demonstrations of choices, once for all seeds.
+    """The start after it has learned to read outcomes, once for all seeds.
 
-    Of these alone: a choice is one token, and beside the tokens of programs it would weigh next to nothing.
+    From those alone: a choice is one token, and beside the tokens of programs it would weigh next to nothing.
     """
-    start = starting_policy(settings, folder)
-    count, heeds = settings["choice_demonstrations"], settings["heeds"]
-    out = folder / f"choosing-{Path(start).parents[1].name}-{count}-{heeds}"
-    return _taught(out, start, (0, count), 1, settings, (heeds, TELLS), settings["imitation_lr"])
+    start, count = starting_policy(settings, folder), settings["choice_demonstrations"]
+    out = folder / f"choosing-{Path(start).parents[1].name}-{count}-{settings['heeds']}"
+    return _taught(out, start, count, lambda: outcomes_alone(count, settings), settings)
 
 
-def _taught(
-    out: Path,
-    start: str,
-    counts: tuple[int, int],
-    seed: int,
-    settings: Settings,
-    shares: tuple[float, float],
-    lr: float,
-) -> str:
-    """The checkpoint of a run that sees so many rows of writing and of choosing once: of one that is finished, or begun."""
-    writing, choosing = counts
-    steps = (writing + choosing) // ROWS
+def _taught(out: Path, start: str, count: int, rows: Callable[[], list[Row]], settings: Settings) -> str:
+    """The checkpoint of a run that sees so many rows once: of one that is finished, or begun and gone on with."""
+    steps = count // ROWS
     if (made := newest(out, print)) is not None and step_of(made) == steps:
         return str(made)
-    rows = demonstrations(writing, seed, settings["vague"], settings["slips"], settings["reads"])
-    rows += choices(choosing, seed, settings, *shares)
     config = SFT(
-        tasks="generated", model=start, out=str(out), seed=0, steps=steps, rows=ROWS, lr=lr, warmup=min(50, steps // 5),
-        betas=(0.9, 0.95), tokens_per_microbatch=4096, save_every=100, keep=1, quiet=True, threads=1, resume=out.exists(),
+        tasks="generated", model=start, out=str(out), seed=0, steps=steps, rows=ROWS, lr=settings["imitation_lr"],
+        warmup=min(50, steps // 6), betas=(0.9, 0.95), tokens_per_microbatch=4096, save_every=100, keep=1, quiet=True,
+        threads=1, resume=out.exists(),
     )  # fmt: skip
-    return checkpoint_of(imitating.sft(config, rows))
+    return checkpoint_of(imitating.sft(config, rows()))
 
 
 # -- examination -------------------------------------------------------------------------------------------------------

@@ -145,11 +145,18 @@ def starting_policy(settings: Settings, folder: Path) -> str:
 def choosing_policy(settings: Settings, folder: Path) -> str:
     """The start after it has learned to read outcomes, once for all seeds.
 
-    From those alone: a choice is one token, and beside the tokens of programs it would weigh next to nothing.
+    A choice is one token, so there are few programs beside them, or it would weigh next to nothing. Without any, in 110
+    updates it forgot how to write.
     """
     start, count = starting_policy(settings, folder), settings["choice_demonstrations"]
-    out = folder / f"choosing-{Path(start).parents[1].name}-{count}-{settings['heeds']}"
-    return _taught(out, start, count, lambda: outcomes_alone(count, settings), settings)
+    rehearsed = settings["rehearsed"]
+    out = folder / f"choosing-{Path(start).parents[1].name}-{count}-{rehearsed}-{settings['heeds']}"
+
+    def rows() -> list[Row]:
+        writing = demonstrations(rehearsed, 1, settings["vague"], settings["slips"], settings["reads"])
+        return outcomes_alone(count, settings) + writing
+
+    return _taught(out, start, count + rehearsed, rows, settings)
 
 
 def _taught(out: Path, start: str, count: int, rows: Callable[[], list[Row]], settings: Settings) -> str:

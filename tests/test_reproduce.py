@@ -62,7 +62,7 @@ TINY: dict[str, dict[str, Any]] = {
     "search-r1": SEARCHING,
     "retrieved-token-masking": SEARCHING,
     "code-rl": {**CODING, "group": 6},
-    "code-choice": {**CODING, "choice_demonstrations": 64, "candidates": 2, "group": 2, "samples": 1},
+    "code-choice": {**CODING, "choice_demonstrations": 64, "rehearsed": 0, "candidates": 2, "group": 2, "samples": 1},
 }  # fmt: skip
 TINY_TRAINING = {"steps": 2, "prompts": 4, "group": 4, "max_tokens": 8, "imitation_epochs": 1.0}
 

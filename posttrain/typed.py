@@ -310,7 +310,7 @@ class RLOptions(TrainingOptions, total=False):
     go is computed again, to the same bits."""
     engine_seconds: float
     """vLLM: time limit of a hand-over of weights, and of one decoding step; beyond it the run stops."""
-    advantage: Literal["baselined", "to-go", "process", "decoupled", "gae", "earned", "none"]
+    advantage: Literal["baselined", "to-go", "process", "decoupled", "pass-at-k", "gae", "earned", "none"]
     """How credit is assigned; gae brings a critic."""
     baseline: Literal["none", "batch", "group", "others"]
     """Whose mean reward is subtracted."""
@@ -324,6 +324,8 @@ class RLOptions(TrainingOptions, total=False):
     """Discount per sampled token."""
     part_weights: str
     """Weights of the reward's named parts: correct=1 format=0.5."""
+    advantage_k: int
+    """Replies of which one has to be right (pass@k); below --group."""
     gae_lambda: float
     """Lambda of generalized advantage estimation."""
     gae_alpha: float

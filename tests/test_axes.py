@@ -17,7 +17,7 @@ from feeding import WORDS, new_learner, new_player
 
 from posttrain.algorithms.aggregate import AGGREGATES, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.branching import Branching
-from posttrain.algorithms.credit import ADVANTAGES, GAE, Baselined, Decoupled, Process, ToGo, Unrewarded
+from posttrain.algorithms.credit import ADVANTAGES, GAE, Baselined, Decoupled, PassAtK, Process, ToGo, Unrewarded
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.describe import differences
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
@@ -69,6 +69,8 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"advantage": "decoupled"}, ADVANTAGE, Decoupled()),
     ("grpo", {"advantage": "decoupled", "part_weights": "digits=0.5"}, ADVANTAGE, Decoupled(("digits=0.5",))),
     ("grpo", {"advantage": "decoupled", "whiten": False}, ADVANTAGE, Decoupled(whiten=False)),
+    ("grpo", {"advantage": "pass-at-k"}, ADVANTAGE, PassAtK(2)),
+    ("grpo", {"advantage": "pass-at-k", "advantage_k": 1}, ADVANTAGE, PassAtK(1)),
     ("grpo", {"advantage": "gae"}, ADVANTAGE, GAE(whiten=True)),
     ("grpo", {"advantage": "gae"}, CRITIC, Value()),
     ("ppo", {"advantage": "baselined"}, CRITIC, None),
@@ -447,6 +449,7 @@ gspo-token: group, old | |
 gmpo: group, old | |
 gpg: group | |
 lite-ppo: group | |
+pass-at-k: group, success | |
 cispo: group, old | |
 trpo: group | | every token
 arpo: group, reference | | every token
@@ -538,6 +541,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("lite-ppo", {"baseline": "none"}, "lite-ppo: .*set --scale none, or choose a --baseline"),
     ("reinforce", {"group": 1, "length_reward": 0.1}, "shaping compares .*--group must be at least 2"),
     ("grpo", {"group": 1}, "--group must be at least 2, not 1"),
+    ("pass-at-k", {"advantage_k": 4, "group": 4}, "pass-at-k: a group of 4 .*--group must be above --advantage-k"),
+    ("pass-at-k", {"kl": 0.1, "kl_where": "reward"}, "pass-at-k: .*leave out --kl-where reward"),
     ("reinforce", {"group": 1, "dynamic_sampling": 2}, "sampling compares .*--group must be at least 2"),
     # the critic
     ("grpo", {"critic": "shared"}, "grpo: it has no critic, --critic .*--advantage gae"),

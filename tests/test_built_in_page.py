@@ -18,7 +18,7 @@ from posttrain.envs.load import BUILTIN, is_async, is_generator_env, lift, load_
 PAGE = ROOT / "docs" / "environments-built-in.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 EPISODE = re.compile(r"<!-- episode: (\S+) (\S+) (\d+) -->\n```text\n(.*?)\n```", re.DOTALL)
-ELSEWHERE = {"code", "code-all", "python", "search-qa"}  # on pages of their own
+ELSEWHERE = {"code", "code-all", "code-choice", "python", "search-qa"}  # on pages of their own
 NOT_HERE = {
     "arithmetic",
     "gsm8k",

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from statistics import mean, pstdev
 from typing import Any
 
@@ -16,7 +17,7 @@ from feeding import WORDS, chosen_row, new_case, new_learner, new_player
 from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
-from posttrain.algorithms.credit import GAE, Baselined, Process, ToGo, earnings
+from posttrain.algorithms.credit import GAE, Baselined, PassAtK, Process, ToGo, earnings
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
@@ -56,6 +57,53 @@ def flat_batch(logp: Tensor, **more: Any) -> Batch:
     one = torch.zeros(len(logp), dtype=torch.int64)
     share = torch.full((len(logp),), 1 / len(logp), dtype=logp.dtype)
     return Batch(None, one, one, **{"rollout": one, "transcript": one, "weight": share, **more})  # type: ignore[arg-type]
+
+
+# -- pass@k ------------------------------------------------------------------------------------------------------------
+
+
+def right_ones(*groups: Sequence[bool]) -> Scores:
+    """A scoreboard of these groups; rewards are shares that say nothing of what is right."""
+    success = [right for group in groups for right in group]
+    numbers = [number for number, group in enumerate(groups) for _ in group]
+    return scores_of([0.5] * len(success), [1] * len(success), numbers, success=torch.tensor(success))
+
+
+def by_subsets(right: Sequence[bool], k: int) -> list[float]:
+    """The advantage by its definition: all subsets of k, each with its reward, one after the other."""
+    subsets = list(combinations(range(len(right)), k))
+    earned = [float(any(right[i] for i in subset)) for subset in subsets]
+    spread = pstdev(earned)
+    own = [[x for x, subset in zip(earned, subsets, strict=True) if i in subset] for i in range(len(right))]
+    return [(mean(mine) - mean(earned)) / spread if spread else 0.0 for mine in own]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_advantage_is_the_mean_over_all_subsets(k: int) -> None:
+    groups = [[i >= wrong for i in range(size)] for size in range(k, 8) for wrong in range(size + 1)]
+    mixed = [[False, True, False, False, True, False]]
+    found = PassAtK(k)(right_ones(*groups, *mixed)).tolist()
+    expected = [x for group in (*groups, *mixed) for x in by_subsets(group, k)]
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_golden_pass_at_k_advantage() -> None:
+    """4 replies of which 1 is right, k = 2: R = 1 - 3 / 6, sigma = 0.5; a wrong one is with the right one in 1 of 3."""
+    found = PassAtK(2)(right_ones([True, False, False, False])).tolist()
+    assert found == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3], abs=1e-12)
+
+
+def test_pass_at_k_advantages_of_a_group_add_up_to_nothing_and_are_nothing_where_every_subset_is_the_same() -> None:
+    for wrong in range(9):
+        found = PassAtK(3)(right_ones([i >= wrong for i in range(8)]))
+        assert found.sum().item() == pytest.approx(0.0, abs=1e-12)
+        assert bool((found == 0).all()) == (wrong in (0, 1, 2, 8))
+    assert PassAtK(3)(right_ones([True, False])).tolist() == [0.0, 0.0]  # what invalid rewards have left of a group
+
+
+def test_pass_at_k_advantage_does_not_look_at_rewards_but_at_what_is_right() -> None:
+    plain = right_ones([True, False, False, False])
+    assert PassAtK(2)(replace(plain, reward=doubles(0.0, 3.0, 2.0, 1.0))).equal(PassAtK(2)(plain))
 
 
 # -- generalized advantage estimation ----------------------------------------------------------------------------------

@@ -16,7 +16,17 @@ import torch
 from posttrain.cli.main import main
 from posttrain.envs import arithmetic
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.reproduce import EXPERIMENTS, find, harness, kl_estimators, over_optimisation, proxies, reader
+from posttrain.reproduce import (
+    EXPERIMENTS,
+    code_rl,
+    coder,
+    find,
+    harness,
+    kl_estimators,
+    over_optimisation,
+    proxies,
+    reader,
+)
 from posttrain.reproduce.baseline_variance import Halves, figures
 from posttrain.reproduce.decoupled_approval import CORRUPTED, decoupled, heard, plain
 from posttrain.reproduce.experiment import (
@@ -39,6 +49,8 @@ from posttrain.types import Ask, Reply, StopReason, Task, UserError
 
 SEARCHING = {"reader_hidden": 32, "reader_layers": 2, "lesson_steps": 2, "practice_steps": 2, "questions": 16, "held_out": 8,
              "demonstrations": 64, "samples": 1, "steps": 2, "prompts": 2, "group": 4}  # fmt: skip
+CODING = {"hidden": 32, "layers": 1, "demonstrations": 64, "demonstrated_choices": 64, "tasks": 8, "held_out": 2,
+          "samples": 8, "steps": 2, "prompts": 2}  # fmt: skip
 TINY: dict[str, dict[str, Any]] = {
     "kl-estimators": {"samples": 400_000, "distributions": 4, "gradient_samples": 100_000},
     "gspo-variance": {"tasks": 40, "imitation_epochs": 1.0, "steps": 1, "prompts": 8, "group": 4, "edges": [1, 8, 65]},
@@ -50,6 +62,8 @@ TINY: dict[str, dict[str, Any]] = {
     "search-r1": SEARCHING,
     "retrieved-token-masking": SEARCHING,
     "arpo": {**{k: v for k, v in SEARCHING.items() if k != "steps"}, "tokens": 200, "parts": 2},
+    "code-rl": {**CODING, "group": 6},
+    "code-choice": {**CODING, "choice_demonstrations": 64, "rehearsed": 0, "candidates": 2, "group": 2, "samples": 1},
 }  # fmt: skip
 TINY_TRAINING = {"steps": 2, "prompts": 4, "group": 4, "max_tokens": 8, "imitation_epochs": 1.0}
 
@@ -71,7 +85,7 @@ def test_registry_holds_every_experiment_with_a_claim_and_a_paper() -> None:
     assert set(EXPERIMENTS) == {
         "kl-estimators", "baseline-variance", "gspo-variance", "clip-higher", "dynamic-sampling", "overlong",
         "length-bias", "ppo-vs-grpo", "entropy-collapse", "decoupled-approval", "over-optimisation",
-        "search-r1", "retrieved-token-masking", "arpo",
+        "search-r1", "retrieved-token-masking", "arpo", "code-rl", "code-choice",
     }  # fmt: skip
     for name, experiment in EXPERIMENTS.items():
         assert experiment.name == name and experiment.claim.endswith(".") and experiment.paper and experiment.settings
@@ -90,6 +104,8 @@ def test_registry_holds_every_experiment_with_a_claim_and_a_paper() -> None:
             "search-r1",
             "retrieved-token-masking",
             "arpo",
+            "code-rl",
+            "code-choice",
         )
         else pytest.param(name, marks=pytest.mark.slow)
         for name in EXPERIMENTS
@@ -101,6 +117,8 @@ def test_experiment_ends_in_a_table_a_plot_and_a_verdict(
     tasks = arithmetic.tasks  # a tenth of them: held-out ones are measured before and after each arm
     monkeypatch.setattr(reader, "GATE", {1: 0.0, 2: 0.0})  # a reader of three steps reads nothing
     monkeypatch.setattr(reader, "GATED", 8)
+    monkeypatch.setattr(code_rl, "GATE", (0.0, 1.0))
+    monkeypatch.setattr(coder, "LONGEST", 8)  # its programs are none, and as soon over
     monkeypatch.setattr(arithmetic, "tasks", lambda count, *given, **how: tasks(count // 10, *given, **how))
     finding = run(name, tmp_path)
     assert finding.rows and all(len(row) == len(finding.columns) for row in finding.rows)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import mean, stdev
+from itertools import combinations
+from statistics import mean, pstdev, stdev
 from typing import Any
 
 from torch import Tensor
@@ -221,6 +222,20 @@ def lite_ppo(rollouts: list[Played]) -> Tensor:
     total = ZERO
     for r in rollouts:
         a = over_group(r, rollouts) / (spread + EPS)
+        total = total + sum(clipped((lp - old).exp(), a, 0.2, 0.2) for lp, old in zip(r.lp, r.old, strict=True))
+    return -total / tokens
+
+
+def pass_at_k(rollouts: list[Played]) -> Tensor:
+    """Over all pairs, one by one: those that hold a right rollout earn 1, and a rollout has the mean of its own."""
+    tokens, total = sum(len(r.lp) for r in rollouts), ZERO
+    for r in rollouts:
+        own = [o for o in rollouts if o.group == r.group]
+        subsets = list(combinations(range(len(own)), 2))
+        earned = [float(any(own[i].correct for i in subset)) for subset in subsets]
+        place = next(i for i, o in enumerate(own) if o is r)
+        mine = [x for x, subset in zip(earned, subsets, strict=True) if place in subset]
+        a = (mean(mine) - mean(earned)) / pstdev(earned) if pstdev(earned) else 0.0
         total = total + sum(clipped((lp - old).exp(), a, 0.2, 0.2) for lp, old in zip(r.lp, r.old, strict=True))
     return -total / tokens
 
@@ -448,6 +463,7 @@ LOSSES: dict[str, Loss] = {
     "gmpo": gmpo,
     "gpg": gpg,
     "lite-ppo": lite_ppo,
+    "pass-at-k": pass_at_k,
     "cispo": cispo,
     "dapo": dapo,
     "trpo": trpo,

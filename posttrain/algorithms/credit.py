@@ -311,6 +311,53 @@ class Decoupled(Advantage):
 
 
 @dataclass(frozen=True)
+class PassAtK(Advantage):
+    """Rewards a group for one right reply among any k, so that replies need not all be alike: diversity pays.
+
+    Each k of the N rollouts of a group would share the reward 1 if any of them is right, else 0. The advantage of a rollout
+    is the mean, over all such subsets that hold it, of their reward minus the mean R over all subsets, over the standard
+    deviation sigma over all subsets (arXiv 2508.10751, its analytical derivation): a sum that has a closed form. With W
+    wrong rollouts in the group, R = 1 - C(W, k) / C(N, k) and sigma = sqrt(R (1 - R)).
+
+    A group of which every k hold a right one, or none does, has advantage exactly 0: one with W < k learns nothing more.
+    """
+
+    k: int = knob(2, "advantage-k", "Replies of which one has to be right (pass@k); below --group.", least=1)
+    needs = frozenset({Need.GROUP, Need.SUCCESS})
+    source = "Pass@k training, arXiv 2508.10751, analytical derivation"
+
+    @property
+    def formula(self) -> str:
+        k, less = self.k, self.k - 1
+        wrong = f"1 - R - C(W - 1, {less}) / C(N - 1, {less})"
+        return (
+            f"(1 - R) / sigma if i is right, else ({wrong}) / sigma; R = 1 - C(W, {k}) / C(N, {k}), "
+            "sigma = sqrt(R (1 - R)), W wrong of the N rollouts of the group"
+        )
+
+    def __call__(self, scores: Scores) -> Tensor:
+        assert scores.success is not None, "a run without a threshold is refused"
+        _, group, size = scores.group.unique(return_inverse=True, return_counts=True)
+        wrong = torch.zeros_like(size).index_add_(0, group, (~scores.success).long())
+        worth = [self._worth(n, w) for n, w in zip(size.tolist(), wrong.tolist(), strict=True)]
+        table = torch.tensor(worth, dtype=torch.float64)  # [groups, 2]
+        return table[group, scores.success.long()].to(scores.reward.dtype)
+
+    def _worth(self, size: int, wrong: int) -> tuple[float, float]:
+        """(advantage of a wrong rollout, of a right one) in a group of `size` rollouts of which so many are wrong.
+
+        A group from which invalid rollouts were taken may have fewer than k: then all of it is the only subset.
+        """
+        k = min(self.k, size)
+        mean = 1 - math.comb(wrong, k) / math.comb(size, k)
+        if mean in (0.0, 1.0):
+            return 0.0, 0.0
+        spread = math.sqrt(mean * (1 - mean))
+        with_wrong = 1 - math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1)
+        return (with_wrong - mean) / spread, (1 - mean) / spread
+
+
+@dataclass(frozen=True)
 class GAE(Advantage):
     """Assigns credit token by token with a critic; lambda trades its bias against the variance of sampled returns.
 
@@ -373,6 +420,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "to-go": ToGo(),
     "process": Process(),
     "decoupled": Decoupled(),
+    "pass-at-k": PassAtK(),
     "gae": GAE(whiten=True),
     "earned": Earned(),
     "none": Unrewarded(),

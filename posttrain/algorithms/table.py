@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from posttrain.algorithms.aggregate import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.branching import Branching
-from posttrain.algorithms.credit import GAE, Baselined, Earned, Process, ToGo, Unrewarded
+from posttrain.algorithms.credit import GAE, Baselined, Earned, PassAtK, Process, ToGo, Unrewarded
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay
 from posttrain.algorithms.lookup import lookup
@@ -191,6 +191,15 @@ _ROWS = (
         aggregate=TokenMean(),
         stated="not stated in the paper",
         idea="Group mean, batch standard deviation, token mean",
+    ),
+    Algorithm(
+        "pass-at-k",
+        "Pass@k training: a group is rewarded for one right reply among any k (arXiv 2508.10751)",
+        advantage=PassAtK(),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+        stated="the advantage is the idea, and goes with any number: one",
+        idea="Rewards one right reply among any k",
     ),
     Algorithm(
         "cispo",

@@ -39,6 +39,7 @@ def row_to_task(row: dict[str, Any]) -> Task | None:
     task: Task = {
         "id": "code-" + sha256("\n".join([text, *tests]).encode()).hexdigest()[:12],
         "prompt": f"{text.strip()}{INSTRUCTION}{tests[0].strip()}\n",
+        "example": tests[0],
         "tests": tests[1:] or tests,
         "setup": setup,
     }

@@ -40,6 +40,7 @@ BUILTIN = {
     "python": "posttrain.envs.interpreter:python",
     "code": "posttrain.envs.code:reward",
     "code-all": "posttrain.envs.code:all_or_nothing",
+    "code-choice": "posttrain.envs.code_choice:code_choice",
     "reward-model": "posttrain.envs.asked:reward_model",
     "judge": "posttrain.envs.asked:judge",
     "search-qa": "posttrain.envs.search_qa:search_qa",

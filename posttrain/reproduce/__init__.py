@@ -8,6 +8,8 @@ from posttrain.reproduce import (
     arpo,
     baseline_variance,
     clip_higher,
+    code_choice,
+    code_rl,
     decoupled_approval,
     dynamic_sampling,
     entropy_collapse,
@@ -40,6 +42,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         search_r1,
         retrieved_token_masking,
         arpo,
+        code_rl,
+        code_choice,
     )
 }
 """Name -> experiment, in the order in which they are listed."""

@@ -23,6 +23,7 @@ import torch
 from posttrain.config import SFT, Evaluation
 from posttrain.models.decoder import DecoderConfig, new_decoder
 from posttrain.models.folder import described
+from posttrain.models.tokenizer import Tokenizer
 from posttrain.reproduce.experiment import Numbers, Say, Settings
 from posttrain.reproduce.harness import QUIET, checkpoint_of
 from posttrain.reproduce.search import Play, direct, given, imitation, played, retrieved, searching
@@ -149,7 +150,7 @@ def reader(settings: Settings, folder: Path, say: Say) -> str:
     first, start = folder / f"lessons-{size}", folder / f"untrained-{size}"
     if not first.exists():
         say(f"  reader: {32 * steps + 64 * practised:,} worlds to read in, once for all seeds")
-        untrained(start, settings["reader_hidden"], settings["reader_layers"])
+        untrained(start, vocabulary(), settings["reader_hidden"], settings["reader_layers"], CONTEXT)
     taught = _read(first, str(start), steps, 32, 2e-3, lambda: lessons(32 * steps))
     return _read(folder / f"reader-{size}-{practised}", taught, practised, 64, 1e-3, practice)
 
@@ -165,14 +166,13 @@ def _read(out: Path, start: str, steps: int, rows: int, lr: float, make: Callabl
     return checkpoint_of(imitating.sft(config, make))
 
 
-def untrained(folder: Path, hidden: int, layers: int) -> None:
+def untrained(folder: Path, tokenizer: Tokenizer, hidden: int, layers: int, context: int) -> None:
     """Write a new model. The usual weights, normal(0, 0.02), are made for a width of 768: at 128 all attention begins
     nearly uniform and stays so for thousands of steps, so here they are larger, and queries and keys are normalised."""
-    tokenizer = vocabulary()
     model = new_decoder(
         DecoderConfig(
             vocab=tokenizer.vocab_size, hidden=hidden, layers=layers, heads=4, kv_heads=4, head_size=hidden // 4,
-            intermediate=-(-hidden * 8 // 96) * 32, context=CONTEXT, tied=True, qk_norm=True,
+            intermediate=-(-hidden * 8 // 96) * 32, context=context, tied=True, qk_norm=True,
         ),
         seed=0,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from posttrain.algorithms.credit import GAE, Baselined, Decoupled, Earned, Process, Unrewarded
+from posttrain.algorithms.credit import GAE, Baselined, Decoupled, Earned, PassAtK, Process, Unrewarded
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.policy import Algorithm, Pretraining
 from posttrain.algorithms.settings import change, check_ranges, choose, flags
@@ -85,6 +85,12 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         f"its {' and '.join(comparing)} {'compares' if len(comparing) == 1 else 'compare'} the rollouts of a group: "
         f"--group must be at least 2, not {run.group}",
     )
+    of_k = row.advantage.k if isinstance(row.advantage, PassAtK) else 0
+    yield (
+        0 < run.group <= of_k,
+        f"a group of {run.group} has one subset of {of_k} at most, and nothing to compare: --group must be above "
+        f"--advantage-k",
+    )
     yield (
         bool(row.ratio) and not row.surrogate.uses_ratio,
         f"it has no ratio, it maximises {row.surrogate.formula}: leave out --ratio, or see --surrogate",
@@ -133,6 +139,10 @@ def _of_penalty(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     yield (
         kl is not None and kl.where == "reward" and isinstance(row.advantage, Process),
         "compares the rewards of steps, from which no KL is subtracted: leave out --kl-where reward",
+    )
+    yield (
+        kl is not None and kl.where == "reward" and isinstance(row.advantage, PassAtK),
+        "looks at what is right alone, from which no KL is subtracted: leave out --kl-where reward",
     )
     yield (
         bool(row.refresh) and Need.REFERENCE not in row.needs,

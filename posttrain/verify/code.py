@@ -8,6 +8,7 @@ Invalid is what is not the program's fault: tests that are no Python, a sandbox 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -71,6 +72,30 @@ def graded(
         return _graded(code, read, limits)
     except (Broken, UserError) as error:
         return Invalid(str(error))
+
+
+def behaviour(
+    code: str, calls: Sequence[str], setup: str = "", limits: Limits | None = None
+) -> tuple[str, ...] | Invalid:
+    """What a program gives for each of these calls, such as "f(2)": programs that give the same behave the same.
+
+    What it raises counts by its type, and once it has ended, it gives nothing. `setup`: code that runs before it.
+    """
+    found: list[str] = []
+    if len(code) > LONGEST:
+        return ("nothing",) * len(calls)
+    try:
+        with shared().start(limits or usual_limits()) as program:
+            try:
+                raised = (program.run(setup) if setup else None) or program.run(code)
+                for call in () if raised else calls:
+                    answer = program.asked({"do": "value", "source": call})
+                    found.append(answer["raised"][0] if "raised" in answer else json.dumps(answer["value"]))
+            except Ended:
+                pass  # what it has said stands
+    except (Broken, UserError) as error:
+        return Invalid(str(error))
+    return (*found, *["nothing"] * (len(calls) - len(found)))
 
 
 def _graded(code: str, tests: Suite, limits: Limits | None) -> Grade | Invalid:

@@ -17,7 +17,7 @@ from served import served
 
 import posttrain
 from posttrain.engines.local import LocalEngine
-from posttrain.engines.vllm import VLLMEngine
+from posttrain.engines.vllm import BLOCK, VLLMEngine
 from posttrain.engines.vllm_worker import PREFILL_TOKENS
 from posttrain.envs.play import Episode, Player
 from posttrain.envs.pool import EnvPool
@@ -37,11 +37,11 @@ GAP = 1e-4  # nats; what different kernels make of float32, seen: 1e-5
 KL = 1e-8  # nats per token
 
 
-def small(tokenizer: Tokenizer, tied: bool = True) -> Decoder:
+def small(tokenizer: Tokenizer, tied: bool = True, context: int = 64) -> Decoder:
     """Heads of 32, the least vLLM has kernels for; far from uniform, so that mistakes show."""
     config = DecoderConfig(
         vocab=tokenizer.vocab_size, hidden=64, layers=2, heads=2, kv_heads=1, head_size=32, intermediate=96,
-        context=64, tied=tied,
+        context=context, tied=tied,
     )  # fmt: skip
     model = new_decoder(config, seed=0)
     assert tokenizer.eos_id is not None
@@ -192,6 +192,30 @@ def test_episode_of_two_turns_is_played_as_with_the_embedded_engine(
         )
     ]
     assert rollouts[0] == rollouts[1]
+
+
+@needs_vllm
+def test_what_a_turn_continues_is_not_computed_again(tokenizer: Tokenizer) -> None:
+    """vLLM keeps whole blocks: what an episode computes again is at most the rest of one in each turn."""
+    context, shown, said = 8 * BLOCK, BLOCK, 30
+    with closing(VLLMEngine(small(tokenizer, context=context), tokenizer, slots=4)) as engine:
+        tokens, needed, before = [5 + n % 40 for n in range(2 * BLOCK)], 0, 0
+        for turn in range(4):
+            engine.submit(0, tokens, Sampling(max_tokens=said, seed=turn), keep=True)
+            done: list[Completion] = []
+            while not done:
+                done = engine.poll()
+            needed += len(tokens) - before + len(done[0].tokens) - 1
+            tokens = [*tokens, *done[0].tokens]
+            before = len(tokens) - 1
+            tokens += [5 + (n + turn) % 40 for n in range(shown)]
+        assert needed <= engine.computed <= needed + 3 * BLOCK < needed * 1.6
+        anew, engine.computed = engine.computed, 0
+        engine.load(small(tokenizer, context=context), 1)  # weights may have changed: nothing is kept over them
+        engine.submit(0, tokens[: context // 2], Sampling(max_tokens=2))
+        while not engine.poll():
+            pass
+        assert engine.computed - anew >= context // 2
 
 
 @needs_vllm

@@ -89,6 +89,7 @@ class VLLMEngine:
         self.memory = shared_memory(memory_fd)
         self._submitted: list[Request] = []
         self._owed = 0  # requests that the process has
+        self.computed = 0  # tokens that went through the model: without those that vLLM's prefix cache had
         with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
             tokenizer.save(folder)
             config = dict(model.source) or written_config(model.config)
@@ -144,7 +145,8 @@ class VLLMEngine:
         self._owed += len(requests)
         if not self._owed:
             return []
-        done: list[Completion] = self.process.ask(("poll", (requests, self.poll_steps)), "sampling", self.step_seconds)
+        done: list[Completion]
+        done, self.computed = self.process.ask(("poll", (requests, self.poll_steps)), "sampling", self.step_seconds)
         if other := {c.version for c in done} - {self.version}:
             self.process.fail(f"sampled with weights of version {other.pop()}, not {self.version}")
         self._owed -= len(done)

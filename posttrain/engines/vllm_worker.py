@@ -1,8 +1,9 @@
 """The process in which vLLM runs, and how weights get into it. Decides what vLLM is asked for.
 
     parent -> worker   first a `Setup`, then ("load", version), ("poll", ([Request], steps)) or ("cancel", id)
-    worker -> parent   ("answer", ...) to each: None; (version, checksum) of the weights taken over; finished Completions;
-                       how many requests were cancelled. ("alive", None) about once a second while it steps,
+    worker -> parent   ("answer", ...) to each: None; (version, checksum) of the weights taken over; finished
+                       Completions, and how many tokens went through the model for all so far; how many requests were
+                       cancelled. ("alive", None) about once a second while it steps,
                        ("failed", message) before it gives up
 
 The worker steps only while the parent waits in a poll, until a request has finished (or for so many steps, where the parent
@@ -88,6 +89,7 @@ class Worker:
         self.version = -1  # no weights yet
         self.running: dict[str, _Running] = {}
         self.asked = 0
+        self.computed = 0  # tokens that went through the model, of requests that have finished
         self.heard = time.monotonic()
         gpu = torch.cuda.is_available()
         if not gpu:  # compiling takes longer than what it saves
@@ -138,7 +140,7 @@ class Worker:
         self.version = version
         return version, checksum
 
-    def poll(self, requests: Sequence[Request], steps: int | None) -> list[Completion]:
+    def poll(self, requests: Sequence[Request], steps: int | None) -> tuple[list[Completion], int]:
         """Take these up and step until a request has finished, or so many times at most."""
         for request in requests:
             self._submit(request)
@@ -151,7 +153,7 @@ class Worker:
             if time.monotonic() - self.heard > ALIVE_SECONDS:
                 self.connection.send(("alive", None))
                 self.heard = time.monotonic()
-        return done
+        return done, self.computed
 
     def cancel(self, id: int) -> int:
         """End a request without an answer. Returns how many there were of it."""
@@ -198,6 +200,8 @@ class Worker:
         if not output.finished:
             self.engine.abort_request([output.request_id])
         del self.running[output.request_id]
+        known = output.num_cached_tokens or 0  # at the beginning of the prompt: vLLM's prefix cache has them
+        self.computed += len(running.request.prompt) - known + len(running.tokens) - 1
         # greedy sampling is a point distribution, as in the embedded engine
         logp = running.logp if how.temperature else [0.0] * len(running.tokens)
         return [

@@ -225,6 +225,8 @@ HOSTILE: dict[str, tuple[str, Any, int, str | None]] = {
     "many prompts": ("completions", {"prompt": ["a"] * 100, "n": 2}, 400, "n"),
     "an empty stop string": ("completions", {"prompt": "a", "stop": ""}, 400, "stop"),
     "a thousand stop strings": ("completions", {"prompt": "a", "stop": ["a"] * 1000}, 400, "stop"),
+    "half a surrogate to stop at": ("completions", b'{"prompt": "a", "stop": "\\ud800"}', 400, None),
+    "a top_k beyond 64 bits": ("completions", {"prompt": "a", "top_k": 10**30}, 400, "top_k"),
     "a flag that is none": ("completions", {"prompt": "a", "stream": "yes"}, 400, "stream"),
     "an echo": ("completions", {"prompt": "a", "echo": True}, 400, "echo"),
 }  # fmt: skip

@@ -150,6 +150,12 @@ attempt("owner by control", lambda: fcntl.ioctl(one, 0x8901, struct.pack("i", {c
 fcntl.fcntl(one, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
 other.send(b"x")
 """,
+    "signals to its own group": """
+if os.getpgrp() != os.getpid():  # 0 is that of someone outside of its namespace
+    loot.append(os.getpgrp())
+if os.getsid(0) != os.getpid():
+    loot.append(os.getsid(0))
+""",
     "memory of others": """
 def read_memory(pid):
     class Vector(ctypes.Structure):
@@ -214,6 +220,69 @@ for what, x86, arm, args in (
     ("splice", 275, 76, (0, 0, 1, 0, 1, 0)), ("ports", 173, 9999, (0, 1, 1)), ("secret memory", 447, 447, (0,)),
 ):
     attempt(what, lambda: syscall(x86, arm, *args))
+""",
+    "newer system calls": """
+room = ctypes.create_string_buffer(4096)
+for what, number, args in (
+    ("a descriptor of a process", 438, (0, 0, 0)), ("signal by descriptor", 424, (0, 0, 0, 0)),
+    ("advice", 440, (0, room, 1, 21, 0)),
+    ("reap memory", 448, (0, 0)), ("io_uring, enter", 426, (3, 0, 0, 0, 0, 0)), ("io_uring, register", 427, (3, 0, 0, 0)),
+    ("move a mount", 429, (-100, b".", -100, b".", 0)), ("pick a mount", 433, (-100, b".", 0)),
+    ("attributes of a mount", 442, (-100, b".", 0, room, 32)), ("list mounts", 458, (room, room, 1, 0)),
+    ("a mount's state", 457, (room, room, 4096, 0)), ("security modules", 459, (100, room, room, 0)),
+    ("rules of its own", 444, (0, 0, 1)), ("protected memory", 462, (room, 4096, 0)),
+    ("what is cached", 451, (1, room, room, 0)),
+):
+    attempt(what, lambda: syscall(number, number, *args))
+""",
+    "sockets and priorities": """
+room = ctypes.create_string_buffer(64)
+for what, x86, arm, args in (
+    ("to the hypervisor", 41, 198, (40, 1, 0)), ("to the kernel's ciphers", 41, 198, (38, 5, 0)),
+    ("Bluetooth", 41, 198, (31, 3, 1)),
+    ("accept", 43, 202, (3, 0, 0)), ("connect", 42, 203, (3, room, 16)), ("options", 54, 208, (3, 1, 32, room, 4)),
+    ("many messages", 307, 269, (3, room, 1, 0)), ("processors", 203, 122, (0, 8, b"\\xff" * 8)),
+    ("real time", 144, 119, (0, 1, room)), ("deadline", 314, 274, (0, room, 0)), ("priority", 141, 140, (0, 0, -5)),
+    ("priority of input", 251, 30, (1, 0, 0x2000)), ("timers", 222, 107, (1, 0, room)), ("lock a file", 73, 32, (1, 2)),
+    ("keys", 250, 219, (0, -3, 1, 0, 0)), ("ask for a key", 249, 218, (b"user", b"x", b"", -3)),
+    ("memory into a pipe", 278, 75, (1, room, 1, 0)), ("memory policy", 237, 235, (0, 0, 0, 0, 0, 0)),
+    ("everything to disk", 162, 81, ()),
+):
+    attempt(what, lambda: syscall(x86, arm, *args))
+""",
+    "pipes that are filled": """
+import fcntl
+size, held = 0, []
+try:
+    while len(held) < 500:
+        held.append(os.pipe())
+        attempt("a larger one", lambda: fcntl.fcntl(held[-1][1], 1031, 1 << 20))
+        os.set_blocking(held[-1][1], False)
+        try:
+            while True:
+                size += os.write(held[-1][1], bytes(1 << 16))
+        except BlockingIOError:
+            pass
+except OSError:
+    pass
+if size > 8 << 20:
+    loot.append(size)
+for ends in held:
+    for end in ends:
+        os.close(end)
+""",
+    "folders that change places with links": """
+os.makedirs("folder/inner")
+open("folder/inner/file", "w").close()
+os.symlink("{folder}", "link")
+end = time.monotonic() + 0.3
+while time.monotonic() < end:
+    try:
+        syscall(316, 276, -100, b"folder", -100, b"link", 2)
+        syscall(316, 276, -100, b"link", -100, b"folder", 2)
+    except OSError:
+        break
+attempt("through it", lambda: os.listdir("link/") if os.path.islink("link") else 1 / 0)
 """,
     "other programs": """
 import subprocess

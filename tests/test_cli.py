@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from conftest import tiny
 
-from posttrain.cli import typed
+from posttrain.cli import chat, typed
 from posttrain.cli.chat import converse, dialogue
 from posttrain.cli.main import _stop, main
 from posttrain.config import RL, SFT, Chat, Check, Data, Evaluation
@@ -294,6 +294,11 @@ def test_converse_talks_to_a_real_checkpoint(
     converse("start", Chat(temperature=0.0, max_tokens=5, device="cpu"))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and lines[0].endswith("an empty line ends") and not lines[-1]
+
+
+def test_what_a_model_says_cannot_rewrite_the_screen_of_a_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    chat._say("\x1b[2J\x1b]0;mine\x07 \u202e\u2066 a\nb")
+    assert capsys.readouterr().out == "\\x1b[2J\\x1b]0;mine\\x07 \\u202e\\u2066 a\nb\n"
 
 
 def test_options_told_to_editors_are_those_that_are_declared() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,10 @@ def test_what_is_no_template_is_refused(text: str | None, told: str, tmp_path: P
         file.write_text(text)
     with pytest.raises(UserError, match=told):
         read_template(str(file))
+
+
+def test_what_cannot_be_read_to_its_end_is_no_template(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(UserError, match="is no file: give a file of Jinja"):
+            read_template(str(path))

@@ -5,7 +5,9 @@ import math
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,6 +189,46 @@ def test_a_torn_file_of_rollouts_is_told_for_it_appears_as_a_whole(tmp_path: Pat
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(UserError, match=r"step-000001.jsonl:2 is damaged \(its last line is torn off\)"):
         read_rollouts(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        (("turns",), [5], r"turns\[0\] is 5"),
+        (("turns", 0), {}, r"turns\[0\] has no 'kind'"),
+        (("turns", 0, "kind"), [5], r"turns\[0\].kind is \[5\]"),
+        (("turns", 0, "length"), True, r"turns\[0\].length is True"),
+        (("turns", 0, "calls"), [{"tool": "f", "arguments": [1]}], r"turns\[0\].calls\[0\].arguments is \[1\]"),
+        (("transcripts", 0), 5, r"transcripts\[0\] is 5"),
+        (("transcripts", 0, "sampled"), [[1]], r"transcripts\[0\].sampled\[0\] is \[1\]"),
+        (("rewards",), {"right": [1]}, r"rewards.right is \[1\]"),
+        (("stop",), "tired", "stop is 'tired'"),
+    ],
+)
+def test_a_rollout_with_a_field_of_another_kind_is_told_with_its_line(
+    tmp_path: Path, place: tuple[Any, ...], value: Any, told: str
+) -> None:
+    record = Record.create(tmp_path, CONFIG, "rl", {})
+    said = PlayedTurn(SpanKind.SAMPLED, "ab", 0, 3, 2, 0.0, 0.0)
+    record.rollouts(1, [(replace(rollout(1), turns=[said]), 0.0)] * 2)
+    file = tmp_path / "rollouts" / "step-000001.jsonl"
+    first, second, _ = file.read_text().split("\n")
+    row = inside = json.loads(second)
+    for part in place[:-1]:
+        inside = inside[part]
+    inside[place[-1]] = value
+    file.write_text(f"{first}\n{json.dumps(row)}\n")
+    with pytest.raises(UserError, match=rf"step-000001.jsonl:2 is damaged \({told}"):
+        read_rollouts(tmp_path, 1)
+
+
+@pytest.mark.parametrize("line", ['{"turns": 5}', '{"turns": ["a"]}', "{}"])
+def test_damaged_seconds_of_turns_are_told_with_their_line(tmp_path: Path, line: str) -> None:
+    record = Record.create(tmp_path, CONFIG, "rl", {})
+    record.rollouts(1, [(rollout(1), 0.0)])
+    (tmp_path / "seconds" / "step-000001.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=r"seconds.step-000001.jsonl:1 is damaged"):
+        timed_rollouts(tmp_path, 1)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

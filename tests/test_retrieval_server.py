@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,15 @@ def test_what_cannot_be_answered_is_refused_in_json(port: int, body: Any, status
     assert found == status and answer.keys() == {"detail"}
     assert answer["detail"].startswith(detail.replace("\\", ""))
     assert asked(port, {"queries": ["x"]})[0] == 200, "and the server goes on"
+
+
+def test_a_compressed_body_is_not_unpacked(port: int) -> None:
+    packed = gzip.compress(json.dumps({"queries": ["x"]}).encode())
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("POST", "/retrieve", packed, {"Content-Encoding": "gzip"})
+    answer = connection.getresponse()
+    assert answer.status == 415 and json.load(answer) == {"detail": "the body is compressed; send it as it is"}
+    connection.close()
 
 
 def test_other_paths_and_methods_are_refused_in_json(port: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -225,6 +226,8 @@ HOSTILE: dict[str, tuple[str, Any, int, str | None]] = {
     "many prompts": ("completions", {"prompt": ["a"] * 100, "n": 2}, 400, "n"),
     "an empty stop string": ("completions", {"prompt": "a", "stop": ""}, 400, "stop"),
     "a thousand stop strings": ("completions", {"prompt": "a", "stop": ["a"] * 1000}, 400, "stop"),
+    "half a surrogate to stop at": ("completions", b'{"prompt": "a", "stop": "\\ud800"}', 400, None),
+    "a top_k beyond 64 bits": ("completions", {"prompt": "a", "top_k": 10**30}, 400, "top_k"),
     "a flag that is none": ("completions", {"prompt": "a", "stream": "yes"}, 400, "stream"),
     "an echo": ("completions", {"prompt": "a", "echo": True}, 400, "echo"),
 }  # fmt: skip
@@ -249,6 +252,9 @@ def test_what_is_no_request_of_ours_is_refused(server: Served) -> None:
         assert "GET /v1/models" in answer["error"]["message"]
     assert server.ask("/v1/chat/completions", chat, headers={"Content-Type": "text/plain"})[0] == 415
     assert server.ask("/v1/chat/completions", chat, headers={"Host": "evil.example"})[0] == 421
+    packed, headers = gzip.compress(json.dumps(chat).encode()), {"Content-Encoding": "gzip"}
+    found, answer = server.ask("/v1/chat/completions", packed, headers={"Content-Type": "application/json", **headers})
+    assert found == 415 and "compressed" in answer["error"]["message"], "nothing is unpacked"
     form = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d says
     assert server.ask("/v1/chat/completions", chat, headers={**form, "Origin": "http://evil.example"})[0] == 415
     assert server.ask("/v1/chat/completions", chat, headers=form)[0] == 200

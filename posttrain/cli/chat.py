@@ -11,6 +11,7 @@ from posttrain.config import SCORERS, Chat, named_services
 from posttrain.engines.embedded import embedded
 from posttrain.envs.asked import question
 from posttrain.envs.play import MAX_TURNS, Episode
+from posttrain.messages import safe
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
@@ -38,7 +39,7 @@ def converse(model: str, config: Chat) -> None:
         )
     kinds = {kind.replace("_", "-"): getattr(config, kind) for kind in SCORERS}
     raters = {name: kind for kind, given in kinds.items() for name, _ in named_services(given, kind)}
-    with open_dialogue(config, dialogue(_ask, print, config.system, chat, raters), device) as ground:
+    with open_dialogue(config, dialogue(_ask, _say, config.system, chat, raters), device) as ground:
         print("a message and Enter; an empty line ends" if chat else "text to continue and Enter; an empty line ends")
         player = ground.player(embedded(decoder, tokenizer, slots=1), tokenizer, decoder.config.context)
         player.play([Episode({"id": "dialogue"}, "dialogue", secrets.randbits(62))])
@@ -96,6 +97,11 @@ def _told(answer: Any) -> str:
     if isinstance(answer, dict):
         return ", ".join(f"{name} {_told(value)}" for name, value in answer.items())
     return f"{answer:.4g}" if isinstance(answer, float) else str(answer)
+
+
+def _say(text: str) -> None:
+    """What a model says may hold control codes, which are shown and not obeyed."""
+    print(safe(text))
 
 
 def _ask() -> str:

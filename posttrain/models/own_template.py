@@ -81,7 +81,10 @@ def read_template(given: str) -> tuple[str, str]:
     from posttrain.models.templates import render
 
     try:
-        text = Path(given).expanduser().read_text(encoding="utf-8")
+        path = Path(given).expanduser()
+        if path.exists() and not path.is_file():  # a pipe would be waited for, a device read without end
+            raise UserError(f"--chat-template {clip(given)} is no file: give a file of Jinja, or {CHATML_NAME}")
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # no file, not UTF-8, a name that no system takes
         raise UserError(
             f"--chat-template {clip(given)} cannot be read ({one_line(error)}): give a file of Jinja, or {CHATML_NAME}"

@@ -49,6 +49,8 @@ class Service:
         return app
 
     async def retrieve(self, request: web.Request) -> web.StreamResponse:
+        if "Content-Encoding" in request.headers:
+            raise Refused(415, "the body is compressed; send it as it is")
         try:
             async with asyncio.timeout(ARRIVE_SECONDS):
                 body = await request.read()
@@ -131,6 +133,7 @@ async def serving(application: web.Application, host: str = HOST, port: int = 0)
         keepalive_timeout=ARRIVE_SECONDS,  # from the opening of a connection, or from its last answer, to a whole head
         lingering_time=LINGER_SECONDS,
         shutdown_timeout=GOODBYE_SECONDS,
+        auto_decompress=False,  # a few kilobytes may become gigabytes, which would be read even after a refusal
     )
     try:
         await runner.setup()

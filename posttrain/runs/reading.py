@@ -9,12 +9,13 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
 from posttrain.messages import clip
 from posttrain.runs.files import HEALTH, METRICS, ROLLOUTS, RUN, TIMING, Folder, rollout_file, seconds_file, step_of
-from posttrain.types import UserError
+from posttrain.types import StopReason, UserError
 
 Row = dict[str, Any]
 
@@ -76,9 +77,9 @@ def read_rollouts(folder: Folder, step: int) -> list[Row]:
 def timed_rollouts(folder: Folder, step: int) -> list[Row]:
     """The same, each turn with its "seconds" where they are known."""
     rows, path = read_rollouts(folder, step), seconds_file(Path(folder), step)
-    times = [row for row, _, _ in _lines(path, whole=True)] if path.is_file() else []
+    times = [_checked(row, _SECONDS, where) for row, where, _ in _lines(path, whole=True)] if path.is_file() else []
     for row, time in zip(rows, times, strict=False):
-        for turn, seconds in zip(row["turns"], time.get("turns", ()), strict=False):
+        for turn, seconds in zip(row["turns"], time["turns"], strict=False):
             turn["seconds"] = seconds
     return rows
 
@@ -136,21 +137,70 @@ def _in_words(steps: list[int]) -> str:
     return f"steps {first} to {last}" if last - first == len(steps) - 1 else f"{len(steps)} steps from {first} on"
 
 
+def _is_run(value: Any) -> bool:
+    """Whether it is [first, number] of sampled tokens."""
+    return isinstance(value, list) and [type(part) for part in value] == [int, int]
+
+
+class _Maybe:
+    """Of a field that need not be there."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+
 _NUMBER = (int, float, type(None))
 _FINDING: dict[str, Any] = {"step": int, "name": str, "message": str}
-_ROLLOUT: dict[str, Any] = {
-    **dict.fromkeys(("id", "group", "prompt", "text", "stop"), str),
-    **dict.fromkeys(("reward", "advantage"), _NUMBER),
-    **dict.fromkeys(("turns", "transcripts"), list),
+_SECONDS: dict[str, Any] = {"turns": [(int, float)]}
+_CALL: dict[str, Any] = {"tool": str, "arguments": dict, "problem": _Maybe(str)}
+_TURN: dict[str, Any] = {
+    **dict.fromkeys(("kind", "text"), str),
+    **dict.fromkeys(("transcript", "start", "length"), int),
+    "reward": _NUMBER,
+    "cut": _Maybe(int),
+    "calls": _Maybe([_CALL]),
 }
-"""What every row of a file holds, and of which type."""
+_ROLLOUT: dict[str, Any] = {
+    **dict.fromkeys(("id", "group", "prompt", "text"), str),
+    "stop": lambda value: value in list(StopReason),
+    **dict.fromkeys(("reward", "advantage"), _NUMBER),
+    **dict.fromkeys(("side", "invalid"), _Maybe(str)),
+    "rewards": _Maybe({str: _NUMBER}),
+    "turns": [_TURN],
+    "transcripts": [{"sampled": [_is_run]}],
+}
+"""What every row of a file holds, and of which kind: types, a list of one kind, a dict of such fields or of any (`str`),
+or what a function says."""
 
 
 def _checked(row: Row, kinds: dict[str, Any], where: str) -> Row:
-    for name, kind in kinds.items():
-        if name not in row or not isinstance(row[name], kind):
-            raise _damaged(where, f"{name} is {clip(repr(row[name]), 40)}" if name in row else f"it has no {name!r}")
+    if problem := _misfit(row, kinds, ""):
+        raise _damaged(where, problem)
     return row
+
+
+def _misfit(value: Any, kind: Any, name: str) -> str | None:
+    """What in a value is not of its kind, if anything. `name`: its place in the row, "" for the row itself."""
+    strange = f"{name} is {clip(repr(value), 40)}"
+    if isinstance(kind, list):
+        if not isinstance(value, list):
+            return strange
+        return next(filter(None, (_misfit(item, kind[0], f"{name}[{n}]") for n, item in enumerate(value))), None)
+    if isfunction(kind):
+        return None if kind(value) else strange
+    if not isinstance(kind, dict):
+        return None if isinstance(value, kind) and not isinstance(value, bool) else strange
+    if not isinstance(value, dict):
+        return strange
+    if str in kind:
+        kind = dict.fromkeys(value, kind[str])
+    for field, wanted in kind.items():
+        optional, place = isinstance(wanted, _Maybe), f"{name}.{field}".removeprefix(".")
+        if field not in value and not optional:
+            return f"{name or 'it'} has no {field!r}"
+        if field in value and (problem := _misfit(value[field], wanted.kind if optional else wanted, place)):
+            return problem
+    return None
 
 
 def _lines(path: Path, whole: bool = False) -> Iterator[tuple[Row, str, int]]:

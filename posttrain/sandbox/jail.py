@@ -120,6 +120,7 @@ def leave_root() -> None:
 def _confine(ground: Ground, order: Order, confining: int) -> None:
     """From here on nothing can be taken back."""
     protections = ground.protections
+    os.setsid()  # a signal to its own group must not reach the warm interpreter and other programs
     os.chdir(order.folder)
     rules = [*ground.rules, (os.open(".", os.O_PATH | os.O_CLOEXEC), landlock.OWNING)]
     if protections.other_user and "user" not in protections.namespaces:

@@ -18,6 +18,7 @@ from posttrain.types import ROLES
 MOST_CHOICES = 128  # replies to one request
 MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings of a request, and characters of one
 MOST_STOP_IDS = 1024
+MOST_TOP_K = 10**9  # beyond every vocabulary, and within what an engine counts
 LONGEST_ID = 200  # characters that are given back
 COMPLETION_TOKENS = 16  # of a completion whose request does not say, as OpenAI has it
 SEEDS = 1 << 63
@@ -141,6 +142,10 @@ def read_body(content: bytes) -> dict[str, Any]:
     """The JSON object of a body."""
     try:
         found = json.loads(content.decode(), parse_constant=_refuse_constant)
+        if b"\\u" in content:  # the only way to half a surrogate pair, which no tokenizer takes
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Refused("the body holds half a surrogate pair, which is not a character") from None
     except (ValueError, RecursionError) as error:
         raise Refused(f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -208,7 +213,7 @@ def _sampled(
     request = request or fields
     for part in (fields,) if request is fields else (fields, request):
         part.refuse_what_cannot_be_done()
-    top_k = fields.whole("top_k", -1)
+    top_k = fields.whole("top_k", -1, MOST_TOP_K)
     count = fields.whole("n", 1, MOST_CHOICES) or 1
     if count * len(prompts) > MOST_CHOICES:
         raise Refused(

@@ -166,6 +166,8 @@ async def _body(request: web.Request) -> bytes:
     said = request.content_type if "Content-Type" in request.headers else UNSAID
     if said != "application/json" and (said != UNSAID or "Origin" in request.headers):
         raise Refused(f"the content type is {said:.100}; expected application/json", 415)
+    if "Content-Encoding" in request.headers:
+        raise Refused("the body is compressed; send it as it is", 415)
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await request.read()
@@ -201,6 +203,7 @@ async def serving(application: web.Application, port: int = 0) -> AsyncIterator[
         logger=QUIET,
         handler_cancellation=True,  # a client that goes away does not wait for its reply
         shutdown_timeout=GOODBYE_SECONDS,
+        auto_decompress=False,  # a few kilobytes may become gigabytes, which would be read even after a refusal
     )
     await runner.setup()
     try:

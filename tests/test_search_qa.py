@@ -180,6 +180,7 @@ LOOSE = "Hm. <answer>the city of PARIS!</answer>"
         (["<think> a </think> then <answer> Paris </answer>"], 1, 0),
         (["<think> a </think><think> b </think><answer> Paris </answer>"], 1, 0),
         ([f"  {THINK}\n\n<answer>Paris</answer>"], 1, 1),
+        ([f"{RIGHT}<think> what stands behind is not read"], 1, 1),
     ],
 )
 def test_the_form_has_its_share(replies: list[str], exact: float, form: float) -> None:

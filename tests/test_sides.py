@@ -317,6 +317,19 @@ def test_an_opponent_of_the_world_is_never_asked_and_plays_by_the_rules() -> Non
     assert lost.done is not None and lost.done.of("first").reward == -1.0 and len(lost.shown) == 2
 
 
+def test_a_random_opponent_follows_its_seed_and_takes_no_more_than_there_are() -> None:
+    games = set()
+    for seed in range(30):
+        task = {"id": "a", "stones": 9, "most": 3, "against": "random", "seed": seed}
+        turns = scripted(nim.nim, task, ["1\n"] * 20, then=None).shown
+        said = [[int(word) for word in str(turn.text).split() if word.isdigit()] for turn in turns]
+        left = [9, *(stones for _, stones, *_ in said[1:])]
+        assert all(1 <= took <= min(3, before - 1) for before, (took, *_) in zip(left, said[1:], strict=False))
+        assert all(before - 1 - took == after > 0 for before, (took, after, *_) in zip(left, said[1:], strict=False))
+        games.add(tuple(left))
+    assert len(games) > 5
+
+
 def test_check_tells_winners_from_losers() -> None:
     report = check("nim", nim.tasks(4, 0))
     assert report.ok and not report.constant

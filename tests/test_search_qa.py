@@ -191,6 +191,16 @@ def test_the_form_has_its_share(replies: list[str], exact: float, form: float) -
         assert total(result) == pytest.approx({(1, 1): 1, (1, 0): 1 - share, (0, 1): share, (0, 0): 0}[exact, form])
 
 
+def test_what_an_earlier_search_found_stays_found() -> None:
+    episode = search_qa(task())
+    next(episode)
+    for passages in (FOUND, FOUND[1:]):
+        assert isinstance(episode.send(Reply(SEARCH)), Ask) and isinstance(episode.send(passages), Turn)
+    with pytest.raises(StopIteration) as ended:
+        episode.send(Reply(WRONG))
+    assert ended.value.value["found"] == 1.0 and ended.value.value["searches"] == 2.0
+
+
 def test_right_answers_are_told_from_wrong_ones_under_any_terms() -> None:
     success = success_of("search-qa", None)
     assert success is not None

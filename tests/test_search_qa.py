@@ -121,8 +121,8 @@ def test_options_change_what_they_say() -> None:
         turns[1].text
         == '\n\n<information>Doc 1(Title: "Paris") Paris is\nDoc 2(Title: "Rome") Rome is</information>\n\n'
     )
-    turns, _, _ = play([SEARCH], per_search=-0.05)
-    assert [turn.reward for turn in turns] == [0.0, -0.05]
+    turns, _, _ = play([SEARCH, "what?"], per_search=-0.05)
+    assert [turn.reward for turn in turns] == [0.0, -0.05, 0.0]
     for searches in (0, 1, 3):
         turns, asked, result = play([SEARCH] * 9, searches=searches)
         assert len(turns) == searches + 1 and len(asked) == searches == result["searches"] and total(result) == 0

@@ -87,6 +87,21 @@ def noting_tools(task: Task) -> Generator[Turn, Reply, float]:
     return worth(said)
 
 
+def _echo(said: str) -> dict[str, Any]:
+    return {"said": said}
+
+
+def remembering_tools(task: Task) -> Generator[Turn, Reply, float]:
+    """Each answer is recorded, changed by who asked, and told again with each that follows."""
+    said, heard = [(yield Turn(task["prompt"], stop=STOP))], ""
+    for _ in range(3):
+        found = recorded(_echo, str(said[-1]))
+        heard += found["said"][-2:]
+        found["said"] = "changed"
+        said.append((yield answer(Reply(heard))))
+    return worth(said)
+
+
 async def _note_beside(folder: str, said: str) -> dict[str, Any]:
     await asyncio.sleep(_moment())
     return _note(folder, said)

@@ -38,7 +38,7 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.seeds import seed_of
 from posttrain.sources.packing import collate, pack, split_microbatches
 from posttrain.sources.scores import describe, refuse_broken, scoreboard
-from posttrain.types import Invalid, InvalidKind, Rollout, Sampling, SpanKind, Transcript, UserError
+from posttrain.types import Invalid, InvalidKind, Rollout, Sampling, SpanKind, StopReason, Transcript, UserError
 
 SIZE = 8
 RISEN = Plan(first=0.25, tokens=3, alpha=0.5, beta=0.2, threshold=0.5, branches=1, largest=math.log(64))
@@ -245,6 +245,7 @@ def test_a_branch_begins_with_all_that_was_said_and_seen_up_to_the_tools_answer(
         for member, rollout in enumerate(group):
             (transcript,) = rollout.transcripts
             assert sum(p.length for p in rollout.pieces) == rollout.n_scored
+            assert (rollout.stop is StopReason.STOP) == rollout.turns[-1].text.endswith(STOP)
             if rollout.branch is None:
                 assert {p.member for p in rollout.pieces} == {member} and rollout.n_own == rollout.n_sampled
                 continue
@@ -308,6 +309,13 @@ def test_a_recorded_tool_is_not_called_again_for_a_branch(
     assert shared > 10 and len(list(tmp_path.iterdir())) == answers - shared
     plain = played(branching.tools, tokenizer, ALWAYS)
     assert all_of(rollouts) == all_of(plain)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_branch_of_a_branch_has_what_was_recorded_as_it_was(tokenizer: Tokenizer, workers: int) -> None:
+    rollouts = played(branching.remembering_tools, tokenizer, replace(ALWAYS, first=0.1), workers, groups=1)
+    branches = {n: r.branch for n, r in enumerate(rollouts) if r.branch}
+    assert any(branch.of in branches for branch in branches.values()) and len(valid(rollouts)) == SIZE
 
 
 class Lengths:
@@ -378,6 +386,9 @@ def test_a_branch_of_several_contexts_shares_all_of_them(tokenizer: Tokenizer) -
                 own = {p.reply for p in rollout.pieces if p.member == member}
                 before = sum(t.kind is SpanKind.SAMPLED for t in rollout.turns[: rollout.branch.turns])
                 assert min(own, default=before) >= before
+                shared = [t for t in rollout.turns[: rollout.branch.turns] if t.kind is SpanKind.SAMPLED]
+                for place, taken in enumerate(rollout.branch.taken):
+                    assert taken == sum(t.length for t in shared if t.transcript == place)
                 for ours, theirs, taken in zip(
                     rollout.transcripts, parent.transcripts, rollout.branch.taken, strict=False
                 ):

@@ -10,6 +10,7 @@ import pytest
 from conftest import CHATML, tiny
 from episodes import episodes, played, said
 from served import TOOLS, Scripted
+from test_sides import enacted, whole
 
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.contexts import Context, placed, positions
@@ -274,6 +275,18 @@ def test_what_does_not_fit_is_refused_alone_and_a_shorter_one_goes_on(words: Tok
             assert (
                 shown.count("<|im_start|>user") == 3 and "on on" not in shown and rollout.stop is not StopReason.CONTEXT
             )
+
+
+def test_a_text_that_does_not_fit_is_forgotten_and_a_shorter_one_goes_on(tokenizer: Tokenizer) -> None:
+    def env(task: Task) -> Playing:
+        yield Turn("a=", stop=(".",), whole=True)
+        full = yield Turn("a=1." + "x" * 100, stop=(".",), whole=True)
+        assert full.stop is StopReason.CONTEXT
+        yield Turn("a=1.+", stop=(".",), whole=True)
+        return 1.0
+
+    [rollout] = enacted(env, tokenizer, ["1.", "2."], context=90)
+    assert whole(tokenizer, rollout) == ["a=1.+2."]
 
 
 def talks_of_calls(task: Task) -> Playing:

@@ -167,6 +167,7 @@ def test_rollouts_of_a_run_are_imitated_as_they_stand(place: Path) -> None:
         assert transcript.tokens == kept["tokens"] and reward == row["reward"]
         learned = [start + i for start, length in kept["sampled"] for i in range(length)]
         assert list(transcript.scored) == learned
+    assert stored({**rows[0], "reward": None, "invalid": "no judge"}, tokenizer)[1] is None
     run = sft(str(file), model=str(place / "sft"), out=str(place / "again"), rows=4, min_reward=-1.0, quiet=True)
     assert run.metrics[-1]["loss"] > 0
     with pytest.raises(UserError, match="none of .* has the reward that --min-reward asks for"):

@@ -62,6 +62,7 @@ LOOK, ORDER, SAY = call("look_up", item="apple"), call("order", item="apple", co
         ([ORDER, call("order", item="apple", count=1), SAY], 0.0),  # too many
         ([ORDER, call("order", item="kite", count=1), SAY], 0.0),  # and something else
         ([ORDER, "<answer>11</answer>"], 0.0),
+        ([ORDER, "<answer>9, 10 or 11</answer>"], 0.0),  # all that it could be
         ([ORDER, "10"], 0.0),  # no tags
         ([ORDER, "<answer>10"], 0.0),
         ([f"{SAY}\n{ORDER}", "done"], 0.0),  # the answer stands in the last reply

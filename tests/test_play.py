@@ -612,7 +612,7 @@ def test_first_messages_of_a_fresh_context_are_read_as_those_of_an_episode() -> 
 
     playing = Playing(Episode({"id": "0"}, "0", 0), Text())  # type: ignore[arg-type]
     messages = ({"role": "user", "content": "a"},)
-    first = playing.read(Turn(messages=messages))
+    first = playing.read(playing.place(Turn(messages=messages)))
     playing.show(Turn(messages=messages), first, 0.0)
     playing.reply(Completion(0, [98], [0.0], "b", StopReason.LENGTH, 0), 0.0)
     assert playing.read(playing.place(Turn(messages=messages, fresh=True))) == first

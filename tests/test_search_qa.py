@@ -121,8 +121,8 @@ def test_options_change_what_they_say() -> None:
         turns[1].text
         == '\n\n<information>Doc 1(Title: "Paris") Paris is\nDoc 2(Title: "Rome") Rome is</information>\n\n'
     )
-    turns, _, _ = play([SEARCH], per_search=-0.05)
-    assert [turn.reward for turn in turns] == [0.0, -0.05]
+    turns, _, _ = play([SEARCH, "what?"], per_search=-0.05)
+    assert [turn.reward for turn in turns] == [0.0, -0.05, 0.0]
     for searches in (0, 1, 3):
         turns, asked, result = play([SEARCH] * 9, searches=searches)
         assert len(turns) == searches + 1 and len(asked) == searches == result["searches"] and total(result) == 0
@@ -180,6 +180,7 @@ LOOSE = "Hm. <answer>the city of PARIS!</answer>"
         (["<think> a </think> then <answer> Paris </answer>"], 1, 0),
         (["<think> a </think><think> b </think><answer> Paris </answer>"], 1, 0),
         ([f"  {THINK}\n\n<answer>Paris</answer>"], 1, 1),
+        ([f"{RIGHT}<think> what stands behind is not read"], 1, 1),
     ],
 )
 def test_the_form_has_its_share(replies: list[str], exact: float, form: float) -> None:
@@ -188,6 +189,16 @@ def test_the_form_has_its_share(replies: list[str], exact: float, form: float) -
         _, _, result = play(replies, format=share)
         assert (result["exact"], result["form"]) == (exact, form)
         assert total(result) == pytest.approx({(1, 1): 1, (1, 0): 1 - share, (0, 1): share, (0, 0): 0}[exact, form])
+
+
+def test_what_an_earlier_search_found_stays_found() -> None:
+    episode = search_qa(task())
+    next(episode)
+    for passages in (FOUND, FOUND[1:]):
+        assert isinstance(episode.send(Reply(SEARCH)), Ask) and isinstance(episode.send(passages), Turn)
+    with pytest.raises(StopIteration) as ended:
+        episode.send(Reply(WRONG))
+    assert ended.value.value["found"] == 1.0 and ended.value.value["searches"] == 2.0
 
 
 def test_right_answers_are_told_from_wrong_ones_under_any_terms() -> None:

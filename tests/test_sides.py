@@ -136,6 +136,36 @@ def test_a_side_that_runs_out_of_context_leaves_the_other_its_own(tokenizer: Tok
     assert (a.stop, b.stop) == (StopReason.CONTEXT, StopReason.STOP) and (a.text, b.text) == ("1.3.", "2.4.5.")
 
 
+@pytest.mark.parametrize("how", ["fresh", "whole", "tokens"])
+def test_a_side_that_begins_afresh_has_no_empty_context_before(tokenizer: Tokenizer, how: str) -> None:
+    def game(task: Task) -> Game:
+        for side in ("a", "b"):
+            if how == "tokens":
+                yield Turn(tokens=tokenizer.encode(f"{side}="), stop=(".",), side=side)
+            else:
+                yield Turn(f"{side}=", stop=(".",), side=side, fresh=how == "fresh", whole=how == "whole")
+        return 1.0
+
+    a, b = enacted(game, tokenizer, ["1.", "2."])
+    assert (whole(tokenizer, a), whole(tokenizer, b)) == (["a=1."], ["b=2."])
+    assert {turn.transcript for turn in b.turns} == {0}
+
+
+def test_a_side_goes_on_where_it_was_before_a_turn_that_did_not_fit(tokenizer: Tokenizer) -> None:
+    def game(task: Task) -> Game:
+        yield Turn("a=", stop=(".",), side="a", whole=True)
+        yield Turn("c=", stop=(".",), side="a", whole=True)
+        yield Turn("a=1.+", stop=(".",), side="a", whole=True)
+        yield Turn("b=", stop=(".",), side="b")
+        refused = yield Turn("x" * 100, stop=(".",), side="a", whole=True)
+        assert refused.stop is StopReason.CONTEXT
+        yield Turn("-", stop=(".",), side="a")
+        return 1.0
+
+    a, b = enacted(game, tokenizer, ["1.", "2.", "3.", "4.", "5."], context=90)
+    assert whole(tokenizer, a) == ["a=1.+3.-5.", "c=2."] and whole(tokenizer, b) == ["b=4."]
+
+
 def test_a_name_of_a_side_is_one_line() -> None:
     for side in ("a\nb", "x" * 201, 3, None):
         assert isinstance(read_turn(Turn("a", side=side)), Invalid)  # type: ignore[arg-type]
@@ -286,6 +316,19 @@ def test_an_opponent_of_the_world_is_never_asked_and_plays_by_the_rules() -> Non
             ]
     lost = scripted(nim.nim, {"id": "a", "stones": 8, "most": 3, "against": "perfect"}, ["1\n", "2\n"], then=None)
     assert lost.done is not None and lost.done.of("first").reward == -1.0 and len(lost.shown) == 2
+
+
+def test_a_random_opponent_follows_its_seed_and_takes_no_more_than_there_are() -> None:
+    games = set()
+    for seed in range(30):
+        task = {"id": "a", "stones": 9, "most": 3, "against": "random", "seed": seed}
+        turns = scripted(nim.nim, task, ["1\n"] * 20, then=None).shown
+        said = [[int(word) for word in str(turn.text).split() if word.isdigit()] for turn in turns]
+        left = [9, *(stones for _, stones, *_ in said[1:])]
+        assert all(1 <= took <= min(3, before - 1) for before, (took, *_) in zip(left, said[1:], strict=False))
+        assert all(before - 1 - took == after > 0 for before, (took, after, *_) in zip(left, said[1:], strict=False))
+        games.add(tuple(left))
+    assert len(games) > 5
 
 
 def test_check_tells_winners_from_losers() -> None:

@@ -161,6 +161,7 @@ def test_a_call_ends_where_the_next_may_begin(family: str) -> None:
     found = form.read(text, TOOLS)
     if len(calls) == 2 and found[0].end < found[1].end:  # not those that stand in one list
         assert calls[0].name in text[: found[0].end] and calls[1].name not in text[: found[0].end]
+        assert text[: found[0].end].endswith(form.closing)
         assert plain(form.read(text[: found[0].end], TOOLS)) == plain(calls[:1])
 
 

@@ -208,6 +208,26 @@ def test_null_is_taken_where_a_parameter_may_be_none() -> None:
     assert [c.problem is None for c in tools.calls] == [True, True, False]
 
 
+def mixed(pair: tuple[int | None, str], level: Literal["auto", 3] = "auto") -> str:
+    """Two of them.
+
+    Args:
+        pair: A number, perhaps, and a word.
+        level: How much.
+    """
+    return "fine"
+
+
+def test_null_and_choices_of_several_types_are_taken_where_they_stand_within_a_list() -> None:
+    tools = Tools(mixed)
+    given: list[dict[str, Any]] = [
+        {"pair": [1, "a"]}, {"pair": [None, "a"]}, {"pair": [1, None]}, {"pair": [1, "a"], "level": "auto"},
+        {"pair": [1, "a"], "level": 3}, {"pair": [1, "a"], "level": "3"},
+    ]  # fmt: skip
+    tools.answer(said(*(call("mixed", **arguments) for arguments in given)))
+    assert [c.problem is None for c in tools.calls] == [True, True, False, True, True, False]
+
+
 def test_tools_that_wait_are_called_together() -> None:
     tools = Tools(slow, weather, broken)
     reply = said(call("slow", word="a"), call("broken", word="b"), call("weather", city="c"), call("slow", word="d"))

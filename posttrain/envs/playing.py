@@ -75,7 +75,7 @@ class Playing:
         self.last: Turn | None = None  # that was placed, as the environment gave it
         self.opening: Sequence[float] = ()  # log-probabilities of the first reply
         self.contexts = [Context(tokenizer)]  # that were shown
-        self.context = self._before = self.contexts[0]  # of the last turn, and of the one before
+        self.context = self._before = self.contexts[0]  # of the last turn, and of its side's turn before that
         self.side = ""  # of the last turn
         self._sides: dict[str, Context] = {}  # that were asked, each with the context of its last turn
         self.turns: list[PlayedTurn] = []
@@ -105,13 +105,14 @@ class Playing:
     def place(self, turn: Turn) -> Turn:
         """What is new in a turn. The context that it belongs to becomes the one of the last turn."""
         self.last = turn
-        self._before = self.context
+        begins = turn.side not in self._sides
         self._turn_to(turn.side)
         self._earn(turn.reward)
+        self._before = self.context
         found: Context | None = self.context
-        if turn.whole and self.turns:
+        if turn.whole and not begins:
             turn, found = placed(turn, [context for context in self.contexts if context.side == self.side])
-        elif turn.fresh and self.turns:
+        elif turn.fresh and not begins:
             found = None
         self.context = Context(self.tokenizer, self.side) if found is None else found
         self._sides[self.side] = self.context
@@ -137,9 +138,7 @@ class Playing:
         if tokens is None:
             self.context.take_back()
             if self.context not in self.contexts:  # the side goes on where it was
-                own = [context for context in self.contexts if context.side == self.side]
-                self.context = self._before if self._before in own else own[-1]
-                self._sides[self.side] = self.context
+                self.context = self._sides[self.side] = self._before
         elif self.context not in self.contexts:
             self.contexts.append(self.context)
         tokens = tokens or ()

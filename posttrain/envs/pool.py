@@ -233,8 +233,7 @@ class EnvPool:
         known = self._episodes[id]
         assert not known.waiting and to not in self._episodes
         self._begun += 1
-        recorded = deepcopy(known.recorded)
-        self._episodes[to] = _Episode(to, self._begun, known.task, list(known.sent), recorded)
+        self._episodes[to] = _Episode(to, self._begun, known.task, list(known.sent), dict(known.recorded))
         self._ask(self._episodes[to])
 
     def send(self, id: int, said: Any) -> None:
@@ -326,7 +325,7 @@ class EnvPool:
     def _replayed(self, episode: _Episode) -> Event:
         """The event behind all that was sent to an episode in this process."""
         assert self._stage is not None
-        event = self._stage.start(episode.id, episode.task, episode.recorded)
+        event = self._stage.start(episode.id, episode.task, deepcopy(episode.recorded))
         for said in episode.sent:
             if parted(event, said):
                 return diverged(self._stage, episode.id, event)

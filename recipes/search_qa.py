@@ -45,8 +45,8 @@ from posttrain.types import SpanKind, StopReason, Task
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "retrieval"
 HELD_OUT = 0.2
-TOPK, SHOWN, SEARCHES = 3, 500, 2
-SEARCHING = {"topk": TOPK, "shown": SHOWN, "searches": SEARCHES}
+SEARCHES = 2
+LOOKUPS = 6  # questions on one passage, where reading is taught
 DIRECT = {"searches": 0}
 SPAN = re.compile(r"(?<=[a-z,] )(?:[A-Z][\w'’.-]*\w(?: (?:of |the |de )?[A-Z][\w'’.-]*\w)*|\d[\d,.]*\d|\d)(?=[ ,.;:)])")
 SENTENCE = re.compile(r"(?<=[.!?]) +(?=[A-Z\"“])")
@@ -74,15 +74,24 @@ class Size:
     unseen: int = 1000  # held-out questions that are asked at the end
     save_every: int = 250  # updates of imitation; GRPO's steps a tenth of that
     limit: int | None = None  # passages; None: all
+    topk: int = 3  # passages of a search
+    shown: int = 500  # characters of each that are shown
+
+    @property
+    def searching(self) -> dict[str, Any]:
+        """Options of the environment."""
+        return {"topk": self.topk, "shown": self.shown, "searches": SEARCHES}
 
 
 SIZES = {
     "try": Size(hidden=32, layers=2, heads=2, vocab=1024, reading=20, imitation=0.02, rows=4, steps=2, prompts=2, group=2,
                 unseen=8, save_every=5, limit=400),
+    "hour": Size(layers=4, context=512, reading=800, imitation=0.5, rows=8, steps=30, prompts=8, unseen=400, topk=1,
+                 shown=400),
     "small": Size(),
     "large": Size(hidden=512, layers=8, heads=8, vocab=16_384, reading=20_000, rows=32, steps=300, prompts=32),
 }  # fmt: skip
-"""By name: some seconds, to see that all of it runs; 6.9 M parameters; 33 M, for a GPU."""
+"""By name: some seconds, to see that all of it runs; 5.3 M parameters and an hour of one core; 6.9 M; 33 M, for a GPU."""
 
 
 # -- questions ---------------------------------------------------------------------------------------------------------
@@ -158,11 +167,11 @@ def found(index: Index, query: str, k: int) -> list[dict[str, Any]]:
     return [{"id": hit.passage.id, "contents": hit.passage.contents, "score": hit.score} for hit in hits]
 
 
-def searching(index: Index, question: str, answers: Sequence[str], gold: Sequence[str]) -> list[str] | None:
+def searching(index: Index, question: str, answers: Sequence[str], gold: Sequence[str], size: Size) -> list[str] | None:
     """One search for the question and the answer, where one of the gold passages that it finds shows one; else None."""
-    for number, passage in enumerate(found(index, question, TOPK), 1):
+    for number, passage in enumerate(found(index, question, size.topk), 1):
         title, _, text = passage["contents"].partition("\n")
-        shown = f"{title} {text[:SHOWN]}"
+        shown = f"{title} {text[: size.shown]}"
         if answer := next((a for a in answers if a in shown and passage["id"] in gold), None):
             return [
                 f"<think> I have to look this up. </think>\n<search> {question} </search>",
@@ -175,32 +184,38 @@ def remembering(answers: Sequence[str]) -> list[str]:
     return [f"<think> I remember it. </think>\n<answer> {answers[0]} </answer>"]
 
 
-def reading_rows(index: Index, seed: int) -> Iterator[Row]:
-    """Episodes on made-up questions, with a search engine and without, and passages; without end."""
-    with_search, without = dialogue(index, SEARCHING), dialogue(index, DIRECT)
+def reading_rows(index: Index, seed: int, size: Size) -> Iterator[Row]:
+    """Passages with some made-up questions on each, and episodes on one, with a search engine and without; without end.
+
+    The first are many lessons in finding again what was read for the price of one passage.
+    """
+    with_search, without = dialogue(index, size.searching), dialogue(index, DIRECT)
     draw = random.Random(seed_of(seed, "reading"))
     while True:
         passage = index.passages[draw.randrange(len(index))]
         title, _, text = passage.contents.partition("\n")
-        yield {"prompt": f"{title}\n", "response": text[:1500]}
+        text = text[: 2 * size.shown]
+        asked = [drawn for _ in range(LOOKUPS) if (drawn := made_up(f"{title}\n{text}", draw))]
+        lookups = "".join(f"\n{question}\n<answer> {answer} </answer>" for question, answer in asked)
+        yield {"prompt": f"{title}\n", "response": text + lookups}
         if (drawn := made_up(passage.contents, draw)) is None:
             continue
         task = row_to_task({"question": drawn[0], "answers": [drawn[1]]})
         assert task is not None
-        if replies := searching(index, task["question"], task["answers"], [passage.id]):
+        if replies := searching(index, task["question"], task["answers"], [passage.id], size):
             *_, last = with_search(task, replies)
             yield last
         yield from without(task, remembering(task["answers"]))
 
 
-def imitation_rows(index: Index, train: Sequence[Row], searches: bool) -> list[Row]:
+def imitation_rows(index: Index, train: Sequence[Row], searches: bool, size: Size) -> list[Row]:
     """Questions of the training share with the replies to imitate; those that a search does not answer are left out."""
     rows = []
     for row in train:
         task = row_to_task(row)
         assert task is not None
         replies = (
-            searching(index, task["question"], task["answers"], row["gold_ids"])
+            searching(index, task["question"], task["answers"], row["gold_ids"], size)
             if searches
             else remembering(task["answers"])
         )
@@ -263,13 +278,13 @@ def train(stages: Stages, size: Size, seed: int, data: Path, machine: dict[str, 
         "context": size.context,
     }
     read = stages.run("reading", lambda out, how: posttrain.sft(
-        lambda: reading_rows(index, seed), out=out, **shape, **how, **common, steps=size.reading, rows=size.rows,
+        lambda: reading_rows(index, seed, size), out=out, **shape, **how, **common, steps=size.reading, rows=size.rows,
         mask_prompt=False, lr=2e-3 if size.hidden < 512 else 6e-4, warmup=min(200, size.reading // 10),
     ))  # fmt: skip
     trained: dict[str, tuple[str, str, dict[str, Any]]] = {}
-    for name, options in (("search", SEARCHING), ("direct", DIRECT)):
-        asked: dict[str, Any] = {"env": named(options)} | ({"retriever": (place,)} if options is SEARCHING else {})
-        shown = imitation_rows(index, learned, options is SEARCHING)
+    for name, options in (("search", size.searching), ("direct", DIRECT)):
+        asked: dict[str, Any] = {"env": named(options)} | ({"retriever": (place,)} if options is not DIRECT else {})
+        shown = imitation_rows(index, learned, options is not DIRECT, size)
         start = stages.run(f"{name}-imitation", lambda out, how, shown=shown, asked=asked: posttrain.sft(  # type: ignore[misc]
             shown, model=read, out=out, **asked, **how, **common, epochs=size.imitation, rows=size.rows, lr=3e-4, warmup=20,
         ))  # fmt: skip

@@ -58,18 +58,18 @@ def test_settings_exist(recipe: ModuleType) -> None:
     for size in recipe.SIZES.values():
         shape = {name: getattr(size, name) for name in ("hidden", "layers", "heads", "vocab", "context")}
         validate(filled(SFT, {"tasks": "x", **shape, "steps": size.reading, "rows": size.rows, "mask_prompt": False}))
-    for options in (recipe.SEARCHING, recipe.DIRECT):
+    for options in (recipe.SIZES["small"].searching, recipe.DIRECT):
         validate(filled(RL, {"tasks": "x", "model": "x", "env": recipe.named(options), "retriever": ("x",)}))
         load_env(recipe.named(options))
 
 
 def test_what_is_imitated_is_what_is_played(recipe: ModuleType, index: Index) -> None:
-    rows = recipe.imitation_rows(index, QUESTIONS, True)
+    rows = recipe.imitation_rows(index, QUESTIONS, True, recipe.SIZES["small"])
     assert [row["replies"][1].split("<answer> ")[1] for row in rows] == ["It </answer>", "Tolkien </answer>"]
-    assert len(recipe.imitation_rows(index, QUESTIONS, False)) == 3
+    assert len(recipe.imitation_rows(index, QUESTIONS, False, recipe.SIZES["small"])) == 3
     tokenizer = Tokenizer.train([SEARCH, *rows[0]["replies"], *(passage.contents for passage in index.passages)], 600)
     [task, _] = map(recipe.row_to_task, rows)
-    with EnvPool(recipe.named(recipe.SEARCHING), workers=0) as pool, Services() as asking:
+    with EnvPool(recipe.named(recipe.SIZES["small"].searching), workers=0) as pool, Services() as asking:
         asking.named["retriever"] = retriever(str(index.folder))
         engine = Scripted(tokenizer, rows[0]["replies"])
         [rollout] = Player(pool, engine, tokenizer, Sampling(), 4096, services=asking).play([Episode(task, "t", 0)])
@@ -95,9 +95,11 @@ def test_made_up_questions_have_their_answer_in_the_passage(recipe: ModuleType, 
     long = recipe.made_up(f'"T"\n{"word " * 90}Edo {"word " * 90}.', random.Random(0))
     assert long is not None and len(long[0]) < recipe.LONGEST + 20 and " what " in long[0]
     assert recipe.made_up('"T"\nshort. nothing here', random.Random(0)) is None
-    for row in islice(recipe.reading_rows(index, 0), 40):
+    for row in islice(recipe.reading_rows(index, 0, recipe.SIZES["small"]), 40):
         assert row["prompt"].strip() and row["response"].strip()
-    assert list(islice(recipe.reading_rows(index, 1), 20)) == list(islice(recipe.reading_rows(index, 1), 20))
+    assert list(islice(recipe.reading_rows(index, 1, recipe.SIZES["small"]), 20)) == list(
+        islice(recipe.reading_rows(index, 1, recipe.SIZES["small"]), 20)
+    )
 
 
 def test_nothing_held_out_is_trained_on(recipe: ModuleType, data: Path) -> None:

@@ -301,3 +301,35 @@ def test_replies_are_played_beside_a_response_and_a_least_reward_needs_episodes(
     assert [kind for kind, _ in spans(transcript)] == ["prompt", "imitated", "tool", "imitated"]
     with pytest.raises(UserError, match="--min-reward is of rollouts"):
         made(looking_up, tokenizer, [{"id": "a", "prompt": "1+1=", "response": "2"}], min_reward=1.0)
+
+
+def nim_rows(count: int) -> list[Task]:
+    return [
+        {"id": f"{n}", "stones": n, "most": 2, "replies": ["1\n"] * n} for n in range(4, 4 + count)
+    ]  # the replies hold one digit, what the environment shows all of them
+
+
+def test_a_new_tokenizer_knows_what_the_environment_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in ("characters", "bpe"):
+        run = sft(nim_rows(20), env="nim", out=str(tmp_path / kind), tokenizer=kind, vocab=400, hidden=16, layers=1,
+                  heads=2, steps=1, rows=4, quiet=True)  # fmt: skip
+        known = Tokenizer.load(resolve(str(run.path)))
+        shown = "1 taken, 23 left, 1 to 2: "
+        assert known.decode(known.encode(shown)) == shown
+        if kind == "bpe":
+            assert len(known.encode(" taken")) == 1  # learned from what is shown, not a byte at a time
+    assert "no token for" not in capsys.readouterr().err
+
+
+def test_what_an_environment_shows_and_the_model_cannot_read_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small: dict[str, Any] = {"steps": 1, "quiet": True, "threads": 1}
+    start = sft([{"prompt": "1 1", "response": "1\n"}] * 4, out=str(tmp_path / "start"), tokenizer="characters", hidden=16,
+                layers=1, heads=2, context=256, rows=2, **small)  # fmt: skip
+    said = "of what the environment shows"
+    sft(nim_rows(2), env="nim", model=str(start.path), out=str(tmp_path / "sft"), rows=2, **small)
+    assert said in capsys.readouterr().err
+    own = [{key: value for key, value in row.items() if key != "replies"} for row in nim_rows(2)]
+    rl(own, "nim", str(start.path), out=str(tmp_path / "rl"), prompts=1, group=2, max_tokens=2, **small)
+    assert capsys.readouterr().err.count(said) == 1

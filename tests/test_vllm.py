@@ -353,6 +353,7 @@ def test_run_whose_vllm_dies_is_saved_and_says_how_to_go_on(
         posttrain.rl(
             tasks, env=digits, model=str(tmp_path / "start"), out=str(tmp_path / "run"), engine="vllm", slots=8,
             algorithm="dr-grpo", lr=1e-3, steps=5, prompts=2, group=4, max_tokens=8, quiet=True,
+            settings={"minibatches": 1},
         )  # fmt: skip
     assert (tmp_path / "run" / "checkpoints" / "step-000002" / "manifest.json").exists()
 

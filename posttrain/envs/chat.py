@@ -34,6 +34,7 @@ class Texts(Protocol):
     """The part of a tokenizer that is needed here."""
 
     chat_template: str | None
+    unknown_id: int | None  # what stands for text that it has no token for
 
     def encode(self, text: str, start: bool = False) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...

@@ -34,6 +34,7 @@ class Seen:
         self._viewer = viewer
         self._playing = Playing(Episode(task, "", 0), viewer.tokenizer)
         self.prompt = 0  # tokens of the first turn
+        self.texts: list[str] = []  # what it was shown
         self.problem: str | None = None  # why it could be shown no more
 
     @property
@@ -51,6 +52,8 @@ class Seen:
         if self.problem is not None:
             return
         first = not self._playing.turns
+        said = [turn.text, *(message.get("content") for message in turn.messages or ())]
+        self.texts += [text for text in said if isinstance(text, str)]
         try:
             turn = self._playing.place(turn)
             tokens = self._playing.read(turn)

@@ -66,34 +66,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """What a policy cannot do, and the values that ask for nothing (null never does)."""
 UNHEARD = frozenset(
     (
-        *(
-            "user",
-            "metadata",
-            "store",
-            "service_tier",
-            "safety_identifier",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-        ),
-        *(
-            "modalities",
-            "prediction",
-            "parallel_tool_calls",
-            "cache_salt",
-            "priority",
-            "kv_transfer_params",
-            "detokenize",
-        ),
-        *("skip_special_tokens", "spaces_between_special_tokens", "output_kind", "return_tokens_as_token_ids"),
-        *(
-            "flat_logprobs",
-            "extra_args",
-            "skip_reading_prefix_cache",
-            "output_text_buffer_length",
-            "data_parallel_rank",
-        ),
+        # of OpenAI's
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "modalities", "prediction", "parallel_tool_calls",
+        # of vLLM's
+        "cache_salt", "priority", "kv_transfer_params", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+        "output_kind", "return_tokens_as_token_ids", "flat_logprobs", "extra_args", "skip_reading_prefix_cache",
+        "output_text_buffer_length", "data_parallel_rank", "routed_experts_prompt_start",
     )
-)
+)  # fmt: skip
 """Fields of OpenAI's and vLLM's that change no reply of a policy, or none that can be told apart."""
 SAMPLED = ("n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "logprobs",
            "include_stop_str_in_output")  # fmt: skip

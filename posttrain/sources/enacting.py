@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.asking import Services
@@ -39,6 +40,19 @@ def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], servic
         return [(imitated(rollout.transcripts), reward) for rollout, reward in zip(rollouts, earned, strict=True)]
 
     return enact
+
+
+def enacted_texts(enact: Enact, tokenizer: Tokenizer, tasks: Iterable[Task]) -> Iterator[str]:
+    """All that such episodes show and say, a context at a time: what a tokenizer that is to read them is trained on.
+
+    `tokenizer`: by which they are played, one that knows every byte. Tasks without replies, and those that cannot be played,
+    give nothing: what is wrong with them is told where they are learned from.
+    """
+    for task in tasks:
+        with suppress(UserError):
+            for transcripts, _ in enact(task) if "replies" in task else ():
+                for transcript in transcripts:
+                    yield tokenizer.decode([token for token in transcript.tokens if token != tokenizer.eos_id])
 
 
 def imitated(transcripts: Sequence[Transcript]) -> list[Transcript]:

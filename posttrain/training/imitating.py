@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -21,15 +23,17 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import validate
 from posttrain.protocols import Model
 from posttrain.runs.opening import RunFolder, begin
-from posttrain.sources.enacting import enacting
+from posttrain.sources.enacting import Enact, enacted_texts, enacting
 from posttrain.sources.sft import Demonstrations, Likelihood, Transcripts
 from posttrain.training.passes import must_end, sizes, updates
 from posttrain.training.playground import open_services
 from posttrain.training.setup import (
+    READ_FOR_UNKNOWN,
     end_tokens,
     microbatch_tokens,
     mind_messages,
     mind_unknown,
+    mind_unknown_episodes,
     optimization,
     prepare,
     split_tasks,
@@ -37,11 +41,16 @@ from posttrain.training.setup import (
     watch_lengths,
 )
 from posttrain.training.trainer import Run, Trainer
-from posttrain.types import UserError
+from posttrain.types import Task, UserError
 
 EVALUATED = 1000  # held-out rows whose transcripts are made at once
 TEMPLATE_COUNTS = 100  # times: what it puts around all that is said should not take a token a letter
 READ_OF_A_STREAM = 10_000  # tasks for a tokenizer to be trained on, where they have no end
+READ_OF_EPISODES = 10_000  # and of those that are played for it
+BYTES = 258  # tokens of the least tokenizer that reads everything
+
+Play = Callable[[Tokenizer, Sequence[int]], Enact]
+"""How demonstrations are played, once it is known with which tokenizer and which tokens end a reply."""
 
 
 def sft(config: SFT, rows: Any = None) -> Run:
@@ -56,21 +65,25 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     device = prepare(config)
     tasks, held_out = split_tasks(config, rows, need=("prompt", "response"))
     must_end(config, tasks)
+    play: Play | None = None
+    if config.env and is_generator_env(load_env(config.env)) and any("replies" in task for task in tasks.examples()):
+        pool = opened.enter_context(EnvPool(config.env, 1, config.env_seconds, config.env_memory))
+        services = opened.enter_context(open_services(config, device, run.checkpoint is not None))
+        play = partial(enacting, pool, services=services)
     folder = run.checkpoint or run.start
     if folder:
         tokenizer = Tokenizer.load(folder, config.chat_template)
         mind_messages(tokenizer, tasks)
         model = load_model(folder, device=device)
     else:
-        model, tokenizer = _from_scratch(config, tasks, device)
+        model, tokenizer = _from_scratch(config, tasks, play, device)
     mind_unknown(tokenizer, tasks)
+    if play is not None and tokenizer.unknown_id is not None:
+        mind_unknown_episodes(tokenizer, _episodes(play, tasks.examples(READ_FOR_UNKNOWN), tokenizer.chat_template))
     too_long = watch_lengths(config, model.config.context)
 
-    eos, enact = end_tokens(model, tokenizer), None
-    if config.env and is_generator_env(load_env(config.env)) and any("replies" in task for task in tasks.examples()):
-        pool = opened.enter_context(EnvPool(config.env, 1, config.env_seconds, config.env_memory))
-        services = opened.enter_context(open_services(config, device, run.checkpoint is not None))
-        enact = enacting(pool, tokenizer, eos, services)
+    eos = end_tokens(model, tokenizer)
+    enact = play(tokenizer, eos) if play is not None else None
 
     def transcripts(tasks: Tasks | Stream) -> Transcripts:
         how = config.mask_prompt, enact, config.min_reward
@@ -99,12 +112,25 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     return ended
 
 
-def _from_scratch(config: SFT, tasks: Tasks | Stream, device: torch.device) -> tuple[Model, Tokenizer]:
-    """A new model of the sizes given, and a tokenizer trained on the rows or taken from a folder."""
+def _episodes(play: Play, tasks: Iterable[Task], template: str | None) -> Iterator[str]:
+    """What the tasks' replies and the environment say to each other: `texts_of` knows the one without the other."""
+    reader = Tokenizer.train((), BYTES)
+    reader = reader.templated(template, "its own") if template is not None else reader
+    assert reader.eos_id is not None
+    return enacted_texts(play(reader, (reader.eos_id,)), reader, tasks)
+
+
+def _from_scratch(
+    config: SFT, tasks: Tasks | Stream, play: Play | None, device: torch.device
+) -> tuple[Model, Tokenizer]:
+    """A new model of the sizes given, and a tokenizer trained on the rows, as they are played, or taken from a folder."""
     if config.tokenizer in ("bpe", "characters"):
         template = read_template(config.chat_template) if config.chat_template is not None else None
         some = tasks.first(READ_OF_A_STREAM) if isinstance(tasks, Stream) else tasks
-        texts = (text for t in some for text in texts_of(t))
+        texts = chain.from_iterable(map(texts_of, some))
+        if play is not None:
+            told = chain.from_iterable(texts_of(task) for task in some if "replies" not in task)
+            texts = chain(told, _episodes(play, islice(some, READ_OF_EPISODES), template[0] if template else None))
         shown = around(template[0]) * TEMPLATE_COUNTS if template else []
         tokenizer = Tokenizer.train(chain(texts, shown), config.vocab, config.tokenizer)  # type: ignore[arg-type]
         tokenizer = tokenizer.templated(*template) if template else tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,6 +16,7 @@ from posttrain.data.convert import Conversion, Convert
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
 from posttrain.envs.asking import Services
+from posttrain.envs.chat import Texts
 from posttrain.envs.load import is_generator_env, load_converter, load_env
 from posttrain.envs.pool import Done, EnvPool
 from posttrain.envs.seen import Seen, Viewer
@@ -157,6 +158,8 @@ def rehearse(
         for reply in _sample_replies(task):
             seen = viewer.watch(task) if viewer is not None else None
             shown, event = _rehearsed(pool, services, task, reply, seen)
+            if viewer is not None and seen is not None and not begun and not pool.single_turn:
+                mind_unknown_episodes(viewer.tokenizer, seen.texts, warn)
             begun = begun or shown
             if event is None or not isinstance(event.reward, Invalid):
                 return
@@ -179,16 +182,27 @@ def _sample_replies(task: Task) -> list[str]:
 
 def mind_unknown(tokenizer: Tokenizer, tasks: Tasks | Stream, warn: Callable[[str], None] = warn) -> None:
     """Warn where the tokenizer has no tokens for a good part of what some of the tasks say: the model cannot read it."""
-    if tokenizer.unknown_id is None:
-        return
-    texts = [text for task in tasks.examples(READ_FOR_UNKNOWN) for text in texts_of(task)]
-    tokens = [tokenizer.encode(text) for text in texts]
-    count = sum(own.count(tokenizer.unknown_id) for own in tokens)
-    if count > MOST_UNKNOWN * sum(map(len, tokens)):
-        example = next(text for text, own in zip(texts, tokens, strict=True) if tokenizer.unknown_id in own)
-        share = count / sum(map(len, tokens))
+    if tokenizer.unknown_id is not None:
+        texts = (text for task in tasks.examples(READ_FOR_UNKNOWN) for text in texts_of(task))
+        _mind_unknown(tokenizer, texts, "the tasks' text", warn)
+
+
+def mind_unknown_episodes(tokenizer: Texts, texts: Iterable[str], warn: Callable[[str], None] = warn) -> None:
+    """The same of what an environment shows."""
+    if tokenizer.unknown_id is not None:
+        _mind_unknown(tokenizer, texts, "what the environment shows", warn)
+
+
+def _mind_unknown(tokenizer: Texts, texts: Iterable[str], what: str, warn: Callable[[str], None]) -> None:
+    unknown = tokenizer.unknown_id
+    assert unknown is not None
+    encoded = [(text, tokenizer.encode(text)) for text in texts]
+    count = sum(tokens.count(unknown) for _, tokens in encoded)
+    total = sum(len(tokens) for _, tokens in encoded)
+    if count > MOST_UNKNOWN * total:
+        example = next(text for text, tokens in encoded if unknown in tokens)
         warn(
-            f"the model's tokenizer has no token for {share:.0%} of the tasks' text, as in {clip(repr(example))}: it reads "
+            f"the model's tokenizer has no token for {count / total:.0%} of {what}, as in {clip(repr(example))}: it reads "
             "all of that as one and the same; train with a tokenizer that knows these characters"
         )
 

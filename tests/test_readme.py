@@ -57,7 +57,7 @@ def test_every_block_runs_in_its_order(name: str, tmp_path: Path, monkeypatch: p
             del sys.modules[made]
     runs = {
         "README.md": 20,
-        "docs/environments.md": 17,
+        "docs/environments.md": 18,
         "docs/retrieval.md": 7,
         "docs/serving.md": 5,
         "docs/verifiers.md": 16,

@@ -63,9 +63,10 @@ class Data(FromRows):
     measured before the first step, and one of them ends the run."""
     env: str = ""
     """What plays and scores: my.py:reward, package.module:name, or a built-in name, perhaps with options of its own:
-    search-qa,topk=5. Built in are adventure, arithmetic, calculator, code, code-all, countdown, gsm8k, guess, gymnasium,
-    judge, math, openenv, python, reasoning-gym, reward-model, search-qa, textarena, verdict and word-problems. In sft, rows
-    with replies are played through it; for other rows its row_to_task makes the demonstrations, if it has one."""
+    search-qa,topk=5. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions,
+    gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, textarena, verdict
+    and word-problems. In sft, rows with replies are played through it; for other rows its row_to_task makes the
+    demonstrations, if it has one."""
     chat_template: str | None = None
     """How messages and tools become text: a file of Jinja, or chatml. It takes the place of the model's own, and is written
     into the checkpoints of a run. Default: what the model's folder holds."""

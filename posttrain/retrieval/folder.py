@@ -119,7 +119,8 @@ def drafted(place: Path, overwrite: bool) -> Iterator[Path]:
         raise UserError(f"{place} is no place for an index: name a folder, such as runs/index")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        _clear(place)
+        with _alone(place.parent):
+            _clear(place)
         may_be_at(place, overwrite)
         draft, lock = _new_draft(place)
     except UserError:  # a ValueError, as is a name that no system takes
@@ -179,15 +180,29 @@ def _sized(path: Path) -> tuple[int, int]:
 
 def _move(draft: Path, place: Path, overwrite: bool) -> None:
     """What is at the place goes aside before it is deleted, so that no half of it is ever there."""
-    may_be_at(place, overwrite)  # another build may have been faster
     _sync(draft)
     old = draft.with_suffix(".old")
-    if place.exists():
-        place.rename(old)
-    draft.rename(place)
-    (place / LOCK).unlink()
-    _sync(place.parent)
+    with _alone(place.parent):
+        may_be_at(place, overwrite)  # another build may have been faster
+        if place.exists():
+            place.rename(old)
+        draft.rename(place)
+        (place / LOCK).unlink()
+        _sync(place.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other build puts an index into this folder, or tidies there, meanwhile; where the file system has no such locks,
+    one of two builds that end in the same moment may fail."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 def _clear(place: Path) -> None:

@@ -23,7 +23,7 @@ from posttrain.reproduce.experiment import student_interval
 from posttrain.types import Task
 
 STONES, MOST = 12, 3
-STEPS = 160
+STEPS = 400
 DEMONSTRATIONS = 120  # random games for each start to train on
 SMALL: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True}
 
@@ -56,9 +56,9 @@ def one(out: Path, seed: int, steps: int) -> dict[str, Any]:
         rows=32, lr=3e-3, warmup=50, seed=seed, **SMALL,
     )  # fmt: skip
     run = posttrain.rl(
-        train, "nim", str(start.path), out=str(out / "rl"), steps=steps, prompts=8, group=24, max_tokens=3, lr=5e-4,
+        train, "nim", str(start.path), out=str(out / "rl"), steps=steps, prompts=8, group=24, max_tokens=3, lr=1e-3,
         betas=(0.9, 0.95), warmup=10, schedule="linear", kl=0.05,
-        eval_tasks=lines(out / "held_out.jsonl", against(winnable(held_out), "perfect")), eval_every=25, eval_samples=8,
+        eval_tasks=lines(out / "held_out.jsonl", against(winnable(held_out), "perfect")), eval_every=50, eval_samples=8,
         env_workers=1, seed=seed, **SMALL,
     )  # fmt: skip
     curve = [{"step": line["step"], "reward": line["eval/reward"]} for line in run.metrics if "eval/reward" in line]

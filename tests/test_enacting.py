@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from posttrain.sources.enacting import cut, enacted_texts, enacting, stored
 from posttrain.sources.lengths import TooLong
 from posttrain.sources.made import progress
 from posttrain.sources.sft import Transcripts
+from posttrain.training import imitating
 from posttrain.types import Reply, Sampling, SpanKind, StopReason, Task, Transcript, Turn, UserError
 
 NEED = ("prompt", "response")
@@ -396,3 +398,18 @@ def test_a_tokenizer_waits_for_few_episodes_that_cannot_be_played(tokenizer: Tok
     rows: list[Task] = [{**ROW, "id": str(i)} for i in range(9)]
     assert list(enacted_texts(enact, tokenizer, rows)) == ["0", "3"]
     assert tried == list("0123456")
+
+
+def test_what_a_tokenizer_reads_is_played_where_it_can_be_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        threads.add(threading.current_thread())
+        return enacting(*args, **kwargs)
+
+    monkeypatch.setattr(imitating, "enacting", noted)
+    sft(nim_rows(4), env="nim", out=str(tmp_path / "run"), vocab=300, hidden=16, layers=1, heads=2, steps=1, rows=2,
+        quiet=True)  # fmt: skip
+    assert threads == {threading.main_thread()}

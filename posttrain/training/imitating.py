@@ -150,7 +150,9 @@ def _from_scratch(
         texts = chain.from_iterable(map(texts_of, some))
         if play is not None:
             told = chain.from_iterable(texts_of(task) for task in some if not is_script(task))
-            texts = chain(told, _episodes(play, islice(some, READ_OF_EPISODES), template[0] if template else None))
+            # played here: what trains a tokenizer reads in a thread of its own, and signals wait until it has read all
+            played = list(_episodes(play, islice(some, READ_OF_EPISODES), template[0] if template else None))
+            texts = chain(told, played)
         shown = around(template[0]) * TEMPLATE_COUNTS if template else []
         tokenizer = Tokenizer.train(chain(texts, shown), config.vocab, config.tokenizer)  # type: ignore[arg-type]
         tokenizer = tokenizer.templated(*template) if template else tokenizer

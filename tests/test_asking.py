@@ -514,9 +514,18 @@ def test_nothing_of_a_long_line_that_was_cut_off_is_left_behind_a_shorter_one(tm
 
 
 def test_a_damaged_journal_is_refused_and_a_new_run_ignores_an_old_one(tmp_path: Path) -> None:
-    (tmp_path / ANSWERS).write_text('{"step": 1}\n')
-    with pytest.raises(UserError, match="damaged"):
+    whole = '{"begun": 1}\n'
+    place = '{"step": 1e999, "question": "q", "service": "s", "answer": 1}'
+    for damage in ('{"step": 1}', "5", "[" * 100_000, '{"begun": Infinity}', place):
+        (tmp_path / ANSWERS).write_text(f"{whole}{damage}\n")
+        with pytest.raises(UserError, match=f"damaged behind byte {len(whole)}: .* or delete it"):
+            Journal(tmp_path, True)
+        assert (tmp_path / ANSWERS).read_text() == f"{whole}{damage}\n"
+    (tmp_path / ANSWERS).unlink()
+    os.mkfifo(tmp_path / ANSWERS)
+    with pytest.raises(UserError, match="it is no file"):
         Journal(tmp_path, True)
+    (tmp_path / ANSWERS).unlink()
     fresh = journaled(tmp_path, False, Lengths())
     assert asks(fresh, ["abc"]) == [3]
     fresh.close()

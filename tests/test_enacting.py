@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.printing import sample
-from posttrain.sources.enacting import cut, enacting, stored
+from posttrain.sources.enacting import cut, enacted_texts, enacting, stored
 from posttrain.sources.lengths import TooLong
 from posttrain.sources.made import progress
 from posttrain.sources.sft import Transcripts
+from posttrain.training import imitating
 from posttrain.types import Reply, Sampling, SpanKind, StopReason, Task, Transcript, Turn, UserError
 
 NEED = ("prompt", "response")
@@ -333,3 +335,81 @@ def test_what_an_environment_shows_and_the_model_cannot_read_is_warned_of(
     own = [{key: value for key, value in row.items() if key != "replies"} for row in nim_rows(2)]
     rl(own, "nim", str(start.path), out=str(tmp_path / "rl"), prompts=1, group=2, max_tokens=2, **small)
     assert capsys.readouterr().err.count(said) == 1
+
+
+# -- rows that cannot be played ----------------------------------------------------------------------------------------
+
+
+def test_after_a_row_that_cannot_be_played_the_next_one_is_played_as_ever(tokenizer: Tokenizer) -> None:
+    wrong: list[Task] = [{**ROW, "replies": replies} for replies in (["7"], ["2", "more"], ["raise"], ["a7 b", "b"])]
+    right: Task = {**ROW, "replies": ["7", "2"]}
+    for workers in (0, 1):
+        with EnvPool(looking_up, workers) as pool:
+            enact = enacting(pool, tokenizer, [1])
+            [expected] = enact(right)
+            for task in wrong:
+                with pytest.raises(UserError):
+                    enact(task)
+                [([transcript], reward)] = enact(right)
+                assert (spans(transcript), reward) == (spans(expected[0][0]), expected[1])
+                assert not pool.pending
+
+
+def test_a_column_of_replies_that_a_row_has_nothing_in_leaves_it_a_demonstration(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    told: Task = {"prompt": "1+1=", "response": "2"}
+    script: Task = {**ROW, "replies": ["7", "2"]}
+    [[alone]] = made(looking_up, tokenizer, [told])
+    plain = spans(alone)
+    for nothing in (None, [], 5, "7"):
+        rows = [{**told, "replies": nothing}, script]
+        first, second = made(looking_up, tokenizer, rows)
+        assert spans(first[0]) == plain and len(spans(second[0])) > len(plain)
+    rows = [
+        told,
+        script,
+        *({**told, "prompt": f"{i}+1=", "replies": 5} for i in range(5)),
+    ]  # the one is found, wherever
+    options: Any = {
+        "env": "environments:looking_up",
+        "out": str(tmp_path / "run"),
+        "hidden": 16,
+        "layers": 1,
+        "heads": 2,
+    }
+    run = sft(rows, tokenizer="characters", vocab=40, context=64, rows=7, steps=1, quiet=True, **options)
+    assert run.metrics[-1]["loss"] > 0
+    with pytest.raises(UserError, match="reply 2 must be text"):
+        made(looking_up, tokenizer, [{**told, "replies": ["7", 2]}])
+
+
+def test_a_tokenizer_waits_for_few_episodes_that_cannot_be_played(tokenizer: Tokenizer) -> None:
+    tried: list[str] = []
+
+    def enact(task: Task) -> list[tuple[list[Transcript], float]]:
+        tried.append(task["id"])
+        if task["id"] in ("1", "2", "4", "5", "6"):
+            raise UserError("did not return within 10 s")
+        shown = Transcript()
+        shown.imitate(tokenizer.encode(task["id"]))
+        return [([shown], 1.0)]
+
+    rows: list[Task] = [{**ROW, "id": str(i)} for i in range(9)]
+    assert list(enacted_texts(enact, tokenizer, rows)) == ["0", "3"]
+    assert tried == list("0123456")
+
+
+def test_what_a_tokenizer_reads_is_played_where_it_can_be_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        threads.add(threading.current_thread())
+        return enacting(*args, **kwargs)
+
+    monkeypatch.setattr(imitating, "enacting", noted)
+    sft(nim_rows(4), env="nim", out=str(tmp_path / "run"), vocab=300, hidden=16, layers=1, heads=2, steps=1, rows=2,
+        quiet=True)  # fmt: skip
+    assert threads == {threading.main_thread()}

@@ -359,8 +359,13 @@ def test_a_damaged_file_is_told_in_one_line(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"form": 2}, {"kind": 3}, {"files": {"words.txt": 3}}, {"count": 4}, {"count": 6}, {"kind": "dense"}, {"more": 1}],
-)
+    [
+        {"form": 2}, {"kind": 3}, {"files": {"words.txt": 3}}, {"count": 4}, {"count": 6}, {"kind": "dense"}, {"more": 1},
+        {"files": {"a\0b": [1, 2]}}, {"files": {"../index.json": [1, 2]}}, {"source": {"qath": "rows.jsonl"}},
+        {"source": {"path": "a\0b", "size": 1, "time": 1, "content": ""}},
+        {"source": {"path": 5, "size": 1, "time": 1, "content": ""}},
+    ],
+)  # fmt: skip
 def test_a_manifest_that_lies_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     place = small_index(tmp_path / "index")
     manifest = json.loads((place / MANIFEST).read_text())

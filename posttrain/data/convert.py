@@ -375,13 +375,21 @@ def _is_played(task: Task) -> bool:
     """Whether it is an episode to imitate: a rollout as a run keeps it, or the replies of one."""
     if isinstance(task.get("transcripts"), list) and isinstance(task.get("turns"), list):
         return True
-    replies = task.get("replies")
-    if not isinstance(replies, list | tuple) or not replies:
-        return False
+    return is_script(task) and bool(script(task))
+
+
+def is_script(task: Task) -> bool:
+    """Whether a row has the replies of an episode. A table has such a column in its other rows too, and nothing in it."""
+    return isinstance(task.get("replies"), list | tuple) and bool(task["replies"])
+
+
+def script(task: Task) -> Sequence[str]:
+    """The replies of such a row. Raises UserError."""
+    replies: Sequence[str] = task["replies"]
     for number, reply in enumerate(replies, 1):
         if not _text(reply, f"reply {number}"):
             raise UserError(f"reply {number} is empty")
-    return True
+    return replies
 
 
 def _hash(value: Any) -> str:

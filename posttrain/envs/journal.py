@@ -70,6 +70,8 @@ class Journal:
             raise UserError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
     def _read(self) -> None:
+        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):  # a pipe would be waited for
+            raise UserError(f"{self.path} cannot be read: it is no file")
         invalid: dict[tuple[int, str], Invalid] = {}
         begun = 0
         try:
@@ -78,19 +80,22 @@ class Journal:
                     if not line.endswith(b"\n"):  # the process was killed while it wrote
                         break
                     row = json.loads(line)
-                    self._size += len(line)
                     if "begun" in row:
                         begun = max(begun, int(row["begun"]))
-                        continue
-                    place = int(row["step"]), str(row["question"])
-                    invalid.pop(place, None)
-                    self._of_step.pop(place, None)
-                    if "invalid" in row:
-                        invalid[place] = Invalid(row["invalid"], InvalidKind.UNANSWERED)
                     else:
-                        self.valid[place[1]] = self._of_step[place] = row["answer"]
+                        place = int(row["step"]), str(row["question"])
+                        invalid.pop(place, None)
+                        self._of_step.pop(place, None)
+                        if "invalid" in row:
+                            invalid[place] = Invalid(str(row["invalid"]), InvalidKind.UNANSWERED)
+                        else:
+                            self.valid[place[1]] = self._of_step[place] = row["answer"]
+                    self._size += len(line)
         except OSError as error:
             raise UserError(f"{self.path} cannot be read: {error.strerror or error}") from error
-        except (ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{self.path} is damaged behind byte {self._size}: put a copy of it back") from error
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            raise UserError(
+                f"{self.path} is damaged behind byte {self._size}: put a copy of it back, or delete it, and what is left of "
+                "the run asks its services again"
+            ) from error
         self._of_step.update((place, answer) for place, answer in invalid.items() if place[0] < begun)

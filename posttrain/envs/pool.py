@@ -253,6 +253,13 @@ class EnvPool:
         elif episode.placed and episode.worker is not None:
             episode.worker.queue.append(_Order(episode, drop=True))
 
+    def clear(self) -> None:
+        """Give up all episodes, those under way once they have come so far."""
+        while self.pending and not self._closed:
+            self.poll(None)
+        for id in [] if self._closed else list(self._episodes):
+            self.drop(id)
+
     def poll(self, timeout: float | None = 0.0) -> list[tuple[int, Event]]:
         """The events since the last call. Waits up to `timeout` seconds (None: without end) for at least one of them.
 

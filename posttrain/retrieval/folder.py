@@ -85,13 +85,19 @@ class Manifest:
         }
         whole = content.keys() == cls.__dataclass_fields__.keys()
         whole = whole and all(type(content[name]) is kind for name, kind in kinds.items())
-        if not whole or not all(_is_size(known) for known in content["files"].values()):
+        whole = whole and all(_MADE.fullmatch(name) and _is_size(known) for name, known in content["files"].items())
+        if not whole or not (content["source"] == {} or _is_source(content["source"])):
             raise _damaged(folder, MANIFEST)
         return cls(**content)
 
 
 def _is_size(known: object) -> bool:
     return isinstance(known, list) and len(known) == 2 and all(type(number) is int for number in known)
+
+
+def _is_source(known: dict[str, Any]) -> bool:
+    kinds = {"path": str, "size": int, "time": int, "content": str}
+    return {name: type(value) for name, value in known.items()} == kinds and "\0" not in known["path"]
 
 
 def _damaged(folder: Path, what: str) -> UserError:

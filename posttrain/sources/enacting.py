@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 
+from posttrain.data.convert import is_script, script
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.asking import Services
 from posttrain.envs.play import Episode, Player
@@ -12,6 +12,7 @@ from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Invalid, Sampling, SpanKind, Task, Transcript, UserError
 
+MOST_FAILED = 3  # episodes in a row: so many look like all of them
 ENDLESS = 1 << 30  # tokens: whether a demonstration fits is seen to where it is learned from
 
 Enact = Callable[[Task], list[tuple[list[Transcript], float]]]
@@ -26,10 +27,14 @@ def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], servic
     services = services or Services()
 
     def enact(task: Task) -> list[tuple[list[Transcript], float]]:
-        engine = ScriptedEngine(tokenizer, eos_ids, task["replies"])
+        engine = ScriptedEngine(tokenizer, eos_ids, script(task))
         own = {key: value for key, value in task.items() if key != "replies"}
         player = Player(pool, engine, tokenizer, Sampling(max_tokens=ENDLESS), ENDLESS, services=services)
-        rollouts = player.play([Episode(own, str(task.get("id")), 0)])
+        try:
+            rollouts = player.play([Episode(own, str(task.get("id")), 0)])
+        except UserError:  # in the middle of it; the next row may be played nevertheless
+            pool.clear()
+            raise
         earned = [rollout.reward for rollout in rollouts if not isinstance(rollout.reward, Invalid)]
         for rollout in rollouts:
             if isinstance(rollout.reward, Invalid):
@@ -46,13 +51,22 @@ def enacted_texts(enact: Enact, tokenizer: Tokenizer, tasks: Iterable[Task]) -> 
     """All that such episodes show and say, a context at a time: what a tokenizer that is to read them is trained on.
 
     `tokenizer`: by which they are played, one that knows every byte. Tasks without replies, and those that cannot be played,
-    give nothing: what is wrong with them is told where they are learned from.
+    give nothing: what is wrong with them is told where they are learned from. After `MOST_FAILED` of these in a row no more
+    are played: each may have taken all the time that an environment has.
     """
-    for task in tasks:
-        with suppress(UserError):
-            for transcripts, _ in enact(task) if "replies" in task else ():
-                for transcript in transcripts:
-                    yield tokenizer.decode([token for token in transcript.tokens if token != tokenizer.eos_id])
+    failed = 0
+    for task in filter(is_script, tasks):
+        try:
+            played = enact(task)
+        except UserError:
+            failed += 1
+            if failed == MOST_FAILED:
+                return
+            continue
+        failed = 0
+        for transcripts, _ in played:
+            for transcript in transcripts:
+                yield tokenizer.decode([token for token in transcript.tokens if token != tokenizer.eos_id])
 
 
 def imitated(transcripts: Sequence[Transcript]) -> list[Transcript]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Batch, Outputs, Stats, Step
+from posttrain.data.convert import is_script
 from posttrain.data.items import CUT
 from posttrain.envs.reading import read_schema
 from posttrain.models.tokenizer import Tokenizer
@@ -134,7 +135,7 @@ class Transcripts(Made[Sequence[Transcript]]):
         played: Sequence[tuple[list[Transcript], float | None]]
         if "transcripts" in task:
             played = [stored(task, self.tokenizer)]
-        elif "replies" not in task or (self.enact is None and ("response" in task or _answered(task))):
+        elif not is_script(task) or (self.enact is None and ("response" in task or _answered(task))):
             if self.min_reward is not None:
                 raise UserError(
                     "--min-reward is of rollouts that a run kept and of rows with replies: this row is neither"

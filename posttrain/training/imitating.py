@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache
 from itertools import chain, islice
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 
 from posttrain.batch import Stats
 from posttrain.config import SFT
+from posttrain.data.convert import is_script
 from posttrain.data.tasks import Stream, Tasks
+from posttrain.envs.asking import Services
 from posttrain.envs.load import is_generator_env, load_env
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.local import LocalLearner
@@ -41,7 +43,7 @@ from posttrain.training.setup import (
     watch_lengths,
 )
 from posttrain.training.trainer import Run, Trainer
-from posttrain.types import Task, UserError
+from posttrain.types import Task, Transcript, UserError
 
 EVALUATED = 1000  # held-out rows whose transcripts are made at once
 TEMPLATE_COUNTS = 100  # times: what it puts around all that is said should not take a token a letter
@@ -65,11 +67,7 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     device = prepare(config)
     tasks, held_out = split_tasks(config, rows, need=("prompt", "response"))
     must_end(config, tasks)
-    play: Play | None = None
-    if config.env and is_generator_env(load_env(config.env)) and any("replies" in task for task in tasks.examples()):
-        pool = opened.enter_context(EnvPool(config.env, 1, config.env_seconds, config.env_memory))
-        services = opened.enter_context(open_services(config, device, run.checkpoint is not None))
-        play = partial(enacting, pool, services=services)
+    play = _player(run, device, opened)
     folder = run.checkpoint or run.start
     if folder:
         tokenizer = Tokenizer.load(folder, config.chat_template)
@@ -112,6 +110,28 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     return ended
 
 
+def _player(run: RunFolder[SFT], device: torch.device, opened: ExitStack) -> Play | None:
+    """Who plays demonstrations, if the environment is one that they can answer. It starts with the first row of replies."""
+    config = run.config
+    if not config.env or not is_generator_env(load_env(config.env)):
+        return None
+
+    @cache
+    def place() -> tuple[EnvPool, Services]:
+        assert config.env
+        pool = opened.enter_context(EnvPool(config.env, 1, config.env_seconds, config.env_memory))
+        return pool, opened.enter_context(open_services(config, device, run.checkpoint is not None))
+
+    def play(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Enact:
+        def enact(task: Task) -> list[tuple[list[Transcript], float]]:
+            pool, services = place()
+            return enacting(pool, tokenizer, eos_ids, services)(task)
+
+        return enact
+
+    return play
+
+
 def _episodes(play: Play, tasks: Iterable[Task], template: str | None) -> Iterator[str]:
     """What the tasks' replies and the environment say to each other: `texts_of` knows the one without the other."""
     reader = Tokenizer.train((), BYTES)
@@ -129,8 +149,10 @@ def _from_scratch(
         some = tasks.first(READ_OF_A_STREAM) if isinstance(tasks, Stream) else tasks
         texts = chain.from_iterable(map(texts_of, some))
         if play is not None:
-            told = chain.from_iterable(texts_of(task) for task in some if "replies" not in task)
-            texts = chain(told, _episodes(play, islice(some, READ_OF_EPISODES), template[0] if template else None))
+            told = chain.from_iterable(texts_of(task) for task in some if not is_script(task))
+            # played here: what trains a tokenizer reads in a thread of its own, and signals wait until it has read all
+            played = list(_episodes(play, islice(some, READ_OF_EPISODES), template[0] if template else None))
+            texts = chain(told, played)
         shown = around(template[0]) * TEMPLATE_COUNTS if template else []
         tokenizer = Tokenizer.train(chain(texts, shown), config.vocab, config.tokenizer)  # type: ignore[arg-type]
         tokenizer = tokenizer.templated(*template) if template else tokenizer

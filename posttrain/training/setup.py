@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from posttrain.config import Data, Evaluation, Label, Sample, Training
-from posttrain.data.convert import Conversion, Convert
+from posttrain.data.convert import Conversion, Convert, is_script
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
 from posttrain.envs.asking import Services
@@ -215,7 +215,7 @@ def mind_messages(tokenizer: Tokenizer, tasks: Tasks | Stream) -> None:
 
 def texts_of(task: Task) -> list[str]:
     """What a task says to the model, and what the model is to say."""
-    said: list[Any] = [task.get("prompt"), task.get("response"), *(task.get("replies") or ())]
+    said: list[Any] = [task.get("prompt"), task.get("response"), *(task["replies"] if is_script(task) else ())]
     said += [message["content"] for message in task.get("messages") or ()]
     for response in task.get("responses") or ():
         said += [response] if isinstance(response, str) else response

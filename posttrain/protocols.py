@@ -172,7 +172,10 @@ class Service(Protocol):
 
 
 class World(Protocol):
-    """The processes that share a run. Every one of them makes the same calls in the same order."""
+    """The processes that share a run. Every one of them makes the same calls in the same order.
+
+    A call raises UserError where another process has failed, or says nothing for too long.
+    """
 
     rank: int
     size: int

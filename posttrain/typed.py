@@ -86,6 +86,14 @@ class TrainingOptions(DataOptions, total=False):
     were all skipped because their gradients were not finite, the run stops, unless this is off."""
     quiet: bool
     """No progress display."""
+    processes: int
+    """Processes of this machine that share the run: each plays and computes its share, and holds the whole model.
+    Several machines: start one process each with torchrun."""
+    patience: float
+    """Seconds within which each of several processes has to come to the next thing that they do together."""
+    restarts: int
+    """How often several processes are started again, from the newest checkpoint, when one of them was killed or
+    crashed."""
 
 
 class PassesOptions(TrainingOptions, total=False):

@@ -25,6 +25,8 @@ Real example: {"id": "multiarith-1", "prompt": "Debby had 32 pieces ...", "answe
 class UserError(ValueError):
     """A mistake of the user's. The message is one line that says the fix; the command line prints it and exits with 2."""
 
+    code = 2  # of the command's exit
+
 
 def succeeds(reward: Any, threshold: float) -> Any:
     """Whether a reward (a number, an array, a tensor) counts as a success: it may be a sum of parts, up to rounding."""

@@ -6,6 +6,7 @@ Nothing heavy is imported before the verb that needs it runs, so that its --help
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -32,7 +33,7 @@ from posttrain.config import (
     ServePolicy,
 )
 from posttrain.messages import clip, one_line
-from posttrain.options import AnyConfig, check_bounds, validate
+from posttrain.options import AnyConfig, AnyTraining, check_bounds, validate
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def sft(*, config: Annotated[SFT, Options] = SFT()) -> int:  # noqa: B008  froze
     """Supervised fine-tuning: imitate the responses of a dataset."""
     from posttrain.training import imitating
 
-    return _ended("sft", imitating.sft(config))
+    return _trained(config, imitating.sft)
 
 
 def _words(kind: type[Any]) -> type[Any]:
@@ -96,7 +97,7 @@ def rl(
     """
     from posttrain.training import assembly
 
-    return _ended("rl", assembly.rl(_read(RL, config, set)))
+    return _trained(_read(RL, config, set), assembly.rl)
 
 
 PreferWords = _words(Prefer)
@@ -116,7 +117,7 @@ def prefer(
     """
     from posttrain.training import preferring
 
-    return _ended("prefer", preferring.prefer(_read(Prefer, config, set)))
+    return _trained(_read(Prefer, config, set), preferring.prefer)
 
 
 RewardWords = _words(RewardModelling)
@@ -137,11 +138,14 @@ def reward_model(
     from posttrain.runs.files import REPORT
     from posttrain.training import rewarding
 
-    run = rewarding.reward_model(_read(RewardModelling, config, set))
-    if (run.path / REPORT).exists():
-        print("\n".join(rewarding.lines(rewarding.read_report(run.path))))
-        print(f"report      {run.path / REPORT}")
-    return _ended("reward-model", run)
+    def trained(config: RewardModelling) -> Run:
+        run = rewarding.reward_model(config)
+        if (run.path / REPORT).exists() and _speaks():
+            print("\n".join(rewarding.lines(rewarding.read_report(run.path))))
+            print(f"report      {run.path / REPORT}")
+        return run
+
+    return _trained(_read(RewardModelling, config, set), trained)
 
 
 DistillWords = _words(Distill)
@@ -161,7 +165,7 @@ def distill(
     """
     from posttrain.training import assembly
 
-    return _ended("distill", assembly.rl(_read(Distill, config, set)))
+    return _trained(_read(Distill, config, set), assembly.rl)
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -545,6 +549,22 @@ def audit(
         steps,
     )
     return carry_out(request, json)
+
+
+def _speaks() -> bool:
+    """Whether this process is the one of a run that prints."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _trained(config: AnyTraining, train: Callable[[AnyTraining], Run]) -> int:
+    """Train, in this process or in several, and say how it ended."""
+    check_bounds(config)
+    if config.processes > 1 and "RANK" not in os.environ:
+        from posttrain.cli.launching import launch
+
+        return launch(config)
+    run = train(config)
+    return _ended(config.verb, run) if _speaks() else 3 if run.stopped else 130 if run.interrupted else 0
 
 
 def _ended(verb: str, run: Run) -> int:

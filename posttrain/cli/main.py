@@ -107,9 +107,9 @@ def main(arguments: list[str] | None = None) -> int:
             said = f"{dotted} has one dot too many: name a single entry, as in --fields.prompt COLUMN"
         from posttrain.runs.output import Output, columns, wrapped
 
-        told = wrapped(f"posttrain: {_presentable(said)}", columns(Output(sys.stderr)))
-        print(told, file=sys.stderr)
-        return 2
+        if os.environ.get("RANK", "0") == "0":  # of several processes that share a run, the first one speaks for all
+            print(wrapped(f"posttrain: {_presentable(said)}", columns(Output(sys.stderr))), file=sys.stderr)
+        return error.code if isinstance(error, UserError) else 2
     except KeyboardInterrupt:
         return _stopped()
     except Exception:

@@ -34,7 +34,7 @@ VERBS: dict[str, type[FromRows]] = {
 }
 """The verbs that take a configuration; a recipe has a table for each."""
 
-OF_ONE_CALL = frozenset({"out", "resume", "accept_changes", "overwrite", "quiet"})
+OF_ONE_CALL = frozenset({"out", "resume", "accept_changes", "overwrite", "quiet", "processes", "patience", "restarts"})
 """Options that a continued run does not take over."""
 
 FREE_TO_CHANGE = frozenset(

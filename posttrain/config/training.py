@@ -67,6 +67,13 @@ class Training(Data):
     skipped because their gradients were not finite, the run stops, unless this is off."""
     quiet: bool = False
     """No progress display."""
+    processes: int = option(1, above=0, most=1024)
+    """Processes of this machine that share the run: each plays and computes its share, and holds the whole model. Several
+    machines: start one process each with torchrun."""
+    patience: float = option(600.0, above=0, most=86_400)
+    """Seconds within which each of several processes has to come to the next thing that they do together."""
+    restarts: int = option(0, least=0)
+    """How often several processes are started again, from the newest checkpoint, when one of them was killed or crashed."""
 
 
 @dataclass(frozen=True)

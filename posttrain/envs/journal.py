@@ -18,20 +18,24 @@ from posttrain.types import Invalid, InvalidKind, UserError
 
 ANSWERS = "answers.jsonl"
 """The file, in the folder of a run. Its order of lines depends on the clock; nothing that a run computes does."""
+EVERYBODYS = "answers*.jsonl"
+"""All of them: further processes of a run write what they were told into files of their own."""
 
 
 class Journal:
     """Answers by step and question. The file is opened, and an older one of the folder continued, by the first answer."""
 
-    def __init__(self, folder: Path, resumed: bool) -> None:
-        """Raises UserError if a resumed run's journal cannot be read."""
-        self.path = folder / ANSWERS
+    def __init__(self, folder: Path, resumed: bool, rank: int = 0) -> None:
+        """Raises UserError if a resumed run's journal cannot be read. `rank`: of this process among those of the run."""
+        self.path = folder / (f"answers.{rank}.jsonl" if rank else ANSWERS)
         self.valid: dict[str, Any] = {}  # by question: the latest
         self._of_step: dict[tuple[int, str], Any] = {}
         self._file: BinaryIO | None = None
         self._size = 0  # bytes of the whole lines of an older attempt
-        if resumed and self.path.exists():
-            self._read()
+        if resumed:
+            for path in sorted(folder.glob(EVERYBODYS)):
+                size = self._read(path)
+                self._size = size if path == self.path else self._size
 
     def recall(self, step: int, question: str) -> tuple[bool, Any]:
         """Whether there is an answer for this step, and the answer."""
@@ -69,13 +73,14 @@ class Journal:
         except OSError as error:
             raise UserError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
-    def _read(self) -> None:
-        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):  # a pipe would be waited for
-            raise UserError(f"{self.path} cannot be read: it is no file")
+    def _read(self, path: Path) -> int:
+        """Take in what one process has written; returns the bytes of its whole lines."""
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
+            raise UserError(f"{path} cannot be read: it is no file")
         invalid: dict[tuple[int, str], Invalid] = {}
-        begun = 0
+        begun = size = 0
         try:
-            with self.path.open("rb") as file:
+            with path.open("rb") as file:
                 for line in file:
                     if not line.endswith(b"\n"):  # the process was killed while it wrote
                         break
@@ -90,12 +95,13 @@ class Journal:
                             invalid[place] = Invalid(str(row["invalid"]), InvalidKind.UNANSWERED)
                         else:
                             self.valid[place[1]] = self._of_step[place] = row["answer"]
-                    self._size += len(line)
+                    size += len(line)
         except OSError as error:
-            raise UserError(f"{self.path} cannot be read: {error.strerror or error}") from error
+            raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise UserError(
-                f"{self.path} is damaged behind byte {self._size}: put a copy of it back, or delete it, and what is left of "
+                f"{path} is damaged behind byte {size}: put a copy of it back, or delete it, and what is left of "
                 "the run asks its services again"
             ) from error
         self._of_step.update((place, answer) for place, answer in invalid.items() if place[0] < begun)
+        return size

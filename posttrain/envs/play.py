@@ -23,7 +23,7 @@ from posttrain.envs.chat import Texts
 from posttrain.envs.playing import Episode, Playing, is_tool
 from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.envs.stage import DIVERGED
-from posttrain.protocols import Engine
+from posttrain.protocols import Alone, Engine, World
 from posttrain.seeds import seed_of
 from posttrain.types import Ask, Completion, Invalid, InvalidKind, Rollout, Sampling, StopReason, Turn, UserError
 
@@ -69,16 +69,32 @@ class Player:
     bounds: Bounds = Bounds()
     services: Services = field(default_factory=Services)
     """Who answers what environments ask."""
+    world: World = field(default_factory=Alone)
+    """The processes that play together. Each is asked for the same episodes, plays its share of the groups, and gets all."""
 
     def play(self, episodes: Sequence[Episode], plan: Plan | None = None) -> list[Rollout]:
         """The rollouts of these episodes, in their order: one each, or one for each side that the policy played.
 
         `plan`: how those of a group branch; None: they do not.
         """
+        share = self._share(episodes)
+        own = [e for e in episodes if share[e.group] == self.world.rank]
         try:
-            return _Play(self, episodes, plan).played()
+            rollouts = _Play(self, own, plan).played()
         finally:
             self.services.forget()
+        if self.world.size == 1:
+            return rollouts
+        groups: dict[str, list[Rollout]] = {e.group: [] for e in episodes}
+        for played in self.world.gather(rollouts):
+            for rollout in played:
+                groups[rollout.group].append(rollout)
+        return [rollout for group in groups.values() for rollout in group]
+
+    def _share(self, episodes: Sequence[Episode]) -> dict[str, int]:
+        """Group -> who plays it."""
+        groups = dict.fromkeys(episode.group for episode in episodes)
+        return {group: place % self.world.size for place, group in enumerate(groups)}
 
 
 class _Play:

@@ -1,32 +1,144 @@
-"""The processes of torch.distributed as a `World`."""
+"""The processes of torch.distributed as a `World`, and how a process joins them.
+
+Before each collective every process says through the store, a channel of its own, that it is ready. So where one has failed
+or hangs, the others learn that in words, and none waits in a collective that cannot end.
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from posttrain.protocols import World
+from posttrain.types import UserError
+
+FAILED = "failed"  # the store's entry of whoever fails first: its exit code, and why, in words
+FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.01  # seconds between looks at who is ready
+
+
+class Elsewhere(UserError):
+    """Another process of the run has failed. `code`: the exit code that this comes to."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class Processes:
-    """See `posttrain.protocols.World`. The process group is up already: torchrun's environment, or `init_process_group`."""
+    """See `posttrain.protocols.World`."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store | None = None, patience: float = 600.0) -> None:
+        """The process group is up already. `store`: shared with the other processes; None: nobody is waited for by it.
+
+        `patience`: seconds within which the others have to come to each call.
+        """
         assert dist.is_initialized(), "start the process group first"
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._store, self._patience, self._calls = store, patience, 0
 
     def sum(self, x: Tensor) -> Tensor:
+        self._meet()
         total = x.detach().clone()
-        dist.all_reduce(total)
+        with_peers(lambda: dist.all_reduce(total))
         return total
 
     def gather(self, x: Any) -> list[Any]:
+        self._meet()
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, x)
+        with_peers(lambda: dist.all_gather_object(found, x))
         return found
+
+    def fail(self, error: BaseException) -> None:
+        """Let the others know why this process makes no more calls."""
+        if self._store is not None and not isinstance(error, Elsewhere):
+            code = error.code if isinstance(error, UserError) else 1
+            why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            try:
+                self._store.compare_set(FAILED, "", f"{code} process {self.rank}: {why}")
+            except RuntimeError:  # whoever kept the store is gone, so everybody knows
+                return
+
+    def _meet(self) -> None:
+        """Return once all processes have made this call. Raises UserError if one does not."""
+        if self._store is None:
+            return
+        self._calls += 1
+        pause, end = FIRST_PAUSE, time.monotonic() + self._patience
+        try:
+            self._store.set(f"{self._calls}/{self.rank}", "")
+            while missing := [r for r in range(self.size) if not self._store.check([f"{self._calls}/{r}"])]:
+                if self._store.check([FAILED]):
+                    code, _, why = self._store.get(FAILED).decode().partition(" ")
+                    raise Elsewhere(why, int(code))
+                if time.monotonic() > end:
+                    said = ", ".join(map(str, missing))
+                    raise Elsewhere(f"process {said} has said nothing for {self._patience:g} s (--patience)")
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            if self._calls > 2:  # everybody has read it
+                self._store.delete_key(f"{self._calls - 2}/{self.rank}")
+        except RuntimeError as error:
+            raise Elsewhere(f"the first process of the run is gone ({' '.join(str(error).split())[:100]})") from error
+
+
+def with_peers(call: Callable[[], Any]) -> None:
+    """A collective. A peer that is killed while it lasts breaks the connection to it."""
+    try:
+        call()
+    except RuntimeError as error:
+        raise Elsewhere(f"another process of the run is gone ({' '.join(str(error).split())[:100]})") from error
+
+
+_runs = count()
+"""Of this process: each run says what it says under its own number."""
+
+
+def joined(device: str, patience: float) -> Processes:
+    """The world of this process, one of those that torchrun or --processes has started, for one run."""
+    store = _meeting_place(patience)
+    if not dist.is_initialized():
+        cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=PrefixStore("group", store),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=patience),
+        )
+        atexit.register(_leave)  # their threads must not outlive the interpreter
+    return Processes(PrefixStore(f"run {next(_runs)}", store), patience)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _meeting_place.cache_clear()
+
+
+@cache
+def _meeting_place(patience: float) -> Store:
+    """The store that the first process keeps, or torchrun for all."""
+    kept: Store = dist.TCPStore(  # type: ignore[attr-defined]  # it is imported there by a star
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        int(os.environ["WORLD_SIZE"]),
+        is_master=os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        timeout=timedelta(seconds=patience),
+        wait_for_workers=False,
+    )
+    # torchrun's outlives a restart, and what was said in the attempt before is not said again.
+    return PrefixStore(f"posttrain {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", kept)
 
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.envs.journal import ANSWERS
+from posttrain.envs.journal import ANSWERS, EVERYBODYS
 from posttrain.types import UserError
 
 Folder = str | os.PathLike[str]
@@ -87,7 +87,8 @@ def made_by_run(folder: Path) -> list[Path]:
             found += sorted(entry for entry in path.iterdir() if inside.fullmatch(entry.name))
             found.append(path)
         else:
-            found += [p for p in (path, path.with_name(name + ".tmp")) if os.path.lexists(p)]
+            others = sorted(folder.glob(EVERYBODYS)) if name == ANSWERS else ()
+            found += dict.fromkeys(p for p in (path, path.with_name(name + ".tmp"), *others) if os.path.lexists(p))
     return found
 
 

@@ -14,13 +14,14 @@ from typing import Any, Generic, Self
 
 from posttrain.config import RL, SERVICES, Training, named_services
 from posttrain.options import AnyTraining, as_dict, continued, own_judge
+from posttrain.protocols import Alone, World
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs import fingerprint
 from posttrain.runs.files import RUN, delete_run, holds_run, made_by_run, writing
 from posttrain.runs.fingerprint import Print
 from posttrain.runs.lock import Lock
 from posttrain.runs.reading import missing_steps, read_run
-from posttrain.runs.record import Record
+from posttrain.runs.record import Record, Unwritten
 from posttrain.types import UserError
 
 READ = (
@@ -42,13 +43,25 @@ READ = (
 class RunFolder(Generic[AnyTraining]):
     """A run's folder, which no other process writes into within the `with` statement: `with begin(config) as run`."""
 
-    def __init__(self, config: AnyTraining, rows: Any, env: Callable[..., Any] | None) -> None:
+    def __init__(
+        self, config: AnyTraining, rows: Any, env: Callable[..., Any] | None, world: World | None = None
+    ) -> None:
         """See `begin`."""
         self.path = Path(config.out)
+        self.world = world or Alone()
+        self.config: AnyTraining = config
         self.checkpoint: Path | None = None  # what the run goes on from
         self._rows, self._env = rows, env
         self._noted: dict[str, Any] = {}  # what run.json is to say of this resumption
         self._lock: Lock | None = None
+        if self.world.rank == 0:
+            self._look(config)
+        # The first process decides; the others would look at a folder that it may be writing by then.
+        found = (self.config, self.checkpoint) if self.world.rank == 0 else None
+        self.config, self.checkpoint = self.world.gather(found)[0]
+
+    def _look(self, config: AnyTraining) -> None:
+        """What the folder holds, and what is to become of it."""
         if config.resume and config.overwrite:
             raise UserError("--resume continues the run in --out and --overwrite deletes it: give one of them")
         try:
@@ -93,6 +106,8 @@ class RunFolder(Generic[AnyTraining]):
 
         `told`: what else run.json should say.
         """
+        if self.world.rank:
+            return Unwritten()
         told = {"initial": str(self.start) if self.start else None, **told, "inputs": self._inputs}
         options = as_dict(self.config)
         with writing(self.path):
@@ -190,13 +205,16 @@ class RunFolder(Generic[AnyTraining]):
         return f"--{kind.replace('_', '-')} {dict(_paths(self.config, kind))[option] if entry else value}"
 
 
-def begin(config: AnyTraining, rows: Any = None, env: Callable[..., Any] | None = None) -> RunFolder[AnyTraining]:
+def begin(
+    config: AnyTraining, rows: Any = None, env: Callable[..., Any] | None = None, world: World | None = None
+) -> RunFolder[AnyTraining]:
     """The folder of the run of these options, checked and locked; nothing in it is changed yet.
 
-    `rows` and `env`: tasks and environment that were given as objects. Raises UserError if --out holds a run and none is
+    `rows` and `env`: tasks and environment that were given as objects; `world`: the processes that share the run, of which
+    the first looks, locks and writes. Raises UserError if --out holds a run and none is
     expected there, or the other way round; if another process writes it; if a run cannot go on as it was.
     """
-    return RunFolder(config, rows, env)
+    return RunFolder(config, rows, env, world)
 
 
 def _keep_inputs(config: Training, folder: Path) -> None:

@@ -162,6 +162,31 @@ class Record:
         self._events.add(step, values)
 
 
+class Unwritten(Record):
+    """The record of a process that writes none: another one of the same run does."""
+
+    def __init__(self) -> None:
+        pass
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def timing(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def health(self, findings: Iterable[tuple[int, str, str]], anew: bool = False) -> None:
+        pass
+
+    def rollouts(self, step: int, rollouts: Sequence[tuple[Rollout, float]]) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def close(self, final: Mapping[str, Any]) -> None:
+        pass
+
+
 class _Journal:
     """A file of one JSON line a step, in the order of the steps. Opening it removes what lies after step `last`."""
 

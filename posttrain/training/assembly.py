@@ -22,13 +22,14 @@ from posttrain.data.tasks import Stream, Tasks, to_tasks
 from posttrain.engines.opening import open_engine
 from posttrain.envs import unscored
 from posttrain.envs.load import is_generator_env, load_env, success_of
+from posttrain.learners.dealing import DealingLearner
 from posttrain.learners.local import REFERENCE, LocalLearner, Teaching
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import validate
 from posttrain.part import Need
-from posttrain.protocols import Engine, Model
+from posttrain.protocols import Engine, Model, World
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.opening import RunFolder, begin
 from posttrain.seeds import seed_of
@@ -54,6 +55,7 @@ from posttrain.training.setup import (
     watch_lengths,
 )
 from posttrain.training.teaching import Staff, load_teachers
+from posttrain.training.together import together
 from posttrain.training.trainer import Run, Trainer
 from posttrain.types import Task, UserError
 
@@ -62,7 +64,7 @@ EXAMPLES = 100  # tasks that are looked at before a teacher is to teach them
 
 def rl(config: RL, rows: Any = None, env: Callable[..., Any] | None = None) -> Run:
     """Learn from rewards. `rows` and `env` may be given as objects; `config` then holds a name for each, for the record."""
-    with begin(config, rows, env) as run:
+    with together(config) as world, begin(config, rows, env, world) as run:
         return _rl(run, rows, env)
 
 
@@ -80,7 +82,9 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
         start = run.start
         assert start
         folder = run.checkpoint or start
-        ground = opened.enter_context(open_playground(config, env, train_tasks, device, run.path, resumed, [folder]))
+        ground = opened.enter_context(
+            open_playground(config, env, train_tasks, device, run.path, resumed, [folder], run.world)
+        )
         pool = ground.pool
         model, tokenizer = load_model(folder, device=device), ground.models[0].tokenizer
         end_tokens(model, tokenizer)  # there must be one, or no reply would end
@@ -93,7 +97,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
         if isinstance(config, Distill):
             some = train_tasks.examples(EXAMPLES)
             staff = load_teachers(config, algorithm, tokenizer, device, some, opened)
-        learner = _learner(config, algorithm, model, start, staff)
+        learner = _learner(config, algorithm, model, start, staff, run.world)
         engine = opened.enter_context(closing(_engine(config, model, tokenizer)))
         player = ground.player(engine, tokenizer, model.config.context)
         source = Experience(
@@ -146,13 +150,15 @@ def _tasks(config: RL, rows: Any, env: Callable[..., Any] | None) -> tuple[Tasks
     return train_tasks, held_out.first(config.eval_limit) if held_out else None
 
 
-def _learner(config: RL, algorithm: Algorithm, model: Model, start: Path, staff: Staff | None) -> LocalLearner:
+def _learner(
+    config: RL, algorithm: Algorithm, model: Model, start: Path, staff: Staff | None, world: World
+) -> LocalLearner:
     """The learner with what the row needs beside the policy."""
     others = dict(staff.models) if staff else {}
     if Need.REFERENCE in algorithm.needs:
         others[REFERENCE] = load_model(start, device=model.head.device).requires_grad_(False)
     teacher = algorithm.teacher
-    return LocalLearner(
+    return DealingLearner(
         model,
         optimization(config, config.steps * algorithm.epochs * algorithm.minibatches),
         temperature=config.temperature,
@@ -163,6 +169,7 @@ def _learner(config: RL, algorithm: Algorithm, model: Model, start: Path, staff:
         critic_lr=config.critic_lr,
         trust_region=algorithm.trust_region,
         follow=algorithm.critic.follow if algorithm.critic else 0.0,
+        world=world,
     )
 
 

@@ -17,7 +17,7 @@ from posttrain.data.tasks import Stream, Tasks
 from posttrain.envs.asking import Services
 from posttrain.envs.load import is_generator_env, load_env
 from posttrain.envs.pool import EnvPool
-from posttrain.learners.local import LocalLearner
+from posttrain.learners.dealing import DealingLearner
 from posttrain.models.decoder import DecoderConfig, new_decoder
 from posttrain.models.folder import described, load_model
 from posttrain.models.own_template import around, read_template
@@ -42,6 +42,7 @@ from posttrain.training.setup import (
     texts_of,
     watch_lengths,
 )
+from posttrain.training.together import together
 from posttrain.training.trainer import Run, Trainer
 from posttrain.types import Task, Transcript, UserError
 
@@ -57,7 +58,7 @@ Play = Callable[[Tokenizer, Sequence[int]], Enact]
 
 def sft(config: SFT, rows: Any = None) -> Run:
     """Imitate demonstrations. `rows`: as in `posttrain.sft`, instead of `config.tasks`."""
-    with begin(config, rows) as run, ExitStack() as opened:
+    with together(config) as world, begin(config, rows, world=world) as run, ExitStack() as opened:
         return _sft(run, rows, opened)
 
 
@@ -91,7 +92,7 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     made.check()
     steps = updates(config, made)
     source = Demonstrations(made, config.rows, microbatch_tokens(config, device), config.seed, device)
-    learner = LocalLearner(model, optimization(config, steps), precision=config.precision)
+    learner = DealingLearner(model, optimization(config, steps), precision=config.precision, world=run.world)
 
     def measure(stats: Stats) -> None:
         assert unseen is not None

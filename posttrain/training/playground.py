@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from posttrain.envs.pool import EnvPool
 from posttrain.envs.seen import Viewer
 from posttrain.models.outline import Outline, outline
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine
+from posttrain.protocols import Alone, Engine, World
 from posttrain.runs.checkpoint import resolve
 from posttrain.services.recipe import Generative, Recipe, read_recipe
 from posttrain.training.setup import rehearse, warn
@@ -43,11 +43,12 @@ class Playground:
     bounds: Bounds = Bounds()
     about: tuple[str, ...] = ()  # what the environment stands on
     models: tuple[Outline, ...] = ()  # those that are to play
+    world: World = field(default_factory=Alone)  # the processes that play together
 
     def player(self, engine: Engine, tokenizer: Tokenizer, context: int) -> Player:
         """Who plays with what this engine samples; `context`: tokens that its model reads."""
         bounds = context, self.too_long, self.bounds, self.services
-        return Player(self.pool, engine, tokenizer, self.sampling, *bounds)
+        return Player(self.pool, engine, tokenizer, self.sampling, *bounds, self.world)
 
     @property
     def lines(self) -> list[str]:
@@ -64,6 +65,7 @@ def open_playground(
     folder: Path | None = None,
     resumed: bool = False,
     models: Sequence[Path] = (),
+    world: World | None = None,
 ) -> Iterator[Playground]:
     """The playground of a verb. `env`: the environment, if it is given as an object; `folder`: of the run; `models`:
     folders of those that are to play, of which what is known without their weights comes with it.
@@ -73,7 +75,7 @@ def open_playground(
     with ExitStack() as opened:
         services = opened.enter_context(open_services(config, device, resumed))
         if folder is not None and services:
-            services.journal = Journal(folder, resumed)
+            services.journal = Journal(folder, resumed, world.rank if world else 0)
         limits = config.env_workers, config.env_seconds, config.env_memory
         if isinstance(config, Sample) and not (env or config.env):
             env, limits = unscored, (0, *limits[1:])
@@ -90,7 +92,7 @@ def open_playground(
             return
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
         bounds = Bounds(config.max_episode_tokens, config.max_turns, config.max_tool_calls, config.episode_seconds)
-        yield Playground(pool, services, sampling, config.too_long, bounds, told, known)
+        yield Playground(pool, services, sampling, config.too_long, bounds, told, known, world or Alone())
 
 
 def viewer_of(model: Outline) -> Viewer:

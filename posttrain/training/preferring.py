@@ -16,6 +16,7 @@ from posttrain.config import Prefer
 from posttrain.data.items import to_compared, to_judged
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.kernels import build
+from posttrain.learners.dealing import DealingLearner
 from posttrain.learners.local import LocalLearner
 from posttrain.models.folder import load_model
 from posttrain.models.fused import compiles
@@ -36,6 +37,7 @@ from posttrain.training.setup import (
     prepare,
     watch_lengths,
 )
+from posttrain.training.together import together
 from posttrain.training.trainer import Run, Trainer
 from posttrain.types import UserError
 
@@ -44,7 +46,7 @@ EVALUATED = 256  # held-out items that are laid into micro-batches at once
 
 def prefer(config: Prefer, rows: Any = None) -> Run:
     """Learn from preferences. `rows`: as in `posttrain.prefer`, instead of `config.tasks`."""
-    with begin(config, rows) as run:
+    with together(config) as world, begin(config, rows, world=world) as run:
         return _prefer(run, rows)
 
 
@@ -87,7 +89,7 @@ def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
     items, unseen = made(train_tasks), made(held_out) if held_out else None
     check(items, unseen)
     steps = updates(config, items)
-    learner = LocalLearner(model, optimization(config, steps), precision=config.precision)
+    learner = DealingLearner(model, optimization(config, steps), precision=config.precision, world=run.world)
     source = Comparisons(items, row, learner, config.rows, microbatch_tokens(config, device), config.seed)
     seen = _Reference(run, row, learner, device)
     source.reference = seen.of(items, _places(items, config, steps), drift=Need.DRIFT in row.needs)

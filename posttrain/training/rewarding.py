@@ -14,7 +14,7 @@ from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config import RewardModelling
 from posttrain.data.items import to_item
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.learners.local import LocalLearner
+from posttrain.learners.dealing import DealingLearner
 from posttrain.models.reward import RewardModel, Shape, load_reward_model, new_reward_model, settle
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import validate
@@ -34,13 +34,14 @@ from posttrain.training.setup import (
     prepare,
     watch_lengths,
 )
+from posttrain.training.together import together
 from posttrain.training.trainer import Run, Trainer
 from posttrain.types import Task, UserError
 
 
 def reward_model(config: RewardModelling, rows: Any = None) -> Run:
     """Learn what people prefer. `rows`: as in `posttrain.reward_model`, instead of `config.tasks`."""
-    with begin(config, rows) as run:
+    with together(config) as world, begin(config, rows, world=world) as run:
         return _reward_model(run, rows)
 
 
@@ -70,7 +71,7 @@ def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
     check(items, unseen)
     source = Judgements(items, row, config.rows, microbatch_tokens(config, device), config.seed, device, read)
     steps = updates(config, items)
-    learner = LocalLearner(model, optimization(config, steps), precision=config.precision)
+    learner = DealingLearner(model, optimization(config, steps), precision=config.precision, world=run.world)
     objective = ScoringObjective(row, mean=shape.pooling == "mean")
     scored = Scored(source, unseen, learner, objective, model)
     said = sizes(config, model, (train_tasks, held_out), steps, "prompts", device)

@@ -68,6 +68,7 @@ class Trainer:
         steps: int,
     ) -> None:
         """`measure` evaluates on held-out tasks; `steps` is the number of the last step."""
+        self.world = run.world
         self.opened, self.learner, self.source, self.tokenizer = run, learner, source, tokenizer
         self.config: Training = run.config
         self.measure, self.steps = measure, steps
@@ -81,30 +82,37 @@ class Trainer:
         self.lately: deque[tuple[float, float]] = deque(maxlen=LATELY)  # seconds: of waiting, of the whole step
         self.told = False  # whether something was said of waiting
         self.told_invalid = False  # and of invalid rewards
+        self.stopping = False  # whether any process was asked to stop
 
     def run(self, objective: Objective, sizes: list[str], formula: list[str]) -> Run:
         """Train to the end or to an interruption. `sizes` and `formula` say of what and how; shown and recorded."""
         if self.saved:
             self._restore(self.saved)
         self.record = self.opened.open({"sizes": sizes, "objective": formula})
+        self.world.gather(None)  # what the record was before is gone for everybody
         try:
             self._begin([*formula, *_options(self.config), *sizes])  # what scrolls away last is what matters most
             with interruptible(self.display.note) as interrupted:
                 self._train(objective, interrupted)
-                stopped = interrupted() and self.done < self.steps and self.ill is None
+                stopped = self.stopping and self.done < self.steps and self.ill is None
         except BaseException as error:
             self.display.close()
-            outlook = self._rescue() if isinstance(error, UserError) else ""
+            outlook = self._rescue() if isinstance(error, UserError) and not self.world.rank else ""
             with suppress(Exception):  # it would hide what went wrong first
                 self.record.close({})
             if isinstance(error, UserError):
-                raise UserError(f"{error}; {outlook}") from error
+                told = UserError(f"{error}; {outlook}" if outlook else str(error))
+                told.code = error.code
+                raise told from error
             raise
         if self.ill is None and self.health and self.health.motionless:
             self.ill = "not one update could be made: the gradient of every step was not finite"
         self.display.close()
+        if self.world.rank:
+            return Run(self.folder, self.world.gather(None)[0], stopped, self.ill)
         with writing(self.folder):
             self.record.close((read_metrics(self.folder) or [{}])[-1])
+        self.world.gather(self.saved)
         try:
             curves(self.folder)
         except (UserError, OSError) as error:  # nothing to draw yet, or no room: the run itself is whole
@@ -152,8 +160,13 @@ class Trainer:
                 [self._after],
                 first=first,
                 steps=self.steps,
-                interrupted=interrupted,
+                interrupted=lambda: self._stop(interrupted()),
             )
+
+    def _stop(self, asked: bool) -> bool:
+        """Whether to end behind this step: if any process was asked to, all do."""
+        self.stopping = self.stopping or any(self.world.gather(asked))
+        return self.stopping
 
     def _after(self, trained: Trained) -> bool:
         """Record a step. Returns whether the run is to end here."""
@@ -213,6 +226,8 @@ class Trainer:
             )
 
     def _save(self) -> None:
+        if self.world.rank:
+            return
         with writing(self.folder):
             self.record.flush()
         self.saved = checkpoints.save(self.folder, self.done, self._write, self.config.keep)

@@ -1,0 +1,45 @@
+"""The processes that share a run: how this one joins them, and what becomes of it when another one fails.
+
+Each process does all that a run of one process does, with two exceptions: it plays its share of the groups, and computes its
+share of the micro-batches. What decides (filters, credit, order, health) is computed by each of them from the same numbers.
+The first one alone writes and speaks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+
+from posttrain.config import Training
+from posttrain.learners.world import joined
+from posttrain.protocols import Alone, World
+from posttrain.types import UserError
+
+
+@contextmanager
+def together(config: Training) -> Iterator[World]:
+    """The world of this process: alone, or one of those that torchrun or `--processes` has started.
+
+    Raises UserError where another process has failed, with what it said.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if config.processes > 1:
+            raise UserError(
+                "processes are started by the command posttrain; a program of your own is started by torchrun "
+                f"--nproc-per-node {config.processes}"
+            )
+        yield Alone()
+        return
+    with ExitStack() as left:
+        if os.environ["RANK"] != "0":
+            nowhere = left.enter_context(open(os.devnull, "w"))
+            left.enter_context(redirect_stdout(nowhere))
+            left.enter_context(redirect_stderr(nowhere))
+        world = joined(config.device, config.patience)
+        try:
+            yield world
+            world.gather(None)  # nobody leaves while another one may still fail
+        except BaseException as error:
+            world.fail(error)
+            raise

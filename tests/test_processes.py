@@ -1,0 +1,223 @@
+"""A run of several processes is the run of one, and what ends one of them ends or restarts them all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.multiprocessing.spawn import spawn
+
+import posttrain
+from posttrain.learners.dealing import DealingLearner, deal
+from posttrain.runs.reading import read_metrics, read_rollouts
+from posttrain.types import UserError
+
+SUMS = [{"id": f"{a}{b}", "prompt": f"{a}+{b}=", "response": str(a + b), "answer": str(a + b)}
+        for a in range(5) for b in range(5)]  # fmt: skip
+PAIRS = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "7"} for row in SUMS if row["answer"] != "7"]
+SMALL: dict[str, Any] = {"hidden": 16, "layers": 1, "heads": 2, "context": 32, "tokenizer": "characters"}
+QUICK: dict[str, Any] = {"threads": 1, "quiet": True, "held_out": 0.2, "tokens_per_microbatch": 24}
+PLAYED: dict[str, Any] = {"steps": 3, "prompts": 5, "group": 3, "max_tokens": 4, "lr": 1e-3, "eval_every": 2,
+                          "env_workers": 1}  # fmt: skip
+RUNS = ("sft", "grpo", "dapo", "ppo", "dpo", "reward-model", "distill")
+
+
+def nearness(task: posttrain.Task, reply: str) -> float:
+    """Something to learn from even for a policy that knows nothing."""
+    return sum(c.isdigit() for c in reply) / 4 + (reply == task["answer"])
+
+
+def everything(out: Path) -> None:
+    """A run of each kind."""
+    start = posttrain.sft(SUMS, out=str(out / "sft"), steps=10, rows=8, lr=3e-3, **SMALL, **QUICK)
+    model = str(start.path)
+    for row in ("grpo", "dapo", "ppo"):
+        posttrain.rl(SUMS, nearness, model, out=str(out / row), algorithm=row, **PLAYED, **QUICK)
+    posttrain.prefer(PAIRS, model=model, out=str(out / "dpo"), steps=3, rows=6, lr=1e-3, **QUICK)
+    posttrain.reward_model(PAIRS, model=model, out=str(out / "reward-model"), steps=3, rows=6, lr=1e-3, **QUICK)
+    posttrain.distill(SUMS, model=model, teacher=str(out / "dpo"), out=str(out / "distill"), **PLAYED, **QUICK)
+
+
+def joined(rank: int, port: int, size: int = 2) -> None:
+    """Make this process one of several, as torchrun would."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in own.items()}, GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def one_of_two(rank: int, port: int, out: str) -> None:
+    joined(rank, port)
+    everything(Path(out))
+
+
+def test_every_kind_of_run_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
+    everything(tmp_path / "one")
+    spawn(one_of_two, (free_port(), str(tmp_path / "two")), nprocs=2)
+    for name in RUNS:
+        one, two = (read_metrics(tmp_path / of / name) for of in ("one", "two"))
+        assert [row.keys() for row in one] == [row.keys() for row in two], name
+        for mine, theirs in zip(one, two, strict=True):
+            for key, value in mine.items():
+                assert theirs[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, mine["step"], key)
+        if name in ("grpo", "dapo", "ppo", "distill"):
+            assert any(row["grad_norm"] > 0 for row in one[1:])
+            for step in (1, 2, 3):
+                pairs = zip(*(read_rollouts(tmp_path / of / name, step) for of in ("one", "two")), strict=True)
+                for a, b in pairs:
+                    assert (a["id"], a["text"], a["reward"]) == (b["id"], b["text"], b["reward"]), (name, step)
+
+
+def fails_in_the_second(rank: int, port: int, out: str) -> None:
+    joined(rank, port)
+    update = DealingLearner.update
+
+    def failing(self: DealingLearner, *how: Any) -> Any:
+        if rank == 1 and self.version == 2:
+            raise UserError("the disk is full here")
+        return update(self, *how)
+
+    DealingLearner.update = failing  # type: ignore[method-assign]
+    try:
+        posttrain.sft(SUMS, out=out, steps=5, rows=8, save_every=5, **SMALL, **QUICK)
+    except UserError as error:
+        Path(f"{out}.{rank}").write_text(f"{error.code} {error}")
+
+
+def test_a_mistake_in_one_process_ends_all_in_words_with_the_last_whole_step_saved(tmp_path: Path) -> None:
+    spawn(fails_in_the_second, (free_port(), str(tmp_path / "run")), nprocs=2)
+    told = [Path(f"{tmp_path}/run.{rank}").read_text() for rank in (0, 1)]
+    assert told[0].startswith("2 process 1: the disk is full here; fix it and continue after step 2 with posttrain sft")
+    assert "the disk is full here" in told[1]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 5))
+def test_micro_batches_are_dealt_whole_and_evenly(sizes: list[int], count: int) -> None:
+    shares = deal(sizes, count)
+    assert sorted(place for share in shares for place in share) == list(range(len(sizes)))
+    sums = [sum(sizes[place] for place in share) for share in shares]
+    assert max(sums) - min(sums) <= max(sizes, default=0)
+
+
+def test_programs_of_several_processes_are_started_by_torchrun() -> None:
+    with pytest.raises(UserError, match="torchrun --nproc-per-node 2"):
+        posttrain.sft(SUMS, out="never", processes=2, **SMALL)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+class Command:
+    """A run of two processes that takes its time."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.out = folder / "run"
+        (folder / "slow.py").write_text(
+            "import time\ndef reward(task, reply):\n    time.sleep(0.05)\n    return len(set(reply)) / 4\n"
+        )
+        (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))
+        start = posttrain.sft(SUMS, out=str(folder / "start"), steps=2, rows=4, **SMALL, threads=1, quiet=True)
+        options = (
+            "--steps 8 --prompts 4 --group 4 --max-tokens 4 --lr 1e-3 --save-every 1 --processes 2 --quiet --threads 1"
+        )
+        self.command = [
+            *(sys.executable, "-m", "posttrain", "rl", "--tasks", "sums.jsonl", "--env", "slow.py:reward"),
+            *("--model", str(start.path), "--out", "run", *options.split(), *words),
+        ]
+        self.folder = folder
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            self.command, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+        )  # fmt: skip
+
+    def wait(self) -> tuple[int, str]:
+        said, _ = self.process.communicate(timeout=150)
+        return self.process.returncode, said
+
+    def saved(self, step: int) -> None:
+        """Return once a step is on the disk."""
+        end = time.monotonic() + 100
+        while not (self.out / "checkpoints" / f"step-{step:06d}").exists():
+            assert time.monotonic() < end and self.process.poll() is None
+            time.sleep(0.01)
+
+    def rank(self, rank: int) -> int:
+        """The process of that rank."""
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                known = (path / "environ").read_bytes().split(b"\0")
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == self.process.pid and f"RANK={rank}".encode() in known:
+                return int(path.name)
+        raise AssertionError("it has not begun")
+
+    def left(self) -> list[str]:
+        """What of its session is still alive."""
+        found = subprocess.run(["ps", "-o", "pid=,stat=", "-s", str(self.process.pid)], capture_output=True, text=True)
+        return [line for line in found.stdout.splitlines() if "Z" not in line]
+
+
+@pytest.mark.timeout(300)
+def test_a_run_whose_processes_are_killed_and_stopped_goes_on_to_the_same_end(tmp_path: Path) -> None:
+    calm, hit = (tmp_path / name for name in ("calm", "hit"))
+    for folder in (calm, hit):
+        folder.mkdir()
+    undisturbed = Command(calm)
+    undisturbed.start()
+    assert undisturbed.wait()[0] == 0
+    run = Command(hit, "--restarts", "2", "--patience", "4")
+    run.start()
+    run.saved(2)
+    os.kill(run.rank(1), signal.SIGKILL)
+    run.saved(5)
+    os.kill(run.rank(1), signal.SIGSTOP)
+    code, said = run.wait()
+    assert code == 0, said
+    assert "process 1 was ended by SIGKILL" in said and "process 1 has said nothing for 4 s (--patience)" in said
+    assert said.count("started again from the newest checkpoint") == 2
+    assert (hit / "run" / "metrics.jsonl").read_bytes() == (calm / "run" / "metrics.jsonl").read_bytes()
+    for path in sorted((calm / "run" / "checkpoints" / "step-000008").glob("*.safetensors")):
+        assert path.read_bytes() == (hit / "run" / "checkpoints" / "step-000008" / path.name).read_bytes()
+    assert run.left() == []
+
+
+@pytest.mark.timeout(200)
+def test_an_interruption_of_one_process_ends_all_after_the_same_step_and_any_number_goes_on(tmp_path: Path) -> None:
+    run = Command(tmp_path)
+    run.start()
+    run.saved(1)
+    os.kill(run.rank(1), signal.SIGINT)
+    code, said = run.wait()
+    assert code == 130 and "interrupted" in said and run.left() == [], said
+    whole = posttrain.rl(
+        str(tmp_path / "sums.jsonl"), f"{tmp_path}/slow.py:reward", str(tmp_path / "start"), out=str(tmp_path / "again"),
+        steps=8, prompts=4, group=4, max_tokens=4, lr=1e-3, quiet=True, threads=1,
+    )  # fmt: skip
+    one = [word for word in run.command if word not in ("--processes", "2")]
+    assert subprocess.run([*one, "--resume"], cwd=tmp_path).returncode == 0
+    found = read_metrics(run.out)
+    assert [row["step"] for row in found] == list(range(1, 9))
+    for mine, theirs in zip(found, whole.metrics, strict=True):
+        assert mine["reward"] == theirs["reward"] and mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)

@@ -101,8 +101,8 @@ EXPERIMENT = Experiment(
     "A policy that writes several programs, is shown them and says which it submits learns to choose better than at random, "
     "where it is told which pass the example, and where it sees the code alone.",
     "AlphaCode, arXiv 2203.07814, section 4.5, whose filter it is beside; the environment code-choice",
-    {**TEACHING, "choice_demonstrations": 7040, "rehearsed": 2000, "heeds": 0.8, "tasks": 2000, "held_out": 100, "samples": 1,
-     "steps": 40, "prompts": 8, "group": 4, "lr": 2e-4, "choosers": list(CHOOSERS)},
+    {**TEACHING, "choice_demonstrations": 7040, "rehearsed": 2000, "heeds": 0.8, "tasks": 2000, "held_out": 100,
+     "samples": 1, "steps": 40, "prompts": 8, "group": 4, "lr": 2e-4, "choosers": list(CHOOSERS)},
     measure,
     conclude,
 )  # fmt: skip

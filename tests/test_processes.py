@@ -120,6 +120,8 @@ def test_micro_batches_are_dealt_whole_and_evenly(sizes: list[int], count: int) 
 def test_programs_of_several_processes_are_started_by_torchrun() -> None:
     with pytest.raises(UserError, match="torchrun --nproc-per-node 2"):
         posttrain.sft(SUMS, out="never", processes=2, **SMALL)
+    with pytest.raises(UserError, match="--restarts is of several processes"):
+        posttrain.sft(SUMS, out="never", restarts=2, **SMALL)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

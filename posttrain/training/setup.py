@@ -59,9 +59,15 @@ def use_threads(count: int | None) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; "auto": a CUDA device if there is one. Raises UserError if it cannot be used."""
+    """The device of that name; "auto": a CUDA device if there is one. Raises UserError if it cannot be used.
+
+    Of several processes of a machine each takes a CUDA device of its own, as far as there are enough.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and (place := os.environ.get("LOCAL_RANK")) and torch.cuda.device_count():
+        name = f"cuda:{int(place) % torch.cuda.device_count()}"
+        torch.cuda.set_device(name)
     try:
         probe = torch.zeros(1, device=name)
         probe.item()  # "meta" holds no numbers

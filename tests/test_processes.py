@@ -14,14 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.spawn import spawn
 
 import posttrain
+from posttrain.engines.local import LocalEngine
+from posttrain.envs.journal import Journal
+from posttrain.envs.play import Episode, Player
+from posttrain.envs.pool import EnvPool
 from posttrain.learners.dealing import DealingLearner, deal
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.runs.files import made_by_run
 from posttrain.runs.reading import read_metrics, read_rollouts
-from posttrain.types import UserError
+from posttrain.types import Sampling, UserError
 
 SUMS = [{"id": f"{a}{b}", "prompt": f"{a}+{b}=", "response": str(a + b), "answer": str(a + b)}
         for a in range(5) for b in range(5)]  # fmt: skip
@@ -30,7 +37,7 @@ SMALL: dict[str, Any] = {"hidden": 16, "layers": 1, "heads": 2, "context": 32, "
 QUICK: dict[str, Any] = {"threads": 1, "quiet": True, "held_out": 0.2, "tokens_per_microbatch": 24}
 PLAYED: dict[str, Any] = {"steps": 3, "prompts": 5, "group": 3, "max_tokens": 4, "lr": 1e-3, "eval_every": 2,
                           "env_workers": 1}  # fmt: skip
-RUNS = ("sft", "grpo", "dapo", "ppo", "dpo", "reward-model", "distill")
+RUNS = ("sft", "grpo", "dapo", "ppo", "dpo", "reward-model", "distill", "asked")
 
 
 def nearness(task: posttrain.Task, reply: str) -> float:
@@ -46,6 +53,12 @@ def everything(out: Path) -> None:
         posttrain.rl(SUMS, nearness, model, out=str(out / row), algorithm=row, **PLAYED, **QUICK)
     posttrain.prefer(PAIRS, model=model, out=str(out / "dpo"), steps=3, rows=6, lr=1e-3, **QUICK)
     posttrain.reward_model(PAIRS, model=model, out=str(out / "reward-model"), steps=3, rows=6, lr=1e-3, **QUICK)
+    asked = {
+        "reward_model": (str(out.parent / "one" / "reward-model"),),
+        "out": str(out / "asked"),
+        "algorithm": "grpo",
+    }
+    posttrain.rl(SUMS, "reward-model", model, **asked, **PLAYED, **QUICK)
     posttrain.distill(SUMS, model=model, teacher=str(out / "dpo"), out=str(out / "distill"), **PLAYED, **QUICK)
 
 
@@ -77,12 +90,49 @@ def test_every_kind_of_run_of_two_processes_is_that_of_one(tmp_path: Path) -> No
         for mine, theirs in zip(one, two, strict=True):
             for key, value in mine.items():
                 assert theirs[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, mine["step"], key)
-        if name in ("grpo", "dapo", "ppo", "distill"):
+        if name in ("grpo", "dapo", "ppo", "distill", "asked"):
             assert any(row["grad_norm"] > 0 for row in one[1:])
             for step in (1, 2, 3):
                 pairs = zip(*(read_rollouts(tmp_path / of / name, step) for of in ("one", "two")), strict=True)
                 for a, b in pairs:
                     assert (a["id"], a["text"], a["reward"]) == (b["id"], b["text"], b["reward"]), (name, step)
+
+    alone, first, second = (
+        {json.loads(line).get("question") for line in (tmp_path / path).read_text().splitlines()}
+        for path in ("one/asked/answers.jsonl", "two/asked/answers.jsonl", "two/asked/answers.1.jsonl")
+    )
+    assert first | second == alone and first != alone != second, "each asked for its own episodes"
+    assert tmp_path / "two" / "asked" / "answers.1.jsonl" in made_by_run(tmp_path / "two" / "asked")
+    again = Journal(tmp_path / "two" / "asked", resumed=True)
+    assert set(again.valid) == alone - {None}, "whoever resumes knows them all"
+
+
+class Listening:
+    """A world of two, seen by one of them: nobody else has played anything."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.told = rank, list[Any]()
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather(self, x: Any) -> list[Any]:
+        self.told = x
+        return [x, []] if self.rank == 0 else [[], x]
+
+
+def test_each_group_is_played_whole_by_one_process(tokenizer: Tokenizer) -> None:
+    episodes = [Episode({"id": g, "prompt": f"{g}+1="}, g, seed) for g in "312" for seed in range(2)]
+    played = []
+    for rank in (0, 1):
+        world = Listening(rank)
+        engine = LocalEngine(tiny(tokenizer), tokenizer, slots=4)
+        with EnvPool(lambda task, reply: 0.0, 0) as pool:
+            Player(pool, engine, tokenizer, Sampling(max_tokens=2), 64, world=world).play(episodes)
+        played.append([rollout.group for rollout in world.told])
+    assert played == [["3", "3", "2", "2"], ["1", "1"]]
 
 
 def fails_in_the_second(rank: int, port: int, out: str) -> None:
@@ -202,7 +252,9 @@ def test_a_run_whose_processes_are_killed_and_stopped_goes_on_to_the_same_end(tm
     assert (hit / "run" / "metrics.jsonl").read_bytes() == (calm / "run" / "metrics.jsonl").read_bytes()
     for path in sorted((calm / "run" / "checkpoints" / "step-000008").glob("*.safetensors")):
         assert path.read_bytes() == (hit / "run" / "checkpoints" / "step-000008" / path.name).read_bytes()
-    assert run.left() == []
+    assert run.left() == [] and said.count("done: ") == 1
+    resumed = json.loads((hit / "run" / "run.json").read_text())["resumes"]
+    assert [again["step"] >= least for again, least in zip(resumed, (2, 5), strict=True)] == [True, True]
 
 
 @pytest.mark.timeout(200)

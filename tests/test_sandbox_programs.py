@@ -216,9 +216,9 @@ def test_a_folder_of_any_depth_and_mode_is_deleted(tmp_path: Path) -> None:
     top.mkdir()
     here = os.getcwd()
     os.chdir(top)
-    for _ in range(60):
-        os.mkdir("d" * 200)
-        os.chdir("d" * 200)
+    for _ in range(files.DEEPEST + 10):
+        os.mkdir("d" * 50)
+        os.chdir("d" * 50)
     Path("file").write_text("x")
     os.chdir(here)
     (top / "closed").mkdir()
@@ -320,3 +320,23 @@ def test_a_command_runs_in_bubblewrap() -> None:
     began = time.monotonic()
     assert bubblewrap.run_command(["sleep", "60"], limits=Limits(life=0.3)).over == "life"
     assert time.monotonic() - began < 10
+
+
+def test_usage_never_follows_a_link_that_has_taken_the_place_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside, own = tmp_path / "outside", tmp_path / "own"
+    outside.mkdir()
+    (outside / "large").write_bytes(b"x" * 300_000)
+    (own / "inner").mkdir(parents=True)
+    opened = os.open
+
+    def late(path: Any, *how: Any, **named: Any) -> int:
+        if path == "inner":
+            (own / "inner").rename(own / "gone")
+            (own / "inner").symlink_to(outside)
+        return opened(path, *how, **named)
+
+    monkeypatch.setattr(files.os, "open", late)
+    assert files.usage(str(own), 100_000, 10)
+    assert (own / "inner").is_symlink()

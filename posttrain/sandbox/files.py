@@ -6,6 +6,7 @@ With a namespace of mounts all of that lies in a small root of its own, read-onl
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
@@ -18,6 +19,7 @@ from posttrain.sandbox import kernel
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 FOLDER = "/tmp"  # a program's own, in a root of its own
+DEEPEST = 200  # levels of folders that are looked at
 _OLD = "/old"
 _KEPT = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}  # flag of statvfs -> of mount
 
@@ -112,25 +114,43 @@ def mount_folder(size: int, files: int, owner: int | None) -> None:
 def usage(folder: str, most_bytes: int, most_files: int) -> bool:
     """Whether what lies in a folder is within these. Looks at no more than `most_files` entries.
 
-    What cannot be looked at is not: a folder that may not be listed, or lies too deep for a path.
+    What cannot be looked at is not: a folder that may not be listed, or lies deeper than `DEEPEST`. Folders are opened from
+    within the one that holds them, and never through a link that has taken the place of one meanwhile.
     """
     size = count = 0
-    line = [folder]
-    while line:
+
+    def within(descriptor: int, depth: int) -> bool:
+        nonlocal size, count
+        inner = []
+        with os.scandir(descriptor) as entries:
+            for entry in entries:
+                try:
+                    found = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # it was deleted meanwhile
+                    continue
+                count += 1
+                size += found.st_blocks * 512
+                if count > most_files or size > most_bytes:
+                    return False
+                if stat.S_ISDIR(found.st_mode):
+                    inner.append(entry.name)
+        return all(opened(name, descriptor, depth + 1) for name in inner)
+
+    def opened(name: str, above: int | None, depth: int) -> bool:
+        if depth > DEEPEST:
+            return False
         try:
-            with os.scandir(line.pop()) as entries:
-                for entry in entries:
-                    count += 1
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if count > most_files or size > most_bytes:
-                        return False
-                    if entry.is_dir(follow_symlinks=False):
-                        line.append(entry.path)
-        except (FileNotFoundError, NotADirectoryError):  # it was deleted meanwhile
-            continue
+            descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+        except OSError as error:
+            return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # deleted, or something else by now
+        try:
+            return within(descriptor, depth)
         except OSError:
             return False
-    return True
+        finally:
+            os.close(descriptor)
+
+    return opened(folder, None, 0)
 
 
 def remove(folder: str) -> None:

@@ -29,7 +29,7 @@ PAGES = {
 }
 TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
 README = TEXTS["README.md"]
-WORDS = {"--config", "--set", "--help", "--json", "--replies", "--index-url", "--seed"}
+WORDS = {"--nnodes", "--nproc-per-node", "--config", "--set", "--help", "--json", "--replies", "--index-url", "--seed"}
 """Options of no configuration: of the command itself, of a verb without one, of other programs."""
 
 

@@ -167,11 +167,18 @@ def test_micro_batches_are_dealt_whole_and_evenly(sizes: list[int], count: int) 
     assert max(sums) - min(sums) <= max(sizes, default=0)
 
 
-def test_programs_of_several_processes_are_started_by_torchrun() -> None:
+def test_programs_of_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="torchrun --nproc-per-node 2"):
         posttrain.sft(SUMS, out="never", processes=2, **SMALL)
     with pytest.raises(UserError, match="--restarts is of several processes"):
         posttrain.sft(SUMS, out="never", restarts=2, **SMALL)
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        UserError, match="WORLD_SIZE is set in the environment and RANK, MASTER_ADDR, MASTER_PORT is not"
+    ):
+        posttrain.sft(SUMS, out="never", **SMALL)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

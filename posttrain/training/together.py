@@ -33,6 +33,11 @@ def together(config: Training) -> Iterator[World]:
             raise UserError("--restarts is of several processes: give --processes too, or leave it out")
         yield Alone()
         return
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise UserError(
+            f"WORLD_SIZE is set in the environment and {', '.join(missing)} is not: start several processes with torchrun or "
+            "--processes, or unset WORLD_SIZE"
+        )
     with ExitStack() as left:
         if os.environ["RANK"] != "0":
             nowhere = left.enter_context(open(os.devnull, "w"))

@@ -35,7 +35,7 @@ def together(config: Training) -> Iterator[World]:
         return
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise UserError(
-            f"WORLD_SIZE is set in the environment and {', '.join(missing)} is not: start several processes with torchrun or "
+            f"WORLD_SIZE is set in the environment and {', '.join(missing)} is not: start processes with torchrun or "
             "--processes, or unset WORLD_SIZE"
         )
     with ExitStack() as left:

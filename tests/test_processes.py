@@ -135,27 +135,36 @@ def test_each_group_is_played_whole_by_one_process(tokenizer: Tokenizer) -> None
     assert played == [["3", "3", "2", "2"], ["1", "1"]]
 
 
-def fails_in_the_second(rank: int, port: int, out: str) -> None:
+def fails_in_the_second(rank: int, port: int, out: str, error: Exception) -> None:
     joined(rank, port)
     update = DealingLearner.update
 
     def failing(self: DealingLearner, *how: Any) -> Any:
         if rank == 1 and self.version == 2:
-            raise UserError("the disk is full here")
+            raise error
         return update(self, *how)
 
     DealingLearner.update = failing  # type: ignore[method-assign]
     try:
         posttrain.sft(SUMS, out=out, steps=5, rows=8, save_every=5, **SMALL, **QUICK)
-    except UserError as error:
-        Path(f"{out}.{rank}").write_text(f"{error.code} {error}")
+    except (UserError, ArithmeticError) as found:
+        Path(f"{out}.{rank}").write_text(f"{getattr(found, 'code', None)} {found}")
 
 
-def test_a_mistake_in_one_process_ends_all_in_words_with_the_last_whole_step_saved(tmp_path: Path) -> None:
-    spawn(fails_in_the_second, (free_port(), str(tmp_path / "run")), nprocs=2)
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (UserError("the disk is full"), "2 process 1: the disk is full"),
+        (ArithmeticError("x"), "1 process 1: ArithmeticError: x"),
+    ],
+)
+def test_what_ends_one_process_ends_all_in_words_with_the_last_whole_step_saved(
+    tmp_path: Path, error: Exception, said: str
+) -> None:
+    spawn(fails_in_the_second, (free_port(), str(tmp_path / "run"), error), nprocs=2)
     told = [Path(f"{tmp_path}/run.{rank}").read_text() for rank in (0, 1)]
-    assert told[0].startswith("2 process 1: the disk is full here; fix it and continue after step 2 with posttrain sft")
-    assert "the disk is full here" in told[1]
+    assert told[0].startswith(f"{said}; fix it and continue after step 2 with posttrain sft")
+    assert str(error) in told[1]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
 
 

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from torch.multiprocessing.spawn import spawn
 
 import posttrain
+from posttrain.cli import launching
+from posttrain.config import RL
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.journal import Journal
 from posttrain.envs.play import Episode, Player
@@ -28,6 +30,7 @@ from posttrain.learners.dealing import DealingLearner, deal
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.files import made_by_run
 from posttrain.runs.reading import read_metrics, read_rollouts
+from posttrain.training import rewarding
 from posttrain.types import Sampling, UserError
 
 SUMS = [{"id": f"{a}{b}", "prompt": f"{a}+{b}=", "response": str(a + b), "answer": str(a + b)}
@@ -78,7 +81,13 @@ def free_port() -> int:
 
 def one_of_two(rank: int, port: int, out: str) -> None:
     joined(rank, port)
+    if rank:
+        rewarding.replace = forbidden  # type: ignore[attr-defined]
     everything(Path(out))
+
+
+def forbidden(path: Path, content: bytes) -> None:
+    raise AssertionError(f"a second process writes {path}")
 
 
 def test_every_kind_of_run_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
@@ -188,6 +197,45 @@ def test_programs_of_several_processes_are_started_by_torchrun(monkeypatch: pyte
         UserError, match="WORLD_SIZE is set in the environment and RANK, MASTER_ADDR, MASTER_PORT is not"
     ):
         posttrain.sft(SUMS, out="never", **SMALL)
+
+
+NEWEST = ["--resume", "--no-overwrite"]
+
+
+@pytest.mark.parametrize(
+    ("given", "begun", "saved", "then"),
+    [
+        ([], True, True, NEWEST),
+        (["--overwrite"], True, True, NEWEST),
+        ([], True, False, ["--overwrite"]),
+        (["--resume"], True, True, ["--resume"]),
+        # the run that is there is none of this launch: it is neither gone on with nor deleted, unless that was asked for
+        ([], False, True, []),
+        (["--overwrite"], False, True, ["--overwrite"]),
+        (["--resume"], False, True, ["--resume"]),
+    ],
+)
+def test_a_restart_goes_on_with_the_run_that_was_begun_and_touches_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], begun: bool, saved: bool, then: list[str]
+) -> None:
+    folder, tried = tmp_path / "run", list[list[str]]()
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    if saved:
+        (folder / "checkpoints" / "step-000005").mkdir(parents=True)
+    words = ["rl", "--out", str(folder), "--processes", "2"]
+    monkeypatch.setattr(sys, "argv", ["posttrain", *words, *given])
+
+    def attempt(words: list[str], config: RL) -> int:
+        tried.append(words)
+        if begun:
+            os.utime(folder / "run.json", ns=(len(tried), len(tried)))
+        return 1
+
+    monkeypatch.setattr(launching, "_attempt", attempt)
+    config = RL(out=str(folder), processes=2, restarts=1, resume="--resume" in given, overwrite="--overwrite" in given)
+    assert launching.launch(config) == 1
+    assert tried == [[*words, *given], [*words, *then]]
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

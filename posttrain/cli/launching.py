@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from posttrain.config import Training
+from posttrain.runs.files import CHECKPOINTS, RUN
 
 CRASHED = 1  # the exit code of a mistake of ours, and of processes that lost another one
 GRACE = 10.0  # seconds for the others to end by themselves when one was killed or has crashed
@@ -26,21 +27,33 @@ DYING = 3.0  # and for those that were then asked to end
 
 def launch(config: Training) -> int:
     """Run this command in `config.processes` processes; returns the exit code."""
-    words = sys.argv[1:]
+    words, found = sys.argv[1:], _written(config)
     for attempt in range(1, config.restarts + 2):
         code = _attempt(words, config)
         if code != CRASHED or attempt > config.restarts:
             return code
-        begun = any((Path(config.out) / "checkpoints").glob("step-*"))
-        words = _again(sys.argv[1:], resume=begun)
-        place = "from the newest checkpoint" if begun else "from the beginning"
+        saved = any((Path(config.out) / CHECKPOINTS).glob("step-*"))
+        ours = (
+            _written(config) != found
+        )  # and else the folder is as it was: nothing in it is ours to go on with, or to delete
+        words = _again(sys.argv[1:], saved) if ours and not config.resume else words
+        place = "from the newest checkpoint" if config.resume or (ours and saved) else "from the beginning"
         print(f"posttrain: started again {place} ({attempt} of {config.restarts})", file=sys.stderr)
     raise AssertionError("the last attempt returns")
 
 
-def _again(words: Sequence[str], resume: bool) -> list[str]:
-    kept = [word for word in words if word not in ("--resume", "--overwrite")]
-    return [*kept, "--resume" if resume else "--overwrite"]
+def _again(words: Sequence[str], saved: bool) -> list[str]:
+    """The words of a run that this launch has begun, to go on with it, or to begin it anew if nothing was saved."""
+    kept = [word for word in words if word.partition("=")[0] not in ("--resume", "--overwrite")]
+    return [*kept, *(("--resume", "--no-overwrite") if saved else ("--overwrite",))]
+
+
+def _written(config: Training) -> int | None:
+    """When the record of the run in --out was written; None: there is none."""
+    try:
+        return (Path(config.out) / RUN).stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _attempt(words: Sequence[str], config: Training) -> int:

@@ -33,11 +33,8 @@ class DealingLearner(LocalLearner):
         if self.world.size == 1:
             return super().update(batches, objective)
         stats = Stats()
-        own = super().update(self._own(batches), objective)
-        for other in self.world.gather(own):
-            stats.merge(other)
-        total, count = stats["loss"]  # each process has counted the update
-        stats["loss"] = total, count / self.world.size
+        for own in self.world.gather(super().update(self._own(batches), objective)):
+            stats.merge(own)
         return stats
 
     def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:
@@ -47,8 +44,10 @@ class DealingLearner(LocalLearner):
         return torch.tensor(self._together(batches, one_by_one, lambda found: found), dtype=torch.float64)
 
     def _own(self, batches: Sequence[P]) -> list[P]:
-        shares = deal([batch.layout.tokens.numel() for batch in batches], self.world.size)
-        return [batches[place] for place in shares[self.world.rank]]
+        return [batches[place] for place in self._shares(batches)[self.world.rank]]
+
+    def _shares(self, batches: Sequence[Packed]) -> list[list[int]]:
+        return deal([batch.layout.tokens.numel() for batch in batches], self.world.size)
 
     def _together(
         self, batches: Sequence[P], compute: Callable[[Sequence[P]], list[Any]], here: Callable[[Any], Any]
@@ -56,10 +55,9 @@ class DealingLearner(LocalLearner):
         """What is computed of each micro-batch, in their order; each by one process."""
         if self.world.size == 1:
             return compute(batches)
-        shares = deal([batch.layout.tokens.numel() for batch in batches], self.world.size)
-        own = [_there(found) for found in compute([batches[place] for place in shares[self.world.rank]])]
+        own = [_there(found) for found in compute(self._own(batches))]
         found = chain.from_iterable(self.world.gather(own))
-        every = dict(zip(chain.from_iterable(shares), found, strict=True))
+        every = dict(zip(chain.from_iterable(self._shares(batches)), found, strict=True))
         return [here(every[place]) for place in range(len(batches))]
 
     def _here(self, outputs: Outputs) -> Outputs:

@@ -158,7 +158,7 @@ class LocalLearner:
                 loss = objective(self._outputs(self.model, batch, objective.wants), batch, stats)
                 loss.backward()
                 stats.add("loss", loss.item(), 0)
-        stats.add("loss", 0.0, 1)
+        stats.add("loss", 0.0, 1 / self.world.size)  # of one update, however many processes merge what they counted
         self._share_gradients()
         norms = self._clip()
         if not all(math.isfinite(norm) for norm in norms.values()):

@@ -80,7 +80,8 @@ def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
     trainer = Trainer(run, learner, source, tokenizer, scored, steps)
     too_long.say = trainer.display.note
     ended = trainer.run(objective, said, describe(row))
-    if scored.report and not ended.interrupted and ended.stopped is None:  # it is of the last step
+    whole = not ended.interrupted and ended.stopped is None  # the report is of the last step
+    if scored.report and whole and not run.world.rank:
         with writing(run.path):
             replace(run.path / REPORT, json_document(scored.report))
     return ended

@@ -108,16 +108,18 @@ class Trainer:
         if self.ill is None and self.health and self.health.motionless:
             self.ill = "not one update could be made: the gradient of every step was not finite"
         self.display.close()
-        if self.world.rank:
-            return Run(self.folder, self.world.gather(None)[0], stopped, self.ill)
+        if not self.world.rank:
+            self._close()
+        return Run(self.folder, self.world.gather(self.saved)[0], stopped, self.ill)
+
+    def _close(self) -> None:
+        """The end of the record, and its curves."""
         with writing(self.folder):
             self.record.close((read_metrics(self.folder) or [{}])[-1])
-        self.world.gather(self.saved)
         try:
             curves(self.folder)
         except (UserError, OSError) as error:  # nothing to draw yet, or no room: the run itself is whole
             self.display.note(f"no curves were drawn: {error}")
-        return Run(self.folder, self.saved, stopped, self.ill)
 
     def _restore(self, checkpoint: Path) -> None:
         """Continue from a checkpoint."""

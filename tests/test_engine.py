@@ -13,11 +13,14 @@ import torch
 from conftest import tiny
 from sampled import complete, ragged
 
+from posttrain.engines.embedded import embedded
 from posttrain.engines.local import POLL_STEPS, LocalEngine
 from posttrain.engines.request import Request
 from posttrain.engines.request import complete as ended
 from posttrain.engines.running import RunningBatch
 from posttrain.engines.sampler import sample, uniform
+from posttrain.engines.uncached import UncachedEngine
+from posttrain.engines.weights import own_copy
 from posttrain.kernels import binder, build
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.decoder import Decoder, causal
@@ -281,6 +284,25 @@ def test_completion_echoes_the_version_of_its_weights(model: Decoder, tokenizer:
     assert complete(engine, [[5, 6]], [Sampling(max_tokens=2)])[0].version == 7
     with pytest.raises(AssertionError):
         engine.load(tiny(tokenizer), 8)
+
+
+@pytest.mark.parametrize("kind", [LocalEngine, UncachedEngine])
+def test_an_engine_with_weights_of_its_own_samples_with_those_that_were_loaded_last(
+    model: Decoder, tokenizer: Tokenizer, kind: type[LocalEngine] | type[UncachedEngine]
+) -> None:
+    how = [Sampling(seed=3, max_tokens=12)]
+    engine = embedded(model, tokenizer, own=True) if kind is LocalEngine else kind(own_copy(model), tokenizer, own=True)
+    before = complete(kind(model, tokenizer), [[5, 6, 7]], how)[0]
+    with torch.no_grad():
+        model.layers[0].down.weight.mul_(3)
+    assert complete(engine, [[5, 6, 7]], how)[0].logp == before.logp
+    engine.load(model, 1)
+    kept = model.layers[0].down.weight.clone()
+    after = complete(engine, [[5, 6, 7]], how)[0]
+    assert (
+        after.logp == complete(kind(model, tokenizer), [[5, 6, 7]], how)[0].logp != before.logp and after.version == 1
+    )
+    assert torch.equal(model.layers[0].down.weight, kept)
 
 
 def test_engine_uses_the_weights_of_the_learner_at_once(model: Decoder, tokenizer: Tokenizer) -> None:

@@ -29,6 +29,7 @@ from posttrain.engines.kept import KEPT_BYTES, Keeper, Kept
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.engines.running import RunningBatch
 from posttrain.engines.sampler import sample, uniform
+from posttrain.engines.weights import take_over
 from posttrain.kernels import build
 from posttrain.models.attention import SegmentAttention, each_alone, filled
 from posttrain.models.decoder import Decoder
@@ -46,7 +47,8 @@ class LocalEngine:
     """See `posttrain.protocols.Engine`. One per learner; not thread-safe.
 
     `slots`: how many requests run at once. `context`: tokens of prompt and reply together, at most the model's. `rests`:
-    whether memory that an update can use is given back when nothing runs; it then takes a while to begin again.
+    whether memory that an update can use is given back when nothing runs; it then takes a while to begin again. `own`: the
+    model is the engine's, and weights that are loaded are written over its own; else it is the learner's.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class LocalEngine:
         precision: str = "float32",
         kept_bytes: int = KEPT_BYTES,
         rests: bool = True,
+        own: bool = False,
     ) -> None:
-        self.model = model
+        self.model, self.own = model, own
         self.tokenizer = tokenizer
         self.slots, self.rests = slots, rests
         self.context = model.config.context
@@ -86,9 +89,11 @@ class LocalEngine:
         return build.backend(self._compiled is not None)
 
     def load(self, weights: Any, version: int) -> None:
-        """The weights are the learner's own module: only the version is noted."""
-        assert weights is self.model, "the embedded engine shares the learner's weights"
+        """Shared weights are there already: only the version is noted."""
         assert not self.running and not self.waiting, "weights change between batches of rollouts, not within one"
+        assert self.own or weights is self.model, "this engine shares the learner's weights"
+        if self.own:
+            take_over(self.model, weights)
         self.version = version
         self.prefixes.clear()
         self.kept.clear()

@@ -19,6 +19,7 @@ from torch import Tensor
 from posttrain.batch import Layout
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.engines.sampler import sample, uniform
+from posttrain.engines.weights import take_over
 from posttrain.models.likelihood import output_logits
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine, Model
@@ -37,12 +38,17 @@ class _Running:
 
 
 class UncachedEngine:
-    """See `posttrain.protocols.Engine`. Shares the learner's weights; `slots`: how many requests run at once."""
+    """See `posttrain.protocols.Engine`. `slots`: how many requests run at once.
+
+    `own`: the model is the engine's, and weights that are loaded are written over its own; else it is the learner's.
+    """
 
     batch_invariant = False  # sequences are computed together
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, slots: int = 256, precision: str = "float32") -> None:
-        self.model, self.tokenizer, self.slots, self.precision = model, tokenizer, slots, precision
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, slots: int = 256, precision: str = "float32", own: bool = False
+    ) -> None:
+        self.model, self.tokenizer, self.slots, self.precision, self.own = model, tokenizer, slots, precision, own
         self.eos_ids = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
         self.version = 0
         self._waiting: deque[Request] = deque()
@@ -54,9 +60,11 @@ class UncachedEngine:
         return f"{type(self.model).__name__}, whole sequences at each token"
 
     def load(self, weights: Any, version: int) -> None:
-        """The weights are the learner's own module: only the version is noted."""
-        assert weights is self.model, "this engine shares the learner's weights"
+        """Shared weights are there already: only the version is noted."""
         assert not self._running and not self._waiting, "weights change between batches of rollouts, not within one"
+        assert self.own or weights is self.model, "this engine shares the learner's weights"
+        if self.own:
+            take_over(self.model, weights)
         self.version = version
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:

@@ -221,4 +221,4 @@ class Step:
     tokens: int = 0  # sampled, or imitated, in this step: what its speed is measured by
     rollouts: Sequence[tuple[Rollout, float]] = ()  # with their advantage (mean over tokens)
     seconds: Mapping[str, float] = field(default_factory=dict)  # what took time in it: "waiting" for environments alone
-    counts: Mapping[str, float] = field(default_factory=dict)  # what services counted in it: they depend on the clock
+    counts: Mapping[str, float] = field(default_factory=dict)  # of services and engines: they depend on the clock

@@ -24,6 +24,7 @@ from posttrain.config import (
     Prefer,
     RewardModelling,
     Sample,
+    ServeEngine,
     ServePolicy,
     Training,
     named_services,
@@ -38,7 +39,7 @@ AnyTraining = TypeVar("AnyTraining", bound=Training)
 AnyConfig = TypeVar("AnyConfig", bound=FromRows)
 
 
-def validate(config: Training | Evaluation | Check | Sample | Label | Chat | ServePolicy) -> None:
+def validate(config: Training | Evaluation | Check | Sample | Label | Chat | ServePolicy | ServeEngine) -> None:
     """Refuse numbers that make no sense, in one line each. What depends on data or model is checked elsewhere."""
     check_bounds(config)
     for name in ("stop", "prompt_template", "response_template", "teacher_prompt_template"):
@@ -53,7 +54,7 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
     if isinstance(config, Chat):
         _services(config)
         return None
-    if isinstance(config, ServePolicy):
+    if isinstance(config, ServePolicy | ServeEngine):
         if not config.model:
             raise UserError("--model is missing: the folder of a checkpoint, or of a run")
         return None

@@ -127,8 +127,10 @@ class Learner(Protocol):
 class Engine(Protocol):
     """Samples. Requests are answered in no particular order; a completion's content does not depend on the order."""
 
-    batch_invariant: bool  # whether no bit of a completion depends on what is sampled beside it, or when
-
+    @property
+    def batch_invariant(
+        self,
+    ) -> bool: ...  # whether no bit of a completion depends on what is sampled beside it, or when
     @property
     def backend(self) -> str: ...  # what computes, in words
 
@@ -149,6 +151,13 @@ class Engine(Protocol):
     def poll(self) -> list[Completion]: ...  # works for a few decoding steps; [] where nothing has finished in them
     def load(self, weights: Any, version: int) -> None: ...  # hand-over; for shared weights only the version changes
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """An engine that counts what becomes of its parts."""
+
+    def counts(self) -> dict[str, float]: ...
 
 
 class Service(Protocol):

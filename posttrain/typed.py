@@ -317,7 +317,18 @@ class RLOptions(TrainingOptions, total=False):
     """In GiB. vLLM: limit of its key-value cache. local: of what is kept of episodes between their turns; what is let
     go is computed again, to the same bits."""
     engine_seconds: float
-    """vLLM: time limit of a hand-over of weights, and of one decoding step; beyond it the run stops."""
+    """Engines in other processes: time limit of a hand-over of weights, and of a decoding step. Beyond it one of
+    several is started again, and the only one ends the run."""
+    replicas: int
+    """Sample with so many engines, each a process of this machine with a copy of the weights; 0: with the learner's
+    own, in its process (vLLM: one process). No token depends on it, and one that dies is replaced."""
+    engines: tuple[str, ...]
+    """Sample with engines that listen (posttrain engine --listen), here or on other machines: HOST:PORT. They need to
+    see --out under the same path, where the weights for them lie."""
+    engine_token: str | None
+    """File with what engines that listen want to know; default: POSTTRAIN_ENGINE_TOKEN in the environment."""
+    engine_restarts: int
+    """How often in a row each of several engines is started again. When none is left, the run saves and ends."""
     advantage: Literal["baselined", "to-go", "process", "decoupled", "pass-at-k", "gae", "earned", "none"]
     """How credit is assigned; gae brings a critic."""
     baseline: Literal["none", "batch", "group", "others"]

@@ -9,7 +9,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from posttrain.engines.vllm_worker import shared_memory
+from posttrain.engines.handover import shared_memory
 from posttrain.types import Completion, StopReason
 
 

@@ -30,6 +30,7 @@ from posttrain.config import (
     RetrieverServe,
     RewardModelling,
     Sample,
+    ServeEngine,
     ServePolicy,
 )
 from posttrain.messages import clip, one_line
@@ -255,6 +256,15 @@ def chat(model: str, *, config: Annotated[Chat, Options] = Chat()) -> int:  # no
 def serve_policy(*, config: Annotated[ServePolicy, Options] = ServePolicy()) -> int:  # noqa: B008
     """Answer requests over HTTP with what a checkpoint samples: token ids in and out, and OpenAI's forms on top."""
     from posttrain.cli.serving import serve_policy as serve
+
+    validate(config)
+    serve(config)
+    return 0
+
+
+def serve_engine(*, config: Annotated[ServeEngine, Options] = ServeEngine()) -> int:  # noqa: B008
+    """Sample for runs on other machines (posttrain rl --engines HOST:PORT), with the weights that they hand over."""
+    from posttrain.cli.listening import serve_engine as serve
 
     validate(config)
     serve(config)

@@ -63,6 +63,7 @@ for _name, _function, _help in (
     ),
     ("chat", "chat", "Talk to a checkpoint (to one without a chat template: give it text to continue)."),
     ("serve-policy", "serve_policy", "Serve a checkpoint over HTTP: token ids, OpenAI's chat and completions."),
+    ("engine", "serve_engine", "Sample for runs on other machines, with the weights that they hand over."),
     ("algorithms", "algorithms", "The algorithms and the idea of each, or one of them in plain mathematics."),
     ("check", "check", "Run a reward or an environment against sample replies, before any training."),
     ("rollouts", "rollouts", "What was said in a step of a run, turn by turn: prompts, replies, tools, rewards."),

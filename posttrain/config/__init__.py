@@ -17,13 +17,14 @@ from posttrain.config.using import (
     RetrieverBuild,
     RetrieverServe,
     Sample,
+    ServeEngine,
     ServePolicy,
 )
 
 __all__ = [
     "FREE_TO_CHANGE", "LABELLERS", "OF_ONE_CALL", "OF_RETRIEVERS", "RL", "SCORERS", "SERVICES", "SFT", "VERBS", "Chat",
     "Check", "Data", "Distill", "Evaluation", "FromRows", "Label", "Passes", "Precision", "Prefer", "RetrieverBuild",
-    "RetrieverServe", "RewardModelling", "Sample", "ServePolicy", "Training", "named_services",
+    "RetrieverServe", "RewardModelling", "Sample", "ServeEngine", "ServePolicy", "Training", "named_services",
 ]  # fmt: skip
 
 OF_RETRIEVERS = (RetrieverBuild, RetrieverServe)
@@ -47,6 +48,10 @@ FREE_TO_CHANGE = frozenset(
         "env_seconds",
         "env_memory",
         "engine_seconds",
+        "replicas",
+        "engines",
+        "engine_token",
+        "engine_restarts",
         "health",
         "retriever",
     }

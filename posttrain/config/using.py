@@ -1,4 +1,5 @@
-"""Options of what uses models and data without training: eval, check, sample, label, chat, serve-policy and retriever."""
+"""Options of what uses models and data without training: eval, check, sample, label, chat, serve-policy, engine and
+retriever."""
 
 from __future__ import annotations
 
@@ -135,6 +136,32 @@ class ServePolicy:
     """As in training."""
     precision: Precision = "float32"
     """Arithmetic of the forward passes."""
+    device: str = "auto"
+    """auto, cpu, cuda ..."""
+    threads: int | None = option(None, above=0)
+    """CPU threads; default: PyTorch's choice."""
+
+
+@dataclass(frozen=True)
+class ServeEngine:
+    """Sample for runs on other machines, with the weights that they hand over."""
+
+    model: str = ""
+    """Folder of the checkpoint that the run starts from. Its tokenizer and its sizes are read, no weights."""
+    listen: str = "127.0.0.1:7000"
+    """Address to listen at, HOST:PORT; 0.0.0.0 is all of this machine's. Port 0: any that is free."""
+    engine_token: str | None = None
+    """File with what runs must know; default: POSTTRAIN_ENGINE_TOKEN in the environment."""
+    slots: int = option(256, above=0)
+    """How many replies are sampled at once: bounds the memory of the key-value cache."""
+    engine: Literal["local", "vllm"] = "local"
+    """What samples."""
+    engine_cache: float = option(4.0, above=0)
+    """In GiB: vLLM's key-value cache, or what is kept of episodes between their turns."""
+    compiled: bool = True
+    """As in training."""
+    precision: Precision = "float32"
+    """Arithmetic of the forward passes, as in the run."""
     device: str = "auto"
     """auto, cpu, cuda ..."""
     threads: int | None = option(None, above=0)

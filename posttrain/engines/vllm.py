@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from posttrain.children import Child, pair
+from posttrain.engines.handover import SharedMemory
+from posttrain.engines.process import Process
 from posttrain.engines.request import Request
-from posttrain.engines.vllm_worker import Setup, Stored, shared_memory
+from posttrain.engines.vllm_worker import COLDEST, Setup
 from posttrain.models.config_json import written_config
-from posttrain.models.decoder import Decoder
+from posttrain.models.decoder import Decoder, DecoderConfig
 from posttrain.models.folder import checkpoint_tensors
 from posttrain.models.json_files import write_json
 from posttrain.models.tokenizer import Tokenizer
@@ -37,9 +38,8 @@ from posttrain.protocols import Engine
 from posttrain.types import Completion, Sampling, UserError
 
 WORKER = "posttrain.engines.vllm_worker:main"
-CLOSE_SECONDS = 5.0  # for an idle process to leave by itself
+SAME = ("model.embed_tokens.weight", "lm_head.weight")  # where embeddings are tied
 BLOCK = 128  # tokens in a block of vLLM's cache on processors, the largest of its sizes
-COLDEST = 0.01  # vLLM raises lower temperatures to this one in silence
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is the separation: no further one
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the run's number of threads, on whatever processors are free
@@ -74,33 +74,21 @@ class VLLMEngine:
         step_seconds: float = 120.0,
         poll_steps: int | None = None,
     ) -> None:
-        found = importlib.util.find_spec("vllm")
-        if found is None or found.origin is None:
-            raise UserError(
-                "vLLM is not installed: pip install vllm (on a machine without a GPU see `make test-vllm`), "
-                "or use the embedded engine"
-            )
+        require_vllm()
         self.load_seconds, self.step_seconds, self.poll_steps = load_seconds, step_seconds, poll_steps
         self.context, self.vocab, self.version = model.config.context, model.config.vocab, 0
-        self.dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-        self.stored = tuple(_layout(model, self.dtype))
-        memory_fd = os.memfd_create("posttrain weights")  # no file: nothing to clean up, and /dev/shm may be small
-        os.truncate(memory_fd, max(s.offset + _size(s.shape, self.dtype) for s in self.stored))
-        self.memory = shared_memory(memory_fd)
+        self.shared = shared_with_vllm(model, precision)
         self._submitted: list[Request] = []
         self._owed = 0  # requests that the process has
         self.computed = 0  # tokens that went through the model: without those that vLLM's prefix cache had
         with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
-            tokenizer.save(folder)
-            config = dict(model.source) or written_config(model.config)
-            write_json(Path(folder) / "config.json", {**config, "tie_word_embeddings": False})
-            eos = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
-            cache = min(_cache_bytes(model, slots, self.dtype), int(cache_gib * 2**30))
-            setup = Setup(folder, self.dtype, self.context, slots, cache, tuple(eos), self.stored)
+            eos, dtype = prepare(folder, model, tokenizer), self.shared.dtype
+            cache = cache_bytes(model.config, slots, dtype, cache_gib)
+            setup = Setup(folder, dtype, self.context, slots, cache, eos, self.shared.stored)
             try:
-                self.process = _Process(memory_fd)
+                self.process = _Process(self.shared.descriptor)
             finally:
-                os.close(memory_fd)
+                self.shared.close()  # the memory stays as long as it is mapped
             try:
                 self.process.ask(setup, "starting", start_seconds)
                 self.load(model, 0)
@@ -111,10 +99,7 @@ class VLLMEngine:
     def load(self, weights: Any, version: int) -> None:
         """Hand over the weights of a `Decoder`. Returns when vLLM has them and says so with version and checksum."""
         assert not self._submitted and not self._owed, "weights change between batches of rollouts, not within one"
-        tensors, checksum = dict(_handed_over(weights)), 0
-        for stored in self.stored:
-            stored.tensor_in(self.memory, self.dtype).copy_(tensors[stored.name])
-            checksum = stored.checksum(self.memory, self.dtype, checksum)
+        checksum = self.shared.write(weights)
         answer = self.process.ask(("load", version), f"taking over weights of version {version}", self.load_seconds)
         if answer != (version, checksum):
             self.process.fail(f"took over version {answer[0]} with checksum {answer[1]:08x}, not {checksum:08x}")
@@ -158,19 +143,12 @@ class VLLMEngine:
         self.process.close()
 
 
-class _Process:
+class _Process(Process):
     """Our end of the process in which vLLM runs."""
 
     def __init__(self, memory_fd: int) -> None:
-        descriptor, log = tempfile.mkstemp(prefix="posttrain-vllm-", suffix=".log")
-        self.log, self.dead = Path(log), ""
-        self.socket, theirs = pair()
-        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-        with theirs:
-            self.child = Child(
-                WORKER, [theirs.fileno(), memory_fd], output=descriptor, environment={**ENVIRONMENT, **threads}
-            )
-        os.close(descriptor)
+        self.dead = ""
+        super().__init__(WORKER, "vllm", [memory_fd], environment())
         self.connection: Connection[Any, Any] = Connection(os.dup(self.socket.fileno()))
 
     def ask(self, message: object, doing: str, seconds: float) -> Any:
@@ -191,63 +169,68 @@ class _Process:
         except BlockingIOError:  # it has stopped in the middle of reading or writing
             pass
         except (EOFError, OSError):
-            self.fail(f"died while {doing} ({self._exit_code()})")
+            self.fail(f"died while {doing} ({self.exit_code()})")
         self.fail(f"was silent for {seconds:g} s while {doing}")
 
     def fail(self, what: str) -> NoReturn:
         """Raises UserError; the process is ended and its output kept."""
         self.dead = f"{what}; its output is in {self.log}"
-        self._kill()
+        self.kill()
         raise UserError(f"the vLLM process {self.dead}")
 
     def close(self) -> None:
-        if self.dead:
-            return
-        self.dead = "is closed"
+        if not self.dead:
+            self.dead = "is closed"
+            self.connection.close()
+            self.leave()
+
+    def kill(self) -> None:
         self.connection.close()
-        self.socket.close()
-        self.child.wait(CLOSE_SECONDS)
-        self._kill()
-        self.log.unlink(missing_ok=True)
-
-    def _kill(self) -> None:
-        self.child.kill()
-        self.connection.close()
-        self.socket.close()
-
-    def _exit_code(self) -> str:
-        return self.child.exit() if self.child.wait(1.0) else "it closed its socket"
+        super().kill()
 
 
-def _handed_over(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+def require_vllm() -> None:
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        raise UserError(
+            "vLLM is not installed: pip install vllm (on a machine without a GPU see `make test-vllm`), "
+            "or use the embedded engine"
+        )
+
+
+def environment() -> dict[str, str]:
+    """What vLLM's process is to find in its environment, besides ours."""
+    return {**ENVIRONMENT, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+
+
+def prepare(folder: str, model: Decoder, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Write into a folder what vLLM reads before it gets weights; returns the ids that end a reply."""
+    tokenizer.save(folder)
+    config = dict(model.source) or written_config(model.config)
+    write_json(Path(folder) / "config.json", {**config, "tie_word_embeddings": False})
+    return tuple(model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ()))
+
+
+def shared_with_vllm(model: Decoder, precision: str) -> SharedMemory:
+    """What is handed over to vLLM, as it stores it; a tied head lies where the embedding does."""
+    return SharedMemory(model, dtype_of(precision), handed_over, SAME if model.config.tied else None)
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
+def handed_over(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint, with the output head even where it is the embedding (see `vllm_worker`)."""
     yield from checkpoint_tensors(model)
     if model.config.tied:
         yield "lm_head.weight", model.head.detach()
 
 
-def _layout(model: Decoder, dtype: torch.dtype) -> Iterator[Stored]:
-    """A place for each tensor, on boundaries of 64 bytes; a tied head lies where the embedding does."""
-    offset = 0
-    places: dict[str, int] = {}
-    for name, tensor in _handed_over(model):
-        shape = tuple(tensor.shape)
-        place = places["model.embed_tokens.weight"] if name == "lm_head.weight" and model.config.tied else offset
-        places[name] = place
-        yield Stored(name, shape, place)
-        if place == offset:
-            offset += -(-_size(shape, dtype) // 64) * 64
-
-
-def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _cache_bytes(model: Decoder, slots: int, dtype: torch.dtype) -> int:
+def cache_bytes(config: DecoderConfig, slots: int, dtype: torch.dtype, most_gib: float) -> int:
     """Keys and values of as many full contexts as run at once, in whole blocks, and one block that vLLM keeps free."""
-    config = model.config
     token = 2 * config.layers * config.kv_heads * config.head_size * dtype.itemsize
-    return token * BLOCK * (slots * -(-config.context // BLOCK) + 1)
+    return min(token * BLOCK * (slots * -(-config.context // BLOCK) + 1), int(most_gib * 2**30))
 
 
 if TYPE_CHECKING:

@@ -16,10 +16,8 @@ vLLM keeps a tied output head packed for itself on processors and does not renew
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -28,34 +26,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.engines.handover import Offer, Stored, offered, shared_memory
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Completion
+from posttrain.protocols import Engine
+from posttrain.types import Completion, Sampling
 
 ALIVE_SECONDS = 1.0  # between two signs of life
 PREFILL_TOKENS = 2048  # of prompts that a processor computes at once, or one longer prompt
+POLL_STEPS = 8  # in a pool, after which new requests join those that run
+COLDEST = 0.01  # vLLM raises lower temperatures to this one in silence
 GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; what it takes is weights + cache_bytes
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Where a tensor lies in the memory that parent and worker share."""
-
-    name: str  # as in a checkpoint
-    shape: tuple[int, ...]
-    offset: int  # bytes
-
-    def bytes_in(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 [n], a view."""
-        return memory[self.offset : self.offset + torch.Size(self.shape).numel() * dtype.itemsize]
-
-    def tensor_in(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
-        """A view of the shape."""
-        return self.bytes_in(memory, dtype).view(dtype).view(self.shape)
-
-    def checksum(self, memory: Tensor, dtype: torch.dtype, before: int) -> int:
-        """CRC-32 of name and content, continued. It notices mistakes, not malice, and is quicker than the copy."""
-        return zlib.crc32(self.bytes_in(memory, dtype).numpy().data, zlib.crc32(self.name.encode(), before))
 
 
 @dataclass(frozen=True)
@@ -81,7 +62,7 @@ class _Running:
 class Worker:
     """vLLM with the weights, the requests it has and the version that samples them."""
 
-    def __init__(self, setup: Setup, memory: Tensor, connection: Connection[Any, Any]) -> None:
+    def __init__(self, setup: Setup, memory: Tensor, connection: Connection[Any, Any] | None = None) -> None:
         from vllm import EngineArgs, LLMEngine
 
         self.setup, self.memory, self.connection = setup, memory, connection
@@ -150,7 +131,7 @@ class Worker:
             taken += 1
             for output in self.engine.step():
                 done += self._take(output)
-            if time.monotonic() - self.heard > ALIVE_SECONDS:
+            if self.connection is not None and time.monotonic() - self.heard > ALIVE_SECONDS:
                 self.connection.send(("alive", None))
                 self.heard = time.monotonic()
         return done, self.computed
@@ -217,9 +198,52 @@ class Worker:
         ]
 
 
-def shared_memory(descriptor: int) -> Tensor:
-    """uint8 [n]: the memory behind a file descriptor."""
-    return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
+class VLLMHost:
+    """vLLM as an engine of a pool (see `posttrain.engines.replica`): it steps whether the pool listens or not."""
+
+    batch_invariant = False
+    backend = "vLLM"
+
+    def __init__(self, setup: dict[str, Any], memory: Tensor | None) -> None:
+        layout = setup["layout"]
+        stored = tuple(Stored(s["name"], tuple(s["shape"]), s["offset"]) for s in layout["stored"])
+        known = setup["folder"], getattr(torch, layout["dtype"]), setup["context"], setup["slots"], setup["cache_bytes"]
+        self.memory = memory
+        self.worker = Worker(Setup(*known, tuple(setup["eos_ids"]), stored), torch.empty(0))
+
+    @property
+    def engine(self) -> Engine:
+        return self
+
+    def hello(self) -> dict[str, Any]:
+        setup = self.worker.setup
+        return {"coldest": COLDEST, "slots": setup.slots, "context": setup.context}
+
+    def take(self, offer: Offer) -> tuple[int, int]:
+        self.worker.memory = offered(offer, self.memory)
+        return self.worker.load(offer["version"])
+
+    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
+        setup, request = self.worker.setup, Request(id, tuple(prompt), sampling)
+        self.worker._submit(request.check(setup.context, 1 << 62))  # the pool knows the vocabulary
+
+    def poll(self) -> list[Completion]:
+        return self.worker.poll((), POLL_STEPS)[0]
+
+    def cancel(self, id: int) -> None:
+        self.worker.cancel(id)
+
+    def forget(self, id: int) -> None:  # its own prefix cache keeps
+        pass
+
+    def copy(self, id: int, to: int, tokens: int) -> None:
+        pass
+
+    def load(self, weights: Any, version: int) -> None:
+        raise NotImplementedError("weights come by an offer")
+
+    def close(self) -> None:
+        pass
 
 
 def main(socket_fd: int, memory_fd: int) -> None:

@@ -43,6 +43,11 @@ def use(compiled: bool) -> None:
     _used = compiled
 
 
+def used() -> bool:
+    """Whether it is to be used."""
+    return _used
+
+
 def backend(compiled: bool) -> str:
     """What something runs as, in words."""
     return "compiled code" if compiled else "torch's operations"

@@ -9,6 +9,7 @@ rollouts/step-000012.jsonl  what was sampled in a step, and how it was rewarded
 seconds/step-000012.jsonl   a line for each of these rollouts: the seconds that each of its turns took
 checkpoints/step-000012/    see `posttrain.runs.checkpoint`
 tensorboard/                metrics and timing as event files
+handover/weights-0-12       for engines that listen, while it runs: see `posttrain.engines.handover`
 curves.png                  drawn by `posttrain.runs.curves`
 lock                        there while a process writes: see `posttrain.runs.lock`
 """
@@ -36,9 +37,10 @@ Folder = str | os.PathLike[str]
 RUN, METRICS, TIMING, HEALTH = "run.json", "metrics.jsonl", "timing.jsonl", "health.jsonl"
 ROLLOUTS, SECONDS = "rollouts", "seconds"
 CHECKPOINTS, TENSORBOARD, CURVES = "checkpoints", "tensorboard", "curves.png"
+HANDED_OVER = "handover"
 REPORT = "report.json"  # of a reward model: its figures on held-out rows, beside baselines
 
-MADE = (RUN, METRICS, TIMING, HEALTH, ANSWERS, CURVES, REPORT, ROLLOUTS, SECONDS, CHECKPOINTS, TENSORBOARD)
+MADE = (RUN, METRICS, TIMING, HEALTH, ANSWERS, CURVES, REPORT, ROLLOUTS, SECONDS, CHECKPOINTS, TENSORBOARD, HANDED_OVER)
 """What a run makes in its folder."""
 
 _STEP = re.compile(r"step-(\d{6,})")
@@ -47,6 +49,7 @@ _INSIDE = {
     SECONDS: re.compile(r"step-\d{6,}\.jsonl(\.tmp)?"),
     CHECKPOINTS: re.compile(r"step-\d{6,}|\.step-\d{6,}\.draft"),
     TENSORBOARD: re.compile(r"events\..*"),
+    HANDED_OVER: re.compile(r"weights-\d+-\d+(\.partial)?"),
 }
 """Folder of a run -> names of what the run puts into it."""
 

@@ -7,6 +7,7 @@ What a step plays stands in `collecting`, what its tokens earn in `crediting`, w
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from posttrain.algorithms.policy import Algorithm
 from posttrain.batch import Stats, Step
 from posttrain.envs.play import Player
 from posttrain.part import Need
-from posttrain.protocols import Learner, Source
+from posttrain.protocols import Counting, Learner, Source
 from posttrain.sources.collecting import Collector, Size
 from posttrain.sources.crediting import Credited, credit
 from posttrain.sources.lengths import Placed, TooLong
@@ -73,8 +74,9 @@ class Experience:
 
     def produce(self, number: int) -> Step:
         row = self.algorithm
+        stats, seconds, began = Stats(), self._waited(), time.perf_counter()
         self.player.engine.load(self.learner.weights(), self.learner.version)
-        stats, seconds = Stats(), self._waited()
+        handover = time.perf_counter() - began
         self.player.services.begin(number)
         collected = self.collector.collect(number, row.sampling, stats)
         tokens, kept = self.size.tokens_per_microbatch, collected.kept
@@ -94,7 +96,16 @@ class Experience:
         sampled = sum(r.n_own for r in collected.played)
         rollouts = [(r, means.get(id(r), 0.0)) for r in collected.played]
         seconds = {name: now - seconds[name] for name, now in self._waited().items()}
-        return Step(number, updates, stats, sampled, rollouts, seconds, self.player.services.counts())
+        return Step(number, updates, stats, sampled, rollouts, {**seconds, "handover": handover}, self._counts())
+
+    def _counts(self) -> dict[str, float]:
+        """Of services, and of engines where there are several."""
+        engine = self.player.engine
+        told = {f"services/{name}": value for name, value in self.player.services.counts().items()}
+        return {
+            **told,
+            **{f"engines/{n}": v for n, v in (engine.counts() if isinstance(engine, Counting) else {}).items()},
+        }
 
     def _waited(self) -> dict[str, float]:
         """Seconds so far in which nothing was sampled, because of environments or of services."""

@@ -19,7 +19,8 @@ from posttrain.batch import Stats
 from posttrain.config import RL, Distill
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, to_tasks
-from posttrain.engines.opening import open_engine
+from posttrain.engines.opening import Many, open_engine
+from posttrain.engines.pool import Pool
 from posttrain.envs import unscored
 from posttrain.envs.load import is_generator_env, load_env, success_of
 from posttrain.learners.dealing import DealingLearner
@@ -31,6 +32,7 @@ from posttrain.options import validate
 from posttrain.part import Need
 from posttrain.protocols import Engine, Model, World
 from posttrain.runs.checkpoint import resolve
+from posttrain.runs.files import HANDED_OVER
 from posttrain.runs.opening import RunFolder, begin
 from posttrain.seeds import seed_of
 from posttrain.sources.collecting import Size
@@ -98,7 +100,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
             some = train_tasks.examples(EXAMPLES)
             staff = load_teachers(config, algorithm, tokenizer, device, some, opened)
         learner = _learner(config, algorithm, model, start, staff, run.world)
-        engine = opened.enter_context(closing(_engine(config, model, tokenizer)))
+        engine = opened.enter_context(closing(_engine(run, model, tokenizer)))
         player = ground.player(engine, tokenizer, model.config.context)
         source = Experience(
             tasks=train_tasks,
@@ -125,6 +127,8 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
         sizes += staff.lines if staff else []
         trainer = Trainer(run, learner, source, tokenizer, measure if played else None, config.steps)
         too_long.say = trainer.display.note
+        if isinstance(engine, Pool):
+            engine.say = trainer.display.note
         return trainer.run(policy_objective(algorithm), sizes, describe(algorithm))
 
 
@@ -186,10 +190,12 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
     ]
 
 
-def _engine(config: RL, model: Model, tokenizer: Tokenizer) -> Engine:
+def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
     """What samples the rollouts."""
-    cache, limit = config.engine_cache, config.engine_seconds
-    return open_engine(config.engine, model, tokenizer, config.slots, config.precision, cache_gib=cache, seconds=limit)
+    config, cache, limit = run.config, run.config.engine_cache, run.config.engine_seconds
+    named = config.replicas, config.engines, config.engine_token, config.engine_restarts
+    many, how = Many(*named, run.path / HANDED_OVER).of(run.world), (config.slots, config.precision)
+    return open_engine(config.engine, model, tokenizer, *how, cache_gib=cache, seconds=limit, many=many)
 
 
 def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Critic | None:

@@ -262,8 +262,7 @@ def _timing(trained: Trained) -> dict[str, float]:
             who = "reply" if turn.kind is SpanKind.SAMPLED else "environment"
             turns.add(f"seconds/turn/{who}", turn.seconds)
             turns.add(f"seconds/turn/{who}/max", turn.seconds)
-    counts = {f"services/{name}": value for name, value in trained.step.counts.items()}
-    return {**timing, **turns.means(), **counts}
+    return {**timing, **turns.means(), **trained.step.counts}
 
 
 def _options(config: Training) -> list[str]:

@@ -1,0 +1,50 @@
+"""An engine that listens for the pools of runs, one after the other, and samples with the weights that each hands over."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from posttrain.engines.replica import Host, answered, opened
+from posttrain.engines.replicas import host_and_port, keep_alive
+from posttrain.engines.wire import Gone, Wire, prove
+from posttrain.messages import one_line
+from posttrain.types import UserError
+
+
+def listen(setup: dict[str, Any], address: str, token: bytes, say: Callable[[str], None]) -> NoReturn:
+    """Answer until an interruption. `setup`: all of `replicas.setup_of`. Raises UserError where the address cannot be had."""
+    host, port = host_and_port(address, "--listen")
+    had: tuple[Any, Host] | None = None  # a pool that comes again finds the engine as it was
+
+    def hosted(told: dict[str, Any]) -> Host:
+        nonlocal had
+        if had is None or had[0] != told["layout"]:
+            had = None
+            had = told["layout"], opened({**setup, "layout": told["layout"]}, None)
+        return had[1]
+
+    try:
+        server = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise UserError(f"--listen {address} cannot be listened at: {one_line(error)}") from error
+    with server:
+        say(f"listens at  {host}:{server.getsockname()[1]}")
+        while True:
+            end, peer = server.accept()
+            try:
+                keep_alive(end)
+                prove(end, token, listening=True)
+            except (Gone, OSError) as error:
+                say(f"refused     {peer[0]}: {one_line(error)}")
+                end.close()
+                continue
+            say(f"a pool      {peer[0]}")
+            try:
+                answered(Wire(end), hosted)
+                say("it is gone")
+            except UserError as error:
+                say(f"it is gone  {error}")
+            finally:
+                end.close()

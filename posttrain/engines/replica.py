@@ -1,0 +1,148 @@
+"""The process of an engine that answers a pool: `attend` is its whole life, whichever engine it is.
+
+    pool -> engine   ("submit", ticket, id, prompt, sampling, keep), ("cancel", id), ("forget", id),
+                     ("copy", id, to, tokens), ("load", offer), and first of all ("setup", what it is to be)
+    engine -> pool   ("hello", what it is), ("loaded", version, checksum), ("done", ticket, completion),
+                     ("alive",) about once a second while it works, ("failed", why) before it gives up
+
+Unlike vLLM's process of a run without a pool, it samples whether the pool listens or not.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from posttrain.engines.handover import Offer, Received, checksum_of, offered, shared_memory
+from posttrain.engines.local import LocalEngine
+from posttrain.engines.wire import Gone, Message, Wire, completion_said, sampling_read, wait
+from posttrain.kernels import build
+from posttrain.models.config_json import read_config
+from posttrain.models.folder import allocate
+from posttrain.models.json_files import read_json
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import Engine
+from posttrain.types import UserError
+
+ALIVE_SECONDS = 1.0  # between two signs of life
+
+
+class Host(Protocol):
+    """An engine that takes over weights as they are offered."""
+
+    @property
+    def engine(self) -> Engine: ...
+    def hello(self) -> dict[str, Any]: ...  # besides what every engine says
+    def take(self, offer: Offer) -> tuple[int, int]: ...  # version and checksum of what it holds from then on
+
+
+class LocalHost:
+    """The embedded engine with weights of its own."""
+
+    def __init__(self, setup: dict[str, Any], memory: Tensor | None) -> None:
+        """`setup`: as `described` in `posttrain.engines.replicas`."""
+        torch.set_num_threads(setup["threads"])
+        build.use(setup["compiled"])
+        folder, self.memory, self.layout = Path(setup["folder"]), memory, setup["layout"]
+        config = read_config(folder, read_json(folder / "config.json"))
+        dtype = getattr(torch, setup["layout"]["dtype"])
+        self.model = allocate(folder, config, dtype, torch.device(setup["device"])).requires_grad_(False)
+        own = {name: list(p.shape) for name, p in self.model.named_parameters()}
+        if own != {s["name"]: s["shape"] for s in self.layout["stored"]}:
+            raise UserError("it holds another kind of model than the run trains: start it with the run's --model")
+        self.model.eos_ids = tuple(setup["eos_ids"])
+        self.slots, kept = setup["slots"], int(setup["cache_gib"] * 2**30)
+        self.engine: Engine = LocalEngine(
+            self.model, Tokenizer.load(folder), self.slots, setup["precision"], kept, own=True
+        )
+
+    def hello(self) -> dict[str, Any]:
+        return {"coldest": 0.0, "slots": self.slots, "context": self.model.config.context}
+
+    def take(self, offer: Offer) -> tuple[int, int]:
+        """The checksum is that of the engine's own weights, behind the hand-over."""
+        self.engine.load(Received(self.layout, offered(offer, self.memory)), offer["version"])
+        return offer["version"], checksum_of(self.model.named_parameters())
+
+
+def attend(host: Host, wire: Wire) -> None:
+    """Answer until the pool is gone, which is raised as Gone."""
+    engine, tickets, told = host.engine, dict[int, int](), time.monotonic()
+    about = {"backend": engine.backend, "batch_invariant": engine.batch_invariant}
+    wire.tell("hello", {**about, **host.hello()})
+    try:
+        while True:
+            if not tickets or wire.owes:
+                wait([wire], 0.001 if tickets else None)
+                wire.flush()
+            for message in wire.heard():
+                _carry_out(host, wire, tickets, message)
+            for done in engine.poll() if tickets else ():
+                wire.tell("done", tickets.pop(done.id), completion_said(done))
+            if tickets and time.monotonic() - told > ALIVE_SECONDS:
+                wire.tell("alive")
+                told = time.monotonic()
+    finally:
+        for id in tickets:  # another pool may come
+            engine.cancel(id)
+
+
+def _carry_out(host: Host, wire: Wire, tickets: dict[int, int], message: Message) -> None:
+    what, *more = message
+    if what == "submit":
+        ticket, id, prompt, sampling, keep = more
+        host.engine.submit(id, prompt, sampling_read(sampling), keep)
+        tickets[id] = ticket
+    elif what == "cancel":
+        host.engine.cancel(*more)
+        tickets.pop(more[0], None)
+    elif what == "forget":
+        host.engine.forget(*more)
+    elif what == "copy":
+        host.engine.copy(*more)
+    elif what == "load":
+        wire.tell("loaded", *host.take(*more))
+    else:
+        raise ValueError(f"the pool asked for {what!r}")
+
+
+def opened(setup: dict[str, Any], memory: Tensor | None) -> Host:
+    """The engine that a setup asks for."""
+    if setup["engine"] == "local":
+        return LocalHost(setup, memory)
+    from posttrain.engines.vllm_worker import VLLMHost
+
+    return VLLMHost(setup, memory)
+
+
+def answered(wire: Wire, host: Callable[[dict[str, Any]], Host]) -> None:
+    """The whole conversation with one pool. Returns when it is gone; what else goes wrong is told it, and raised."""
+    try:
+        while not (messages := wire.heard()):
+            wait([wire], None)
+        [[what, setup]] = messages
+        assert what == "setup", "a pool says first what it needs"
+        attend(host(setup), wire)
+    except Gone:
+        return
+    except Exception as error:
+        wire.tell("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        end = time.monotonic() + ALIVE_SECONDS
+        while wire.owes and time.monotonic() < end:
+            wait([wire], ALIVE_SECONDS)
+            wire.flush()
+        raise
+
+
+def main(socket_fd: int, memory_fd: int) -> None:
+    """A child process of the pool's own machine. `memory_fd`: of the weights."""
+    memory = shared_memory(memory_fd)
+    answered(Wire(socket.socket(fileno=socket_fd)), lambda setup: opened(setup, memory))
+    os._exit(0)  # vLLM takes seconds to put away what goes with the process

@@ -224,7 +224,7 @@ def offered(offer: Offer, memory: Tensor | None) -> Tensor:
         ) from error
     try:
         size = os.fstat(descriptor).st_size
-        return torch.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     finally:
         os.close(descriptor)
 

@@ -14,7 +14,7 @@ from posttrain.types import UserError
 
 
 def listen(setup: dict[str, Any], address: str, token: bytes, say: Callable[[str], None]) -> NoReturn:
-    """Answer until an interruption. `setup`: all of `replicas.setup_of`. Raises UserError where the address cannot be had."""
+    """Answer until an interruption. `setup`: from `replicas.setup_of`. Raises UserError for an address that is taken."""
     host, port = host_and_port(address, "--listen")
     had: tuple[Any, Host] | None = None  # a pool that comes again finds the engine as it was
 

@@ -109,7 +109,7 @@ class Pool:
         listen: Callable[[Sequence[Wire], float], None] = wait,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Returns when all have started. `seconds`: of silence of an engine that has to say something; `start_seconds`:
+        """Returns when all have started; none has weights then. `seconds`: of silence of an engine that has to say something; `start_seconds`:
         while it starts. `restarts`: how often in a row each is started again. `closed`: called at the end. Raises UserError
         if one does not start.
         """
@@ -170,6 +170,7 @@ class Pool:
         if 0 < sampling.temperature < coldest:
             raise UserError(f"an engine samples at temperature 0 or {coldest} and above, not at {sampling.temperature}")
         request = Request(id, tuple(prompt), sampling, keep=keep).check(self.context, self.vocab)
+        assert self._offering, "there are no weights yet"
         assert id not in self._waiting and id not in self._asked, "this request is not answered yet"
         self._waiting[id] = request
 

@@ -3,7 +3,7 @@
     pool -> engine   ("submit", ticket, id, prompt, sampling, keep), ("cancel", id), ("forget", id),
                      ("copy", id, to, tokens), ("load", offer), and first of all ("setup", what it is to be)
     engine -> pool   ("hello", what it is), ("loaded", version, checksum), ("done", ticket, completion),
-                     ("alive",) about once a second while it works, ("failed", why) before it gives up
+                     ("alive",) now and then while it works, ("failed", why) before it gives up
 
 Unlike vLLM's process of a run without a pool, it samples whether the pool listens or not.
 """
@@ -31,7 +31,7 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
 from posttrain.types import UserError
 
-ALIVE_SECONDS = 1.0  # between two signs of life
+LAST_SECONDS = 1.0  # for the pool to hear why an engine gives up
 
 
 class Host(Protocol):
@@ -72,8 +72,8 @@ class LocalHost:
         return offer["version"], checksum_of(self.model.named_parameters())
 
 
-def attend(host: Host, wire: Wire) -> None:
-    """Answer until the pool is gone, which is raised as Gone."""
+def attend(host: Host, wire: Wire, alive: float) -> None:
+    """Answer until the pool is gone, which is raised as Gone. `alive`: seconds between two signs of life."""
     engine, tickets, told = host.engine, dict[int, int](), time.monotonic()
     about = {"backend": engine.backend, "batch_invariant": engine.batch_invariant}
     wire.tell("hello", {**about, **host.hello()})
@@ -86,7 +86,7 @@ def attend(host: Host, wire: Wire) -> None:
                 _carry_out(host, wire, tickets, message)
             for done in engine.poll() if tickets else ():
                 wire.tell("done", tickets.pop(done.id), completion_said(done))
-            if tickets and time.monotonic() - told > ALIVE_SECONDS:
+            if tickets and time.monotonic() - told > alive:
                 wire.tell("alive")
                 told = time.monotonic()
     finally:
@@ -129,14 +129,14 @@ def answered(wire: Wire, host: Callable[[dict[str, Any]], Host]) -> None:
             wait([wire], None)
         [[what, setup]] = messages
         assert what == "setup", "a pool says first what it needs"
-        attend(host(setup), wire)
+        attend(host(setup), wire, setup["alive"])
     except Gone:
         return
     except Exception as error:
         wire.tell("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        end = time.monotonic() + ALIVE_SECONDS
+        end = time.monotonic() + LAST_SECONDS
         while wire.owes and time.monotonic() < end:
-            wait([wire], ALIVE_SECONDS)
+            wait([wire], LAST_SECONDS)
             wire.flush()
         raise
 

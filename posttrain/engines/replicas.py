@@ -34,6 +34,7 @@ from posttrain.models.json_files import write_json
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import UserError
 
+ALIVE_SECONDS = 1.0  # between two signs of life of an engine that works, at most
 WORKER = "posttrain.engines.replica:main"
 
 Kind = Literal["local", "vllm"]
@@ -49,7 +50,7 @@ def setup_of(
     cache_gib: float,
     threads: int,
 ) -> dict[str, Any]:
-    """What an engine has to know to start, but for the layout of its weights; files for it are written into a folder."""
+    """What an engine has to know, but for what the pool says when it comes; files for it are written into a folder."""
     if kind == "vllm":
         require_vllm()
         eos = prepare(str(folder), model, tokenizer)
@@ -105,15 +106,18 @@ class _ProcessLink:
             return ""
         how = f" ({self.process.child.exit()})" if self.process.child.wait(0.1) else ""
         self.process.kill()
+        if not self.process.log.stat().st_size:
+            self.process.log.unlink()
+            return how
         return f"{how}; its output is in {self.process.log}"
 
 
 class Listening:
     """See `pool.Place`: an engine that was started with posttrain engine, here or elsewhere."""
 
-    def __init__(self, address: str, token: bytes, transport: Transport) -> None:
-        """Raises UserError for what is no address."""
-        self.name, self.token, self.transport = address, token, transport
+    def __init__(self, address: str, token: bytes, transport: Transport, alive: float) -> None:
+        """`alive`: seconds between two signs of life. Raises UserError for what is no address."""
+        self.name, self.token, self.transport, self.alive = address, token, transport, alive
         self.host, self.port = host_and_port(address, "--engines")
 
     def open(self) -> Link:
@@ -147,7 +151,7 @@ class _ListeningLink:
             raise found
         if self.wire is None and found is not None:
             self.wire = Wire(found)
-            self.wire.tell("setup", {"layout": self.place.transport.layout})
+            self.wire.tell("setup", {"layout": self.place.transport.layout, "alive": self.place.alive})
 
     def end(self, kept: bool) -> str:
         if self.wire is not None:
@@ -191,32 +195,31 @@ def open_pool(
     rank: int = 0,
 ) -> Pool:
     """`replicas`: numbers of the processes to start. `addresses`: of engines that listen; `token`: what they want to know;
-    `folder`: of the weights for them, on a disk that they see too. Raises UserError where one of them does not start."""
+    `folder`: of the weights for them, on a disk that they see too; `rank`: of the process whose engines these are.
+
+    Nothing is sampled, and nothing written there, before weights are loaded. Raises UserError where one does not start.
+    """
     files = tempfile.TemporaryDirectory(prefix="posttrain-engines-")
+    alive = min(ALIVE_SECONDS, seconds / 4)
     try:
         places: list[Place] = []
         if replicas:
             threads = max(1, torch.get_num_threads() // len(replicas))
             setup = setup_of(kind, model, tokenizer, Path(files.name), slots, precision, cache_gib, threads)
             shared = shared_with_vllm(model, precision) if kind == "vllm" else SharedMemory(model, model.head.dtype)
+            setup["alive"] = alive
             places += [LocalProcess(str(number), _on_device(setup, number), shared) for number in replicas]
         if addresses:
             own = folder or Path(files.name) / "weights"
             laid = Files(own, rank, model, dtype_of(precision), handed_over, SAME if model.config.tied else None)
             on_disk = laid if kind == "vllm" else Files(own, rank, model, model.head.dtype)
-            places += [Listening(address, token, on_disk) for address in addresses]
+            places += [Listening(address, token, on_disk, alive) for address in addresses]
         canary = Canary(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
         sizes = model.config.context, model.config.vocab
-        pool = Pool(places, canary, *sizes, seconds=seconds, restarts=restarts, closed=files.cleanup)
+        return Pool(places, canary, *sizes, seconds=seconds, restarts=restarts, closed=files.cleanup)
     except BaseException:
         files.cleanup()
         raise
-    try:
-        pool.load(model, 0)
-    except BaseException:
-        pool.close()
-        raise
-    return pool
 
 
 def _on_device(setup: dict[str, Any], number: int) -> dict[str, Any]:

@@ -1,0 +1,172 @@
+"""A pool whose engines, clock and mishaps are drawn by a seeded script: no process, no waiting."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.engines.pool import Pool
+from posttrain.engines.wire import Gone, completion_said
+from posttrain.types import Completion, Sampling, StopReason
+
+SECONDS = 5.0  # of silence
+RESTARTS = 10**9
+
+
+class World:
+    """Everything outside of the pool. `mishaps`: how many may still happen; else whoever is asked answers in the end."""
+
+    def __init__(self, rng: random.Random, mishaps: int) -> None:
+        self.rng, self.mishaps, self.now = rng, mishaps, 0.0
+        self.engines: list[Fake] = []
+        self.happened: list[str] = []
+
+    def listen(self, wires: Sequence[Any], seconds: float) -> None:
+        """What happens while the pool waits."""
+        self.now += self.rng.choice((0.01, 0.5, 2.0))
+        for engine in list(self.engines):
+            for _ in range(self.rng.randrange(4)):
+                if not engine.closed and not engine.stopped:
+                    engine.act()
+
+    def mishap(self, kind: str, chance: float) -> bool:
+        if self.mishaps <= 0 or self.rng.random() > chance:
+            return False
+        self.mishaps -= 1
+        self.happened.append(kind)
+        return True
+
+
+class Fake:
+    """An engine, and the pool's way to it. Its reply to a request is one token: the version it really samples with."""
+
+    owes = False
+
+    def __init__(self, world: World) -> None:
+        self.world, self.inbox, self.outbox = world, list[Any](), list[Any]()
+        self.closed = self.ended = self.stopped = False
+        self.version = self.claimed = -1
+        self.begun = False
+        self.requests: dict[int, tuple[int, list[int]]] = {}
+
+    # what the pool sees
+    @property
+    def wire(self) -> Fake:
+        return self
+
+    def look(self) -> None:
+        pass
+
+    def end(self, kept: bool) -> str:
+        self.ended = self.closed = True
+        return ""
+
+    def tell(self, *message: Any) -> None:
+        assert not self.ended, "the pool speaks to one that it has given up"
+        self.inbox.append(message)
+
+    def flush(self) -> None:
+        pass
+
+    def heard(self) -> list[Any]:
+        found, self.outbox = self.outbox, []
+        if self.closed and not found:
+            raise Gone("it is gone")
+        return found
+
+    # what it does
+    def act(self) -> None:
+        world = self.world
+        if world.mishap("dies", 0.02):
+            self.closed = True
+        elif world.mishap("stops", 0.02):
+            self.stopped = True
+        elif world.mishap("babbles", 0.01):
+            self.outbox.append(
+                world.rng.choice((["done"], ["what"], ["done", 0, [[], [], "", "eos", 0]], ["loaded", 1, 2]))
+            )
+        elif not self.begun:
+            self.begun = True
+            about = {"backend": "fake", "batch_invariant": True, "coldest": 0.0, "slots": 3, "context": 64}
+            self.outbox.append(["hello", about])
+        elif self.inbox:
+            self.read(*self.inbox.pop(0))
+        elif self.requests:
+            self.answer(world.rng.choice(list(self.requests)))
+
+    def read(self, what: str, *more: Any) -> None:
+        if what == "load":
+            offer = more[0]
+            self.claimed = offer["version"]
+            if not self.world.mishap("binds nothing", 0.05):
+                self.version = offer["version"]
+            wrong = self.world.mishap("wrong checksum", 0.05)
+            self.outbox.append(["loaded", offer["version"], offer["checksum"] + wrong])
+        elif what == "submit":
+            ticket, id, prompt, *_ = more
+            assert id not in {known for known, _ in self.requests.values()}, "asked twice at the same time"
+            self.requests[ticket] = id, prompt
+        elif what == "cancel":
+            self.requests = {t: r for t, r in self.requests.items() if r[0] != more[0]}
+
+    def answer(self, ticket: int) -> None:
+        id, _ = self.requests.pop(ticket)
+        version = self.claimed + self.world.mishap("another version", 0.01)
+        token = max(0, self.version) % 50
+        said = ["done", ticket, completion_said(Completion(id, [token], [-1.0], "", StopReason.EOS, version))]
+        self.outbox += [said] * (2 if self.world.mishap("answers twice", 0.05) else 1)
+
+
+class Put:
+    """See `handover.Transport`."""
+
+    layout: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        self.offer: dict[str, Any] | None = None
+
+    def put(self, weights: Any, version: int) -> None:
+        self.offer = {"version": version, "checksum": 7 * version}
+
+    def close(self) -> None:
+        pass
+
+
+class Somewhere:
+    """See `pool.Place`."""
+
+    def __init__(self, name: str, world: World, transport: Put) -> None:
+        self.name, self.world, self.transport = name, world, transport
+
+    def open(self) -> Any:
+        engine = Fake(self.world)
+        self.world.engines.append(engine)
+        return engine
+
+
+class Score:
+    """In the place of a canary: it knows the version, as that knows the learner's log-probabilities."""
+
+    def __init__(self) -> None:
+        self.version = -1
+
+    def look(self, weights: Any) -> None:
+        self.version = weights
+
+    def requests(self) -> list[tuple[list[int], Sampling]]:
+        return [([1], Sampling(max_tokens=1)), ([1, 2], Sampling(max_tokens=1))]
+
+    def deviation(self, found: Mapping[int, Completion], knew: bool = False) -> tuple[float, str | None]:
+        right = all(done.tokens == [self.version] for done in found.values())
+        return 0.0, None if right else "sings another song"
+
+
+def pool_of(world: World, count: int, transport: Put, restarts: int = RESTARTS) -> Pool:
+    places = [Somewhere(str(number), world, transport) for number in range(count)]
+    pool = Pool(
+        places, Score(), 64, 50, seconds=SECONDS, start_seconds=30.0, restarts=restarts,  # type: ignore[arg-type]
+        listen=world.listen, clock=lambda: world.now,
+    )  # fmt: skip
+    pool.say = lambda text: None
+    return pool

@@ -1,0 +1,572 @@
+"""A pool of engines samples what one engine samples, whatever becomes of its parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pools import Put, Somewhere, World, pool_of
+from processes import descendants, gone
+
+import posttrain
+from posttrain.engines.canary import LIMIT, Canary
+from posttrain.engines.handover import Files, Received, SharedMemory, offered
+from posttrain.engines.local import LocalEngine
+from posttrain.engines.opening import Many
+from posttrain.engines.pool import Member, Pool, State
+from posttrain.engines.replicas import open_pool
+from posttrain.engines.weights import own_copy
+from posttrain.engines.wire import TOKEN, Gone, Wire, completion_read, prove, read_token
+from posttrain.envs.play import Episode, Player
+from posttrain.envs.pool import EnvPool
+from posttrain.models.decoder import Decoder
+from posttrain.models.folder import save_model
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import Engine, Model
+from posttrain.runs.reading import read_rollouts
+from posttrain.types import Completion, Sampling, Turn, UserError
+
+# -- what may happen in any order --------------------------------------------------------------------------------------
+
+
+class Interleaved:
+    """A run that asks, cancels, loads, and lets engines join and leave, while engines do what they do."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        calm = World(self.rng, 0)  # it is a mistake of the user's if they do not even start
+        self.world, self.transport = calm, Put()
+        self.pool = pool_of(calm, self.rng.randrange(1, 4), self.transport)
+        calm.mishaps = self.rng.randrange(12)
+        self.open: dict[int, int] = {}  # id -> how often it was asked for and not answered
+        self.answers = Counter[int]()
+        self.next, self.version, self.names = 0, 0, self.pool.members[0].place.name
+
+    def load(self) -> None:
+        self.version += 1
+        self.pool.load(self.version, self.version)
+        assert any(m.state is State.READY for m in self.pool.members)
+
+    def submit(self) -> None:
+        for _ in range(self.rng.randrange(1, 9)):
+            self.pool.submit(self.next, [self.rng.randrange(3)], Sampling(max_tokens=self.rng.randrange(1, 9)))
+            self.open[self.next] = 1
+            self.next += 1
+
+    def cancel(self) -> None:
+        if self.open:
+            id = self.rng.choice(list(self.open))
+            self.pool.cancel(id)
+            del self.open[id]
+
+    def join(self) -> None:
+        if len(self.pool.members) < 5:
+            self.pool.join(Somewhere(f"joined {self.next}", self.world, self.transport))
+
+    def leave(self) -> None:
+        if len(self.pool.members) > 1:
+            self.pool.leave(self.rng.choice(self.pool.members).place.name)
+
+    def poll(self) -> None:
+        for done in self.pool.poll():
+            assert done.id in self.open, "answered twice, or nobody asked"
+            del self.open[done.id]
+            assert list(done.tokens) == [self.version] and done.version == self.version
+
+    def finish(self) -> None:
+        polls = 0
+        while self.open:
+            self.poll()
+            polls += 1
+            assert polls < 3000, (self.open, self.world.happened, [m.state for m in self.pool.members])
+
+
+HAPPENED = Counter[str]()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_whatever_happens_each_request_is_answered_once_by_the_loaded_weights(seed: int) -> None:
+    run = Interleaved(seed)
+    for _ in range(run.rng.randrange(1, 4)):
+        run.load()
+        for _ in range(run.rng.randrange(12)):
+            run.rng.choice((run.submit, run.submit, run.poll, run.poll, run.cancel, run.join, run.leave))()
+        run.finish()
+    run.pool.close()
+    assert all(engine.ended for engine in run.world.engines), "an engine is left behind"
+    HAPPENED.update(run.world.happened)
+
+
+def test_all_that_can_go_wrong_did() -> None:
+    for seed in range(60):
+        run = Interleaved(seed)
+        run.world.mishaps = 12
+        run.load()
+        run.submit()
+        run.finish()
+        HAPPENED.update(run.world.happened)
+    assert HAPPENED.keys() == {
+        "dies", "stops", "babbles", "binds nothing", "wrong checksum", "another version", "answers twice"
+    }  # fmt: skip
+
+
+def test_a_group_stays_together_up_to_a_fair_share() -> None:
+    world = World(random.Random(0), 0)
+    pool = pool_of(world, 2, Put())
+    pool.load(1, 1)
+    for engine in world.engines:
+        engine.stopped = True
+    for id, prompt in enumerate([1, 2, 3, 4] * 2):
+        pool.submit(id, [prompt] * 3, Sampling(max_tokens=5))
+    pool.poll()
+    prompts = [[request.prompt for request in m.owes.values()] for m in pool.members]
+    assert [m.tokens for m in pool.members] == [32, 32]
+    assert [len(set(own)) for own in prompts] == [2, 2], "each group's prompt is computed by one of them"
+    for id in range(8, 12):
+        pool.submit(id, [9], Sampling(max_tokens=1))
+    for engine in world.engines:
+        engine.stopped = False
+    done: list[Completion] = []
+    while len(done) < 12:
+        done += pool.poll()
+    assert not any(m.tokens or m.owes for m in pool.members)
+
+
+def test_all_engines_gone_and_the_budget_spent_ends_it_with_exit_code_1() -> None:
+    world = World(random.Random(1), 0)
+    pool = pool_of(world, 2, Put(), restarts=2)
+    pool.load(1, 1)
+    pool.submit(0, [1], Sampling())
+    with pytest.raises(
+        UserError, match=r"each was lost 3 times in a row \(--engine-restarts 2\); the last one"
+    ) as caught:
+        while True:
+            for engine in world.engines:
+                engine.closed = True
+            pool.poll()
+    assert caught.value.code == 1 and len(world.engines) == 6
+    assert world.now > 1 + 1, "there is a pause before a second start in a row"
+
+
+def test_an_engine_that_was_of_use_has_its_whole_budget_again() -> None:
+    world = World(random.Random(2), 0)
+    pool = pool_of(world, 1, Put(), restarts=1)
+    for version in range(5):
+        pool.load(version, version)
+        pool.submit(0, [1], Sampling())
+        while not pool.poll():
+            pass
+        world.engines[-1].closed = True
+    assert len(world.engines) == 5
+
+
+# -- the canary --------------------------------------------------------------------------------------------------------
+
+
+def sung(canary: Canary, engine: Engine) -> dict[int, Completion]:
+    for place, (prompt, sampling) in enumerate(canary.requests()):
+        engine.submit(place, prompt, sampling)
+    found: dict[int, Completion] = {}
+    while len(found) < len(canary.requests()):
+        found |= {done.id: done for done in engine.poll()}
+    return found
+
+
+def test_the_canary_hears_weights_that_were_handed_over_and_reached_nothing(tokenizer: Tokenizer) -> None:
+    learner = tiny(tokenizer)
+    engine, canary = LocalEngine(learner, tokenizer), Canary(learner, LIMIT)
+    assert len(canary.requests()) == 32
+    canary.look(learner)
+    far, problem = canary.deviation(sung(canary, engine))
+    assert far < 1e-5 and problem is None
+    other = LocalEngine(tiny(tokenizer, seed=1), tokenizer)
+    far, problem = canary.deviation(sung(canary, other))
+    assert far > LIMIT and problem is not None and "off the learner's" in problem
+    moved = own_copy(learner)  # by one small update, far below the limit
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.mul_(1 + 2e-4)
+    canary.look(moved)
+    far, problem = canary.deviation(sung(canary, engine), knew=True)
+    assert 1e-4 < far < LIMIT and problem is not None and "still samples with the weights before" in problem
+    assert canary.deviation(sung(canary, LocalEngine(moved, tokenizer)), knew=True)[1] is None  # type: ignore[arg-type]
+    canary.look(moved)
+    assert canary.deviation(sung(canary, LocalEngine(moved, tokenizer)), knew=True)[1] is None  # type: ignore[arg-type]
+    with torch.no_grad():
+        next(moved.parameters()).fill_(float("nan"))
+    with pytest.raises(UserError, match="not finite"):
+        canary.look(moved)
+
+
+# -- hand-over and wire ------------------------------------------------------------------------------------------------
+
+
+def test_weights_arrive_to_the_bit_by_memory_and_by_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    first, second = tiny(tokenizer), tiny(tokenizer, seed=1)
+    files = Files(tmp_path / "weights", 0, first, torch.float32)
+    memory = SharedMemory(first, torch.float32)
+    for way in (memory, files):
+        for version, model in enumerate((first, second)):
+            way.put(model, version)
+            offer = json.loads(json.dumps(way.offer))
+            laid = offered(offer, memory.memory if way is memory else None)
+            received = dict(Received(json.loads(json.dumps(way.layout)), laid).named_parameters())
+            assert received.keys() == dict(model.named_parameters()).keys() and offer["version"] == version
+            assert all(torch.equal(received[name], own) for name, own in model.named_parameters())
+    assert memory.offer is not None and files.offer is not None
+    assert memory.offer["checksum"] == files.offer["checksum"]
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["weights-0-1"], "only the last one stays"
+    files.close()
+    assert not (tmp_path / "weights").exists()
+    with pytest.raises(UserError, match="on a disk that both machines see"):
+        offered({"file": str(tmp_path / "gone"), "version": 0, "checksum": 0}, None)
+    (tmp_path / "weights").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        files.put(first, 2)
+
+
+def ends() -> tuple[Wire, socket.socket]:
+    ours, theirs = socket.socketpair()
+    return Wire(ours), theirs
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (b"\xff\xff\xff\xff", "announced a message of 4294967295 bytes"),
+        (b"\0\0\0\x03{{{", "no JSON"),
+        (b'\0\0\0\x07["a",1', "closed"),  # and then no more
+        (b"\0\0\0\x02[]", "no message"),
+        (b"\0\0\0\x02{}", "no message"),
+        (b'\0\0\0\x09["a",NaN]', "no JSON"),
+    ],
+)
+def test_what_comes_is_read_with_suspicion(said: bytes, why: str) -> None:
+    wire, peer = ends()
+    peer.sendall(said)
+    peer.close()
+    with pytest.raises(Gone, match=why):
+        while True:
+            wire.heard()
+    wire.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [[1], [-1.0], "", "eos"],
+        [[50], [-1.0], "", "eos", 0],
+        [[True], [-1.0], "", "eos", 0],
+        [[1, 2, 3], [-1.0] * 3, "", "eos", 0],
+        [[1], [-1.0, -1.0], "", "eos", 0],
+        [[1], [1.0], "", "eos", 0],
+        [[1], ["x"], "", "eos", 0],
+        [[1], [-1.0], 3, "eos", 0],
+        [[1], [-1.0], "", "sleep", 0],
+        [[], [], "", "eos", 0],
+        None,
+    ],
+)
+def test_a_reply_that_is_none_is_not_taken_for_one(said: Any) -> None:
+    assert completion_read(7, [[1], [-1.0], "", "eos", 0], 50, 2).id == 7
+    with pytest.raises(Gone, match="a reply that is none"):
+        completion_read(7, said, 50, 2)
+
+
+def test_only_who_has_the_token_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def meet(listens: bytes, connects: bytes) -> list[str]:
+        ours, theirs = socket.socketpair()
+        with ours, theirs, ThreadPoolExecutor(2) as both:
+
+            def prove_and_close(end: socket.socket, token: bytes, listening: bool) -> str:
+                try:
+                    prove(end, token, listening)
+                    return "proven"
+                except Gone as error:
+                    end.close()
+                    return str(error)
+
+            sides = [
+                both.submit(prove_and_close, ours, listens, True),
+                both.submit(prove_and_close, theirs, connects, False),
+            ]
+            return [side.result() for side in sides]
+
+    assert meet(b"x" * 16, b"x" * 16) == ["proven", "proven"]
+    refused = meet(b"x" * 16, b"y" * 16)
+    assert refused[0] == "it has another token" and "closed the connection" in refused[1]
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as other:  # one who sends back what it hears proves nothing
+        found = other.submit(prove, ours, b"x" * 16, True)
+        theirs.sendall(theirs.recv(32))
+        theirs.sendall(bytes(32))
+        with pytest.raises(Gone, match="another token"):
+            found.result()
+    monkeypatch.delenv(TOKEN, raising=False)
+    with pytest.raises(UserError, match="a token of at least 16 characters"):
+        read_token(None)
+    (tmp_path / "token").write_text("0123456789abcdef\n")
+    assert read_token(str(tmp_path / "token")) == b"0123456789abcdef"
+
+
+def test_several_processes_share_the_engines_out() -> None:
+    class Of:
+        size = 3
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+    many = Many(4, ["a:1", "b:1", "c:1"])
+    dealt = [many.of(Of(rank)) for rank in range(3)]  # type: ignore[arg-type]
+    assert [each.replicas for each in dealt] == [2, 1, 1]
+    assert [list(each.addresses) for each in dealt] == [["c:1"], ["a:1"], ["b:1"]]
+    with pytest.raises(UserError, match="each of 3 processes"):
+        Many(2).of(Of(0))  # type: ignore[arg-type]
+    assert Many().of(Of(1)).replicas == 0  # type: ignore[arg-type]
+
+
+# -- real processes ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def leaves_no_process() -> Iterator[None]:
+    before = set(descendants(os.getpid()))
+    yield
+    gone(*(pid for pid in descendants(os.getpid()) if pid not in before))
+
+
+def worker_of(member: Member) -> int:
+    """The process that samples."""
+    keeper = member.link.process.child.process.pid  # type: ignore[attr-defined]
+    return descendants(keeper)[0]
+
+
+def until(pool: Pool, holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        pool.poll()
+        assert time.monotonic() < end
+
+
+def ragged(count: int) -> list[tuple[list[int], Sampling]]:
+    return [
+        ([5 + i % 5] * (2 + i % 5), Sampling(seed=i, max_tokens=4 + i % 40, stop=("ab",) if i % 3 else ()))
+        for i in range(count)
+    ]
+
+
+def sampled(
+    engine: Engine, asked: list[tuple[list[int], Sampling]], meanwhile: Callable[[], None] = lambda: None
+) -> list[tuple[Any, ...]]:
+    """`meanwhile`: what happens when the first replies have come."""
+    for id, (prompt, sampling) in enumerate(asked):
+        engine.submit(id, prompt, sampling)
+    found: dict[int, Completion] = {}
+    while len(found) < len(asked):
+        new = {done.id: done for done in engine.poll()}
+        if new and not found:
+            meanwhile()
+        assert not found.keys() & new.keys()
+        found |= new
+    return [(list(c.tokens), list(c.logp), c.text, c.stop, c.version) for _, c in sorted(found.items())]
+
+
+class Once:
+    """The offers of a transport, of which the first one is changed on its way."""
+
+    def __init__(self, transport: Any) -> None:
+        self.transport, self.told = transport, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+    @property
+    def offer(self) -> Any:
+        offer = self.transport.offer
+        if self.told or offer is None:
+            return offer
+        self.told = True
+        return {**offer, "version": offer["version"] + 1}  # what it gives back is not what was offered
+
+
+def test_engines_that_are_killed_stopped_or_wrong_change_no_token(tokenizer: Tokenizer) -> None:
+    learner, later = tiny(tokenizer), tiny(tokenizer, seed=1)
+    asked = ragged(60)
+    local = LocalEngine(learner, tokenizer, slots=8)
+    calm = sampled(local, asked)
+    said: list[str] = []
+    with leaves_no_process(), closing(opened(learner, tokenizer)) as pool:
+        pool.say = said.append
+        first, second = pool.members
+        assert pool.batch_invariant == local.batch_invariant and pool.backend == f"2 engines ({local.backend})"
+        assert sampled(pool, asked) == calm and not said
+        assert 0 <= pool.counts()["canary"] < 1e-5
+
+        os.kill(worker_of(second), signal.SIGKILL)  # while nothing is asked of it
+        assert sampled(pool, asked, lambda: os.kill(worker_of(first), signal.SIGSTOP)) == calm
+        assert re.fullmatch(r"the engine 1 is lost: .* \(exit code -9, SIGKILL\); it is started again in 0 s", said[0])
+        assert "the engine 0 is lost: it said nothing for 2 s" in said[1]
+        assert pool.counts()["asked_again"] > 0 == pool.counts()["answered_twice"]
+
+        until(pool, lambda: all(m.state is State.READY for m in pool.members))
+        assert pool.counts()["restarts"] == 2
+        assert sampled(pool, asked, lambda: os.kill(worker_of(second), signal.SIGKILL)) == calm
+        until(pool, lambda: all(m.state is State.READY for m in pool.members))
+
+        second.place.transport = Once(second.place.transport)  # type: ignore[misc]
+        put = SharedMemory.put
+
+        def dies_during_load(self: SharedMemory, weights: Any, version: int) -> None:
+            put(self, weights, version)
+            os.kill(worker_of(first), signal.SIGKILL)
+
+        patch = pytest.MonkeyPatch()
+        patch.setattr(SharedMemory, "put", dies_during_load)
+        del said[:]
+        pool.load(later, 1)
+        patch.undo()
+        assert any("engine 0 is lost" in line for line in said)
+        assert any("engine 1 is lost: it took over version 2" in line for line in said)
+        other = LocalEngine(later, tokenizer, slots=8)
+        other.load(later, 1)
+        assert sampled(pool, asked) == sampled(other, asked)
+
+
+def opened(model: Decoder, tokenizer: Tokenizer, **how: Any) -> Pool:
+    pool = open_pool(
+        "local", model, tokenizer, 8, "float32", cache_gib=0.1, seconds=2.0, restarts=5, replicas=range(2), **how
+    )
+    pool.load(model, 0)
+    return pool
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+SUMS = [{"id": f"{a}{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
+
+
+def talk(task: Any) -> Any:
+    """Two turns, so that the second goes on from what the engine of the first has kept."""
+    first = yield Turn(task["prompt"], max_tokens=5)
+    second = yield Turn(f" {task['answer']} ", reward=len(set(first)) / 8)
+    return sum(c.isdigit() for c in second) / 8
+
+
+def run(out: Path, model: Path, **how: Any) -> posttrain.Run:
+    options: dict[str, Any] = {"steps": 4, "prompts": 4, "group": 4, "max_tokens": 9, "lr": 1e-3, "held_out": 0.2,
+                               "eval_every": 2, "env_workers": 0, "slots": 8, "quiet": True, "seed": 3}  # fmt: skip
+    return posttrain.rl(SUMS, talk, str(model), out=str(out), algorithm="grpo", **{**options, **how})
+
+
+@pytest.fixture
+def start(tokenizer: Tokenizer, tmp_path: Path) -> Path:
+    save_model(tiny(tokenizer), tmp_path / "start", tokenizer)
+    return tmp_path / "start"
+
+
+def same_course(one: Path, other: Path, steps: int = 4) -> None:
+    assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
+    for step in range(1, steps + 1):
+        assert read_rollouts(one, step) == read_rollouts(other, step)
+
+
+def test_a_run_with_replicas_of_which_one_is_killed_is_the_run_without(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "one", start)
+    poll, killed = Pool.poll, list[int]()
+
+    def polled(self: Pool) -> list[Completion]:
+        done = poll(self)
+        if done and self.version == 2 and not killed:
+            killed.append(worker_of(self.members[0]))
+            os.kill(killed[0], signal.SIGKILL)
+        return done
+
+    monkeypatch.setattr(Pool, "poll", polled)
+    with leaves_no_process():
+        run(tmp_path / "two", start, replicas=2)
+    same_course(tmp_path / "one", tmp_path / "two")
+    timing = [json.loads(line) for line in (tmp_path / "two" / "timing.jsonl").read_text().splitlines()]
+    assert len(killed) == 1 == timing[-1]["engines/restarts"] and all(row["engines/canary"] < 1e-5 for row in timing)
+
+
+def test_a_run_that_loses_all_its_engines_saves_and_says_how_to_go_on(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Pool.load
+
+    def lost(self: Pool, weights: Any, version: int) -> None:
+        for member in self.members if version == 2 else ():
+            os.kill(worker_of(member), signal.SIGKILL)
+        load(self, weights, version)
+
+    monkeypatch.setattr(Pool, "load", lost)
+    with (
+        leaves_no_process(),
+        pytest.raises(UserError, match=r"no engine is left.*after step 2 with .* --resume") as caught,
+    ):
+        run(tmp_path / "run", start, replicas=1, engine_restarts=0, eval_every=0, held_out=0)
+    assert caught.value.code == 1
+    assert (tmp_path / "run" / "checkpoints" / "step-000002" / "manifest.json").exists()
+
+
+class ListeningCommand:
+    """posttrain engine, as a process."""
+
+    def __init__(self, model: Path, token: str) -> None:
+        words = ["engine", "--model", str(model), "--listen", "127.0.0.1:0", "--slots", "8", "--threads", "1"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "posttrain", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, TOKEN: token, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self.lines: list[str] = []
+        while not self.lines or not self.lines[-1].startswith("listens at"):
+            assert self.process.stdout is not None
+            self.lines.append(self.process.stdout.readline())
+            assert self.lines[-1], self.lines
+        self.address = self.lines[-1].split()[-1]
+
+    def end(self) -> str:
+        self.process.send_signal(signal.SIGINT)
+        rest, _ = self.process.communicate(timeout=30)
+        return "".join([*self.lines, rest])
+
+
+def test_a_run_with_an_engine_that_listens_is_the_run_without(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "one", start)
+    engine = ListeningCommand(start, "a token of 24 characters")
+    monkeypatch.setenv(TOKEN, "another one of 26 characters")
+    with pytest.raises(UserError, match=r"the engine 127.0.0.1:\d+ is lost: it cannot be reached: .*same one"):
+        run(tmp_path / "two", start, engines=(engine.address,))
+    monkeypatch.setenv(TOKEN, "a token of 24 characters")
+    run(tmp_path / "two", start, engines=(engine.address,))
+    same_course(tmp_path / "one", tmp_path / "two")
+    assert not (tmp_path / "two" / "handover").exists()
+    said = engine.end()
+    assert engine.process.returncode == 0 and "refused     127.0.0.1: it has another token" in said
+    assert said.count("a pool      127.0.0.1") == said.count("it is gone") == 1 and said.endswith("stopped\n")
+    with pytest.raises(UserError, match="cannot be reached"):
+        run(tmp_path / "three", start, engines=(engine.address,))

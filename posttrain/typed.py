@@ -500,6 +500,9 @@ class EvaluationOptions(DataOptions, total=False):
     name."""
     slots: int
     """How many replies are sampled at once."""
+    replicas: int
+    """Sample with so many engines, each a process of this machine with a copy of the weights; 0: in this process. No
+    token depends on it."""
     compiled: bool
     """As in training."""
     precision: Literal["float32", "bfloat16"]
@@ -559,6 +562,9 @@ class SampleOptions(DataOptions, total=False):
     """What environments ask for passages: the folder of an index, or the address of a server; as in evaluation."""
     slots: int
     """How many replies are sampled at once."""
+    replicas: int
+    """Sample with so many engines, each a process of this machine with a copy of the weights; 0: in this process. No
+    token depends on it."""
     compiled: bool
     """As in training."""
     precision: Literal["float32", "bfloat16"]

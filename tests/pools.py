@@ -121,9 +121,8 @@ class Fake:
 class Put:
     """See `handover.Transport`."""
 
-    layout: dict[str, Any] = {}
-
     def __init__(self) -> None:
+        self.layout: dict[str, Any] = {}
         self.offer: dict[str, Any] | None = None
 
     def put(self, weights: Any, version: int) -> None:

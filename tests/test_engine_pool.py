@@ -34,12 +34,10 @@ from posttrain.engines.pool import Member, Pool, State
 from posttrain.engines.replicas import open_pool
 from posttrain.engines.weights import own_copy
 from posttrain.engines.wire import TOKEN, Gone, Wire, completion_read, prove, read_token
-from posttrain.envs.play import Episode, Player
-from posttrain.envs.pool import EnvPool
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine, Model
+from posttrain.protocols import Engine
 from posttrain.runs.reading import read_rollouts
 from posttrain.types import Completion, Sampling, Turn, UserError
 
@@ -508,6 +506,8 @@ def test_a_run_with_replicas_of_which_one_is_killed_is_the_run_without(
         run(tmp_path / "two", start, replicas=2)
     same_course(tmp_path / "one", tmp_path / "two")
     timing = [json.loads(line) for line in (tmp_path / "two" / "timing.jsonl").read_text().splitlines()]
+    evaluated = [posttrain.evaluate(SUMS[:5], talk, str(start), samples=3, env_workers=0, replicas=n) for n in (0, 1)]
+    assert evaluated[0].rewards == evaluated[1].rewards
     assert len(killed) == 1 == timing[-1]["engines/restarts"] and all(row["engines/canary"] < 1e-5 for row in timing)
 
 

@@ -387,3 +387,41 @@ def test_a_cancelled_request_is_not_answered_and_leaves_the_engine_free(
     while engine._owed:
         done += engine.poll()
     assert [completion.id for completion in done] == [1] and engine.poll() == []
+
+
+@needs_vllm
+def test_a_pool_of_two_of_which_one_is_killed_samples_what_the_learner_scores(
+    policy: Decoder, tokenizer: Tokenizer
+) -> None:
+    from posttrain.engines.replicas import open_pool
+
+    prompts, how = ragged(60)
+    seconds, said = 300.0, list[str]()
+    with closing(
+        open_pool(
+            "vllm", policy, tokenizer, 16, "float32", cache_gib=1.0, seconds=seconds, restarts=2, replicas=range(2)
+        )
+    ) as pool:
+        pool.say = said.append
+        pool.load(policy, 3)
+        assert not pool.batch_invariant and pool.counts()["canary"] < GAP
+        for id, (prompt, sampling) in enumerate(zip(prompts, how, strict=True)):
+            pool.submit(id, prompt, sampling)
+        done = pool.poll()
+        while not done:
+            done = pool.poll()
+        victim = next(member for member in pool.members if member.owes)
+        os.kill(descendants(victim.link.process.child.process.pid)[0], signal.SIGKILL)  # type: ignore[attr-defined]
+        while len(done) < len(prompts):
+            done += pool.poll()
+        done.sort(key=lambda completion: completion.id)
+        assert [completion.id for completion in done] == list(range(60)) and {c.version for c in done} == {3}
+        assert gap(policy, prompts, done, 1.0).abs().max() < GAP
+        assert len(said) == 1 and pool.counts()["asked_again"] > 0
+        alone = [LocalEngine(policy, tokenizer, slots=8)]
+        greedy = [Sampling(0.0, max_tokens=9)] * 60
+        assert [c.text for c in complete(pool, prompts, greedy)] == [
+            c.text for c in complete(alone[0], prompts, greedy)
+        ]
+        with pytest.raises(UserError, match="temperature 0 or 0.01"):
+            pool.submit(0, [5], Sampling(0.001))

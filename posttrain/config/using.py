@@ -72,6 +72,9 @@ class Evaluation(Data):
     of a server that speaks Search-R1's protocol (http://host:8000). Of several, NAME=FOLDER is asked by its name."""
     slots: int = option(256, above=0)
     """How many replies are sampled at once."""
+    replicas: int = option(0, least=0, most=1024)
+    """Sample with so many engines, each a process of this machine with a copy of the weights; 0: in this process. No token
+    depends on it."""
     compiled: bool = True
     """As in training."""
     precision: Precision = "float32"
@@ -250,6 +253,9 @@ class Sample(Data):
     """What environments ask for passages: the folder of an index, or the address of a server; as in evaluation."""
     slots: int = option(256, above=0)
     """How many replies are sampled at once."""
+    replicas: int = option(0, least=0, most=1024)
+    """Sample with so many engines, each a process of this machine with a copy of the weights; 0: in this process. No token
+    depends on it."""
     compiled: bool = True
     """As in training."""
     precision: Precision = "float32"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.engines.embedded import embedded
+from posttrain.engines.kept import KEPT_BYTES
 from posttrain.engines.replicas import open_pool
 from posttrain.engines.vllm import VLLMEngine
 from posttrain.engines.vllm_worker import POLL_STEPS
@@ -49,8 +50,8 @@ def open_engine(
     slots: int,
     precision: str,
     *,
-    cache_gib: float,
-    seconds: float,
+    cache_gib: float = KEPT_BYTES / 2**30,
+    seconds: float = 120.0,
     serving: bool = False,
     many: Many = Many(),
 ) -> Engine:

@@ -109,9 +109,10 @@ class Pool:
         listen: Callable[[Sequence[Wire], float], None] = wait,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Returns when all have started; none has weights then. `seconds`: of silence of an engine that has to say something; `start_seconds`:
-        while it starts. `restarts`: how often in a row each is started again. `closed`: called at the end. Raises UserError
-        if one does not start.
+        """Returns when all have started; none has weights then. Raises UserError if one does not start.
+
+        `seconds`: of silence of an engine that has to say something; `start_seconds`: while it starts. `restarts`: how
+        often in a row each is started again. `closed`: called at the end.
         """
         self.canary, self.context, self.vocab, self.version, self._before = canary, context, vocab, 0, -1
         self.seconds, self.start_seconds, self.restarts = seconds, start_seconds, restarts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from posttrain.batch import Stats
 from posttrain.config import Evaluation
 from posttrain.data.tasks import Stream, hold_out
-from posttrain.engines.embedded import embedded
+from posttrain.engines.opening import Many, open_engine
 from posttrain.envs.load import success_of
 from posttrain.envs.play import Episode
 from posttrain.models.folder import load_model
@@ -70,13 +71,15 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
             model, tokenizer = load_model(paths[place], device=device), ground.models[place].tokenizer
             end_tokens(model, tokenizer)
             mind_unknown(tokenizer, data, said.append)
-            engine = embedded(model, tokenizer, config.slots, config.precision)
             context = model.config.context
             said.extend(beyond(config.max_tokens, context))
             some = fitting(data, ground.pool, tokenizer, TooLong(config.too_long, context, said.append))
             if not some:
                 raise UserError(f"no prompt fits into the context of {folder}: {said[0]}")
-            rollouts = ground.player(engine, tokenizer, context).play(repeated(some, config.samples, config.seed))
+            how = config.slots, config.precision
+            with closing(open_engine("local", model, tokenizer, *how, many=Many(config.replicas))) as engine:
+                engine.load(model, 0)
+                rollouts = ground.player(engine, tokenizer, context).play(repeated(some, config.samples, config.seed))
             reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
             if len(reasons) == len(rollouts):
                 raise UserError(f"no reward of {folder} is valid: look at --env {config.env}; the first: {reasons[0]}")

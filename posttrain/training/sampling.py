@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
 from itertools import combinations, product
 from pathlib import Path
@@ -20,7 +21,7 @@ from posttrain.data.convert import Convert
 from posttrain.data.items import MOST
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.data.verdicts import DETAILS, SAID, to_prompt
-from posttrain.engines.embedded import embedded
+from posttrain.engines.opening import Many, open_engine
 from posttrain.envs.load import is_generator_env, load_converter, load_env
 from posttrain.envs.play import Episode, Player
 from posttrain.models.folder import load_model
@@ -44,7 +45,7 @@ KIND = {
     "stop": str,
 }  # fmt: skip
 """What a kind of prompt may have of its own."""
-FREE = {"out", "resume", "overwrite", "quiet", "slots", "threads", "device", "env_workers", "tasks", "model",
+FREE = {"out", "resume", "overwrite", "quiet", "slots", "replicas", "threads", "device", "env_workers", "tasks", "model",
         "reward_model", "judge", "retriever"}  # fmt: skip
 """Options that no reply depends on, and those whose content is looked at instead."""
 
@@ -105,6 +106,7 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
     with (
         Lines(Path(config.out), _follows_from(config, tasks, paths, env), config.resume, config.overwrite) as lines,
         open_playground(config, env, tasks, device, models=paths) as ground,
+        ExitStack() as opened,
     ):
         players, fitting = [], list(range(len(tasks)))
         for path, known in zip(paths, ground.models, strict=True):
@@ -113,9 +115,12 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
             mind_unknown(tokenizer, tasks)
             context = model.config.context
             said += beyond(config.max_tokens, context)
-            players.append(
-                ground.player(embedded(model, tokenizer, config.slots, config.precision), tokenizer, context)
+            how = config.slots, config.precision
+            engine = opened.enter_context(
+                closing(open_engine("local", model, tokenizer, *how, many=Many(config.replicas)))
             )
+            engine.load(model, 0)
+            players.append(ground.player(engine, tokenizer, context))
             if ground.pool.single_turn:
                 prompts = Prompts(tasks, tokenizer, TooLong(config.too_long, context, said.append))
                 fitting = [place for place in fitting if prompts.fits(place)]

@@ -322,6 +322,11 @@ class RLOptions(TrainingOptions, total=False):
     replicas: int
     """Sample with so many engines, each a process of this machine with a copy of the weights; 0: with the learner's
     own, in its process (vLLM: one process). No token depends on it, and one that dies is replaced."""
+    launch: Literal["local", "ray"]
+    """Where --replicas are processes: local, this machine, or ray, wherever a Ray cluster has room (RAY_ADDRESS; else
+    one of this machine is made). Other machines have to see --out under the same path."""
+    replica_cpus: float
+    """--launch ray: CPUs that each replica takes of the cluster; with --device cuda it takes a GPU too."""
     engines: tuple[str, ...]
     """Sample with engines that listen (posttrain engine --listen), here or on other machines: HOST:PORT. They need to
     see --out under the same path, where the weights for them lie."""

@@ -48,6 +48,7 @@ class Fake:
         self.closed = self.ended = self.stopped = False
         self.version = self.claimed = -1
         self.begun = False
+        self.called: list[tuple[str, Any]] = []  # of vLLM's weight transfer
         self.requests: dict[int, tuple[int, list[int]]] = {}
 
     # what the pool sees
@@ -107,6 +108,9 @@ class Fake:
             ticket, id, prompt, *_ = more
             assert id not in {known for known, _ in self.requests.values()}, "asked twice at the same time"
             self.requests[ticket] = id, prompt
+        elif what == "transfer":
+            self.called.append((more[0], more[1]))
+            self.outbox.append(["transferred"])
         elif what == "cancel":
             self.requests = {t: r for t, r in self.requests.items() if r[0] != more[0]}
 
@@ -128,6 +132,12 @@ class Put:
     def put(self, weights: Any, version: int) -> None:
         self.offer = {"version": version, "checksum": 7 * version}
 
+    def send(self, name: str, first: bool, call: Any) -> None:
+        pass
+
+    def done(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -135,7 +145,7 @@ class Put:
 class Somewhere:
     """See `pool.Place`."""
 
-    def __init__(self, name: str, world: World, transport: Put) -> None:
+    def __init__(self, name: str, world: World, transport: Any) -> None:
         self.name, self.world, self.transport = name, world, transport
 
     def open(self) -> Any:
@@ -161,7 +171,7 @@ class Score:
         return 0.0, None if right else "sings another song"
 
 
-def pool_of(world: World, count: int, transport: Put, restarts: int = RESTARTS) -> Pool:
+def pool_of(world: World, count: int, transport: Any, restarts: int = RESTARTS) -> Pool:
     places = [Somewhere(str(number), world, transport) for number in range(count)]
     pool = Pool(
         places, Score(), 64, 50, seconds=SECONDS, start_seconds=30.0, restarts=restarts,  # type: ignore[arg-type]

@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,11 +28,11 @@ from processes import descendants, gone
 
 import posttrain
 from posttrain.engines.canary import LIMIT, Canary
-from posttrain.engines.handover import Files, Received, SharedMemory, offered
+from posttrain.engines.handover import Files, Received, SharedMemory, checksum_of_names, offered
 from posttrain.engines.local import LocalEngine
-from posttrain.engines.opening import Many
 from posttrain.engines.pool import Member, Pool, State
-from posttrain.engines.replicas import open_pool
+from posttrain.engines.replicas import Many, open_pool
+from posttrain.engines.transfer import CardToCard
 from posttrain.engines.weights import own_copy
 from posttrain.engines.wire import TOKEN, Gone, Wire, completion_read, prove, read_token
 from posttrain.models.decoder import Decoder
@@ -343,6 +344,88 @@ def test_several_processes_share_the_engines_out() -> None:
     assert Many().of(Of(1)).replicas == 0  # type: ignore[arg-type]
 
 
+class Sender:
+    """vLLM's trainer side as its documentation has it: over NCCL, `update_weights` runs beside the broadcast."""
+
+    backend = ""
+    made: ClassVar[list[Sender]] = []
+
+    @classmethod
+    def trainer_init(cls, info: Any, *, client: Any, source: Any) -> Sender:
+        sender = cls()
+        sender.client, sender.source = client, source
+        client.init_weight_transfer_engine({"info": [*info]})
+        Sender.made.append(sender)
+        return sender
+
+    client: Any
+    source: Any
+
+    def send_weights(self) -> None:
+        meta = self.source.metadata()
+        told = {
+            "names": [m[0] for m in meta],
+            "dtype_names": ["float32"] * len(meta),
+            "shapes": [list(m[2]) for m in meta],
+        }
+        self.client.start_weight_update()
+        if self.backend == "ipc":
+            told["ipc_handles"] = [{"card": ("handle",)}]
+        self.client.update_weights(told)
+        self.sent = dict(self.source)
+        self.client.finish_weight_update()
+
+
+@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+def test_weights_from_card_to_card_follow_the_documented_calls(
+    backend: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = "vllm.distributed.weight_transfer"
+    for name in ("vllm", "vllm.distributed", folder, f"{folder}.base", f"{folder}.{backend}_engine"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    base, engine, kind = sys.modules[f"{folder}.base"], sys.modules[f"{folder}.{backend}_engine"], backend.upper()
+    monkeypatch.setattr(base, "ParamMeta", lambda *what: what, raising=False)
+    monkeypatch.setattr(base, "WeightSource", object, raising=False)
+    monkeypatch.setattr(engine, f"{kind}TrainerInitInfo", lambda *what, rank: (*what, rank), raising=False)
+    own = type("Own", (Sender,), {"backend": backend})
+    monkeypatch.setattr(engine, f"{kind}TrainerWeightTransferEngine", own, raising=False)
+    Sender.made.clear()
+    first, second = tiny(tokenizer), tiny(tokenizer, seed=1)
+    transport = CardToCard(backend, first, torch.float32, 20.0)
+    world = World(random.Random(0), 0)
+    pool = pool_of(world, 2, transport)
+    monkeypatch.setattr(pool.canary, "deviation", lambda found, knew: (0.0, None))  # the fakes sample nothing
+    whole = ["start_weight_update", "update_weights", "finish_weight_update"]
+    pool.load(first, 0)
+    pool.load(second, 1)
+    for made in world.engines:
+        assert [name for name, _ in made.called] == ["init_weight_transfer_engine", *whole, *whole]
+        told = made.called[2][1]
+        assert "lm_head.weight" in told["names"] and told["dtype_names"] == ["float32"] * len(told["names"])
+        assert ("ipc_handles_pickled" in told) == (backend == "ipc") and "ipc_handles" not in told
+    assert len(Sender.made) == 2 and all(torch.equal(s.sent["lm_head.weight"], second.head) for s in Sender.made)
+    checksum = checksum_of_names(told["names"], told["dtype_names"], told["shapes"])
+    transport.put(first, 5)
+    assert transport.offer == {"version": 5, "checksum": checksum}
+    transport.done()
+
+    world.engines[0].closed = True  # weights are gone when it is back, so it waits for the next ones
+    pool.submit(0, [1], Sampling(max_tokens=1))
+    while not pool.poll():
+        pass
+    until(pool, lambda: pool.members[0].state is State.STALE)
+    pool.load(first, 2)
+    assert [m.state for m in pool.members] == [State.READY, State.READY]
+    assert [name for name, _ in world.engines[2].called] == ["init_weight_transfer_engine", *whole]
+    world.engines[2].closed = True
+    until(pool, lambda: pool.members[0].state is State.STALE)
+    pool.restarts = 0  # so that the other one is not started again
+    world.engines[1].closed = True
+    pool.submit(0, [1], Sampling(max_tokens=1))
+    with pytest.raises(UserError, match="no engine is left"):
+        until(pool, lambda: False)
+
+
 # -- real processes ----------------------------------------------------------------------------------------------------
 
 
@@ -450,10 +533,11 @@ def test_engines_that_are_killed_stopped_or_wrong_change_no_token(tokenizer: Tok
         assert sampled(pool, asked) == sampled(other, asked)
 
 
-def opened(model: Decoder, tokenizer: Tokenizer, **how: Any) -> Pool:
-    pool = open_pool(
-        "local", model, tokenizer, 8, "float32", cache_gib=0.1, seconds=2.0, restarts=5, replicas=range(2), **how
-    )
+TWO = Many(2)
+
+
+def opened(model: Decoder, tokenizer: Tokenizer, many: Many = TWO, seconds: float = 2.0) -> Pool:
+    pool = open_pool("local", model, tokenizer, 8, "float32", many, cache_gib=0.1, seconds=seconds)
     pool.load(model, 0)
     return pool
 
@@ -570,3 +654,24 @@ def test_a_run_with_an_engine_that_listens_is_the_run_without(
     assert said.count("a pool      127.0.0.1") == said.count("it is gone") == 1 and said.endswith("stopped\n")
     with pytest.raises(UserError, match="cannot be reached"):
         run(tmp_path / "three", start, engines=(engine.address,))
+
+
+def test_engines_that_ray_has_placed_and_one_of_which_is_killed_change_no_token(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed here: pip install posttrain[ray]")
+    learner, asked = tiny(tokenizer), ragged(60)
+    calm = sampled(LocalEngine(learner, tokenizer, slots=8), asked)
+    with (
+        leaves_no_process(),
+        closing(
+            opened(learner, tokenizer, Many(2, folder=tmp_path / "weights", launch="ray", cpus=0.5), seconds=20)
+        ) as pool,
+    ):
+        pool.say = lambda text: None
+        pids = [pid for pid in descendants(os.getpid()) if b"Actor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(pids) == 2
+        assert sampled(pool, asked, lambda: os.kill(pids[0], signal.SIGKILL)) == calm
+        until(pool, lambda: all(m.state is State.READY for m in pool.members))
+        assert sampled(pool, asked) == calm and pool.counts()["restarts"] == 1
+    assert not (tmp_path / "weights").exists()

@@ -17,6 +17,7 @@ from served import served
 
 import posttrain
 from posttrain.engines.local import LocalEngine
+from posttrain.engines.replicas import Many, open_pool
 from posttrain.engines.vllm import BLOCK, VLLMEngine
 from posttrain.engines.vllm_worker import PREFILL_TOKENS
 from posttrain.envs.play import Episode, Player
@@ -393,15 +394,10 @@ def test_a_cancelled_request_is_not_answered_and_leaves_the_engine_free(
 def test_a_pool_of_two_of_which_one_is_killed_samples_what_the_learner_scores(
     policy: Decoder, tokenizer: Tokenizer
 ) -> None:
-    from posttrain.engines.replicas import open_pool
-
     prompts, how = ragged(60)
-    seconds, said = 300.0, list[str]()
-    with closing(
-        open_pool(
-            "vllm", policy, tokenizer, 16, "float32", cache_gib=1.0, seconds=seconds, restarts=2, replicas=range(2)
-        )
-    ) as pool:
+    said: list[str] = []
+    many = Many(2, restarts=2)
+    with closing(open_pool("vllm", policy, tokenizer, 16, "float32", many, cache_gib=1.0, seconds=300.0)) as pool:
         pool.say = said.append
         pool.load(policy, 3)
         assert not pool.batch_invariant and pool.counts()["canary"] < GAP

@@ -254,6 +254,14 @@ class RL(Training):
     replicas: int = option(0, least=0, most=1024)
     """Sample with so many engines, each a process of this machine with a copy of the weights; 0: with the learner's own,
     in its process (vLLM: one process). No token depends on it, and one that dies is replaced."""
+    handover: Literal["copied", "nccl", "ipc"] = "copied"
+    """How weights reach --replicas of vLLM on cards: copied, through memory of the machine; nccl, from card to card; ipc,
+    within one card. The last two are vLLM's own and have not been tried on cards yet."""
+    launch: Literal["local", "ray"] = "local"
+    """Where --replicas are processes: local, this machine, or ray, wherever a Ray cluster has room (RAY_ADDRESS; else one
+    of this machine is made). Other machines have to see --out under the same path."""
+    replica_cpus: float = option(1.0, above=0, most=1024)
+    """--launch ray: CPUs that each replica takes of the cluster; with --device cuda it takes a GPU too."""
     engines: tuple[str, ...] = ()
     """Sample with engines that listen (posttrain engine --listen), here or on other machines: HOST:PORT. They need to see
     --out under the same path, where the weights for them lie."""

@@ -7,6 +7,7 @@ memory. Weights of a version stay until the next one is put, so an engine that c
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import zlib
@@ -26,6 +27,8 @@ from posttrain.types import UserError
 Named = Iterable[tuple[str, Tensor]]
 Offer = dict[str, Any]
 """What an engine is told: plain JSON data."""
+Call = Callable[[str, Any], None]
+"""Has an engine call a method of its own, by name, with plain JSON data or None; returns when it has."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,10 @@ def checksum_of(tensors: Named) -> int:
     return found
 
 
+def checksum_of_names(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> int:
+    return zlib.crc32(json.dumps([list(names), list(dtypes), [list(shape) for shape in shapes]]).encode())
+
+
 class Transport(Protocol):
     """Makes weights available to the engines of a pool."""
 
@@ -88,7 +95,11 @@ class Transport(Protocol):
 
     @property
     def layout(self) -> dict[str, Any]: ...  # what is handed over, as an engine is told: plain JSON data
-    def put(self, weights: Any, version: int) -> None: ...
+    def put(self, weights: Any, version: int) -> None: ...  # weights of a version, for all engines
+    def send(self, name: str, first: bool, call: Call) -> None:
+        """What comes before an engine is told the offer. `first`: it has just started. Raises `wire.Gone`."""
+
+    def done(self) -> None: ...  # the weights that were put may change from now on
     def close(self) -> None: ...
 
 
@@ -110,6 +121,12 @@ class Laid:
     @property
     def layout(self) -> dict[str, Any]:
         return {"dtype": str(self.dtype).removeprefix("torch."), "stored": [asdict(s) for s in self.stored]}
+
+    def send(self, name: str, first: bool, call: Call) -> None:
+        pass  # engines fetch them
+
+    def done(self) -> None:
+        pass
 
     def written(self, weights: Any, memory: Tensor) -> int:
         """The checksum of the weights, copied into memory."""

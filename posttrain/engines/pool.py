@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -220,6 +221,8 @@ class Pool:
                 and not any(m.state is State.STALE for m in self.members)
             )
         )
+        for transport in self._transports():
+            transport.done()
 
     def close(self) -> None:
         """End all engines; requests in them are lost. May be called twice."""
@@ -253,14 +256,19 @@ class Pool:
                 self._hear(member, passed)
             except Gone as error:
                 self._lose(member, str(error))
-        spent = [m.state is State.DEAD and m.failures > self.restarts for m in self.members]
-        if all(spent):
+        if all(map(self._hopeless, self.members)):
             gone = UserError(
                 f"no engine is left, each was lost {self.restarts + 1} times in a row (--engine-restarts {self.restarts}); "
                 f"the last one: {self._last}"
             )
             gone.code = 1
             raise gone
+
+    def _hopeless(self, member: Member) -> bool:
+        """Whether nothing can come of it any more: it is dead for good, or needs weights that are gone."""
+        lacks = self._offering and member.place.transport.offer is None and not member.awaited
+        spent = member.state is State.DEAD and member.failures > self.restarts
+        return spent or (member.state is State.STALE and lacks)
 
     def _start_again(self) -> None:
         now = self._clock()
@@ -275,6 +283,10 @@ class Pool:
             offer = member.place.transport.offer
             if self._offering and offer is not None and member.state is State.STALE and not member.awaited:
                 member.loading = True
+                try:
+                    member.place.transport.send(member.place.name, member.held is None, partial(self._call, member))
+                except Gone as error:
+                    self._lose(member, str(error))
                 self._tell(member, "load", offer)
 
     def _hand_out(self) -> None:
@@ -311,6 +323,18 @@ class Pool:
             return False
         member.link.wire.tell(*message)
         return True
+
+    def _call(self, member: Member, method: str, info: Any) -> None:
+        """Waits for its end. Raises Gone."""
+        wire, end = member.link.wire, self._clock() + self.seconds
+        assert wire is not None, "it was heard before"
+        wire.tell("transfer", method, info)
+        while not (messages := [message for message in wire.heard() if message[0] != "alive"]):
+            if self._clock() > end:
+                raise Gone(f"it said nothing for {self.seconds:g} s in {method}")
+            self._listen([wire], POLL_SECONDS)
+        if messages != [["transferred"]]:
+            raise Gone(f"it failed in {method}: {messages[0][-1]!s:.400}")
 
     def _hear(self, member: Member, passed: float) -> None:
         """What it has said since. `passed`: seconds since the last look. Raises Gone."""
@@ -406,7 +430,7 @@ class Pool:
         if not self._begun:
             raise UserError(told)
         member.failures += 1
-        pause = 0.0 if member.failures == 1 else min(FIRST_PAUSE * 2 ** (member.failures - 2), LONGEST_PAUSE)
+        pause = 0.0 if member.failures == 1 else min(FIRST_PAUSE * 2 ** min(member.failures - 2, 9), LONGEST_PAUSE)
         member.again = self._clock() + pause
         last = member.failures > self.restarts
         self.say(f"{told}; {'it is not started again' if last else f'it is started again in {pause:g} s'}")

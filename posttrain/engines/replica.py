@@ -1,8 +1,8 @@
 """The process of an engine that answers a pool: `attend` is its whole life, whichever engine it is.
 
     pool -> engine   ("submit", ticket, id, prompt, sampling, keep), ("cancel", id), ("forget", id),
-                     ("copy", id, to, tokens), ("load", offer), and first of all ("setup", what it is to be)
-    engine -> pool   ("hello", what it is), ("loaded", version, checksum), ("done", ticket, completion),
+                     ("copy", id, to, tokens), ("transfer", method, info), ("load", offer); first of all ("setup", ...)
+    engine -> pool   ("hello", what it is), ("transferred",), ("loaded", version, checksum), ("done", ticket, completion),
                      ("alive",) now and then while it works, ("failed", why) before it gives up
 
 Unlike vLLM's process of a run without a pool, it samples whether the pool listens or not.
@@ -40,6 +40,7 @@ class Host(Protocol):
     @property
     def engine(self) -> Engine: ...
     def hello(self) -> dict[str, Any]: ...  # besides what every engine says
+    def transfer(self, method: str, info: Any) -> None: ...  # calls a method of vLLM's weight transfer
     def take(self, offer: Offer) -> tuple[int, int]: ...  # version and checksum of what it holds from then on
 
 
@@ -65,6 +66,9 @@ class LocalHost:
 
     def hello(self) -> dict[str, Any]:
         return {"coldest": 0.0, "slots": self.slots, "context": self.model.config.context}
+
+    def transfer(self, method: str, info: Any) -> None:
+        raise NotImplementedError("it takes weights over from memory or files")
 
     def take(self, offer: Offer) -> tuple[int, int]:
         """The checksum is that of the engine's own weights, behind the hand-over."""
@@ -109,6 +113,9 @@ def _carry_out(host: Host, wire: Wire, tickets: dict[int, int], message: Message
         host.engine.copy(*more)
     elif what == "load":
         wire.tell("loaded", *host.take(*more))
+    elif what == "transfer":
+        host.transfer(*more)
+        wire.tell("transferred")
     else:
         raise ValueError(f"the pool asked for {what!r}")
 

@@ -6,6 +6,8 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +17,7 @@ from posttrain.engines.canary import LIMIT, LIMIT_BFLOAT16, Canary
 from posttrain.engines.handover import Files, SharedMemory, Transport
 from posttrain.engines.pool import Link, Place, Pool
 from posttrain.engines.process import Process
+from posttrain.engines.transfer import CardToCard
 from posttrain.engines.vllm import (
     SAME,
     cache_bytes,
@@ -23,21 +26,52 @@ from posttrain.engines.vllm import (
     handed_over,
     prepare,
     require_vllm,
-    shared_with_vllm,
 )
-from posttrain.engines.wire import PROOF_SECONDS, Gone, Wire, prove
+from posttrain.engines.wire import PROOF_SECONDS, Gone, Wire, prove, read_token
 from posttrain.kernels import build
 from posttrain.messages import one_line
 from posttrain.models.config_json import written_config
 from posttrain.models.decoder import Decoder
 from posttrain.models.json_files import write_json
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import World
 from posttrain.types import UserError
 
 ALIVE_SECONDS = 1.0  # between two signs of life of an engine that works, at most
 WORKER = "posttrain.engines.replica:main"
 
 Kind = Literal["local", "vllm"]
+
+
+@dataclass(frozen=True)
+class Many:
+    """Engines of a pool, as the options of a run name them. None: one engine, in the place that its kind has."""
+
+    replicas: int = 0  # processes to start
+    addresses: Sequence[str] = ()  # engines that listen
+    token: str | None = None  # the file that holds what these want to know
+    restarts: int = 5
+    folder: Path | None = None  # of weights for engines elsewhere, on a disk that all see
+    launch: Literal["local", "ray"] = "local"  # who starts processes, and where
+    cpus: float = 1.0  # of a cluster, for each of them
+    handover: Literal["copied", "nccl", "ipc"] = "copied"  # how weights reach processes of this machine
+    rank: int = 0  # of the process whose engines these are
+
+    def __bool__(self) -> bool:
+        return bool(self.replicas or self.addresses)
+
+    def of(self, world: World) -> Many:
+        """The share of one of the processes of a run. Raises UserError where it has none."""
+        if self.handover != "copied" and (world.size > 1 or not self.replicas or self.launch != "local"):
+            raise UserError(f"--handover {self.handover} is of one process of training, with --replicas on its machine")
+        if self and self.replicas + len(self.addresses) < world.size:
+            raise UserError(
+                f"each of {world.size} processes samples with engines of its own: give as many at least (--replicas, "
+                "--engines)"
+            )
+        first = (world.rank - self.replicas) % world.size  # addresses are dealt on where the replicas end
+        own = len(range(world.rank, self.replicas, world.size)), self.addresses[first :: world.size]
+        return replace(self, replicas=own[0], addresses=own[1], rank=world.rank)
 
 
 def setup_of(
@@ -73,20 +107,27 @@ def setup_of(
     }
 
 
+def environment_of(setup: dict[str, Any]) -> dict[str, str]:
+    """What the process of an engine is to find in its environment, besides ours."""
+    threads = {"OMP_NUM_THREADS": str(setup["threads"])}
+    return {**environment(), **threads} if setup["engine"] == "vllm" else threads
+
+
 class LocalProcess:
     """See `pool.Place`: a process of this machine, with the weights in memory that it shares."""
 
-    def __init__(self, name: str, setup: dict[str, Any], transport: SharedMemory) -> None:
-        self.name, self.transport = name, transport
+    def __init__(self, name: str, setup: dict[str, Any], memory: SharedMemory, transport: Transport) -> None:
+        """`transport`: the memory, or what hands weights over in its place."""
+        self.name, self.memory, self.transport = name, memory, transport
         self.setup = {**setup, "layout": transport.layout}
 
     def open(self) -> Link:
-        own = {"OMP_NUM_THREADS": str(self.setup["threads"])}
-        if self.setup["engine"] == "vllm":
-            device = torch.device(self.setup["device"])
-            cards = {} if device.type == "cpu" else {"CUDA_VISIBLE_DEVICES": str(device.index or 0)}
-            own = {**environment(), **own, **cards}
-        return _ProcessLink(Process(WORKER, "engine", [self.transport.descriptor], own), self.setup)
+        own, device = environment_of(self.setup), torch.device(self.setup["device"])
+        if self.setup.get("transfer") == "ipc":
+            own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of memory, which come from us
+        if self.setup["engine"] == "vllm" and device.type == "cuda":
+            own["CUDA_VISIBLE_DEVICES"] = str(device.index or 0)
+        return _ProcessLink(Process(WORKER, "engine", [self.memory.descriptor], own), self.setup)
 
 
 class _ProcessLink:
@@ -184,42 +225,49 @@ def open_pool(
     tokenizer: Tokenizer,
     slots: int,
     precision: str,
+    many: Many,
     *,
     cache_gib: float,
     seconds: float,
-    restarts: int,
-    replicas: Sequence[int] = (),
-    addresses: Sequence[str] = (),
-    token: bytes = b"",
-    folder: Path | None = None,
-    rank: int = 0,
 ) -> Pool:
-    """`replicas`: numbers of the processes to start. `addresses`: of engines that listen; `token`: what they want to know;
-    `folder`: of the weights for them, on a disk that they see too; `rank`: of the process whose engines these are.
+    """Nothing is sampled, and no weights are written to a disk, before some are loaded.
 
-    Nothing is sampled, and nothing written there, before weights are loaded. Raises UserError where one does not start.
+    Raises UserError where one of the engines does not start.
     """
-    files = tempfile.TemporaryDirectory(prefix="posttrain-engines-")
-    alive = min(ALIVE_SECONDS, seconds / 4)
-    try:
-        places: list[Place] = []
-        if replicas:
-            threads = max(1, torch.get_num_threads() // len(replicas))
-            setup = setup_of(kind, model, tokenizer, Path(files.name), slots, precision, cache_gib, threads)
-            shared = shared_with_vllm(model, precision) if kind == "vllm" else SharedMemory(model, model.head.dtype)
-            setup["alive"] = alive
-            places += [LocalProcess(str(number), _on_device(setup, number), shared) for number in replicas]
-        if addresses:
-            own = folder or Path(files.name) / "weights"
-            laid = Files(own, rank, model, dtype_of(precision), handed_over, SAME if model.config.tied else None)
-            on_disk = laid if kind == "vllm" else Files(own, rank, model, model.head.dtype)
-            places += [Listening(address, token, on_disk, alive) for address in addresses]
+    if many.handover != "copied" and (kind != "vllm" or model.head.device.type != "cuda"):
+        raise UserError(f"--handover {many.handover} is of vLLM on cards: --engine vllm --device cuda, or leave it out")
+    token = read_token(many.token) if many.addresses else b""
+    with ExitStack() as opened:
+        own = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-engines-")))
+        alive = min(ALIVE_SECONDS, seconds / 4)
+        dtype = dtype_of(precision) if kind == "vllm" else model.head.dtype
+        how: tuple[Any, ...] = (model, dtype)
+        if kind == "vllm":
+            how = (*how, handed_over, SAME if model.config.tied else None)
+        files = Files(many.folder or own / "weights", many.rank, *how)
+        places: list[Place] = [Listening(address, token, files, alive) for address in many.addresses]
+        if many.replicas:
+            ray = many.launch == "ray"
+            threads = many.cpus if ray else torch.get_num_threads() / many.replicas
+            setup = setup_of(kind, model, tokenizer, own, slots, precision, cache_gib, max(1, int(threads)))
+            if ray:
+                from posttrain.engines.ray_engines import RayPlaces
+
+                cluster = opened.enter_context(closing(RayPlaces(setup, files, many.cpus, alive)))
+                places += cluster.places(range(many.replicas))
+            else:
+                memory = SharedMemory(*how)
+                opened.callback(memory.close)
+                transport: Transport = memory
+                if many.handover != "copied":
+                    transport = CardToCard(many.handover, model, dtype, seconds)
+                    setup["transfer"] = many.handover
+                setups = [_on_device({**setup, "alive": alive}, number) for number in range(many.replicas)]
+                places += [LocalProcess(str(number), setup, memory, transport) for number, setup in enumerate(setups)]
         canary = Canary(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
         sizes = model.config.context, model.config.vocab
-        return Pool(places, canary, *sizes, seconds=seconds, restarts=restarts, closed=files.cleanup)
-    except BaseException:
-        files.cleanup()
-        raise
+        return Pool(places, canary, *sizes, seconds=seconds, restarts=many.restarts, closed=opened.pop_all().close)
+    raise AssertionError("nothing above is left without a pool")
 
 
 def _on_device(setup: dict[str, Any], number: int) -> dict[str, Any]:

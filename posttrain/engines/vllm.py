@@ -77,7 +77,7 @@ class VLLMEngine:
         require_vllm()
         self.load_seconds, self.step_seconds, self.poll_steps = load_seconds, step_seconds, poll_steps
         self.context, self.vocab, self.version = model.config.context, model.config.vocab, 0
-        self.shared = shared_with_vllm(model, precision)
+        self.shared = SharedMemory(model, dtype_of(precision), handed_over, SAME if model.config.tied else None)
         self._submitted: list[Request] = []
         self._owed = 0  # requests that the process has
         self.computed = 0  # tokens that went through the model: without those that vLLM's prefix cache had
@@ -209,11 +209,6 @@ def prepare(folder: str, model: Decoder, tokenizer: Tokenizer) -> tuple[int, ...
     config = dict(model.source) or written_config(model.config)
     write_json(Path(folder) / "config.json", {**config, "tie_word_embeddings": False})
     return tuple(model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ()))
-
-
-def shared_with_vllm(model: Decoder, precision: str) -> SharedMemory:
-    """What is handed over to vLLM, as it stores it; a tied head lies where the embedding does."""
-    return SharedMemory(model, dtype_of(precision), handed_over, SAME if model.config.tied else None)
 
 
 def dtype_of(precision: str) -> torch.dtype:

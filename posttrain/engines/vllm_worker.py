@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.engines.handover import Offer, Stored, offered, shared_memory
+from posttrain.engines.handover import Offer, Stored, checksum_of_names, offered, shared_memory
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
@@ -36,6 +36,7 @@ ALIVE_SECONDS = 1.0  # between two signs of life
 PREFILL_TOKENS = 2048  # of prompts that a processor computes at once, or one longer prompt
 POLL_STEPS = 8  # in a pool, after which new requests join those that run
 COLDEST = 0.01  # vLLM raises lower temperatures to this one in silence
+TRANSFER = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; what it takes is weights + cache_bytes
 
 
@@ -50,6 +51,7 @@ class Setup:
     cache_bytes: int  # of the key-value cache
     eos_ids: tuple[int, ...]
     weights: tuple[Stored, ...]
+    transfer: str | None = None  # vLLM's backend for weights that come from card to card
 
 
 @dataclass
@@ -72,7 +74,11 @@ class Worker:
         self.asked = 0
         self.computed = 0  # tokens that went through the model, of requests that have finished
         self.heard = time.monotonic()
-        gpu = torch.cuda.is_available()
+        gpu, more = torch.cuda.is_available(), {}
+        if setup.transfer is not None:
+            from vllm.config.weight_transfer import WeightTransferConfig
+
+            more["weight_transfer_config"] = WeightTransferConfig(backend=setup.transfer)
         if not gpu:  # compiling takes longer than what it saves
             from torch import _dynamo
 
@@ -95,6 +101,7 @@ class Worker:
                 max_num_batched_tokens=None if gpu else max(setup.context, PREFILL_TOKENS),
                 enforce_eager=not gpu,
                 disable_log_stats=True,
+                **more,
             )
         )
 
@@ -116,10 +123,14 @@ class Worker:
                 yield stored.name, stored.tensor_in(self.memory, dtype)
 
         self.engine.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=weights()))
+        self.renewed(version)
+        return version, checksum
+
+    def renewed(self, version: int) -> None:
+        """What was computed with the weights before is forgotten."""
         forgotten = self.engine.reset_prefix_cache()
         assert forgotten, "prompts computed with the old weights are still in use"
         self.version = version
-        return version, checksum
 
     def poll(self, requests: Sequence[Request], steps: int | None) -> tuple[list[Completion], int]:
         """Take these up and step until a request has finished, or so many times at most."""
@@ -208,8 +219,9 @@ class VLLMHost:
         layout = setup["layout"]
         stored = tuple(Stored(s["name"], tuple(s["shape"]), s["offset"]) for s in layout["stored"])
         known = setup["folder"], getattr(torch, layout["dtype"]), setup["context"], setup["slots"], setup["cache_bytes"]
-        self.memory = memory
-        self.worker = Worker(Setup(*known, tuple(setup["eos_ids"]), stored), torch.empty(0))
+        self.memory, self.told = memory, 0
+        kind = Setup(*known, tuple(setup["eos_ids"]), stored, setup.get("transfer"))
+        self.worker = Worker(kind, torch.empty(0))
 
     @property
     def engine(self) -> Engine:
@@ -219,7 +231,17 @@ class VLLMHost:
         setup = self.worker.setup
         return {"coldest": COLDEST, "slots": setup.slots, "context": setup.context}
 
+    def transfer(self, method: str, info: Any) -> None:
+        if method not in TRANSFER:
+            raise ValueError(f"{method} is no part of a transfer")
+        if method == "update_weights":
+            self.told = checksum_of_names(info["names"], info["dtype_names"], info["shapes"])
+        self.worker.engine.collective_rpc(method, args=() if info is None else (info,))
+
     def take(self, offer: Offer) -> tuple[int, int]:
+        if self.worker.setup.transfer is not None:  # they have come by `transfer`
+            self.worker.renewed(offer["version"])
+            return offer["version"], self.told
         self.worker.memory = offered(offer, self.memory)
         return self.worker.load(offer["version"])
 

@@ -19,8 +19,9 @@ from posttrain.batch import Stats
 from posttrain.config import RL, Distill
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, to_tasks
-from posttrain.engines.opening import Many, open_engine
+from posttrain.engines.opening import open_engine
 from posttrain.engines.pool import Pool
+from posttrain.engines.replicas import Many
 from posttrain.envs import unscored
 from posttrain.envs.load import is_generator_env, load_env, success_of
 from posttrain.learners.dealing import DealingLearner
@@ -194,7 +195,8 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
     """What samples the rollouts."""
     config, cache, limit = run.config, run.config.engine_cache, run.config.engine_seconds
     named = config.replicas, config.engines, config.engine_token, config.engine_restarts
-    many, how = Many(*named, run.path / HANDED_OVER).of(run.world), (config.slots, config.precision)
+    many = Many(*named, run.path / HANDED_OVER, config.launch, config.replica_cpus, config.handover).of(run.world)
+    how = config.slots, config.precision
     return open_engine(config.engine, model, tokenizer, *how, cache_gib=cache, seconds=limit, many=many)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from posttrain.batch import Stats
 from posttrain.config import Evaluation
 from posttrain.data.tasks import Stream, hold_out
-from posttrain.engines.opening import Many, open_engine
+from posttrain.engines.opening import open_engine
+from posttrain.engines.replicas import Many
 from posttrain.envs.load import success_of
 from posttrain.envs.play import Episode
 from posttrain.models.folder import load_model

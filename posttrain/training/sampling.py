@@ -21,7 +21,8 @@ from posttrain.data.convert import Convert
 from posttrain.data.items import MOST
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.data.verdicts import DETAILS, SAID, to_prompt
-from posttrain.engines.opening import Many, open_engine
+from posttrain.engines.opening import open_engine
+from posttrain.engines.replicas import Many
 from posttrain.envs.load import is_generator_env, load_converter, load_env
 from posttrain.envs.play import Episode, Player
 from posttrain.models.folder import load_model

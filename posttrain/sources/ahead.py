@@ -21,7 +21,7 @@ from posttrain.batch import Stats
 from posttrain.engines.weights import own_copy
 from posttrain.models.linear import compute_apart
 from posttrain.protocols import Learner, Model
-from posttrain.sources.collecting import Collected, Collector
+from posttrain.sources.collecting import Collected, Collector, Mark
 from posttrain.sources.stored import restored, stored
 
 T = TypeVar("T")
@@ -33,8 +33,7 @@ class Played:
     """A step that has been played."""
 
     number: int
-    first: int  # tasks drawn before it
-    cursor: int  # and after it
+    after: Mark  # how far the collector was then
     collected: Collected
     stats: Stats
     seconds: Mapping[str, float]  # in which nothing was sampled, because of environments or of services
@@ -47,7 +46,7 @@ class Stock:
     def __init__(self, collector: Collector, groups: DynamicSampling | None, ahead: int, last: int) -> None:
         """`groups`: which are replaced; `ahead`: steps; `last`: the number of the run's last step."""
         self.groups, self.ahead, self.last = groups, ahead, last
-        self.cursor = 0  # tasks drawn for the steps that were learned from
+        self._learned = Mark()  # how far the collector was behind the last step that was learned from
         self._steps: deque[_Step] = deque()  # in order, the next one to learn from first
         self._thread = _Thread() if ahead else None
         if self._thread is not None:
@@ -64,7 +63,7 @@ class Stock:
             self._begin(coming, copied, learner.version)
         played = self._steps.popleft().result()
         assert played.number == number, "steps come in their order"
-        self.cursor = played.cursor
+        self._learned = played.after
         return played
 
     def aside(self, play: Callable[[Any], T]) -> T:
@@ -73,20 +72,16 @@ class Stock:
         return play(player) if self._thread is None else self._thread.call(lambda: play(player)).result()
 
     def state(self) -> dict[str, Any]:
-        return {"cursor": self.cursor, **({"ahead": list(self._steps)} if self._steps else {})}
+        return {**self._learned.state(), **({"ahead": list(self._steps)} if self._steps else {})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`. Raises ValueError, LookupError or TypeError if it is of no such stock."""
-        cursor = state["cursor"]
-        if type(cursor) is not int or cursor < 0:
-            raise ValueError(f"{cursor!r} tasks played")
-        self.cursor = self.collector.cursor = cursor
+        self._learned = self.collector.restore(state)
         for row in state.get("ahead", ()):
             if row is None:  # it failed, and ended the run: it is played anew, with the weights that there are
                 break
             played = self._restored(row)
             self._steps.append(_Step(_made(played)))
-            self.collector.cursor = played.cursor
 
     def close(self) -> None:
         """What is being played is given up."""
@@ -100,13 +95,13 @@ class Stock:
         self._steps.append(_Step(self._thread.call(play) if self._thread is not None else _made(play())))
 
     def _played(self, number: int, weights: Model, version: int) -> Played:
-        player, first, stats = self.collector.player, self.collector.cursor, Stats()
+        player, stats = self.collector.player, Stats()
         player.engine.load(weights, version)
         seconds = self._waited()
         player.services.begin(number)
         collected = self.collector.collect(number, self.groups, stats)
         seconds = {name: now - seconds[name] for name, now in self._waited().items()}
-        return Played(number, first, self.collector.cursor, collected, stats, seconds, player.services.counts())
+        return Played(number, self.collector.mark, collected, stats, seconds, player.services.counts())
 
     def _waited(self) -> dict[str, float]:
         """Seconds so far in which nothing was sampled, because of environments or of services."""
@@ -115,15 +110,12 @@ class Stock:
         return {"waiting": player.pool.waited, **asked}
 
     def _restored(self, row: Mapping[str, Any]) -> Played:
-        first, groups = int(row["first"]), len({rollout["group"] for rollout in row["rollouts"]})
-        episodes, cursor = self.collector.episodes(int(row["number"]), first, groups)
-        tasks = {episode.group: episode.task for episode in episodes}
-        if cursor != row["cursor"] or first != self.collector.cursor:
-            raise ValueError("rollouts that were played ahead are of other tasks")
+        places = {str(group): int(place) for group, place in row["places"].items()}
+        tasks = {group: self.collector.task_of(group, place) for group, place in places.items()}
         rollouts = [restored(rollout, tasks[rollout["group"]]) for rollout in row["rollouts"]]
         stats = Stats({name: (float(total), float(count)) for name, (total, count) in row["stats"].items()})
-        collected = Collected(rollouts, [rollouts[place] for place in row["kept"]])
-        return Played(int(row["number"]), first, cursor, collected, stats, {}, {})
+        collected = Collected(rollouts, [rollouts[place] for place in row["kept"]], places)
+        return Played(int(row["number"]), self.collector.restore(row["after"]), collected, stats, {}, {})
 
 
 @dataclass(frozen=True)
@@ -144,8 +136,8 @@ class _Step:
         places = {id(rollout): place for place, rollout in enumerate(played.collected.played)}
         return {
             "number": played.number,
-            "first": played.first,
-            "cursor": played.cursor,
+            "after": played.after.plain(),
+            "places": played.collected.places,
             "rollouts": [stored(rollout) for rollout in played.collected.played],
             "kept": [places[id(rollout)] for rollout in played.collected.kept],
             "stats": played.stats,

@@ -102,7 +102,7 @@ def one(
 
 def report(results: dict[str, Any], rows: Sequence[str], seeds: Sequence[int]) -> str:
     """A Markdown table: a line each kind, its seeds, mean and 95% interval (Student), and that of what it lost."""
-    head = "| row | ahead | accounts | accuracy of each seed | mean | beside none ahead | KL to the sampler | effective share |"
+    head = "| row | ahead | accounts | accuracy of each seed | mean | beside none ahead | KL to sampler | effective share |"
     found = [head, "|---|---|---|---|---|---|---|---|"]
     for row, ahead, accounting in kinds(rows):
         own = [results[f"{row} {accounting} {ahead} {seed}"] for seed in seeds]

@@ -25,14 +25,16 @@ def open_engine(
     cache_gib: float = KEPT_BYTES / 2**30,
     seconds: float = 120.0,
     serving: bool = False,
+    own: bool = False,
     many: Many = Many(),  # noqa: B008  frozen
 ) -> Engine:
     """`seconds`: limit of silence of an engine in another process, in a hand-over of weights and in a decoding step.
 
-    `serving`: requests come at any time, and nothing but sampling needs the memory. `many`: a pool, if it names engines.
+    `serving`: requests come at any time, and nothing but sampling needs the memory. `own`: the weights that are loaded last
+    are sampled with, whatever becomes of the model meanwhile. `many`: a pool, if it names engines.
     """
     if kind == "local" and not many:
-        return embedded(model, tokenizer, slots, precision, cache_gib, rests=not serving)
+        return embedded(model, tokenizer, slots, precision, cache_gib, rests=not serving, own=own)
     if not isinstance(model, Decoder):
         raise UserError(f"engines in other processes cannot take over the weights of a {type(model).__name__}")
     if many:

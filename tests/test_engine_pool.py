@@ -28,11 +28,12 @@ from processes import descendants, gone
 
 import posttrain
 from posttrain.engines.canary import LIMIT, Canary
-from posttrain.engines.handover import Files, Received, SharedMemory, checksum_of_names, offered
+from posttrain.engines.handover import Files, Laid, Received, SharedMemory, checksum_of_names, offered
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.pool import Member, Pool, State
 from posttrain.engines.replicas import Many, open_pool
 from posttrain.engines.transfer import CardToCard
+from posttrain.engines.vllm import laid_for_vllm
 from posttrain.engines.weights import own_copy
 from posttrain.engines.wire import TOKEN, Gone, Wire, completion_read, prove, read_token
 from posttrain.models.decoder import Decoder
@@ -220,14 +221,14 @@ def test_the_canary_hears_weights_that_were_handed_over_and_reached_nothing(toke
 
 def test_weights_arrive_to_the_bit_by_memory_and_by_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     first, second = tiny(tokenizer), tiny(tokenizer, seed=1)
-    files = Files(tmp_path / "weights", 0, first, torch.float32)
-    memory = SharedMemory(first, torch.float32)
+    laid = Laid(first, torch.float32)
+    files, memory = Files(tmp_path / "weights", 0, laid), SharedMemory(laid)
     for way in (memory, files):
         for version, model in enumerate((first, second)):
             way.put(model, version)
             offer = json.loads(json.dumps(way.offer))
-            laid = offered(offer, memory.memory if way is memory else None)
-            received = dict(Received(json.loads(json.dumps(way.layout)), laid).named_parameters())
+            lies = offered(offer, memory.memory if way is memory else None)
+            received = dict(Received(json.loads(json.dumps(way.layout)), lies).named_parameters())
             assert received.keys() == dict(model.named_parameters()).keys() and offer["version"] == version
             assert all(torch.equal(received[name], own) for name, own in model.named_parameters())
     assert memory.offer is not None and files.offer is not None
@@ -391,7 +392,7 @@ def test_weights_from_card_to_card_follow_the_documented_calls(
     monkeypatch.setattr(engine, f"{kind}TrainerWeightTransferEngine", own, raising=False)
     Sender.made.clear()
     first, second = tiny(tokenizer), tiny(tokenizer, seed=1)
-    transport = CardToCard(backend, first, torch.float32, 20.0)
+    transport = CardToCard(backend, laid_for_vllm(first, torch.float32), 20.0)
     world = World(random.Random(0), 0)
     pool = pool_of(world, 2, transport)
     monkeypatch.setattr(pool.canary, "deviation", lambda found, knew: (0.0, None))  # the fakes sample nothing
@@ -575,7 +576,7 @@ def same_course(one: Path, other: Path, steps: int = 4) -> None:
 def test_a_run_with_replicas_of_which_one_is_killed_is_the_run_without(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(tmp_path / "one", start)
+    run(tmp_path / "one", start, ahead=1, correction="truncate")
     poll, killed = Pool.poll, list[int]()
 
     def polled(self: Pool) -> list[Completion]:
@@ -587,7 +588,7 @@ def test_a_run_with_replicas_of_which_one_is_killed_is_the_run_without(
 
     monkeypatch.setattr(Pool, "poll", polled)
     with leaves_no_process():
-        run(tmp_path / "two", start, replicas=2)
+        run(tmp_path / "two", start, replicas=2, ahead=1, correction="truncate")
     same_course(tmp_path / "one", tmp_path / "two")
     timing = [json.loads(line) for line in (tmp_path / "two" / "timing.jsonl").read_text().splitlines()]
     evaluated = [posttrain.evaluate(SUMS[:5], talk, str(start), samples=3, env_workers=0, replicas=n) for n in (0, 1)]

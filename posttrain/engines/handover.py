@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from posttrain.messages import one_line
-from posttrain.protocols import Model
 from posttrain.types import UserError
 
 Named = Iterable[tuple[str, Tensor]]
@@ -57,17 +56,38 @@ def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-def laid(tensors: Named, dtype: torch.dtype, same: tuple[str, str] | None = None) -> tuple[Stored, ...]:
-    """A place for each tensor, on boundaries of 64 bytes. `same`: of two names, the second lies where the first does."""
-    offset, places = 0, dict[str, int]()
-    found = []
-    for name, tensor in tensors:
-        shape = tuple(tensor.shape)
-        shared = same is not None and name == same[1]
-        places[name] = places[same[0]] if same is not None and shared else offset
-        found.append(Stored(name, shape, places[name]))
-        offset += 0 if shared else -(-size_of(shape, dtype) // 64) * 64
-    return tuple(found)
+class Laid:
+    """How the tensors of a model lie end to end, on boundaries of 64 bytes."""
+
+    def __init__(
+        self,
+        model: Any,
+        dtype: torch.dtype,
+        named: Callable[[Any], Named] = lambda model: model.named_parameters(),
+        same: tuple[str, str] | None = None,
+    ) -> None:
+        """`named`: the tensors, in their order. `same`: of two names, the second lies where the first does."""
+        self.dtype, self.named, self.stored, self.bytes = dtype, named, list[Stored](), 0
+        places: dict[str, int] = {}
+        for name, tensor in named(model):
+            shared = same is not None and name == same[1]
+            places[name] = places[same[0]] if same is not None and shared else self.bytes
+            self.stored.append(Stored(name, tuple(tensor.shape), places[name]))
+            self.bytes += 0 if shared else -(-size_of(tensor.shape, dtype) // 64) * 64
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return {"dtype": str(self.dtype).removeprefix("torch."), "stored": [asdict(s) for s in self.stored]}
+
+    def write(self, weights: Any, memory: Tensor) -> int:
+        """Copy the weights into memory; returns their checksum."""
+        tensors, checksum = dict(self.named(weights)), 0
+        with torch.no_grad():
+            for stored in self.stored:
+                stored.tensor_in(memory, self.dtype).copy_(tensors[stored.name])
+                checksum = stored.checksum(memory, self.dtype, checksum)
+        return checksum
 
 
 def shared_memory(descriptor: int) -> Tensor:
@@ -103,24 +123,16 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-class Laid:
-    """What both ways share: tensors end to end. `named`: those of a model, in their order; `same`: see `laid`."""
+class Copied:
+    """What the transports share that copy weights to where engines see them, end to end."""
 
-    def __init__(
-        self,
-        model: Model,
-        dtype: torch.dtype,
-        named: Callable[[Any], Named] = lambda model: model.named_parameters(),
-        same: tuple[str, str] | None = None,
-    ) -> None:
-        self.named, self.dtype = named, dtype
+    def __init__(self, laid: Laid) -> None:
+        self.laid = laid
         self.offer: Offer | None = None
-        self.stored = laid(named(model), dtype, same)
-        self.bytes = max(s.offset + size_of(s.shape, dtype) for s in self.stored)
 
     @property
     def layout(self) -> dict[str, Any]:
-        return {"dtype": str(self.dtype).removeprefix("torch."), "stored": [asdict(s) for s in self.stored]}
+        return self.laid.said
 
     def send(self, name: str, first: bool, call: Call) -> None:
         pass  # engines fetch them
@@ -128,39 +140,20 @@ class Laid:
     def done(self) -> None:
         pass
 
-    def written(self, weights: Any, memory: Tensor) -> int:
-        """The checksum of the weights, copied into memory."""
-        tensors, checksum = dict(self.named(weights)), 0
-        with torch.no_grad():
-            for stored in self.stored:
-                stored.tensor_in(memory, self.dtype).copy_(tensors[stored.name])
-                checksum = stored.checksum(memory, self.dtype, checksum)
-        return checksum
 
-
-class SharedMemory(Laid):
+class SharedMemory(Copied):
     """See `Transport`. For processes of this machine, which get the descriptor when they are started."""
 
-    def __init__(
-        self,
-        model: Model,
-        dtype: torch.dtype,
-        named: Callable[[Any], Named] = lambda model: model.named_parameters(),
-        same: tuple[str, str] | None = None,
-    ) -> None:
-        super().__init__(model, dtype, named, same)
+    def __init__(self, laid: Laid) -> None:
+        super().__init__(laid)
         self.descriptor = os.memfd_create(
             "posttrain weights"
         )  # no file: nothing to clean up, and /dev/shm may be small
-        os.truncate(self.descriptor, self.bytes)
+        os.truncate(self.descriptor, laid.bytes)
         self.memory = shared_memory(self.descriptor)
 
-    def write(self, weights: Any) -> int:
-        """Copy the weights to where they are seen; returns their checksum."""
-        return self.written(weights, self.memory)
-
     def put(self, weights: Any, version: int) -> None:
-        self.offer = {"version": version, "checksum": self.write(weights)}
+        self.offer = {"version": version, "checksum": self.laid.write(weights, self.memory)}
 
     def close(self) -> None:
         if self.descriptor >= 0:
@@ -168,22 +161,14 @@ class SharedMemory(Laid):
             self.descriptor = -1
 
 
-class Files(Laid):
+class Files(Copied):
     """See `Transport`. For engines that see the same disk: a file for each version, whole as soon as it has its name.
 
     `rank`: of the process whose engines these are.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        model: Model,
-        dtype: torch.dtype,
-        named: Callable[[Any], Named] = lambda model: model.named_parameters(),
-        same: tuple[str, str] | None = None,
-    ) -> None:
-        super().__init__(model, dtype, named, same)
+    def __init__(self, folder: Path, rank: int, laid: Laid) -> None:
+        super().__init__(laid)
         self.folder, self.rank = folder.absolute(), rank
 
     def put(self, weights: Any, version: int) -> None:
@@ -192,35 +177,40 @@ class Files(Laid):
         partial = path.with_name(f"{path.name}.partial")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, self.bytes)  # a full disk is told here, and is no signal in a mapping
-                checksum = self.written(weights, shared_memory(descriptor))
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            with partial.open("w+b") as file:
+                os.posix_fallocate(file.fileno(), 0, self.laid.bytes)  # a full disk is told here, not by a signal
+                checksum = self.laid.write(weights, shared_memory(file.fileno()))
+                os.fsync(file.fileno())
             partial.rename(path)
         except OSError as error:
             raise UserError(f"the weights for the engines cannot be written to {path}: {one_line(error)}") from error
-        before, self.offer = self.offer, {"version": version, "checksum": checksum, "file": str(path)}
-        if before is not None and before["file"] != str(path):
-            Path(before["file"]).unlink(missing_ok=True)
+        self._forget(but=path)
+        self.offer = {"version": version, "checksum": checksum, "file": str(path)}
 
     def close(self) -> None:
-        if self.offer is not None:
+        self._forget()
+        with suppress(OSError):  # it is not empty, or was never made
+            self.folder.rmdir()
+
+    def _forget(self, but: Path | None = None) -> None:
+        """The file of the last version, unless it has just been written again."""
+        if self.offer is not None and self.offer["file"] != str(but):
             Path(self.offer["file"]).unlink(missing_ok=True)
-            with suppress(OSError):  # it is not empty
-                self.folder.rmdir()
-            self.offer = None
+        self.offer = None
+
+
+def stored_in(layout: Any) -> tuple[torch.dtype, tuple[Stored, ...]]:
+    """What a layout says, as it came: the inverse of `Laid.said`."""
+    return getattr(torch, layout["dtype"]), tuple(
+        Stored(s["name"], tuple(s["shape"]), s["offset"]) for s in layout["stored"]
+    )
 
 
 class Received:
     """The other side: weights that lie as a layout says, with the names that a model has for them."""
 
     def __init__(self, layout: Any, memory: Tensor) -> None:
-        """Raises ValueError or the like for a layout that is none, or does not fit into the memory."""
-        self.memory, self.dtype = memory, getattr(torch, layout["dtype"])
-        self.stored = [Stored(s["name"], tuple(s["shape"]), s["offset"]) for s in layout["stored"]]
+        self.memory, self.dtype, self.stored = memory, *stored_in(layout)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for stored in self.stored:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import partial
 from itertools import count
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from posttrain.engines.canary import Canary
 from posttrain.engines.handover import Transport
 from posttrain.engines.request import Request
-from posttrain.engines.wire import Gone, Message, Wire, completion_read, sampling_said, wait
+from posttrain.engines.wire import Gone, Message, Wire, completion_read, wait
 from posttrain.protocols import Engine
 from posttrain.types import Completion, Sampling, UserError
 
@@ -314,7 +314,7 @@ class Pool:
         del self._waiting[request.id]
         member.owes[ticket], self._asked[request.id] = request, (member, ticket)
         member.tokens += _cost(request)
-        how = sampling_said(request.sampling)
+        how = asdict(request.sampling)
         self._tell(member, "submit", ticket, request.id, list(request.prompt), how, request.keep)
 
     def _tell(self, member: Member, *message: Any) -> bool:
@@ -386,7 +386,7 @@ class Pool:
         for place, (prompt, sampling) in enumerate(self.canary.requests()):
             ticket = next(self._tickets)
             member.canary[ticket] = place
-            self._tell(member, "submit", ticket, -1 - place, prompt, sampling_said(sampling), False)
+            self._tell(member, "submit", ticket, -1 - place, prompt, asdict(sampling), False)
 
     def _take_done(self, member: Member, ticket: int, said: Any) -> None:
         if ticket in member.canary:

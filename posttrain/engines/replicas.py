@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from posttrain.engines.canary import LIMIT, LIMIT_BFLOAT16, Canary
-from posttrain.engines.handover import Files, SharedMemory, Transport
+from posttrain.engines.handover import Files, Laid, SharedMemory, Transport
 from posttrain.engines.pool import Link, Place, Pool
 from posttrain.engines.process import Process
 from posttrain.engines.transfer import CardToCard
 from posttrain.engines.vllm import (
-    SAME,
     cache_bytes,
     dtype_of,
     environment,
-    handed_over,
+    laid_for_vllm,
     prepare,
     require_vllm,
 )
@@ -92,19 +91,12 @@ def setup_of(
         tokenizer.save(folder)
         write_json(folder / "config.json", dict(model.source) or written_config(model.config))
         eos = model.eos_ids
+    cache = cache_bytes(model.config, slots, dtype_of(precision), cache_gib)
     return {
-        "engine": kind,
-        "folder": str(folder),
-        "context": model.config.context,
-        "eos_ids": list(eos),
-        "slots": slots,
-        "precision": precision,
-        "cache_gib": cache_gib,
-        "cache_bytes": cache_bytes(model.config, slots, dtype_of(precision), cache_gib),
-        "threads": threads,
-        "compiled": build.used(),
-        "device": str(model.head.device),
-    }
+        "engine": kind, "folder": str(folder), "context": model.config.context, "eos_ids": list(eos), "slots": slots,
+        "precision": precision, "cache_gib": cache_gib, "cache_bytes": cache, "threads": threads,
+        "compiled": build.used(), "device": str(model.head.device),
+    }  # fmt: skip
 
 
 def environment_of(setup: dict[str, Any]) -> dict[str, str]:
@@ -241,10 +233,8 @@ def open_pool(
         own = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-engines-")))
         alive = min(ALIVE_SECONDS, seconds / 4)
         dtype = dtype_of(precision) if kind == "vllm" else model.head.dtype
-        how: tuple[Any, ...] = (model, dtype)
-        if kind == "vllm":
-            how = (*how, handed_over, SAME if model.config.tied else None)
-        files = Files(many.folder or own / "weights", many.rank, *how)
+        laid = laid_for_vllm(model, dtype) if kind == "vllm" else Laid(model, dtype)
+        files = Files(many.folder or own / "weights", many.rank, laid)
         places: list[Place] = [Listening(address, token, files, alive) for address in many.addresses]
         if many.replicas:
             ray = many.launch == "ray"
@@ -256,11 +246,11 @@ def open_pool(
                 cluster = opened.enter_context(closing(RayPlaces(setup, files, many.cpus, alive)))
                 places += cluster.places(range(many.replicas))
             else:
-                memory = SharedMemory(*how)
+                memory = SharedMemory(laid)
                 opened.callback(memory.close)
                 transport: Transport = memory
                 if many.handover != "copied":
-                    transport = CardToCard(many.handover, model, dtype, seconds)
+                    transport = CardToCard(many.handover, laid, seconds)
                     setup["transfer"] = many.handover
                 setups = [_on_device({**setup, "alive": alive}, number) for number in range(many.replicas)]
                 places += [LocalProcess(str(number), setup, memory, transport) for number, setup in enumerate(setups)]

@@ -16,11 +16,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
-from posttrain.engines.handover import Call, Laid, Offer, Transport, checksum_of_names
-from posttrain.engines.vllm import SAME, handed_over
+from posttrain.engines.handover import Call, Copied, Laid, Transport, checksum_of_names
+from posttrain.engines.vllm import handed_over
 from posttrain.engines.wire import Gone
 from posttrain.messages import one_line
 from posttrain.models.decoder import Decoder
@@ -50,25 +49,22 @@ class Client:
         self.call("finish_weight_update", None)
 
 
-class CardToCard:
+class CardToCard(Copied):
     """See `handover.Transport`. `seconds`: limit of one hand-over."""
 
-    def __init__(self, backend: Backend, model: Decoder, dtype: torch.dtype, seconds: float) -> None:
-        self.backend, self.dtype, self.seconds = backend, dtype, seconds
-        self.laid = Laid(model, dtype, handed_over, SAME if model.config.tied else None)
-        self.offer: Offer | None = None
+    def __init__(self, backend: Backend, laid: Laid, seconds: float) -> None:
+        super().__init__(laid)
+        self.backend, self.seconds = backend, seconds
         self._weights: Decoder | None = None
         self._senders: dict[str, Any] = {}  # vLLM's trainer side, by the engine's name
 
-    @property
-    def layout(self) -> dict[str, Any]:
-        return self.laid.layout
-
     def put(self, weights: Any, version: int) -> None:
-        names, dtype = [s.name for s in self.laid.stored], str(self.dtype).removeprefix("torch.")
-        shapes = [s.shape for s in self.laid.stored]
+        names, shapes = [s.name for s in self.laid.stored], [s.shape for s in self.laid.stored]
         self._weights = weights
-        self.offer = {"version": version, "checksum": checksum_of_names(names, [dtype] * len(names), shapes)}
+        self.offer = {
+            "version": version,
+            "checksum": checksum_of_names(names, [self.layout["dtype"]] * len(names), shapes),
+        }
 
     def send(self, name: str, first: bool, call: Call) -> None:
         """In a thread, since a collective with one that died may never end. Raises Gone."""
@@ -99,11 +95,11 @@ class CardToCard:
 
         class Source(WeightSource):  # type: ignore[misc]
             def metadata(self) -> list[Any]:
-                return [ParamMeta(s.name, transport.dtype, s.shape) for s in transport.laid.stored]
+                return [ParamMeta(s.name, transport.laid.dtype, s.shape) for s in transport.laid.stored]
 
             def __iter__(self) -> Iterator[tuple[str, Tensor]]:
                 for name, tensor in handed_over(transport._weights):  # type: ignore[arg-type]
-                    yield name, tensor.to(transport.dtype).contiguous()
+                    yield name, tensor.to(transport.laid.dtype).contiguous()
 
         if self.backend == "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine

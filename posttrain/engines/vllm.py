@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from posttrain.engines.handover import SharedMemory
+from posttrain.engines.handover import Laid, SharedMemory
 from posttrain.engines.process import Process
 from posttrain.engines.request import Request
 from posttrain.engines.vllm_worker import COLDEST, Setup
@@ -77,14 +77,14 @@ class VLLMEngine:
         require_vllm()
         self.load_seconds, self.step_seconds, self.poll_steps = load_seconds, step_seconds, poll_steps
         self.context, self.vocab, self.version = model.config.context, model.config.vocab, 0
-        self.shared = SharedMemory(model, dtype_of(precision), handed_over, SAME if model.config.tied else None)
+        self.shared = SharedMemory(laid_for_vllm(model, dtype_of(precision)))
         self._submitted: list[Request] = []
         self._owed = 0  # requests that the process has
         self.computed = 0  # tokens that went through the model: without those that vLLM's prefix cache had
         with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
-            eos, dtype = prepare(folder, model, tokenizer), self.shared.dtype
+            eos, dtype = prepare(folder, model, tokenizer), self.shared.laid.dtype
             cache = cache_bytes(model.config, slots, dtype, cache_gib)
-            setup = Setup(folder, dtype, self.context, slots, cache, eos, self.shared.stored)
+            setup = Setup(folder, dtype, self.context, slots, cache, eos, tuple(self.shared.laid.stored))
             try:
                 self.process = _Process(self.shared.descriptor)
             finally:
@@ -99,7 +99,7 @@ class VLLMEngine:
     def load(self, weights: Any, version: int) -> None:
         """Hand over the weights of a `Decoder`. Returns when vLLM has them and says so with version and checksum."""
         assert not self._submitted and not self._owed, "weights change between batches of rollouts, not within one"
-        checksum = self.shared.write(weights)
+        checksum = self.shared.laid.write(weights, self.shared.memory)
         answer = self.process.ask(("load", version), f"taking over weights of version {version}", self.load_seconds)
         if answer != (version, checksum):
             self.process.fail(f"took over version {answer[0]} with checksum {answer[1]:08x}, not {checksum:08x}")
@@ -209,6 +209,11 @@ def prepare(folder: str, model: Decoder, tokenizer: Tokenizer) -> tuple[int, ...
     config = dict(model.source) or written_config(model.config)
     write_json(Path(folder) / "config.json", {**config, "tie_word_embeddings": False})
     return tuple(model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ()))
+
+
+def laid_for_vllm(model: Decoder, dtype: torch.dtype) -> Laid:
+    """A tied head lies where the embedding does."""
+    return Laid(model, dtype, handed_over, SAME if model.config.tied else None)
 
 
 def dtype_of(precision: str) -> torch.dtype:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.engines.handover import Offer, Stored, checksum_of_names, offered, shared_memory
+from posttrain.engines.handover import Offer, Stored, checksum_of_names, offered, shared_memory, stored_in
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
@@ -217,9 +217,8 @@ class VLLMHost:
     backend = "vLLM"
 
     def __init__(self, setup: dict[str, Any], memory: Tensor | None) -> None:
-        layout = setup["layout"]
-        stored = tuple(Stored(s["name"], tuple(s["shape"]), s["offset"]) for s in layout["stored"])
-        known = setup["folder"], getattr(torch, layout["dtype"]), setup["context"], setup["slots"], setup["cache_bytes"]
+        dtype, stored = stored_in(setup["layout"])
+        known = setup["folder"], dtype, setup["context"], setup["slots"], setup["cache_bytes"]
         self.memory, self.told = memory, 0
         kind = Setup(*known, tuple(setup["eos_ids"]), stored, setup.get("transfer"))
         self.worker = Worker(kind, torch.empty(0))

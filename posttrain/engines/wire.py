@@ -16,7 +16,6 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +121,6 @@ def wait(wires: Sequence[Wire], seconds: float | None) -> None:
 
 
 # -- what is said of requests ------------------------------------------------------------------------------------------
-
-
-def sampling_said(sampling: Sampling) -> dict[str, Any]:
-    return asdict(sampling)
 
 
 def sampling_read(said: dict[str, Any]) -> Sampling:

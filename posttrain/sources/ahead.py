@@ -38,9 +38,7 @@ class Played:
     collected: Collected
     stats: Stats
     seconds: Mapping[str, float]  # in which nothing was sampled, because of environments, services or a hand-over
-    counts: Mapping[
-        str, float
-    ]  # of services and engines, since the beginning; as seconds, not known of a step before a resumption
+    counts: Mapping[str, float]  # of services and engines; as seconds, not known of what was played before a resumption
 
 
 class Stock:

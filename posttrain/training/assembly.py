@@ -209,9 +209,17 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
     config = run.config
     named = config.replicas, config.engines, config.engine_token, config.engine_restarts
     many = Many(*named, run.path / HANDED_OVER, config.launch, config.replica_cpus, config.handover).of(run.world)
-    how = config.slots, config.precision
-    limits: dict[str, float] = {"cache_gib": config.engine_cache, "seconds": config.engine_seconds}
-    return open_engine(config.engine, model, tokenizer, *how, **limits, own=config.ahead > 0, many=many)
+    return open_engine(
+        config.engine,
+        model,
+        tokenizer,
+        config.slots,
+        config.precision,
+        cache_gib=config.engine_cache,
+        seconds=config.engine_seconds,
+        own=config.ahead > 0,
+        many=many,
+    )
 
 
 def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Critic | None:

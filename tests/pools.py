@@ -143,7 +143,7 @@ class Put:
 
 
 class Somewhere:
-    """See `pool.Place`."""
+    """See `members.Place`."""
 
     def __init__(self, name: str, world: World, transport: Any) -> None:
         self.name, self.world, self.transport = name, world, transport

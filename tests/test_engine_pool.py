@@ -30,7 +30,8 @@ import posttrain
 from posttrain.engines.canary import LIMIT, Canary
 from posttrain.engines.handover import Files, Laid, Received, SharedMemory, checksum_of_names, offered
 from posttrain.engines.local import LocalEngine
-from posttrain.engines.pool import Member, Pool, State
+from posttrain.engines.members import Member, State
+from posttrain.engines.pool import Pool
 from posttrain.engines.replicas import Many, open_pool
 from posttrain.engines.transfer import CardToCard
 from posttrain.engines.vllm import laid_for_vllm

@@ -19,7 +19,7 @@ from posttrain.algorithms.every import EVERY
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Preference
 from posttrain.cli.main import _known, app
-from posttrain.config import OF_RETRIEVERS, VERBS, Data
+from posttrain.config import OF_RETRIEVERS, VERBS, Data, ServeEngine
 from posttrain.envs.load import BUILTIN
 from posttrain.user_code import load_named
 
@@ -95,7 +95,7 @@ def test_every_verb_and_every_option_that_a_page_names_exists() -> None:
     verbs = set(re.findall(r"posttrain (\w+)[ `]", README)) - {"import"}
     assert {"sft", "rl", "eval", "chat", "check", "algorithms"} <= verbs <= {name.lstrip("-") for name in app}
     known = {f"--{name.replace('_', '-')}" for verb in VERBS for name in _known(verb)}
-    known |= {f"--{f.name.replace('_', '-')}" for config in OF_RETRIEVERS for f in fields(config)}
+    known |= {f"--{f.name.replace('_', '-')}" for config in (*OF_RETRIEVERS, ServeEngine) for f in fields(config)}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert named <= known | WORDS, sorted(named - known - WORDS)
 

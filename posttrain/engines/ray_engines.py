@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.engines.handover import Files
-from posttrain.engines.pool import Link, Place
+from posttrain.engines.members import Link, Place
 from posttrain.engines.replicas import Listening, environment_of
 from posttrain.engines.wire import Gone, Wire
 from posttrain.messages import one_line
@@ -89,7 +89,7 @@ class RayPlaces:
 
 
 class _RayPlace:
-    """See `pool.Place`."""
+    """See `members.Place`."""
 
     def __init__(self, name: str, of: RayPlaces) -> None:
         self.name, self.of, self.transport = name, of, of.transport

@@ -15,7 +15,8 @@ import torch
 
 from posttrain.engines.canary import LIMIT, LIMIT_BFLOAT16, Canary
 from posttrain.engines.handover import Files, Laid, SharedMemory, Transport
-from posttrain.engines.pool import Link, Place, Pool
+from posttrain.engines.members import Link, Place
+from posttrain.engines.pool import Pool
 from posttrain.engines.process import Process
 from posttrain.engines.transfer import CardToCard
 from posttrain.engines.vllm import (
@@ -106,7 +107,7 @@ def environment_of(setup: dict[str, Any]) -> dict[str, str]:
 
 
 class LocalProcess:
-    """See `pool.Place`: a process of this machine, with the weights in memory that it shares."""
+    """See `members.Place`: a process of this machine, with the weights in memory that it shares."""
 
     def __init__(self, name: str, setup: dict[str, Any], memory: SharedMemory, transport: Transport) -> None:
         """`transport`: the memory, or what hands weights over in its place."""
@@ -146,7 +147,7 @@ class _ProcessLink:
 
 
 class Listening:
-    """See `pool.Place`: an engine that was started with posttrain engine, here or elsewhere."""
+    """See `members.Place`: an engine that was started with posttrain engine, here or elsewhere."""
 
     def __init__(self, address: str, token: bytes, transport: Transport, alive: float) -> None:
         """`alive`: seconds between two signs of life. Raises UserError for what is no address."""

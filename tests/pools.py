@@ -45,7 +45,8 @@ class Fake:
 
     def __init__(self, world: World) -> None:
         self.world, self.inbox, self.outbox = world, list[Any](), list[Any]()
-        self.closed = self.ended = self.stopped = False
+        self.closed = self.ended = self.stopped = self.lied = False
+        self.born = world.now
         self.version = self.claimed = -1
         self.begun = False
         self.called: list[tuple[str, Any]] = []  # of vLLM's weight transfer
@@ -102,10 +103,11 @@ class Fake:
             self.claimed = offer["version"]
             if not self.world.mishap("binds nothing", 0.05):
                 self.version = offer["version"]
-            wrong = self.world.mishap("wrong checksum", 0.05)
+            wrong = self.lied = self.world.mishap("wrong checksum", 0.05)
             self.outbox.append(["loaded", offer["version"], offer["checksum"] + wrong])
         elif what == "submit":
             ticket, id, prompt, *_ = more
+            assert not self.lied, "asked although its checksum was wrong"
             assert id not in {known for known, _ in self.requests.values()}, "asked twice at the same time"
             self.requests[ticket] = id, prompt
         elif what == "transfer":
@@ -125,11 +127,15 @@ class Fake:
 class Put:
     """See `handover.Transport`."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
+        self.world = world
         self.layout: dict[str, Any] = {}
         self.offer: dict[str, Any] | None = None
 
     def put(self, weights: Any, version: int) -> None:
+        for engine in self.world.engines:
+            reads = any(what == "load" for what, *_ in engine.inbox) and not engine.closed
+            assert not reads, "it still reads the weights that are written over"
         self.offer = {"version": version, "checksum": 7 * version}
 
     def send(self, name: str, first: bool, call: Any) -> None:

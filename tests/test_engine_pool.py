@@ -53,7 +53,7 @@ class Interleaved:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         calm = World(self.rng, 0)  # it is a mistake of the user's if they do not even start
-        self.world, self.transport = calm, Put()
+        self.world, self.transport = calm, Put(calm)
         self.pool = pool_of(calm, self.rng.randrange(1, 4), self.transport)
         calm.mishaps = self.rng.randrange(12)
         self.open: dict[int, int] = {}  # id -> how often it was asked for and not answered
@@ -111,6 +111,8 @@ def test_whatever_happens_each_request_is_answered_once_by_the_loaded_weights(se
         for _ in range(run.rng.randrange(12)):
             run.rng.choice((run.submit, run.submit, run.poll, run.poll, run.cancel, run.join, run.leave))()
         run.finish()
+    known = Counter(run.world.happened)
+    assert run.pool.counts()["answered_twice"] <= known["answers twice"] + known["babbles"]
     run.pool.close()
     assert all(engine.ended for engine in run.world.engines), "an engine is left behind"
     HAPPENED.update(run.world.happened)
@@ -131,7 +133,7 @@ def test_all_that_can_go_wrong_did() -> None:
 
 def test_a_group_stays_together_up_to_a_fair_share() -> None:
     world = World(random.Random(0), 0)
-    pool = pool_of(world, 2, Put())
+    pool = pool_of(world, 2, Put(world))
     pool.load(1, 1)
     for engine in world.engines:
         engine.stopped = True
@@ -141,19 +143,23 @@ def test_a_group_stays_together_up_to_a_fair_share() -> None:
     prompts = [[request.prompt for request in m.owes.values()] for m in pool.members]
     assert [m.tokens for m in pool.members] == [32, 32]
     assert [len(set(own)) for own in prompts] == [2, 2], "each group's prompt is computed by one of them"
-    for id in range(8, 12):
+    for member in pool.members:
+        member.hello["slots"] = 100
+    for id in range(8, 16):
         pool.submit(id, [9], Sampling(max_tokens=1))
+    pool.poll()
+    assert [m.tokens for m in pool.members] == [40, 40], "and nobody idles for it"
     for engine in world.engines:
         engine.stopped = False
     done: list[Completion] = []
-    while len(done) < 12:
+    while len(done) < 16:
         done += pool.poll()
     assert not any(m.tokens or m.owes for m in pool.members)
 
 
 def test_all_engines_gone_and_the_budget_spent_ends_it_with_exit_code_1() -> None:
     world = World(random.Random(1), 0)
-    pool = pool_of(world, 2, Put(), restarts=2)
+    pool = pool_of(world, 2, Put(world), restarts=2)
     pool.load(1, 1)
     pool.submit(0, [1], Sampling())
     with pytest.raises(
@@ -164,12 +170,33 @@ def test_all_engines_gone_and_the_budget_spent_ends_it_with_exit_code_1() -> Non
                 engine.closed = True
             pool.poll()
     assert caught.value.code == 1 and len(world.engines) == 6
-    assert world.now > 1 + 1, "there is a pause before a second start in a row"
+    born = [engine.born for engine in world.engines]
+    assert born[4] - born[2] >= 1 and born[5] - born[3] >= 1, "there is a pause before a second start in a row"
+
+
+def test_a_cancelled_request_is_not_answered_wherever_it_is() -> None:
+    world = World(random.Random(3), 0)
+    pool = pool_of(world, 1, Put(world))
+    pool.load(1, 1)
+    pool.submit(0, [1], Sampling())
+    pool.cancel(0)  # nobody has it yet
+    engine = world.engines[0]
+    engine.stopped = True
+    pool.submit(1, [1], Sampling())
+    pool.poll()
+    pool.cancel(1)  # the engine has it
+    assert [message[0] for message in engine.inbox] == ["submit", "cancel"] and pool.members[0].tokens == 0
+    pool.submit(2, [1], Sampling())
+    pool.poll()
+    pool._done, ticket = [], next(iter(pool.members[0].owes))
+    pool._take(pool.members[0], "done", [ticket, [[1], [-1.0], "", "eos", 1]])
+    pool.cancel(2)  # it is answered, and nobody has seen that
+    assert pool.poll() == []
 
 
 def test_an_engine_that_was_of_use_has_its_whole_budget_again() -> None:
     world = World(random.Random(2), 0)
-    pool = pool_of(world, 1, Put(), restarts=1)
+    pool = pool_of(world, 1, Put(world), restarts=1)
     for version in range(5):
         pool.load(version, version)
         pool.submit(0, [1], Sampling())
@@ -321,6 +348,13 @@ def test_only_who_has_the_token_is_heard(tmp_path: Path, monkeypatch: pytest.Mon
         found = other.submit(prove, ours, b"x" * 16, True)
         theirs.sendall(theirs.recv(32))
         theirs.sendall(bytes(32))
+        with pytest.raises(Gone, match="another token"):
+            found.result()
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as other:  # nor does one who lets us make our own proof
+        found = other.submit(prove, ours, b"x" * 16, False)
+        for _ in range(2):
+            theirs.sendall(theirs.recv(32))
         with pytest.raises(Gone, match="another token"):
             found.result()
     monkeypatch.delenv(TOKEN, raising=False)

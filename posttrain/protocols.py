@@ -5,7 +5,7 @@ Each implementation is proven against its protocol by the type checker, at the e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
@@ -151,6 +151,13 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class Paced(Protocol):
+    """An engine that counts what its work takes: see `posttrain.engines.pace`."""
+
+    def pace(self) -> Mapping[str, float]: ...  # counts since the beginning, by name
+
+
 class Service(Protocol):
     """Answers questions of environments in the main process, many at once.
 
@@ -182,6 +189,14 @@ class World(Protocol):
 
     def sum(self, x: Tensor) -> Tensor: ...  # over all processes; x itself is not changed
     def gather(self, x: Any) -> list[Any]: ...  # one from each process, by rank
+
+
+@runtime_checkable
+class Lasting(Protocol):
+    """A world whose launcher may start all of its processes again, and keeps for them what was marked before."""
+
+    def mark(self, name: str) -> None: ...
+    def marked(self, name: str) -> bool: ...
 
 
 class Alone:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.engines.pace import Pace
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Completion
@@ -90,6 +91,7 @@ class Worker:
         self.running: dict[str, _Running] = {}
         self.asked = 0
         self.computed = 0  # tokens that went through the model, of requests that have finished
+        self.pace = Pace()
         self.heard = time.monotonic()
         gpu = torch.cuda.is_available()
         if not gpu:  # compiling takes longer than what it saves
@@ -140,7 +142,7 @@ class Worker:
         self.version = version
         return version, checksum
 
-    def poll(self, requests: Sequence[Request], steps: int | None) -> tuple[list[Completion], int]:
+    def poll(self, requests: Sequence[Request], steps: int | None) -> tuple[list[Completion], int, dict[str, float]]:
         """Take these up and step until a request has finished, or so many times at most."""
         for request in requests:
             self._submit(request)
@@ -148,12 +150,19 @@ class Worker:
         taken = 0
         while self.running and not done and taken != steps:
             taken += 1
-            for output in self.engine.step():
+            began, count = time.perf_counter(), len(self.running)
+            outputs = self.engine.step()
+            seconds = time.perf_counter() - began
+            if taken == 1 and requests:  # it reads prompts, beside which others may go on
+                self.pace.read(sum(len(request.prompt) for request in requests), seconds)
+            else:
+                self.pace.decoded(count, seconds)
+            for output in outputs:
                 done += self._take(output)
             if time.monotonic() - self.heard > ALIVE_SECONDS:
                 self.connection.send(("alive", None))
                 self.heard = time.monotonic()
-        return done, self.computed
+        return done, self.computed, self.pace.counts()
 
     def cancel(self, id: int) -> int:
         """End a request without an answer. Returns how many there were of it."""

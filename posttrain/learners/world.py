@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from posttrain.protocols import World
+from posttrain.protocols import Lasting, World
 from posttrain.types import UserError
 
 FAILED = "failed"  # the store's entry of whoever fails first: its exit code, and why, in words
@@ -38,14 +38,14 @@ class Elsewhere(UserError):
 class Processes:
     """See `posttrain.protocols.World`."""
 
-    def __init__(self, store: Store | None = None, patience: float = 600.0) -> None:
+    def __init__(self, store: Store | None = None, patience: float = 600.0, lasting: Store | None = None) -> None:
         """The process group is up already. `store`: shared with the other processes; None: nobody is waited for by it.
 
-        `patience`: seconds within which the others have to come to each call.
+        `patience`: seconds within which the others have to come to each call. `lasting`: a store that outlives a restart.
         """
         assert dist.is_initialized(), "start the process group first"
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._store, self._patience, self._calls = store, patience, 0
+        self._store, self._patience, self._calls, self._lasting = store, patience, 0, lasting
 
     def sum(self, x: Tensor) -> Tensor:
         self._meet()
@@ -68,6 +68,13 @@ class Processes:
                 self._store.compare_set(FAILED, "", f"{code} process {self.rank}: {why}")
             except RuntimeError:  # whoever kept the store is gone, so everybody knows
                 return
+
+    def mark(self, name: str) -> None:
+        if self._lasting is not None:
+            self._lasting.set(name, "")
+
+    def marked(self, name: str) -> bool:
+        return self._lasting is not None and bool(self._lasting.check([name]))
 
     def _meet(self) -> None:
         """Return once all processes have made this call. Raises UserError if one does not."""
@@ -106,7 +113,9 @@ _runs = count()
 
 def joined(device: str, patience: float) -> Processes:
     """The world of this process, one of those that torchrun or --processes has started, for one run."""
-    store = _meeting_place(patience)
+    kept, attempt = _meeting_place(patience), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun's outlives a restart, and what was said in the attempt before is not said again.
+    store = PrefixStore(f"posttrain {attempt}", kept)
     if not dist.is_initialized():
         cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
         dist.init_process_group(
@@ -117,7 +126,7 @@ def joined(device: str, patience: float) -> Processes:
             timeout=timedelta(seconds=patience),
         )
         atexit.register(_leave)  # their threads must not outlive the interpreter
-    return Processes(PrefixStore(f"run {next(_runs)}", store), patience)
+    return Processes(PrefixStore(f"run {next(_runs)}", store), patience, PrefixStore("posttrain", kept))
 
 
 def _leave() -> None:
@@ -137,9 +146,9 @@ def _meeting_place(patience: float) -> Store:
         timeout=timedelta(seconds=patience),
         wait_for_workers=False,
     )
-    # torchrun's outlives a restart, and what was said in the attempt before is not said again.
-    return PrefixStore(f"posttrain {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", kept)
+    return kept
 
 
 if TYPE_CHECKING:
     _proof: Callable[..., World] = Processes
+    _lasting: Callable[..., Lasting] = Processes

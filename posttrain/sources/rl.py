@@ -7,6 +7,7 @@ What a step plays stands in `collecting`, what its tokens earn in `crediting`, w
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from posttrain.algorithms.policy import Algorithm
 from posttrain.batch import Stats, Step
 from posttrain.envs.play import Player
 from posttrain.part import Need
-from posttrain.protocols import Learner, Source
+from posttrain.protocols import Learner, Paced, Source
 from posttrain.sources.collecting import Collector, Size
 from posttrain.sources.crediting import Credited, credit
 from posttrain.sources.lengths import Placed, TooLong
@@ -73,10 +74,13 @@ class Experience:
 
     def produce(self, number: int) -> Step:
         row = self.algorithm
+        stats, seconds, work = Stats(), self._waited(), self._worked()
+        marks = [time.perf_counter()]  # between loading, playing and the rest
         self.player.engine.load(self.learner.weights(), self.learner.version)
-        stats, seconds = Stats(), self._waited()
+        marks.append(time.perf_counter())
         self.player.services.begin(number)
         collected = self.collector.collect(number, row.sampling, stats)
+        marks.append(time.perf_counter())
         tokens, kept = self.size.tokens_per_microbatch, collected.kept
         if self.teachers is not None:
             kept = self.teachers.readable(kept, stats)
@@ -94,7 +98,16 @@ class Experience:
         sampled = sum(r.n_own for r in collected.played)
         rollouts = [(r, means.get(id(r), 0.0)) for r in collected.played]
         seconds = {name: now - seconds[name] for name, now in self._waited().items()}
-        return Step(number, updates, stats, sampled, rollouts, seconds, self.player.services.counts())
+        marks.append(time.perf_counter())
+        parts = zip(("load", "play", "credit"), marks, marks[1:], strict=False)
+        seconds |= {name: end - begin for name, begin, end in parts}
+        work = {name: now - work.get(name, 0.0) for name, now in self._worked().items()}
+        return Step(number, updates, stats, sampled, rollouts, seconds, self.player.services.counts(), work)
+
+    def _worked(self) -> dict[str, float]:
+        """What the engine has counted so far."""
+        engine = self.player.engine
+        return dict(engine.pace()) if isinstance(engine, Paced) else {}
 
     def _waited(self) -> dict[str, float]:
         """Seconds so far in which nothing was sampled, because of environments or of services."""

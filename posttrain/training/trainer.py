@@ -263,7 +263,8 @@ def _timing(trained: Trained) -> dict[str, float]:
             turns.add(f"seconds/turn/{who}", turn.seconds)
             turns.add(f"seconds/turn/{who}/max", turn.seconds)
     counts = {f"services/{name}": value for name, value in trained.step.counts.items()}
-    return {**timing, **turns.means(), **counts}
+    timing |= {"seconds/between": trained.between, "update/tokens": trained.fed}
+    return {**timing, **turns.means(), **counts, **trained.step.work}
 
 
 def _options(config: Training) -> list[str]:

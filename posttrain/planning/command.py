@@ -18,12 +18,12 @@ SPLITS = 12  # of many devices, that are tried before the best one's neighbours 
 FEWEST, MOST, REPLIES = 16, 48, 12_000  # steps that are simulated, and replies that are enough
 ALIKE = 0.01  # steps per hour that differ by less are the same
 HELP = {
-    "decoding": "engines decode all the time: more of them help, or shorter replies",
-    "tail": "engines wait for the longest replies of each version: --tokens-per-step goes on with them in the next step",
-    "weights": "engines wait for new weights: --ahead lets them play on meanwhile, and more learners make them sooner",
-    "learners": "the learners work all the time: more of them help, and further engines do not",
-    "environments": "engines wait for environments: more --env-workers, more --prompts, or --ahead",
-    "reading": "engines spend their time on prompts and on what lies between replies",
+    "decoding": "engines decode all the time: more of them, or shorter replies",
+    "tail": "engines wait for their longest replies: --tokens-per-step helps",
+    "weights": "engines wait for new weights: --ahead, or more learners",
+    "learners": "learners work all the time: more of them, not more engines",
+    "environments": "engines wait for environments: --env-workers, --prompts, --ahead",
+    "reading": "engines spend their time on prompts, and between replies",
     "loading": "the hand-over of weights takes the time: fewer, larger steps",
 }
 """What limits a setting -> what helps."""
@@ -33,7 +33,6 @@ def plan(run: str, config: Plan) -> int:
     """Print what a pilot run's job would do in other settings. Returns the exit code."""
     _check(config)
     pilot = read_pilot(run, config.prompts, config.group, config.handover, config.gradients)
-
     steps = config.steps or _enough(pilot, config)
 
     @cache
@@ -137,7 +136,7 @@ def _about(pilot: Pilot, alone: Outcome) -> list[str]:
     measured = "" if pilot.resized else f"{pilot.steps_per_hour:,.0f} steps/h measured, "
     compared = f" ({far:+.0%})" if measured else ""
     prompts, group = pilot.size
-    handed = f"hand-over {speed.load:.2g} s" if speed.load > 1e-3 else "shared weights (--handover SECONDS)"
+    handed = f"hand-over {speed.load:.2g} s" if speed.load > 1e-3 else "no hand-over (--handover)"
     return [
         f"pilot     {pilot.folder}: {pilot.steps} steps measured; a step is {prompts} prompts x {group} replies",
         f"replies   {sum(lengths) / most:,.0f} tokens, 95% up to {lengths[int(0.95 * (most - 1))]:,}, "

@@ -15,7 +15,7 @@ from posttrain.planning.job import Episode, Group, Job, Setting, Speed
 
 KINDS = ("decoding", "tail", "reading", "loading", "environments", "weights")
 """What an engine's time goes into. Tail: it decodes less than half of the requests that it had at most with these weights.
-Environments: all that it has waits for them. Weights: it has nothing, and waits for the learners."""
+Environments: all that it has waits for them, or for rewards. Weights: it has nothing, and waits for the learners."""
 
 BUSY = 0.9  # share of the learners' time from which on they are what limits a setting
 
@@ -52,6 +52,7 @@ class Engine:
     speed: Speed
     version: int = 0
     owed: int = 0  # episodes that are neither finished nor cut
+    rewards: int = 0  # that are computed for what it has finished
     of: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # the same by version
     waiting: defaultdict[int, deque[Playing]] = field(default_factory=lambda: defaultdict(deque))  # by version
     running: list[tuple[float, int, float, Playing]] = field(
@@ -82,7 +83,7 @@ class Engine:
             self.place += seconds / self.speed.step(len(self.running))
             self.spent["tail" if len(self.running) * 2 < self.most else "decoding"] += seconds
         else:
-            self.spent["environments" if self.of[self.version] else "weights"] += seconds
+            self.spent["environments" if self.owed or self.rewards else "weights"] += seconds
 
     def occupy(self, seconds: float, what: str) -> None:
         if seconds > 0:
@@ -325,6 +326,8 @@ class Simulation:
         if playing.stage < len(playing.episode.stages):
             return self._ask(playing)
         self._leave(playing)
+        assert playing.engine is not None
+        playing.engine.rewards += 1
         if playing.episode.reward:
             self._at(self.now + playing.episode.reward, "rewarded", playing)
         else:
@@ -351,6 +354,9 @@ class Simulation:
         playing.engine.of[self._weights(playing)] -= 1
 
     def _rewarded(self, playing: Playing) -> None:
+        assert playing.engine is not None
+        playing.engine.advance(self.now)
+        playing.engine.rewards -= 1
         group, left = self.groups[playing.group]
         left[0] -= 1
         self.owed[playing.step] -= 1

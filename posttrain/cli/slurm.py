@@ -105,13 +105,15 @@ def _directives(launch: Launch, local: int) -> Iterator[str]:
     yield "--open-mode=append"
     for directive in launch.directives:
         name, equals, value = directive.partition("=")
-        if not re.fullmatch(r"--[a-z][a-z-]*", name):
-            raise UserError(f"--directives {clip(directive)} is no option of sbatch: write --name=value")
-        if name[2:] in OURS_IN_SLURM:
+        if not re.fullmatch(r"[a-z][a-z-]*", name):
             raise UserError(
-                f"--directives {name} is decided by the file: posttrain launch has an option for it, or needs it as it is"
+                f"--directives {clip(directive)} is no option of sbatch: write name=value, or a name, without dashes"
             )
-        yield f"{name}={_quoted(name, value)}" if equals else name
+        if name in OURS_IN_SLURM:
+            raise UserError(
+                f"--directives {name} is the file's own: see posttrain launch --help for what may be chosen"
+            )
+        yield f"--{name}={_quoted(f'--{name}', value)}" if equals else f"--{name}"
 
 
 def _quoted(name: str, value: str) -> str:

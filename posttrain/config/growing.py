@@ -66,4 +66,4 @@ class Launch:
     save_seconds: int = option(120, above=0, most=65_535)
     """Seconds before the time limit in which the run is told to finish its step and save."""
     directives: tuple[str, ...] = ()
-    """Further options of sbatch: --directives "--constraint=a100" "--mem=0"."""
+    """Further options of sbatch, without dashes: --directives constraint=a100 mem=0 exclusive."""

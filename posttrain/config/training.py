@@ -205,6 +205,9 @@ class RL(Training):
     episode_seconds: float | None = option(None, above=0)
     """Environments of several turns: an episode that has taken so long shows no further turn. Results then depend on the
     clock; default: no limit."""
+    ahead: int = option(0, least=0, most=1000)
+    """How many steps before it is learned from a step is played, beside the updates, by weights that are as much older
+    (0: by the newest). The ratio, or a --correction, accounts for that."""
     temperature: float = option(1.0, least=0)
     """Of sampling; log-probabilities are taken under the same temperature."""
     stop: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ but goes the same way again. That it does is seen from the turn in which it ends
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -32,6 +32,7 @@ __all__ = ["MAX_TURNS", "Episode", "Player"]
 MAX_TURNS = 64  # an environment that never returns would play for ever
 MOST_ASKS = 1024  # questions of an episode to services, for the same reason
 PAUSE = 0.001  # seconds between looks at services where nothing else is to be done
+LONGEST_PAUSE = 1.0  # seconds between looks at whether anybody still waits for what is played
 LEAST_SHOWN = 8  # tokens of context in which something is still shown
 PATIENCE = 64  # empty replies to one that asks on after its episode has run out: loops end by themselves
 
@@ -71,6 +72,8 @@ class Player:
     """Who answers what environments ask."""
     world: World = field(default_factory=Alone)
     """The processes that play together. Each is asked for the same episodes, plays its share of the groups, and gets all."""
+    unwanted: Callable[[], bool] = lambda: False
+    """Whether nobody waits any more for what is played."""
 
     def play(self, episodes: Sequence[Episode], plan: Plan | None = None) -> list[Rollout]:
         """The rollouts of these episodes, in their order: one each, or one for each side that the policy played.
@@ -97,6 +100,10 @@ class Player:
         return {group: place % self.world.size for place, group in enumerate(groups)}
 
 
+class Unwanted(Exception):
+    """What was being played is needed no longer."""
+
+
 class _Play:
     """One call of `Player.play`. Episodes are known by their place."""
 
@@ -116,6 +123,8 @@ class _Play:
         for index in self.shares.first:
             self._begin(index)
         while len(self.finished) < len(self.playing):
+            if self.by.unwanted():
+                raise Unwanted
             self._hear()
             self._answer()
             self._show_heard()
@@ -160,7 +169,7 @@ class _Play:
     def _hear(self) -> None:
         """Take in what environments say. Waits only if nothing else is to be done."""
         began = time.perf_counter()
-        events = self.pool.poll(0.0 if self.sampled else PAUSE if self.services.pending else None)
+        events = self.pool.poll(0.0 if self.sampled else PAUSE if self.services.pending else LONGEST_PAUSE)
         now = time.perf_counter()
         if not self.sampled and self.pool.pending + len(events):
             self.pool.waited += now - began

@@ -1,4 +1,4 @@
-"""What starts runs of several processes: a file for Slurm, torchrun with a restart. For --processes see test_processes.py."""
+"""What starts runs of several processes: a file for Slurm, torchrun that starts a run again."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import posttrain
 from posttrain.cli.main import main
+from posttrain.protocols import Alone
 from posttrain.runs.reading import read_metrics
+from posttrain.training import imitating
+from posttrain.types import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 SRUN = """#!/usr/bin/env python3
@@ -183,40 +188,43 @@ def test_what_cannot_be_launched_is_refused_in_one_line(
     assert said in " ".join(told.err.split()) and told.out == ""
 
 
-# -- torchrun ----------------------------------------------------------------------------------------------------------
+# -- torchrun: with real processes, `python tests/launched.py` ------------------------------------------------------------
 
 
-@pytest.mark.timeout(200)
-def test_a_run_of_torchrun_goes_on_by_itself_when_a_process_was_killed(job: Path) -> None:
-    words = [{"500": "12"}.get(word, word) for word in COMMAND]
-    agent = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "posttrain",
-         *words, "--patience", "6"],
-        env=environment(job), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    end = time.monotonic() + 60
-    while len(saved(job)) < 2:
-        assert agent.poll() is None and time.monotonic() < end
-        time.sleep(0.02)
-    second = next(
-        int(path.parent.name)
-        for path in Path("/proc").glob("[0-9]*/environ")
-        if b"\0RANK=1\0" in b"\0" + readable(path) and parent(path.parent) == agent.pid
-    )
-    os.kill(second, signal.SIGKILL)
-    said, _ = agent.communicate(timeout=150)
-    assert agent.returncode == 0, said
-    assert said.count("started again from the newest checkpoint") == 1 and said.count("done: ") == 1
-    assert [row["step"] for row in read_metrics(job / 'a "run"')] == list(range(1, 13))
+class Launched(Alone):
+    """A world whose launcher starts it again, and keeps what was marked."""
+
+    def __init__(self, marks: set[str]) -> None:
+        self.marks = marks
+
+    def mark(self, name: str) -> None:
+        self.marks.add(name)
+
+    def marked(self, name: str) -> bool:
+        return name in self.marks
 
 
-def readable(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+def test_a_restart_by_torchrun_goes_on_with_the_run_that_was_begun_and_touches_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(marks: set[str], **more: Any) -> posttrain.training.trainer.Run:
+        monkeypatch.setattr(imitating, "together", lambda config: nullcontext(Launched(marks)))
+        small: dict[str, Any] = {"hidden": 16, "layers": 1, "heads": 2, "context": 32, "tokenizer": "characters"}
+        rows = [{"prompt": f"{a}+1=", "response": str(a + 1)} for a in range(8)]
+        return posttrain.sft(rows, out=str(tmp_path / "run"), rows=4, threads=1, quiet=True, **small, **more)
 
+    def dies(*ignored: Any) -> None:
+        raise ArithmeticError
 
-def parent(process: Path) -> int:
-    stat = readable(process / "stat").rpartition(b")")[2].split()
-    return int(stat[1]) if stat else 0
+    with monkeypatch.context() as patch:
+        patch.setattr(posttrain.training.trainer.checkpoints, "save", dies)
+        with pytest.raises(ArithmeticError):
+            run(marks := set(), steps=2, save_every=1)
+    with pytest.raises(UserError, match="already holds a run"):
+        run(set(), steps=2)  # another launch
+    begun = run(marks, steps=4, save_every=2)
+    assert not json.loads((begun.path / "run.json").read_text()).get("resumes"), "nothing was saved: from the beginning"
+    again = run(marks, steps=4, save_every=2)
+    assert json.loads((again.path / "run.json").read_text())["resumes"][0]["step"] == 4
+    with pytest.raises(UserError, match="already holds a run"):
+        run(set(), steps=4, save_every=2)

@@ -12,7 +12,8 @@ FROM python:3.11-slim-bookworm AS base
 ARG BUILD=cpu
 ARG TORCH=2.13.0
 
-# a compiler, for the inner loops, which are compiled once
+# a compiler, for the inner loops, which are compiled once; any version of it will do
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
@@ -35,7 +36,7 @@ RUN python /src/tests/first_run.py
 
 
 FROM base AS run
-RUN useradd --create-home user
-USER user
+RUN useradd --create-home --uid 1000 user
+USER 1000
 WORKDIR /work
 ENTRYPOINT ["posttrain"]

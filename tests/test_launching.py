@@ -8,15 +8,18 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 import posttrain
 from posttrain.cli.main import main
+from posttrain.learners import world
 from posttrain.protocols import Alone
 from posttrain.runs.reading import read_metrics
 from posttrain.training import imitating
@@ -228,3 +231,23 @@ def test_a_restart_by_torchrun_goes_on_with_the_run_that_was_begun_and_touches_n
     assert json.loads((again.path / "run.json").read_text())["resumes"][0]["step"] == 4
     with pytest.raises(UserError, match="already holds a run"):
         run(set(), steps=4, save_every=2)
+
+
+def test_all_processes_of_a_start_agree_on_its_number_whatever_was_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = HashStore()
+    for number, size in ((1, 3), (2, 3), (3, 1), (4, 2)):
+        found: dict[int, int] = {}
+        kept.set("posttrain starts/here/1", "somebody of before, who never came")
+
+        def start(rank: int, size: int = size, found: dict[int, int] = found) -> None:
+            found[rank] = world.attempt_of(kept, rank, size, 5.0)
+
+        threads = [threading.Thread(target=start, args=(rank,)) for rank in reversed(range(size))]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.03)  # the first process comes last
+        for thread in threads:
+            thread.join()
+        assert found == dict.fromkeys(range(size), number)
+    with pytest.raises(UserError, match=r"process 1 has not come for 0.1 s \(--patience\)"):
+        world.attempt_of(kept, 0, 2, 0.1)

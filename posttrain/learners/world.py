@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -130,8 +131,9 @@ _runs = count()
 
 def joined(device: str, patience: float) -> Processes:
     """The world of this process, one of those that torchrun or --processes has started, for one run."""
-    kept, attempt = _meeting_place(patience), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    kept = _meeting_place(patience)
     # torchrun's outlives a restart, and what was said in the attempt before is not said again.
+    attempt = _attempt(kept, patience) if _kept_by_torchrun() else 0
     store = PrefixStore(f"posttrain {attempt}", kept)
     if not dist.is_initialized():
         cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
@@ -150,6 +152,49 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _meeting_place.cache_clear()
+    _attempt.cache_clear()
+
+
+def _kept_by_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+@cache
+def _attempt(kept: Store, patience: float) -> int:
+    return attempt_of(kept, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), patience)
+
+
+def attempt_of(kept: Store, rank: int, size: int, patience: float) -> int:
+    """The number of this start by torchrun, the same in all processes.
+
+    torchrun's own number differs between machines: where a process fails it counts a restart, and where others have to
+    start again with it, it does not. So the first process counts, and invites each of the others by a name that is new in
+    every start: an old one may still stand in the store.
+    """
+    store, end, name = PrefixStore("posttrain starts", kept), time.monotonic() + patience, uuid4().hex
+    attempt = store.add("number", 1) if rank == 0 else 0
+    if rank:
+        store.set(f"here/{rank}", name)
+    missing = set(range(1, size)) if rank == 0 else {0}
+    invited: dict[int, bytes] = {}
+    while missing:
+        if rank and store.check([f"invited/{rank}"]):
+            invitation = store.get(f"invited/{rank}").decode().split()
+            if invitation[0] == name:
+                store.set(f"in/{invitation[1]}/{rank}", "")
+                return int(invitation[1])
+        for other in sorted(missing) if not rank else ():
+            if store.check([f"in/{attempt}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"here/{other}"]) and (there := store.get(f"here/{other}")) != invited.get(other):
+                store.set(f"invited/{other}", there.decode() + f" {attempt}")
+                invited[other] = there
+        if time.monotonic() > end:
+            raise Elsewhere(
+                f"process {', '.join(map(str, sorted(missing)))} has not come for {patience:g} s (--patience)"
+            )
+        time.sleep(LONGEST_PAUSE)
+    return attempt
 
 
 @cache
@@ -159,7 +204,7 @@ def _meeting_place(patience: float) -> Store:
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         int(os.environ["WORLD_SIZE"]),
-        is_master=os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        is_master=os.environ["RANK"] == "0" and not _kept_by_torchrun(),
         timeout=timedelta(seconds=patience),
         wait_for_workers=False,
     )

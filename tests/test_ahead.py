@@ -19,17 +19,19 @@ from posttrain.algorithms.policy import PolicyObjective
 from posttrain.algorithms.settings import change
 from posttrain.algorithms.table import find
 from posttrain.batch import Batch, Outputs, Stats
+from posttrain.beside import Beside
 from posttrain.cli.main import main
 from posttrain.config import RL
 from posttrain.engines.local import LocalEngine
+from posttrain.engines.uncached import UncachedEngine
 from posttrain.envs.play import Episode, Player, Unwanted
 from posttrain.envs.pool import EnvPool
 from posttrain.models.folder import load_model, save_model
 from posttrain.models.linear import accumulates, accumulating, compute_apart
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.runs import checkpoint
 from posttrain.runs.reading import read_metrics, read_rollouts
 from posttrain.seeds import seed_of
-from posttrain.sources.ahead import _Thread
 from posttrain.sources.packing import collate
 from posttrain.sources.stored import restored, stored
 from posttrain.training.adjust import adjust
@@ -115,6 +117,96 @@ def test_the_first_steps_of_a_run_played_ahead_learn_from_the_start_alone(start:
     gradients = [read_metrics(run.path)[0]["grad_norm"] for run in (one, other)]
     assert gradients[0] == pytest.approx(gradients[1], rel=1e-5)
     assert read_rollouts(one.path, 2) != read_rollouts(other.path, 2)
+
+
+# -- replies in the middle ---------------------------------------------------------------------------------------------
+
+
+def pieces_of(transcript: Transcript) -> list[tuple[int, int, int]]:
+    """(first token, tokens, version) of each run that one weights sampled."""
+    return [(s.start, s.length, s.version) for s in transcript.spans if s.version is not None]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_each_piece_of_a_reply_is_sampled_by_the_weights_of_its_step_and_groups_are_learned_from_whole(
+    start: Path, tmp_path: Path, tokenizer: Tokenizer, ahead: int
+) -> None:
+    how = {**PLAYED, "max_tokens": 8, "steps": 7}
+    run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), ahead=ahead, tokens_per_step=3, **how)
+    learned: dict[str, int] = {}  # group -> the step that learned from it
+    weights = {0: start}
+    for folder in sorted((run.path / "checkpoints").iterdir(), reverse=True):
+        weights.setdefault(json.loads((folder / "training" / "learner.json").read_text())["version"], folder)
+    lengths = set()
+    for step in range(1, 8):
+        rows = read_rollouts(run.path, step) if (run.path / "rollouts" / f"step-{step:06d}.jsonl").exists() else []
+        assert len({row["group"] for row in rows}) * 3 == len(rows), "groups are whole"
+        members: dict[str, int] = {}
+        for row in rows:
+            place = members[row["group"]] = members.get(row["group"], -1) + 1
+            transcript = Transcript.from_dict(row["transcripts"][0])
+            own = pieces_of(transcript)
+            for number, (at, length, version) in enumerate(own):
+                assert length == 3 or number == len(own) - 1
+                engine = LocalEngine(load_model(weights[version]), tokenizer)
+                tried = []
+                for begin in range(1, step + 1):  # seeds are those of the step that began the group
+                    seed = seed_of(0, "rollout", begin, row["group"], place)
+                    seed = seed_of(seed, "behind", 3 * number) if number else seed
+                    budget = min(3, 8 - 3 * number)
+                    engine.submit(0, transcript.tokens[:at], Sampling(max_tokens=budget, seed=seed, begun=3 * number))
+                    tried.append(list(finished(engine).tokens))
+                assert transcript.tokens[at : at + length] in tried
+            versions = [version for *_, version in own]
+            assert versions == sorted(versions)
+            assert row["group"] not in learned or learned[row["group"]] == step
+            learned[row["group"]] = step
+            lengths.add(len(own))
+    assert lengths == {1, 2, 3}
+    left = read_metrics(run.path)[-1]["unfinished"]
+    drawn = json.loads((run.path / "checkpoints" / "step-000007" / "training" / "state.json").read_text())["source"]
+    assert len(learned) + len(drawn.get("open", [])) == drawn["cursor"] == 21
+    assert left == sum("seed" in m for group in drawn["open"] for m in group["members"]) > 0
+
+
+@pytest.mark.parametrize("engine", [LocalEngine, UncachedEngine])
+def test_a_stop_string_that_begins_in_one_piece_ends_the_reply_in_the_next(
+    start: Path, tokenizer: Tokenizer, engine: Any
+) -> None:
+    sampler = engine(load_model(start), tokenizer)
+    prompt = tokenizer.encode("1+2=")
+
+    def sampled(tokens: list[int], how: Sampling) -> Completion:
+        sampler.submit(0, tokens, how)
+        return finished(sampler)
+
+    for seed in range(20):
+        first = sampled(prompt, Sampling(max_tokens=3, seed=seed))
+        behind = [*prompt, *first.tokens]
+        how = Sampling(max_tokens=5, seed=seed + 1, begun=3)
+        joined = first.continued(sampled(behind, how))
+        stop = joined.text[2:4]  # its end is in the second piece
+        if len(joined.tokens) == 8 and stop not in first.text and stop not in joined.text[3:]:
+            break
+    assert joined.text == tokenizer.decode(joined.tokens) and joined.runs == ((3, 0), (5, 0))
+    ended = first.continued(sampled(behind, replace(how, stop=(stop,))))
+    assert (ended.stop, ended.text, list(ended.tokens)) == (StopReason.STOP, joined.text[:4], list(joined.tokens[:4]))
+    assert sampled(behind, replace(how, stop=(stop,), begun=0)).stop is StopReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("asked", "single", "told"),
+    [
+        ({"tokens_per_step": 4}, False, "one of several turns cannot be left"),
+        ({"tokens_per_step": 256}, True, "would have no effect"),
+        ({"tokens_per_step": 4, "algorithm": "dapo"}, True, "cannot be replaced"),
+        ({"tokens_per_step": 4, "algorithm": "reinforce"}, True, "for which nothing accounts"),
+    ],
+)
+def test_what_cannot_be_left_in_the_middle_is_refused(asked: dict[str, Any], single: bool, told: str) -> None:
+    run = RL(**{"algorithm": "grpo", **asked})
+    with pytest.raises(UserError, match=told):
+        adjust(find(run.algorithm), run, single)
 
 
 # -- what accounts for older weights -----------------------------------------------------------------------------------
@@ -230,7 +322,7 @@ def test_a_mistake_while_playing_ahead_ends_the_run_with_what_was_learned_before
 
 
 def test_what_is_played_in_vain_is_given_up(start: Path, tokenizer: Tokenizer) -> None:
-    thread = _Thread()
+    thread = Beside("playing")
 
     begun = threading.Event()
 
@@ -246,7 +338,7 @@ def test_what_is_played_in_vain_is_given_up(start: Path, tokenizer: Tokenizer) -
         later = thread.call(lambda: 1)
         assert begun.wait(20)
         began = time.monotonic()
-        thread.close()
+        thread.close(10)
         assert time.monotonic() - began < 8
         assert isinstance(playing.exception(1), Unwanted)
         assert later.cancelled()
@@ -265,6 +357,47 @@ def test_products_of_one_thread_do_not_see_what_another_one_accumulates() -> Non
         other.start()
         other.join()
     assert seen == [True, False]
+
+
+# -- checkpoints that are saved beside the steps -----------------------------------------------------------------------
+
+
+def test_steps_go_on_while_a_checkpoint_waits_for_the_disk(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, waited, whole = tmp_path / "run", list[bool](), checkpoint.sync
+
+    def slow(path: Path) -> None:
+        """The disk has the first checkpoint only after the second step."""
+        end = time.monotonic() + 20
+        while "step-000001" in str(path) and out.joinpath("metrics.jsonl").read_bytes().count(b"\n") < 2:
+            assert time.monotonic() < end, "the next step waits"
+            time.sleep(0.01)
+            waited.append(True)
+        whole(path)
+
+    monkeypatch.setattr(checkpoint, "sync", slow)
+    run = posttrain.rl(SUMS, digits, str(start), out=str(out), **{**PLAYED, "steps": 3})
+    assert waited and [folder.name for folder in checkpoint.listed(out)] == [f"step-00000{n}" for n in (1, 2, 3)]
+    assert run.checkpoint == checkpoint.newest(out)
+    assert not [thread for thread in threading.enumerate() if thread.name == "saving"]
+
+
+def test_a_disk_that_fails_beside_a_step_ends_the_run_with_the_checkpoint_before_it(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole = tmp_path / "run", checkpoint.sync
+
+    def full(path: Path) -> None:
+        if "step-000002" in str(path):
+            raise OSError(28, "No space left on device")
+        whole(path)
+
+    monkeypatch.setattr(checkpoint, "sync", full)
+    with pytest.raises(UserError, match="could not save checkpoint .*step-000002.*No space left") as error:
+        posttrain.rl(SUMS, digits, str(start), out=str(out), **PLAYED)
+    assert "--resume" in str(error.value) and "\n" not in str(error.value)
+    assert checkpoint.listed(out)[0].name == "step-000001" and not list(out.glob("checkpoints/.*2.draft"))
 
 
 # -- rollouts as training state ----------------------------------------------------------------------------------------

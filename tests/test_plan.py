@@ -236,6 +236,17 @@ def test_the_command_fits_a_terminal_and_gives_data(pilot: Path, capsys: pytest.
     assert told["best"]["steps_per_hour"] == pytest.approx(max(s["steps_per_hour"] for s in told["settings"]), rel=0.01)
 
 
+def test_real_runs_of_other_sizes_are_predicted_within_a_fifth() -> None:
+    """Recorded by benchmarks/plan/predict.py: a pilot without its texts, and what runs of other sizes then really did."""
+    made = json.loads((RECORDED / "made.json").read_text())
+    assert len(made) == 3
+    for size, steps_per_hour in made.items():
+        prompts, group = map(int, size.split("x"))
+        job = read_pilot(str(RECORDED / "8x8"), prompts, group).job
+        simulated = Simulation(job, Setting(1, shared=True), 24).run().steps_per_hour
+        assert simulated == pytest.approx(steps_per_hour, rel=0.2), size
+
+
 def damaged(pilot: Path, tmp_path: Path, what: str) -> Path:
     """A copy of the pilot's files that plan reads, with something wrong."""
     copy = tmp_path / "copy"

@@ -8,21 +8,20 @@ of its own beside the updates, with a copy of the weights; what was played and n
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from posttrain.algorithms.filters import DynamicSampling
 from posttrain.batch import Stats
+from posttrain.beside import Beside
 from posttrain.engines.weights import own_copy
 from posttrain.models.linear import compute_apart
 from posttrain.protocols import Learner, Model, Paced
-from posttrain.sources.collecting import Collected, Collector
+from posttrain.sources.collecting import Collected, Collector, Mark
 from posttrain.sources.stored import restored, stored
 
 T = TypeVar("T")
@@ -34,8 +33,7 @@ class Played:
     """A step that has been played."""
 
     number: int
-    first: int  # tasks drawn before it
-    cursor: int  # and after it
+    after: Mark  # how far the collector was then
     collected: Collected
     stats: Stats
     seconds: Mapping[str, float]  # "load", "play", and of that those in which all waited for environments or services
@@ -49,9 +47,9 @@ class Stock:
     def __init__(self, collector: Collector, groups: DynamicSampling | None, ahead: int, last: int) -> None:
         """`groups`: which are replaced; `ahead`: steps; `last`: the number of the run's last step."""
         self.groups, self.ahead, self.last = groups, ahead, last
-        self.cursor = 0  # tasks drawn for the steps that were learned from
+        self._learned = Mark()  # how far the collector was behind the last step that was learned from
         self._steps: deque[_Step] = deque()  # in order, the next one to learn from first
-        self._thread = _Thread() if ahead else None
+        self._thread = Beside("playing", compute_apart) if ahead else None
         if self._thread is not None:
             player = replace(collector.player, unwanted=self._thread.left, world=collector.player.world.apart())
             collector = replace(collector, player=player)
@@ -66,7 +64,7 @@ class Stock:
             self._begin(coming, copied, learner.version)
         played = self._steps.popleft().result()
         assert played.number == number, "steps come in their order"
-        self.cursor = played.cursor
+        self._learned = played.after
         return played
 
     def aside(self, play: Callable[[Any], T]) -> T:
@@ -75,25 +73,21 @@ class Stock:
         return play(player) if self._thread is None else self._thread.call(lambda: play(player)).result()
 
     def state(self) -> dict[str, Any]:
-        return {"cursor": self.cursor, **({"ahead": list(self._steps)} if self._steps else {})}
+        return {**self._learned.state(), **({"ahead": list(self._steps)} if self._steps else {})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`. Raises ValueError, LookupError or TypeError if it is of no such stock."""
-        cursor = state["cursor"]
-        if type(cursor) is not int or cursor < 0:
-            raise ValueError(f"{cursor!r} tasks played")
-        self.cursor = self.collector.cursor = cursor
+        self._learned = self.collector.restore(state)
         for row in state.get("ahead", ()):
             if row is None:  # it failed, and ended the run: it is played anew, with the weights that there are
                 break
             played = self._restored(row)
             self._steps.append(_Step(_made(played)))
-            self.collector.cursor = played.cursor
 
     def close(self) -> None:
         """What is being played is given up."""
         if self._thread is not None:
-            self._thread.close()
+            self._thread.close(END_SECONDS)
 
     def _begin(self, number: int, weights: Model, version: int) -> None:
         def play() -> Played:
@@ -102,7 +96,7 @@ class Stock:
         self._steps.append(_Step(self._thread.call(play) if self._thread is not None else _made(play())))
 
     def _played(self, number: int, weights: Model, version: int) -> Played:
-        player, first, stats = self.collector.player, self.collector.cursor, Stats()
+        player, stats = self.collector.player, Stats()
         before, began = self._counted(), time.perf_counter()
         player.engine.load(weights, version)
         loaded, seconds = time.perf_counter(), self._waited()
@@ -111,7 +105,7 @@ class Stock:
         seconds = {name: now - seconds[name] for name, now in self._waited().items()}
         seconds |= {"load": loaded - began, "play": time.perf_counter() - loaded}
         work = {name: now - before.get(name, 0.0) for name, now in self._counted().items()}
-        return Played(number, first, self.collector.cursor, collected, stats, seconds, player.services.counts(), work)
+        return Played(number, self.collector.mark, collected, stats, seconds, player.services.counts(), work)
 
     def _counted(self) -> dict[str, float]:
         """What the engine has counted so far."""
@@ -125,15 +119,12 @@ class Stock:
         return {"waiting": player.pool.waited, **asked}
 
     def _restored(self, row: Mapping[str, Any]) -> Played:
-        first, groups = int(row["first"]), len({rollout["group"] for rollout in row["rollouts"]})
-        episodes, cursor = self.collector.episodes(int(row["number"]), first, groups)
-        tasks = {episode.group: episode.task for episode in episodes}
-        if cursor != row["cursor"] or first != self.collector.cursor:
-            raise ValueError("rollouts that were played ahead are of other tasks")
+        places = {str(group): int(place) for group, place in row["places"].items()}
+        tasks = {group: self.collector.task_of(group, place) for group, place in places.items()}
         rollouts = [restored(rollout, tasks[rollout["group"]]) for rollout in row["rollouts"]]
         stats = Stats({name: (float(total), float(count)) for name, (total, count) in row["stats"].items()})
-        collected = Collected(rollouts, [rollouts[place] for place in row["kept"]])
-        return Played(int(row["number"]), first, cursor, collected, stats, {}, {}, {})
+        collected = Collected(rollouts, [rollouts[place] for place in row["kept"]], places)
+        return Played(int(row["number"]), self.collector.restore(row["after"]), collected, stats, {}, {}, {})
 
 
 @dataclass(frozen=True)
@@ -154,48 +145,12 @@ class _Step:
         places = {id(rollout): place for place, rollout in enumerate(played.collected.played)}
         return {
             "number": played.number,
-            "first": played.first,
-            "cursor": played.cursor,
+            "after": played.after.plain(),
+            "places": played.collected.places,
             "rollouts": [stored(rollout) for rollout in played.collected.played],
             "kept": [places[id(rollout)] for rollout in played.collected.kept],
             "stats": played.stats,
         }
-
-
-class _Thread:
-    """A thread that does one thing after the other. Not a pool's: the interpreter would wait for it at its end."""
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="playing", daemon=True)
-        self._thread.start()
-
-    def left(self) -> bool:
-        """Whether nobody waits any more."""
-        return self._closed.is_set()
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._calls.put((function, future))
-        return future
-
-    def close(self) -> None:
-        self._closed.set()
-        self._calls.put(None)
-        self._thread.join(END_SECONDS)
-
-    def _work(self) -> None:
-        compute_apart()
-        while (asked := self._calls.get()) is not None:
-            function, future = asked
-            if self.left():
-                future.cancel()
-                continue
-            try:
-                future.set_result(function())
-            except BaseException as error:  # it is raised where the result is asked for
-                future.set_exception(error)
 
 
 def _made(played: Played) -> Future[Played]:

@@ -53,19 +53,20 @@ class Experience:
         rewarded: bool = True,
         ahead: int = 0,
         last: int = 0,
+        tokens_per_step: int = 0,
     ) -> None:
         """`success`: rewards from it on are successes; `texts`: what a row with a pretraining term imitates.
 
         `teachers`: who teaches a row with a teacher; `rewarded`: whether anything scores the replies. `ahead`: how many
         steps before it is learned from a step is played; the engine then has weights of its own; `last`: the number of
-        the last step.
+        the last step. `tokens_per_step`: most tokens of a reply that a step samples (0: all of them).
         """
         assert (teachers is not None) == (algorithm.teacher is not None), "a row with a teacher has one to ask"
         assert success is not None or Need.SUCCESS not in algorithm.needs, "what is a success?"
         self.learner, self.algorithm, self.size, self.success = learner, algorithm, size, success
         parts = Need.PARTS in algorithm.needs
         plan = algorithm.branching.plan(learner.weights().config.vocab) if algorithm.branching else None
-        collector = Collector(tasks, player, size, seed, success, too_long, parts, rewarded, plan)
+        collector = Collector(tasks, player, size, seed, success, too_long, parts, rewarded, plan, tokens_per_step)
         self.stock = Stock(collector, algorithm.sampling, ahead, last)
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.teachers = teachers
@@ -82,7 +83,7 @@ class Experience:
         played, began = self.stock.take(number, self.learner), time.perf_counter()
         collected, stats = played.collected, Stats(played.stats)
         tokens, kept = self.size.tokens_per_microbatch, collected.kept
-        if self.stock.ahead:
+        if self.stock.ahead or self.stock.collector.tokens:
             self._measure_staleness(collected.played, stats)
         if self.teachers is not None:
             kept = self.teachers.readable(kept, stats)

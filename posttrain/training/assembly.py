@@ -115,6 +115,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
             rewarded=rewarded,
             ahead=config.ahead,
             last=config.steps,
+            tokens_per_step=config.tokens_per_step,
         )
 
         @opened.push

@@ -279,8 +279,7 @@ class RLOptions(TrainingOptions, total=False):
     (0: by the newest). The ratio, or a --correction, accounts for that."""
     tokens_per_step: int
     """Most tokens of a reply that one step samples; an unfinished one goes on in the next step, with newer weights, and
-    its group is learned from when the last of its replies is whole (0: replies are sampled to their end). For
-    environments of one reply."""
+    its group is learned from when the last of its replies is whole (0: no limit). For environments of one reply."""
     temperature: float
     """Of sampling; log-probabilities are taken under the same temperature."""
     stop: tuple[str, ...]

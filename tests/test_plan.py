@@ -93,6 +93,15 @@ def test_replies_that_are_cut_go_on_in_the_next_step_and_their_group_waits_for_t
     assert run(replace(cut, speed=replace(ONE, read=0.5)), tokens=4).learned[:3] == (5, 12, 23)
 
 
+def test_what_was_played_ahead_before_it_is_measured_counts_once() -> None:
+    outcome = run(job(group(10), learning=Learning(0.0, step=4.5)), 10, ahead=5)
+    # six steps are played at once until 10, then one at a time: until 24.5, 34.5, 44.5, 54.5
+    assert outcome.learned == (14.5, 19, 23.5, 28, 32.5, 37, 41.5, 46, 50.5, 59)
+    assert outcome.steps_per_hour == pytest.approx(3600 * 2 / (59 - 37)), (
+        "of the four that were learned from two were played"
+    )
+
+
 def test_environments_are_waited_for_and_the_prompt_of_a_group_is_read_once() -> None:
     episode = Episode((Stage(5, read=4, wait=2.0), Stage(3, read=1, wait=1.5)), reward=2.0)
     speed = replace(ONE, read=0.25)

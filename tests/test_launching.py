@@ -220,7 +220,7 @@ def test_a_restart_by_torchrun_goes_on_with_the_run_that_was_begun_and_touches_n
         raise ArithmeticError
 
     with monkeypatch.context() as patch:
-        patch.setattr(posttrain.training.trainer.checkpoints, "save", dies)
+        patch.setattr(posttrain.training.trainer.Trainer, "_save", dies)
         with pytest.raises(ArithmeticError):
             run(marks := set(), steps=2, save_every=1)
     with pytest.raises(UserError, match="already holds a run"):

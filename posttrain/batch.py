@@ -222,3 +222,4 @@ class Step:
     rollouts: Sequence[tuple[Rollout, float]] = ()  # with their advantage (mean over tokens)
     seconds: Mapping[str, float] = field(default_factory=dict)  # what took time in it: "waiting" for environments alone
     counts: Mapping[str, float] = field(default_factory=dict)  # of services and engines: they depend on the clock
+    work: Mapping[str, float] = field(default_factory=dict)  # what the engine counted in it: see `engines.pace`

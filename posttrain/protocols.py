@@ -5,7 +5,7 @@ Each implementation is proven against its protocol by the type checker, at the e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
@@ -163,6 +163,13 @@ class Counting(Protocol):
     def counts(self) -> dict[str, float]: ...
 
 
+@runtime_checkable
+class Paced(Protocol):
+    """An engine that counts what its work takes: see `posttrain.engines.pace`."""
+
+    def pace(self) -> Mapping[str, float]: ...  # counts since the beginning, by name
+
+
 class Service(Protocol):
     """Answers questions of environments in the main process, many at once.
 
@@ -196,6 +203,14 @@ class World(Protocol):
     def gather(self, x: Any) -> list[Any]: ...  # one from each process, by rank
     def apart(self) -> World: ...  # the same processes, for another thread: its calls have an order of their own
     def fail(self, error: BaseException) -> None: ...  # let the others know that this process makes no more calls
+
+
+@runtime_checkable
+class Lasting(Protocol):
+    """A world whose launcher may start all of its processes again, and keeps for them what was marked before."""
+
+    def mark(self, name: str) -> None: ...
+    def marked(self, name: str) -> bool: ...
 
 
 class Alone:

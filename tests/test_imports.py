@@ -25,7 +25,7 @@ RANKS = (
     {"runs", "sources"},
     {"services"},
     {"training"},
-    {"audit", "reproduce"},
+    {"audit", "planning", "reproduce"},
     {"cli"},
     {"__main__"},
 )
@@ -67,7 +67,7 @@ HOMES = {
 }
 """Where each heavy library may be imported."""
 
-LIGHT = ("audit/", "envs/", "verify/", "sandbox/", "runs/", "training/intervals.py",
+LIGHT = ("audit/", "planning/", "envs/", "verify/", "sandbox/", "runs/", "training/intervals.py",
          "sources/diversity.py", "algorithms/", "config/", "types.py", "batch.py", "protocols.py", "part.py",
          "seeds.py", "messages.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py", "cli/main.py",
          "cli/commands.py", "cli/typed.py",

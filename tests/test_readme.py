@@ -19,7 +19,7 @@ from posttrain.algorithms.every import EVERY
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Preference
 from posttrain.cli.main import _known, app
-from posttrain.config import OF_RETRIEVERS, VERBS, Data, ServeEngine
+from posttrain.config import OF_GROWING, OF_RETRIEVERS, VERBS, Data, ServeEngine
 from posttrain.envs.load import BUILTIN
 from posttrain.user_code import load_named
 
@@ -29,7 +29,20 @@ PAGES = {
 }
 TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
 README = TEXTS["README.md"]
-WORDS = {"--nnodes", "--nproc-per-node", "--config", "--set", "--help", "--json", "--replies", "--index-url", "--seed"}
+WORDS = {
+    "--nnodes",
+    "--nproc-per-node",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--max-restarts",
+    "--config",
+    "--set",
+    "--help",
+    "--json",
+    "--replies",
+    "--index-url",
+    "--seed",
+}
 """Options of no configuration: of the command itself, of a verb without one, of other programs."""
 
 
@@ -95,7 +108,8 @@ def test_every_verb_and_every_option_that_a_page_names_exists() -> None:
     verbs = set(re.findall(r"posttrain (\w+)[ `]", README)) - {"import"}
     assert {"sft", "rl", "eval", "chat", "check", "algorithms"} <= verbs <= {name.lstrip("-") for name in app}
     known = {f"--{name.replace('_', '-')}" for verb in VERBS for name in _known(verb)}
-    known |= {f"--{f.name.replace('_', '-')}" for config in (*OF_RETRIEVERS, ServeEngine) for f in fields(config)}
+    growing = (*OF_RETRIEVERS, *OF_GROWING.values(), ServeEngine)
+    known |= {f"--{f.name.replace('_', '-')}" for config in growing for f in fields(config)}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert named <= known | WORDS, sorted(named - known - WORDS)
 

@@ -20,11 +20,14 @@ from cyclopts import Parameter
 from posttrain.config import (
     RL,
     SFT,
+    VERBS,
     Chat,
     Check,
     Distill,
     Evaluation,
     Label,
+    Launch,
+    Plan,
     Prefer,
     RetrieverBuild,
     RetrieverServe,
@@ -32,6 +35,7 @@ from posttrain.config import (
     Sample,
     ServeEngine,
     ServePolicy,
+    Training,
 )
 from posttrain.messages import clip, one_line
 from posttrain.options import AnyConfig, AnyTraining, check_bounds, validate
@@ -401,6 +405,60 @@ def retriever_serve(index: str, *, config: Annotated[RetrieverServe, Options] = 
     check_bounds(config)
     serve(open_index(index, config.encoder), config.host, config.port, config.topk)
     return 0
+
+
+def plan(run: str, *, config: Annotated[Plan, Options] = Plan()) -> int:  # noqa: B008  frozen
+    """Simulate a pilot run's job on other machines, from its own files: steps per hour, who is idle, what limits it.
+
+    Parameters
+    ----------
+    run
+        Folder of the pilot: a run of posttrain rl or distill of one process, of some ten steps.
+    """
+    from posttrain.planning import command
+
+    check_bounds(config)
+    return command.plan(run, config)
+
+
+def launch(*command: str, config: Annotated[Launch, Options] = Launch()) -> int:  # noqa: B008  frozen
+    """Print what a batch system is to run for a command of posttrain.
+
+    Parameters
+    ----------
+    command
+        The command, after two dashes: -- rl --tasks sums.jsonl --out runs/rl ...
+    """
+    from posttrain.cli.slurm import script
+
+    check_bounds(config)
+    print(script(config, list(command), _training_of(list(command))), end="")
+    return 0
+
+
+def _training_of(command: list[str]) -> Training:
+    """The options of a command that trains. Raises UserError if it is none, or not a sound one."""
+    from cyclopts.exceptions import CycloptsError
+
+    from posttrain.cli import main
+
+    kinds = [name for name, kind in VERBS.items() if issubclass(kind, Training)]
+    if not command or command[0] not in kinds:
+        raise UserError(
+            f"the command that is to be launched follows two dashes: posttrain launch --slurm -- {kinds[0]} ..., "
+            f"or {', '.join(kinds[1:])}"
+        )
+    try:
+        _, bound, _ = main.app.parse_args(main.prepared(command), exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise UserError(f"posttrain {command[0]}: {one_line(error)}") from error
+    config = bound.arguments.get("config") or VERBS[command[0]]()
+    if isinstance(config, RL | Prefer | RewardModelling):
+        config = _read(VERBS[command[0]], config, bound.arguments.get("set", ()))
+    assert isinstance(config, Training)
+    if not config.resume:
+        validate(config)
+    return config
 
 
 def reproduce(

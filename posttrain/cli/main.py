@@ -68,6 +68,8 @@ for _name, _function, _help in (
     ("check", "check", "Run a reward or an environment against sample replies, before any training."),
     ("rollouts", "rollouts", "What was said in a step of a run, turn by turn: prompts, replies, tools, rewards."),
     ("audit", "audit", "Look for reward hacking in a run: what goes with the reward, what spreads, what comes apart."),
+    ("plan", "plan", "Simulate a pilot run on other machines: steps per hour, who is idle, the best split of N GPUs."),
+    ("launch", "launch", "Print what a batch system is to run for a command of posttrain: a file for Slurm's sbatch."),
     ("reproduce", "reproduce", "Test what a paper claims in a small experiment: table, plot, verdict with intervals."),
 ):
     app.command(f"posttrain.cli.commands:{_function}", name=_name, help=_help, help_format="markdown")
@@ -89,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     try:
         result = app(
-            _unescaped(_refuse_fractions(_recipe(words))),
+            prepared(words),
             exit_on_error=False,
             print_error=False,
             result_action="return_value",
@@ -120,6 +122,12 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit as error:  # nothing of ours calls it
         print(f"posttrain: code of yours ended the process (sys.exit({error.code!r})): let it return", file=sys.stderr)
         return 2
+
+
+def prepared(words: list[str]) -> list[str]:
+    """The words with what is ours to read in them done: recipes, numbers, escapes. What follows -- is another command's."""
+    end = words.index("--") if "--" in words else len(words)
+    return [*_unescaped(_refuse_fractions(_recipe(words[:end]))), *words[end:]]
 
 
 def _missing(error: MissingArgumentError, words: list[str]) -> str:
@@ -216,10 +224,11 @@ def _refuse_fractions(arguments: list[str]) -> list[str]:
 
 def _whole_numbers(verb: str) -> frozenset[str]:
     """The options of a verb that are whole numbers."""
-    from posttrain.config import OF_RETRIEVERS, VERBS
+    from posttrain.config import OF_GROWING, OF_RETRIEVERS, VERBS
 
     if verb not in VERBS:
-        kinds = {n: k for c in OF_RETRIEVERS for n, k in get_type_hints(c).items()} if verb == "retriever" else {}
+        others = OF_RETRIEVERS if verb == "retriever" else filter(None, [OF_GROWING.get(verb)])
+        kinds = {n: k for c in others for n, k in get_type_hints(c).items()}
     else:
         kinds = get_type_hints(VERBS[verb]) | {name: flag.type for name, flag in VERBS[verb].flags().items()}
     return frozenset(name for name, kind in kinds.items() if kind is int or int in get_args(kind))

@@ -1,11 +1,13 @@
 """Every option of every verb: frozen dataclasses, one field an option, documented where it is declared.
 
 The command line, recipes (TOML) and the Python front door all fill in these and nothing else. They stand by what they are
-for: `rows`, what whatever reads rows has; `training`; `using`, what trains nothing; `services`, which options name services.
+for: `rows`, what whatever reads rows has; `training`; `using`, what trains nothing; `growing`, plans and files for batch
+systems; `services`, which options name services.
 """
 
 from __future__ import annotations
 
+from posttrain.config.growing import Launch, Plan
 from posttrain.config.rows import Data, FromRows, Precision
 from posttrain.config.services import LABELLERS, SCORERS, SERVICES, named_services
 from posttrain.config.training import RL, SFT, Distill, Passes, Prefer, RewardModelling, Training
@@ -22,13 +24,17 @@ from posttrain.config.using import (
 )
 
 __all__ = [
-    "FREE_TO_CHANGE", "LABELLERS", "OF_ONE_CALL", "OF_RETRIEVERS", "RL", "SCORERS", "SERVICES", "SFT", "VERBS", "Chat",
-    "Check", "Data", "Distill", "Evaluation", "FromRows", "Label", "Passes", "Precision", "Prefer", "RetrieverBuild",
-    "RetrieverServe", "RewardModelling", "Sample", "ServeEngine", "ServePolicy", "Training", "named_services",
+    "FREE_TO_CHANGE", "LABELLERS", "OF_GROWING", "OF_ONE_CALL", "OF_RETRIEVERS", "RL", "SCORERS", "SERVICES", "SFT", "VERBS",
+    "Chat", "Check", "Data", "Distill", "Evaluation", "FromRows", "Label", "Launch", "Passes", "Plan", "Precision", "Prefer",
+    "RetrieverBuild", "RetrieverServe", "RewardModelling", "Sample", "ServeEngine", "ServePolicy", "Training",
+    "named_services",
 ]  # fmt: skip
 
 OF_RETRIEVERS = (RetrieverBuild, RetrieverServe)
 """What posttrain retriever is given."""
+
+OF_GROWING = {"plan": Plan, "launch": Launch}
+"""What the verbs that make runs larger are given."""
 
 VERBS: dict[str, type[FromRows]] = {
     kind.verb: kind for kind in (SFT, Prefer, RewardModelling, RL, Distill, Evaluation, Check, Sample, Label)

@@ -14,6 +14,7 @@ the same bits in any company, whenever it arrives.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +27,7 @@ from posttrain.batch import Layout
 from posttrain.engines.cache import Cache, Prefix
 from posttrain.engines.compiled import CompiledStep, Given, PackedCache, logits_in_blocks, supported
 from posttrain.engines.kept import KEPT_BYTES, Keeper, Kept
+from posttrain.engines.pace import Pace
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.engines.running import RunningBatch
 from posttrain.engines.sampler import sample, uniform
@@ -36,7 +38,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.fused import compiles
 from posttrain.models.linear import ROUND, in_blocks, rounds
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine
+from posttrain.protocols import Engine, Paced
 from posttrain.types import Completion, Sampling, UserError
 
 PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
@@ -75,6 +77,7 @@ class LocalEngine:
         self.running: list[Request] = []  # [B], request of each slot
         self.kept = Keeper(kept_bytes)
         self.computed = 0  # tokens that went through the model
+        self._pace = Pace()
         self._resumed: dict[int, Kept] = {}  # by the id of the waiting request that goes on from it
         self._prefix_of: dict[int, Prefix] = {}  # of running requests that are to be kept
         self._rows = RunningBatch(self.device)
@@ -133,17 +136,28 @@ class LocalEngine:
             for _ in range(POLL_STEPS):
                 if not self.running and not self.waiting:
                     break
-                free = self.slots - len(self.running)
+                began, count, computed = time.perf_counter(), len(self.running), self.computed
+                free = self.slots - count
                 # Admitting a few at a time would interrupt decoding often; wait for a batch of free slots.
-                if self.waiting and (not self.running or free >= max(1, self.slots // 8)):
+                admitting = bool(self.waiting) and (not count or free >= max(1, self.slots // 8))
+                if admitting:
                     self._admit(free)
                 else:
                     self._decode()
-                if done := self._finished():
+                done = self._finished()  # waits for the device, so the clock may be read
+                seconds = time.perf_counter() - began
+                if admitting:
+                    self._pace.read(self.computed - computed, seconds)
+                else:
+                    self._pace.decoded(count, seconds)
+                if done:
                     if self.rests and not self.running and not self.waiting:
                         self._rest()
                     return done
         return []
+
+    def pace(self) -> dict[str, float]:
+        return self._pace.counts()
 
     def close(self) -> None:
         self.waiting.clear()
@@ -397,3 +411,4 @@ class LocalEngine:
 
 if TYPE_CHECKING:
     _proof: Callable[..., Engine] = LocalEngine
+    _paced: Callable[..., Paced] = LocalEngine

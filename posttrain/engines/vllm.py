@@ -34,7 +34,7 @@ from posttrain.models.decoder import Decoder, DecoderConfig
 from posttrain.models.folder import checkpoint_tensors
 from posttrain.models.json_files import write_json
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine
+from posttrain.protocols import Engine, Paced
 from posttrain.types import Completion, Sampling, UserError
 
 WORKER = "posttrain.engines.vllm_worker:main"
@@ -81,6 +81,7 @@ class VLLMEngine:
         self._submitted: list[Request] = []
         self._owed = 0  # requests that the process has
         self.computed = 0  # tokens that went through the model: without those that vLLM's prefix cache had
+        self._pace: dict[str, float] = {}
         with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
             eos, dtype = prepare(folder, model, tokenizer), self.shared.laid.dtype
             cache = cache_bytes(model.config, slots, dtype, cache_gib)
@@ -131,11 +132,16 @@ class VLLMEngine:
         if not self._owed:
             return []
         done: list[Completion]
-        done, self.computed = self.process.ask(("poll", (requests, self.poll_steps)), "sampling", self.step_seconds)
+        done, self.computed, self._pace = self.process.ask(
+            ("poll", (requests, self.poll_steps)), "sampling", self.step_seconds
+        )
         if other := {c.version for c in done} - {self.version}:
             self.process.fail(f"sampled with weights of version {other.pop()}, not {self.version}")
         self._owed -= len(done)
         return done
+
+    def pace(self) -> dict[str, float]:
+        return self._pace
 
     def close(self) -> None:
         """End the process; requests in it are lost. May be called twice."""
@@ -235,3 +241,4 @@ def cache_bytes(config: DecoderConfig, slots: int, dtype: torch.dtype, most_gib:
 
 if TYPE_CHECKING:
     _proof: Callable[..., Engine] = VLLMEngine
+    _paced: Callable[..., Paced] = VLLMEngine

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engines.handover import Offer, Stored, checksum_of_names, offered, shared_memory, stored_in
+from posttrain.engines.pace import Pace
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
@@ -73,6 +74,7 @@ class Worker:
         self.running: dict[str, _Running] = {}
         self.asked = 0
         self.computed = 0  # tokens that went through the model, of requests that have finished
+        self.pace = Pace()
         self.heard = time.monotonic()
         gpu, more = torch.cuda.is_available(), {}
         if setup.transfer is not None:
@@ -132,7 +134,7 @@ class Worker:
         assert forgotten, "prompts computed with the old weights are still in use"
         self.version = version
 
-    def poll(self, requests: Sequence[Request], steps: int | None) -> tuple[list[Completion], int]:
+    def poll(self, requests: Sequence[Request], steps: int | None) -> tuple[list[Completion], int, dict[str, float]]:
         """Take these up and step until a request has finished, or so many times at most."""
         for request in requests:
             self._submit(request)
@@ -140,12 +142,19 @@ class Worker:
         taken = 0
         while self.running and not done and taken != steps:
             taken += 1
-            for output in self.engine.step():
+            began, count = time.perf_counter(), len(self.running)
+            outputs = self.engine.step()
+            seconds = time.perf_counter() - began
+            if taken == 1 and requests:  # it reads prompts, beside which others may go on
+                self.pace.read(sum(len(request.prompt) for request in requests), seconds)
+            else:
+                self.pace.decoded(count, seconds)
+            for output in outputs:
                 done += self._take(output)
             if self.connection is not None and time.monotonic() - self.heard > ALIVE_SECONDS:
                 self.connection.send(("alive", None))
                 self.heard = time.monotonic()
-        return done, self.computed
+        return done, self.computed, self.pace.counts()
 
     def cancel(self, id: int) -> int:
         """End a request without an answer. Returns how many there were of it."""

@@ -368,6 +368,9 @@ class _Play:
 
     def _finish(self, index: int, done: Done) -> None:
         self.finished[index] = self.playing[index].rollouts(done, self.plan is not None)
+        for rollout in self.finished[index]:
+            assert isinstance(rollout, Rollout), "it has ended"
+            rollout.seconds = time.perf_counter() - self.asked[index]
         for place in range(len(self.playing[index].contexts)):
             self.engine.forget(self._request(index, place))
         for other in self.shares.end(index):

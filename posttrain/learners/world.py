@@ -14,13 +14,14 @@ from datetime import timedelta
 from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from posttrain.protocols import World
+from posttrain.protocols import Lasting, World
 from posttrain.types import UserError
 
 FAILED = "failed"  # the store's entry of whoever fails first: its exit code, and why, in words
@@ -38,16 +39,23 @@ class Elsewhere(UserError):
 class Processes:
     """See `posttrain.protocols.World`."""
 
-    def __init__(self, store: Store | None = None, patience: float = 600.0, group: Any = None, name: str = "") -> None:
+    def __init__(
+        self,
+        store: Store | None = None,
+        patience: float = 600.0,
+        group: Any = None,
+        name: str = "",
+        lasting: Store | None = None,
+    ) -> None:
         """The process group is up already. `store`: shared with the other processes; None: nobody is waited for by it.
 
         `patience`: seconds within which the others have to come to each call. `group`: of torch.distributed, with the
-        `name` under which its calls are counted; None: all processes.
+        `name` under which its calls are counted; None: all processes. `lasting`: a store that outlives a restart.
         """
         assert dist.is_initialized(), "start the process group first"
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._store, self._patience, self._calls = store, patience, 0
-        self._group, self._name, self._apart = group, name, 0
+        self._group, self._name, self._apart, self._lasting = group, name, 0, lasting
 
     def sum(self, x: Tensor) -> Tensor:
         self._meet()
@@ -77,6 +85,13 @@ class Processes:
                 self._store.compare_set(FAILED, "", f"{code} process {self.rank}: {why}")
             except RuntimeError:  # whoever kept the store is gone, so everybody knows
                 return
+
+    def mark(self, name: str) -> None:
+        if self._lasting is not None:
+            self._lasting.set(name, "")
+
+    def marked(self, name: str) -> bool:
+        return self._lasting is not None and bool(self._lasting.check([name]))
 
     def _meet(self) -> None:
         """Return once all processes have made this call. Raises UserError if one does not."""
@@ -116,7 +131,10 @@ _runs = count()
 
 def joined(device: str, patience: float) -> Processes:
     """The world of this process, one of those that torchrun or --processes has started, for one run."""
-    store = _meeting_place(patience)
+    kept = _meeting_place(patience)
+    # torchrun's outlives a restart, and what was said in the attempt before is not said again.
+    attempt = _attempt(kept, patience) if _kept_by_torchrun() else 0
+    store = PrefixStore(f"posttrain {attempt}", kept)
     if not dist.is_initialized():
         cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
         dist.init_process_group(
@@ -127,13 +145,56 @@ def joined(device: str, patience: float) -> Processes:
             timeout=timedelta(seconds=patience),
         )
         atexit.register(_leave)  # their threads must not outlive the interpreter
-    return Processes(PrefixStore(f"run {next(_runs)}", store), patience)
+    return Processes(PrefixStore(f"run {next(_runs)}", store), patience, lasting=PrefixStore("posttrain", kept))
 
 
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _meeting_place.cache_clear()
+    _attempt.cache_clear()
+
+
+def _kept_by_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+@cache
+def _attempt(kept: Store, patience: float) -> int:
+    return attempt_of(kept, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), patience)
+
+
+def attempt_of(kept: Store, rank: int, size: int, patience: float) -> int:
+    """The number of this start by torchrun, the same in all processes.
+
+    torchrun's own number differs between machines: where a process fails it counts a restart, and where others have to
+    start again with it, it does not. So the first process counts, and invites each of the others by a name that is new in
+    every start: an old one may still stand in the store.
+    """
+    store, end, name = PrefixStore("posttrain starts", kept), time.monotonic() + patience, uuid4().hex
+    attempt = store.add("number", 1) if rank == 0 else 0
+    if rank:
+        store.set(f"here/{rank}", name)
+    missing = set(range(1, size)) if rank == 0 else {0}
+    invited: dict[int, bytes] = {}
+    while missing:
+        if rank and store.check([f"invited/{rank}"]):
+            invitation = store.get(f"invited/{rank}").decode().split()
+            if invitation[0] == name:
+                store.set(f"in/{invitation[1]}/{rank}", "")
+                return int(invitation[1])
+        for other in sorted(missing) if not rank else ():
+            if store.check([f"in/{attempt}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"here/{other}"]) and (there := store.get(f"here/{other}")) != invited.get(other):
+                store.set(f"invited/{other}", there.decode() + f" {attempt}")
+                invited[other] = there
+        if time.monotonic() > end:
+            raise Elsewhere(
+                f"process {', '.join(map(str, sorted(missing)))} has not come for {patience:g} s (--patience)"
+            )
+        time.sleep(LONGEST_PAUSE)
+    return attempt
 
 
 @cache
@@ -143,13 +204,13 @@ def _meeting_place(patience: float) -> Store:
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         int(os.environ["WORLD_SIZE"]),
-        is_master=os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        is_master=os.environ["RANK"] == "0" and not _kept_by_torchrun(),
         timeout=timedelta(seconds=patience),
         wait_for_workers=False,
     )
-    # torchrun's outlives a restart, and what was said in the attempt before is not said again.
-    return PrefixStore(f"posttrain {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", kept)
+    return kept
 
 
 if TYPE_CHECKING:
     _proof: Callable[..., World] = Processes
+    _lasting: Callable[..., Lasting] = Processes

@@ -6,7 +6,7 @@ timing.jsonl                one line a step, of all that depends on the clock
 health.jsonl                what the health check found, and after which step
 answers.jsonl               what services answered: see `posttrain.envs.journal`
 rollouts/step-000012.jsonl  what was sampled in a step, and how it was rewarded
-seconds/step-000012.jsonl   a line for each of these rollouts: the seconds that each of its turns took
+seconds/step-000012.jsonl   a line for each of these rollouts: the seconds that each of its turns took, and its reward
 checkpoints/step-000012/    see `posttrain.runs.checkpoint`
 tensorboard/                metrics and timing as event files
 handover/weights-0-12       for engines that listen, while it runs: see `posttrain.engines.handover`

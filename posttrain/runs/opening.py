@@ -14,10 +14,10 @@ from typing import Any, Generic, Self
 
 from posttrain.config import RL, SERVICES, Training, named_services
 from posttrain.options import AnyTraining, as_dict, continued, own_judge
-from posttrain.protocols import Alone, World
+from posttrain.protocols import Alone, Lasting, World
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs import fingerprint
-from posttrain.runs.files import RUN, delete_run, holds_run, made_by_run, writing
+from posttrain.runs.files import CHECKPOINTS, RUN, delete_run, holds_run, made_by_run, writing
 from posttrain.runs.fingerprint import Print
 from posttrain.runs.lock import Lock
 from posttrain.runs.reading import missing_steps, read_run
@@ -55,10 +55,27 @@ class RunFolder(Generic[AnyTraining]):
         self._noted: dict[str, Any] = {}  # what run.json is to say of this resumption
         self._lock: Lock | None = None
         if self.world.rank == 0:
-            self._look(config)
+            self._look(self._again(config))
         # The first process decides; the others would look at a folder that it may be writing by then.
         found = (self.config, self.checkpoint) if self.world.rank == 0 else None
         self.config, self.checkpoint = self.world.gather(found)[0]
+
+    def _again(self, config: AnyTraining) -> AnyTraining:
+        """The options with which torchrun's restart of a run goes on: with what was saved, or from the beginning.
+
+        Only where an earlier attempt has begun the run. A folder that it refused is refused again.
+        """
+        if not isinstance(self.world, Lasting) or not self.world.marked(self._begun_here):
+            return config
+        saved = any((self.path / CHECKPOINTS).glob("step-*"))
+        print(f"started again {'from the newest checkpoint' if saved else 'from the beginning'}")
+        given = {name: getattr(config, name) for name in config.given}
+        return type(config)(**{**given, "resume": saved, "overwrite": not saved})
+
+    @property
+    def _begun_here(self) -> str:
+        """What is marked for later attempts once this one may write the folder."""
+        return f"begun {self.path.absolute()}"
 
     def _look(self, config: AnyTraining) -> None:
         """What the folder holds, and what is to become of it."""
@@ -110,6 +127,8 @@ class RunFolder(Generic[AnyTraining]):
             return Unwritten()
         told = {"initial": str(self.start) if self.start else None, **told, "inputs": self._inputs}
         options = as_dict(self.config)
+        if isinstance(self.world, Lasting):
+            self.world.mark(self._begun_here)
         with writing(self.path):
             if self.checkpoint is not None:
                 step = checkpoints.step_of(self.checkpoint)

@@ -75,12 +75,13 @@ def read_rollouts(folder: Folder, step: int) -> list[Row]:
 
 
 def timed_rollouts(folder: Folder, step: int) -> list[Row]:
-    """The same, each turn with its "seconds" where they are known."""
+    """The same, each turn with its "seconds" where they are known, and each rollout with those of its reward."""
     rows, path = read_rollouts(folder, step), seconds_file(Path(folder), step)
     times = [_checked(row, _SECONDS, where) for row, where, _ in _lines(path, whole=True)] if path.is_file() else []
     for row, time in zip(rows, times, strict=False):
         for turn, seconds in zip(row["turns"], time["turns"], strict=False):
             turn["seconds"] = seconds
+        row["seconds"] = time.get("reward", 0.0)
     return rows
 
 
@@ -151,7 +152,7 @@ class _Maybe:
 
 _NUMBER = (int, float, type(None))
 _FINDING: dict[str, Any] = {"step": int, "name": str, "message": str}
-_SECONDS: dict[str, Any] = {"turns": [(int, float)]}
+_SECONDS: dict[str, Any] = {"turns": [(int, float)], "reward": _Maybe((int, float))}
 _CALL: dict[str, Any] = {"tool": str, "arguments": dict, "problem": _Maybe(str)}
 _TURN: dict[str, Any] = {
     **dict.fromkeys(("kind", "text"), str),

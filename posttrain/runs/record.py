@@ -130,7 +130,7 @@ class Record:
         rows = ((r, {"id": f"{step}/{place}"}, {"advantage": number(a)}) for place, (r, a) in enumerate(rollouts))
         for file in (times, path):
             file.parent.mkdir(exist_ok=True)
-        write_rollouts(times, ({"turns": [round(turn.seconds, 4) for turn in r.turns]} for r, _ in rollouts))
+        write_rollouts(times, (_seconds(r) for r, _ in rollouts))
         write_rollouts(path, ({**first, **as_row(rollout), **last} for rollout, first, last in rows))
         self._unsynced += [times, path]
 
@@ -242,6 +242,11 @@ def as_row(rollout: Rollout) -> Row:
         "turns": [_turn(turn) for turn in rollout.turns],
         "transcripts": [_transcript(transcript) for transcript in rollout.transcripts],
     }
+
+
+def _seconds(rollout: Rollout) -> Row:
+    """What its turns took, and its reward."""
+    return {"turns": [round(turn.seconds, 4) for turn in rollout.turns], "reward": round(rollout.seconds, 4)}
 
 
 def _answer(service: str, answer: Any) -> Row:

@@ -20,7 +20,7 @@ from posttrain.batch import Stats
 from posttrain.beside import Beside
 from posttrain.engines.weights import own_copy
 from posttrain.models.linear import compute_apart
-from posttrain.protocols import Counting, Learner, Model
+from posttrain.protocols import Counting, Learner, Model, Paced
 from posttrain.sources.collecting import Collected, Collector, Mark
 from posttrain.sources.stored import restored, stored
 
@@ -36,8 +36,9 @@ class Played:
     after: Mark  # how far the collector was then
     collected: Collected
     stats: Stats
-    seconds: Mapping[str, float]  # in which nothing was sampled, because of environments, services or a hand-over
+    seconds: Mapping[str, float]  # "load", "play", and of that those in which all waited for environments or services
     counts: Mapping[str, float]  # of services and engines; as seconds, not known of what was played before a resumption
+    work: Mapping[str, float]  # what the engine counted in it: see `engines.pace`
 
 
 class Stock:
@@ -95,14 +96,21 @@ class Stock:
         self._steps.append(_Step(self._thread.call(play) if self._thread is not None else _made(play())))
 
     def _played(self, number: int, weights: Model, version: int) -> Played:
-        player, stats, began = self.collector.player, Stats(), time.perf_counter()
+        player, stats = self.collector.player, Stats()
+        before, began = self._work(), time.perf_counter()
         player.engine.load(weights, version)
-        handover = time.perf_counter() - began
-        seconds = self._waited()
+        loaded, seconds = time.perf_counter(), self._waited()
         player.services.begin(number)
         collected = self.collector.collect(number, self.groups, stats)
         seconds = {name: now - seconds[name] for name, now in self._waited().items()}
-        return Played(number, self.collector.mark, collected, stats, {**seconds, "handover": handover}, self._counts())
+        seconds |= {"load": loaded - began, "play": time.perf_counter() - loaded}
+        work = {name: now - before.get(name, 0.0) for name, now in self._work().items()}
+        return Played(number, self.collector.mark, collected, stats, seconds, self._counts(), work)
+
+    def _work(self) -> dict[str, float]:
+        """What the engine has counted so far."""
+        engine = self.collector.player.engine
+        return dict(engine.pace()) if isinstance(engine, Paced) else {}
 
     def _counts(self) -> dict[str, float]:
         """Of services, and of engines where there are several."""
@@ -123,7 +131,7 @@ class Stock:
         rollouts = [restored(rollout, tasks[rollout["group"]]) for rollout in row["rollouts"]]
         stats = Stats({name: (float(total), float(count)) for name, (total, count) in row["stats"].items()})
         collected = Collected(rollouts, [rollouts[place] for place in row["kept"]], places)
-        return Played(int(row["number"]), self.collector.restore(row["after"]), collected, stats, {}, {})
+        return Played(int(row["number"]), self.collector.restore(row["after"]), collected, stats, {}, {}, {})
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ What a step plays stands in `collecting`, what its tokens earn in `crediting`, w
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ class Experience:
 
     def produce(self, number: int) -> Step:
         row = self.algorithm
-        played = self.stock.take(number, self.learner)
+        played, began = self.stock.take(number, self.learner), time.perf_counter()
         collected, stats = played.collected, Stats(played.stats)
         tokens, kept = self.size.tokens_per_microbatch, collected.kept
         if self.stock.ahead or self.stock.collector.tokens:
@@ -99,7 +100,8 @@ class Experience:
         updates = self.minibatches.updates(number, credited, self.coefficients)
         sampled = sum(r.n_own for r in collected.played)
         rollouts = [(r, means.get(id(r), 0.0)) for r in collected.played]
-        return Step(number, updates, stats, sampled, rollouts, played.seconds, played.counts)
+        seconds = {**played.seconds, "credit": time.perf_counter() - began}
+        return Step(number, updates, stats, sampled, rollouts, seconds, played.counts, played.work)
 
     def _measure_staleness(self, rollouts: Sequence[Rollout], stats: Stats) -> None:
         """How many updates lie between the weights that sampled each token and those that are about to learn from it."""

@@ -26,6 +26,10 @@ class Trained:
     stats: Stats  # of source and updates
     seconds: dict[str, float]  # "rollout" (the source's part), "update"
     last: bool  # whether training ends here, as planned or by interruption
+    between: float = (
+        0.0  # seconds after the update of the step before, until this one: its record, evaluation, checkpoint
+    )
+    fed: int = 0  # tokens of the updates' micro-batches
 
 
 def train(
@@ -41,20 +45,23 @@ def train(
     """Run steps `first` to `steps`; returns the number of the last one done. Stops early after an interruption."""
     gc.collect()
     gc.freeze()  # models and libraries stay: without this, full collections walk through all of them every few steps
-    number = first - 1
+    number, updated = first - 1, time.perf_counter()
     while number < steps:
         number += 1
-        begin = time.perf_counter()
+        begin, fed = time.perf_counter(), 0
         step = source.produce(number)
         produced = time.perf_counter()
         stats = Stats(step.stats)
         stats.add("updates", len(step.updates))
         for build in step.updates:
-            stats.merge(learner.update(build(), objective))
+            batches = build()
+            fed += sum(batch.layout.tokens.numel() for batch in batches)
+            stats.merge(learner.update(batches, objective))
         source.learned(step, stats)
-        seconds = {"rollout": produced - begin, "update": time.perf_counter() - produced}
+        between, updated = begin - updated, time.perf_counter()
+        seconds = {"rollout": produced - begin, "update": updated - produced}
         last = number == steps or interrupted()
-        ended = [hook(Trained(step, stats, seconds, last)) for hook in hooks]
+        ended = [hook(Trained(step, stats, seconds, last, between, fed)) for hook in hooks]
         if last or any(ended):
             break
     gc.unfreeze()

@@ -286,7 +286,8 @@ def _timing(trained: Trained) -> dict[str, float]:
             who = "reply" if turn.kind is SpanKind.SAMPLED else "environment"
             turns.add(f"seconds/turn/{who}", turn.seconds)
             turns.add(f"seconds/turn/{who}/max", turn.seconds)
-    return {**timing, **turns.means(), **trained.step.counts}
+    timing |= {"seconds/between": trained.between, "update/tokens": trained.fed}
+    return {**timing, **turns.means(), **trained.step.counts, **trained.step.work}
 
 
 def _options(config: Training) -> list[str]:

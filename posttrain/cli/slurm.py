@@ -1,0 +1,131 @@
+"""What Slurm's sbatch is to run for a command that trains.
+
+Decided here: Slurm starts the processes itself, one a task, with the variables that torchrun would give them. torchrun
+between them would kill a run 30 seconds after the signal that announces the time limit, in the middle of a step or of a
+checkpoint. So the signal goes from the batch shell through srun to all processes, which end after the same step, saved.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+
+from posttrain.config import Launch, Training
+from posttrain.messages import clip
+from posttrain.types import UserError
+
+TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
+OURS = ("--processes", "--restarts", "--resume", "--overwrite")
+OURS_IN_SLURM = ("nodes", "ntasks", "signal", "requeue", "no-requeue", "array", "job-name", "time", "output")
+LATE = 120  # seconds that other processes may take to end after the first one has
+
+BODY = """
+set -euo pipefail
+shopt -s nullglob
+
+out={out}
+words=({words})
+python=({python})
+
+# A run that has saved goes on from there: after a requeue, and when this file is submitted again.
+saved=("$out"/checkpoints/step-*)
+if (( ${{#saved[@]}} )); then
+  words+=(--resume)
+elif (( ${{SLURM_RESTART_COUNT:-0}} )); then
+  words+=(--overwrite)  # this job has begun it: Slurm requeues a job whose node is lost, not one that was refused
+fi
+
+# The processes meet on the first machine.
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${{hosts[0]}}
+export MASTER_PORT=$(( 20000 + SLURM_JOB_ID % 20000 ))
+export WORLD_SIZE={size} LOCAL_WORLD_SIZE={local}
+export TORCH_CPP_LOG_LEVEL=${{TORCH_CPP_LOG_LEVEL:-ERROR}}
+
+# Before the time limit this shell gets SIGTERM and passes it on: the run finishes its step, saves, and ends with 130.
+srun --wait={late} --kill-on-bad-exit=0 \\
+  bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; exec "$@"' process \\
+  "${{python[@]}}" -m posttrain "${{words[@]}}" &
+step=$!
+trap 'kill -TERM "$step" 2> /dev/null || true' TERM
+code=0
+wait "$step" || code=$?
+while kill -0 "$step" 2> /dev/null; do  # the signal ended the waiting, not the run
+  code=0
+  wait "$step" || code=$?
+done
+exit "$code"
+"""
+
+
+def script(launch: Launch, command: Sequence[str], training: Training) -> str:
+    """The file for sbatch. `training`: what the command says, read. Raises UserError for what cannot be expressed."""
+    if not launch.slurm:
+        raise UserError("say for what: posttrain launch --slurm; one machine needs no file, only --processes")
+    if launch.venv is not None and launch.container is not None:
+        raise UserError("--venv and --container both say where posttrain is: give one of them")
+    for word in command:
+        if word.partition("=")[0] in OURS:
+            raise UserError(f"{word.partition('=')[0]} is decided by the file: leave it out of the command")
+    if launch.time is not None and not TIME.fullmatch(launch.time):
+        raise UserError(
+            f"--time {clip(launch.time)} is not a time of Slurm: 30 (minutes), 12:00:00, or 2-00:00:00 (with days)"
+        )
+    local = launch.processes_per_node or launch.gpus_per_node or 1
+    head = [f"#SBATCH {directive}" for directive in _directives(launch, local)]
+    body = BODY.format(
+        out=shlex.quote(training.out),
+        words=shlex.join(command),
+        python=shlex.join(_python(launch)),
+        size=launch.nodes * local,
+        local=local,
+        late=LATE,
+    )
+    return "\n".join(["#!/bin/bash", *head]) + "\n" + body
+
+
+def _directives(launch: Launch, local: int) -> Iterator[str]:
+    chosen = {
+        "job-name": launch.name,
+        "nodes": launch.nodes,
+        "ntasks-per-node": local,
+        "gpus-per-node": launch.gpus_per_node or None,
+        "cpus-per-task": launch.cpus_per_process,
+        "time": launch.time,
+        "partition": launch.partition,
+        "account": launch.account,
+        "output": launch.log,
+        "signal": f"B:TERM@{launch.save_seconds}",
+    }
+    for name, value in chosen.items():
+        if value is not None:
+            yield f"--{name}={_quoted(f'--{name}', str(value))}"
+    yield "--requeue"
+    yield "--open-mode=append"
+    for directive in launch.directives:
+        name, equals, value = directive.partition("=")
+        if not re.fullmatch(r"[a-z][a-z-]*", name):
+            raise UserError(
+                f"--directives {clip(directive)} is no option of sbatch: write name=value, or a name, without dashes"
+            )
+        if name in OURS_IN_SLURM:
+            raise UserError(
+                f"--directives {name} is the file's own: see posttrain launch --help for what may be chosen"
+            )
+        yield f"--{name}={_quoted(f'--{name}', value)}" if equals else f"--{name}"
+
+
+def _quoted(name: str, value: str) -> str:
+    """A value as sbatch reads it: by the rules of a shell, but for backslashes, which it takes out of any quotes."""
+    if not value or not value.isprintable() or "\\" in value:
+        raise UserError(
+            f"{name} {clip(repr(value))} cannot stand in a line of sbatch: no backslash, no line break, not empty"
+        )
+    return shlex.quote(value)
+
+
+def _python(launch: Launch) -> list[str]:
+    if launch.container is not None:
+        return ["apptainer", "exec", *(["--nv"] if launch.gpus_per_node else []), launch.container, "python"]
+    return [f"{launch.venv.rstrip('/')}/bin/python"] if launch.venv else ["python"]

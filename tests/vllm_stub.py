@@ -31,4 +31,4 @@ def main(socket_fd: int, memory_fd: int) -> None:
         else:
             wrong = version + (os.environ.get("STUB") == "other version")
             done = [Completion(request.id, [0], [0.0], "", StopReason.EOS, wrong) for request in value[0]]
-            connection.send(("answer", (done, 0)))
+            connection.send(("answer", (done, 0, {})))

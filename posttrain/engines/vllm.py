@@ -32,6 +32,7 @@ from posttrain.models.config_json import written_config
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import checkpoint_tensors
 from posttrain.models.json_files import write_json
+from posttrain.models.rows import whole
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
 from posttrain.types import Completion, Sampling, UserError
@@ -111,9 +112,10 @@ class VLLMEngine:
     def load(self, weights: Any, version: int) -> None:
         """Hand over the weights of a `Decoder`. Returns when vLLM has them and says so with version and checksum."""
         assert not self._submitted and not self._owed, "weights change between batches of rollouts, not within one"
-        tensors, checksum = dict(_handed_over(weights)), 0
-        for stored in self.stored:
-            stored.tensor_in(self.memory, self.dtype).copy_(tensors[stored.name])
+        checksum = 0
+        for stored, (name, tensor) in zip(self.stored, _handed_over(weights), strict=True):
+            assert stored.name == name
+            stored.tensor_in(self.memory, self.dtype).copy_(tensor)
             checksum = stored.checksum(self.memory, self.dtype, checksum)
         answer = self.process.ask(("load", version), f"taking over weights of version {version}", self.load_seconds)
         if answer != (version, checksum):
@@ -223,7 +225,7 @@ def _handed_over(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint, with the output head even where it is the embedding (see `vllm_worker`)."""
     yield from checkpoint_tensors(model)
     if model.config.tied:
-        yield "lm_head.weight", model.head.detach()
+        yield "lm_head.weight", whole(model.head)
 
 
 def _layout(model: Decoder, dtype: torch.dtype) -> Iterator[Stored]:

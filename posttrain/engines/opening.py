@@ -24,11 +24,13 @@ def open_engine(
     cache_gib: float,
     seconds: float,
     serving: bool = False,
+    own: bool = False,
 ) -> Engine:
     """`seconds`: limit of a hand-over of weights and of a decoding step to vLLM. `serving`: requests come at any time, and
-    nothing but sampling needs the memory."""
+    nothing but sampling needs the memory. `own`: the weights that are loaded last are sampled with, whatever becomes of
+    the model meanwhile."""
     if kind == "local":
-        return embedded(model, tokenizer, slots, precision, cache_gib, rests=not serving)
+        return embedded(model, tokenizer, slots, precision, cache_gib, rests=not serving, own=own)
     if not isinstance(model, Decoder):
         raise UserError(f"--engine {kind} cannot take over the weights of a {type(model).__name__}: leave it out")
     return VLLMEngine(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -38,9 +38,9 @@ from posttrain.protocols import Learner, Model, Objective
 P = TypeVar("P", bound=Packed)
 
 
-def shard(decoder: Decoder, size: int) -> None:
-    """Leave to this process its rows of each weight. On "meta" too: then nothing has to be whole at any time."""
-    mesh = _mesh(decoder.head.device.type, size)
+def shard(decoder: Decoder, size: int, device: torch.device) -> None:
+    """Leave to this process its rows of each weight. Of a decoder on "meta" none is whole at any time."""
+    mesh = init_device_mesh(device.type, (size,))
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(decoder, mesh=mesh, reshard_after_forward=False)
@@ -48,10 +48,6 @@ def shard(decoder: Decoder, size: int) -> None:
         if isinstance(module, FSDPModule):  # losses are divided already, by what the whole batch has
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def _mesh(device: str, size: int) -> DeviceMesh:
-    return init_device_mesh("cuda" if device == "meta" and torch.cuda.is_available() else device.replace("meta", "cpu"), (size,))
 
 
 class ShardingLearner(DealingLearner):
@@ -94,9 +90,8 @@ class ShardingLearner(DealingLearner):
         with world.meeting():
             for decoder in decoders:
                 if not isinstance(decoder, FSDPModule):
-                    shard(decoder, world.size)
-                cast(FSDPModule, decoder).unshard()  # which lets torch lay the rows out for good
-                cast(FSDPModule, decoder).reshard()
+                    shard(decoder, world.size, decoder.head.device)
+                _state(decoder)._lazy_init()  # lays the rows out for good
                 for parameter in decoder.parameters():
                     setattr(parameter, GATHER, partial(_gathered, parameter, world))
         return decoders
@@ -179,6 +174,7 @@ class ShardingLearner(DealingLearner):
             for parameter, gradient in zip(others, summed, strict=True):
                 parameter.grad = gradient.view_as(parameter) if there else None
             for rows, parameter in held.items():
+                assert rows.data_ptr() == here(parameter)[1].data_ptr(), "torch has moved the rows"
                 rows.grad = here(parameter.grad)[1] if there and parameter.grad is not None else None
                 parameter.grad = None
 
@@ -253,13 +249,15 @@ def _gathered(parameter: Tensor, world: Processes) -> Tensor:
 
 def _forget(decoder: Decoder) -> None:
     """Let torch forget in which order modules were passed: it does so behind a backward pass alone."""
+    _state(decoder)._comm_ctx.post_forward_order.clear()
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
-            state = fully_shard.state(module)  # type: ignore[attr-defined]
-            state._comm_ctx.post_forward_order.clear()
-            for group in (state._fsdp_param_group,):
-                if group is not None:
-                    group._post_forward_indices.clear()
+            _state(module)._fsdp_param_group._post_forward_indices.clear()
+
+
+def _state(module: nn.Module) -> Any:
+    """What torch keeps of a sharded module."""
+    return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 class _Heard(torch.autograd.Function):

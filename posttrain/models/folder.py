@@ -22,7 +22,7 @@ from torch import Tensor
 from posttrain.models.config_json import ARCHITECTURES, read_config, read_eos_ids, unsupported, written_config
 from posttrain.models.decoder import Decoder, DecoderConfig
 from posttrain.models.json_files import read_json, shown, write_json
-from posttrain.models.rows import whole
+from posttrain.models.rows import here, whole
 from posttrain.models.tensor_files import open_tensors, size_of, write_tensors
 from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
 from posttrain.protocols import Model
@@ -40,8 +40,16 @@ Pieces = tuple[tuple[str, tuple[int, ...]], ...]
 """The stored tensors (name, shape) that one after the other, along their first dimension, fill one parameter."""
 
 
-def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Model:
+def load_model(
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    shard: Callable[[Decoder], None] | None = None,
+    shares: int = 1,
+) -> Model:
     """The model of a checkpoint folder (or of a Hugging Face model name), its parameters of this dtype on this device.
+
+    `shard` leaves one of `shares` shares of a decoder's rows to this process: only these are then read.
 
     Raises UserError if there is no such folder, if the architecture is not supported, or if weights are missing,
     damaged, of the wrong shape or unknown.
@@ -51,7 +59,11 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: s
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in LOADERS:
         raise unsupported(folder, kind, LOADERS)
-    return LOADERS[kind](folder, source, dtype, torch.device(device))
+    if shard is None:
+        return LOADERS[kind](folder, source, dtype, torch.device(device))
+    if LOADERS[kind] is not _load_decoder:
+        raise UserError(f"--shard deals out the layers of a decoder, and a {kind} is none: leave it out")
+    return _load_decoder(folder, source, dtype, torch.device(device), shard, shares)
 
 
 def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Decoder, Tensor | None]:
@@ -168,21 +180,37 @@ def stored_pieces(config: DecoderConfig) -> dict[str, Pieces]:
     return pieces
 
 
-def _load_decoder(folder: Path, source: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Decoder:
+def _load_decoder(
+    folder: Path,
+    source: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Callable[[Decoder], None] | None = None,
+    shares: int = 1,
+) -> Decoder:
     config = read_config(folder, source)
     generation = read_json(folder / "generation_config.json", optional=True)
     eos_ids = read_eos_ids(folder, source, generation, config.vocab)
-    model = allocate(folder, config, dtype, device)
+    model = allocate(folder, config, dtype, device, shard, shares)
     read_weights(model, folder)
     model.source, model.generation, model.eos_ids = source, generation, eos_ids
     return model
 
 
-def allocate(folder: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+def allocate(
+    folder: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Callable[[Decoder], None] | None = None,
+    shares: int = 1,
+) -> Decoder:
     """The model with weights yet to be read. Raises UserError if there is no room for them."""
-    config.require_memory(dtype, device, str(folder / "config.json"))
+    config.require_memory(dtype, device, str(folder / "config.json"), shares)
     with torch.device("meta"):  # no memory is taken for weights that are about to be replaced
         model = Decoder(config).to(dtype)
+    if shard is not None:
+        shard(model)
     return model.to_empty(device=device)
 
 
@@ -196,6 +224,20 @@ def _split(parameter: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
     """One view of the parameter for each piece, in the shape of the piece."""
     rows = [shape[0] for _, shape in pieces]
     return parameter.view(sum(rows), *pieces[0][1][1:]).split_with_sizes(rows)
+
+
+def _pieces_here(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor, slice]]:
+    """What of a parameter lies in this process: the stored tensor, the place, and which rows of the one are for the other."""
+    first, own = here(parameter)
+    total = sum(shape[0] for _, shape in pieces)
+    unit = total // parameter.shape[0]  # rows as they are stored, of one of the parameter's
+    flat = own.view(len(own) * unit, *pieces[0][1][1:])
+    begin, end, at = first * unit, first * unit + len(flat), 0
+    for stored, shape in pieces:
+        low, high = max(at, begin), min(at + shape[0], end)
+        if low < high:
+            yield stored, flat[low - begin : high - begin], slice(low - at, high - at)
+        at += shape[0]
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -232,9 +274,10 @@ def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict
         for name in [stored for pieces in expected.values() for stored, _ in pieces]:
             _check_dtype(where[name][0], name, slices[name].get_dtype())
         for name, parameter in model.named_parameters():
-            for (stored, _), piece in zip(expected[name], _split(parameter.detach(), expected[name]), strict=True):
+            for stored, piece, rows in _pieces_here(parameter, expected[name]):
                 file, shard = where[stored]
-                piece.copy_(shard.get_tensor(stored))
+                whole_piece = rows.stop - rows.start == slices[stored].get_shape()[0]
+                piece.copy_(shard.get_tensor(stored) if whole_piece else slices[stored][rows])
                 check_finite(file, stored, piece)
         found = {name: where[name][1].get_tensor(name) for name in also if name in where}
         for name, tensor in found.items():

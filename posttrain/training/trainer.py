@@ -229,6 +229,7 @@ class Trainer:
 
     def _save(self) -> None:
         if self.world.rank:
+            self.learner.save(None)
             return
         with writing(self.folder):
             self.record.flush()
@@ -242,7 +243,7 @@ class Trainer:
     def _rescue(self) -> str:
         """After a user's mistake: save the last whole step, if no update came since. Returns how to go on."""
         saved = checkpoints.step_of(self.saved) if self.saved else 0
-        if self.done > saved and self.learner.version == self.whole[0]:
+        if self.done > saved and self.learner.version == self.whole[0] and not self.config.shard:  # that takes all processes
             with suppress(UserError):  # the disk is full, which is perhaps why we are here
                 self._save()
         if self.saved is None:

@@ -386,10 +386,8 @@ class LocalLearner:
 
     def _with_old(self, batches: Sequence[Batch]) -> list[Batch]:
         """With the old log-probabilities written down: within the line search they are no longer the current ones."""
-        old = [
-            b.old_logp if b.old_logp is not None else o.logp
-            for b, o in zip(batches, self.evaluate(batches), strict=True)
-        ]
+        now = LocalLearner.evaluate(self, batches)  # they are this process's own
+        old = [b.old_logp if b.old_logp is not None else o.logp for b, o in zip(batches, now, strict=True)]
         return [replace(b, old_logp=logp) for b, logp in zip(batches, old, strict=True)]
 
     def _natural_step(self, region: TrustRegion, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:

@@ -147,9 +147,12 @@ class ShardingLearner(DealingLearner):
             with self.world.meeting():
                 yield
         finally:
-            for decoder in self._decoders:
-                cast(FSDPModule, decoder).reshard()
-                _forget(decoder)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for decoder in self._decoders:
+            cast(FSDPModule, decoder).reshard()
+            _forget(decoder)
 
     def _hear(self, decoder: nn.Module, arguments: Any, hidden: Tensor) -> Tensor | None:
         """Note what a decoder gave, and later whether a gradient comes back for it."""
@@ -161,6 +164,7 @@ class ShardingLearner(DealingLearner):
 
     def _share_gradients(self) -> None:
         """Take over the rows of the sums that FSDP2 has made, and sum what is whole everywhere."""
+        self._let_go()
         for part in self.parts:
             held = {rows: self._held[rows] for rows in part.parameters.values() if rows in self._held}
             others = [p for p in part.parameters.values() if p not in self._held]

@@ -143,8 +143,11 @@ def checkpoint_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """
     pieces = stored_pieces(model.config)
     for name, parameter in model.named_parameters():
-        for (stored, _), piece in zip(pieces[name], _split(whole(parameter), pieces[name]), strict=True):
-            yield stored, piece
+        yield from _as_stored(whole(parameter), pieces[name])  # and keeps nothing of it
+
+
+def _as_stored(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor]]:
+    return zip((stored for stored, _ in pieces), _split(parameter, pieces), strict=True)
 
 
 def stored_pieces(config: DecoderConfig) -> dict[str, Pieces]:

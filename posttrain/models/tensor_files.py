@@ -49,6 +49,7 @@ def write_tensors(file: Path, described: Described, tensors: Iterable[tuple[str,
             assert found == name and tensor.shape == torch.Size(shape), f"{name} {shape}, not {found} {tensor.shape}"
             plain = tensor.detach().to("cpu", dtype).contiguous().reshape(-1)
             out.write(plain.view(torch.uint8).numpy().data)
+            del tensor, plain  # before the next one is made
 
 
 def write_state(file: Path | None, tensors: Mapping[str, Tensor]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from recurrent import Recurrent, Sizes
 from safetensors.torch import load_file
 from test_processes import PAIRS, SMALL, SUMS, free_port, joined, nearness
@@ -26,11 +27,11 @@ from posttrain.batch import Batch, Outputs, Stats
 from posttrain.config import SFT
 from posttrain.engines.weights import own_copy
 from posttrain.learners import sharding, world
-from posttrain.learners.adamw import AdamW
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.learners.sharding import ShardingLearner
+from posttrain.learners.world import Processes
 from posttrain.models.critic import ValueModel
-from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
 from posttrain.models.folder import load_model
 from posttrain.models.likelihood import output_logits
 from posttrain.models.rows import whole
@@ -81,26 +82,39 @@ def undrawn() -> None:
     loop.gc = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)  # type: ignore[attr-defined]
 
 
-def in_two(rank: int, port: int, out: Path) -> None:
-    joined(rank, port, 2)
+def ranks(rank: int, port: int, size: int, out: Path) -> None:
+    """All that so many processes do together in these tests."""
+    joined(rank, port, size)
     undrawn()
+    together = world.joined("cpu", SFT().patience)
+    for part in PARTS[size]:
+        t=__import__('time'); b=t.time(); c=t.process_time()
+        try:
+            part(out, rank, together)
+            if not rank: print("TIMES",part.__name__,size,t.time()-b,t.process_time()-c, flush=True)
+        except BaseException:
+            (out / f"{part.__name__} {size}.{rank}").write_text(traceback.format_exc())
+            together.gather(None)
+
+
+def runs_of_two(out: Path, rank: int, together: Processes) -> None:
     play(out / "two", out / "start", **SHARDED)
     play(out / "half", out / "start", HALF, **SHARDED)
     go_on(out / "half", out / "half, the same", **SHARDED)
     go_on(out / "half", out / "half, whole", shard=False)
     go_on(out / "half of one", out / "half of one, in two", **SHARDED)
+
+
+def kinds_of_two(out: Path, rank: int, together: Processes) -> None:
     all_kinds(out / "kinds of two", out / "start", **SHARDED)
-    fails_within(rank, out)
 
 
-def in_three(rank: int, port: int, out: Path) -> None:
-    joined(rank, port, 3)
-    undrawn()
+def runs_of_three(out: Path, rank: int, together: Processes) -> None:
     play(out / "three", out / "start", **SHARDED)
     go_on(out / "half", out / "half, in three", **SHARDED)
 
 
-def fails_within(rank: int, out: Path) -> None:
+def fails_within(out: Path, rank: int, together: Processes) -> None:
     """The second process fails in the middle of an update; what each of them says of it is written down."""
     outputs, seen = ShardingLearner._outputs, []
 
@@ -134,10 +148,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory, monkeypatch_of_module: pytest
     play(out / "one", out / "start")
     play(out / "half of one", out / "start", HALF)
     all_kinds(out / "kinds of one", out / "start")
-    spawn(in_two, (free_port(), out), nprocs=2)
-    spawn(in_three, (free_port(), out), nprocs=3)
+    for size in PARTS:
+        spawn(ranks, (free_port(), size, out), nprocs=size)
     go_on(out / "half", out / "half, in one", shard=False)
     return out
+
+
+def went_well(out: Path, part: str, size: int) -> None:
+    for rank in range(size):
+        failed = out / f"{part} {size}.{rank}"
+        assert not failed.exists(), failed.read_text()
 
 
 def same_run(one: Path, other: Path) -> None:
@@ -153,6 +173,8 @@ def same_run(one: Path, other: Path) -> None:
     ["two", "three", "half, whole", "half of one, in two", "half, in three", "half, in one"],
 )
 def test_sharded_run_is_that_of_one_process_also_resumed_with_others(runs: Path, name: str) -> None:
+    went_well(runs, "runs_of_two", 2)
+    went_well(runs, "runs_of_three", 3)
     same_run(runs / "one", runs / name)
     for step in range(1, STEPS + 1):
         pairs = zip(read_rollouts(runs / "one", step), read_rollouts(runs / name, step), strict=True)
@@ -181,17 +203,18 @@ def test_sharded_run_that_is_resumed_with_as_many_ends_byte_for_byte_as_undistur
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward-model", "distill"])
 def test_every_kind_of_sharded_run_is_that_of_one_process(runs: Path, kind: str) -> None:
+    went_well(runs, "kinds_of_two", 2)
     same_run(runs / "kinds of one" / kind, runs / "kinds of two" / kind)
 
 
 def test_sharded_checkpoint_opens_in_transformers_with_equal_logits(runs: Path) -> None:
     folder = runs / "two" / "checkpoints" / f"step-{STEPS:06d}"
+    import transformers  # which the processes need not load
+
     tokens = torch.randint(3, 10, (12,), generator=torch.Generator().manual_seed(0))
     ours = load_model(folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert isinstance(ours, Decoder)
-    from posttrain.models.decoder import causal
-
     with torch.no_grad():
         mine = output_logits(ours(tokens, torch.arange(12), causal), ours.head)
         torch.testing.assert_close(mine, theirs(tokens[None]).logits[0], atol=1e-5, rtol=1e-5)
@@ -294,9 +317,7 @@ def equal(mine: dict[str, Tensor], theirs: dict[str, Tensor], within: float) -> 
         torch.testing.assert_close(tensor, theirs[name], atol=within, rtol=within, msg=lambda said, n=name: f"{n}: {said}")  # type: ignore[misc]
 
 
-def compared(rank: int, port: int, size: int) -> None:
-    joined(rank, port, size)
-    together = world.joined("cpu", 20.0)
+def learners(out: Path, rank: int, together: Processes) -> None:
     for tied in (True, False):
         one, sharded = learner(LocalLearner, tied, Alone()), learner(ShardingLearner, tied, together)
         grads, summed = gradients(one), gradients(sharded)
@@ -318,19 +339,18 @@ def compared(rank: int, port: int, size: int) -> None:
             assert len(set(together.gather([t.numpy().tobytes() for t in weights(sharded).values()].__repr__()))) == 1
         assert not torch.equal(whole(next(sharded.model.parameters())), next(copied.parameters())), "a copy stays as it is"
         share = sum(rows.numel() for rows in sharded.parts[0].parameters.values())  # type: ignore[attr-defined]
-        assert share <= sum(p.numel() for p in one.model.parameters()) / size * 1.2
+        assert share <= sum(p.numel() for p in one.model.parameters()) / together.size * 1.2
         for found in sharded._decoders:  # type: ignore[attr-defined]
             assert not sharding._state(found)._comm_ctx.post_forward_order, "nothing grows from step to step"
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_gradients_and_weights_are_those_of_one_process_wherever_a_loss_reaches(size: int) -> None:
-    spawn(compared, (free_port(), size), nprocs=size)
+def test_gradients_and_weights_are_those_of_one_process_wherever_a_loss_reaches(runs: Path, size: int) -> None:
+    went_well(runs, "learners", size)
 
 
-def saves(rank: int, port: int, folder: Path) -> None:
-    joined(rank, port, 2)
-    together = world.joined("cpu", 20.0)
+def saves(out: Path, rank: int, together: Processes) -> None:
+    folder = out / "saved"
     gather, alive, most = sharding._gathered, list[weakref.ref[Tensor]](), list[int]()
 
     def watched(parameter: Tensor, of: Any) -> Tensor:
@@ -341,11 +361,11 @@ def saves(rank: int, port: int, folder: Path) -> None:
 
     sharding._gathered = watched
     sharded = learner(ShardingLearner, False, together)
+    sharding._gathered = gather
     sharded.update(micro_batches(5), Both())
     sharded.save(folder if rank == 0 else None)
+    together.gather(None)
     assert len(most) > 30 and max(most) == 1, "one parameter at a time"
-    from functools import partial
-
     shard = partial(sharding.shard, size=2, device=torch.device("cpu"))
     again = ShardingLearner(
         load_model(folder, torch.float64, shard=shard, shares=2), Optimization(), world=together,
@@ -353,21 +373,28 @@ def saves(rank: int, port: int, folder: Path) -> None:
     )  # fmt: skip
     again.load(folder)
     equal(weights(sharded), weights(again), 0.0)
-    for mine, theirs in zip(sharded.optimizer.state.values(), again.optimizer.state.values(), strict=True):
-        for key in AdamW.MOMENTS:
-            assert torch.equal(mine[key], theirs[key])
+    (_, moments), *_ = sharded._state()
+    equal({name: whole(moment) for name, moment in moments.items()}, load_file(folder / "training" / "optimizer.safetensors"), 0.0)
+    for (_, mine), (_, theirs) in zip(sharded._state(), again._state(), strict=True):
+        equal({name: whole(t) for name, t in mine.items()}, {name: whole(t) for name, t in theirs.items()}, 0.0)
     with torch.no_grad():
         next(iter(sharded.parts[0].parameters.values())).fill_(torch.nan if rank else 0.0)
     try:
         sharded.save(folder if rank == 0 else None)
     except UserError as error:
-        (folder / f"said.{rank}").write_text(str(error))
+        (out / f"not finite.{rank}").write_text(str(error))
 
 
-def test_weights_are_gathered_one_by_one_and_each_process_reads_its_own(tmp_path: Path) -> None:
-    spawn(saves, (free_port(), tmp_path), nprocs=2)
-    said = {(tmp_path / f"said.{rank}").read_text() for rank in (0, 1)}
+def test_weights_are_gathered_one_by_one_and_each_process_reads_its_own(runs: Path) -> None:
+    went_well(runs, "saves", 2)
+    said = {(runs / f"not finite.{rank}").read_text() for rank in (0, 1)}
     assert len(said) == 1 and "weights of the policy are no longer finite" in said.pop()
+
+
+PARTS: dict[int, list[Callable[[Path, int, Processes], None]]] = {
+    2: [runs_of_two, kinds_of_two, learners, saves, fails_within],
+    3: [learners, runs_of_three],
+}
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

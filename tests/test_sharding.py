@@ -322,21 +322,23 @@ def learners(out: Path, rank: int, together: Processes) -> None:
         one, sharded = learner(LocalLearner, tied, Alone()), learner(ShardingLearner, tied, together)
         grads, summed = gradients(one), gradients(sharded)
         copied = own_copy(sharded.weights())
-        for case, (objective, count) in CASES.items():
+        before = weights(sharded)
+        for case, (objective, count) in list(CASES.items())[: None if tied else 2]:
             batches = micro_batches(count)
-            before = weights(sharded)
             for mine, theirs in zip(one.evaluate(batches), sharded.evaluate(batches), strict=True):
                 torch.testing.assert_close(mine.logp, theirs.logp, atol=1e-9, rtol=1e-9)
             grads.clear(), summed.clear()
             ours, others = (of.update(batches, objective()).means() for of in (one, sharded))
             assert ours == pytest.approx(others, rel=1e-9), case
             equal(grads, summed, 1e-10)
-            equal(weights(one), weights(sharded), 1e-8)
-            moved = {name.partition("/")[0] for name, was in weights(sharded).items() if not torch.equal(was, before[name])}
+            now = weights(sharded)
+            equal(weights(one), now, 1e-8)
+            moved = {name.partition("/")[0] for name, tensor in now.items() if not torch.equal(tensor, before[name])}
             assert moved == {"only the critic": {"critic"}, "without a critic's say": {"policy"}}.get(
                 case, {"policy", "critic"}
             ), case
-            assert len(set(together.gather([t.numpy().tobytes() for t in weights(sharded).values()].__repr__()))) == 1
+            assert len(set(together.gather(b"".join(t.numpy().tobytes() for t in now.values())))) == 1
+            before = now
         assert not torch.equal(whole(next(sharded.model.parameters())), next(copied.parameters())), "a copy stays as it is"
         share = sum(rows.numel() for rows in sharded.parts[0].parameters.values())  # type: ignore[attr-defined]
         assert share <= sum(p.numel() for p in one.model.parameters()) / together.size * 1.2
@@ -361,11 +363,11 @@ def saves(out: Path, rank: int, together: Processes) -> None:
 
     sharding._gathered = watched
     sharded = learner(ShardingLearner, False, together)
-    sharding._gathered = gather
     sharded.update(micro_batches(5), Both())
     sharded.save(folder if rank == 0 else None)
+    sharding._gathered = gather
     together.gather(None)
-    assert len(most) > 30 and max(most) == 1, "one parameter at a time"
+    assert len(most) > 60 and max(most) == 1, "one parameter at a time"
     shard = partial(sharding.shard, size=2, device=torch.device("cpu"))
     again = ShardingLearner(
         load_model(folder, torch.float64, shard=shard, shares=2), Optimization(), world=together,

@@ -11,6 +11,7 @@ each backward pass goes through every decoder that learns, also where the loss d
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -224,8 +225,7 @@ class ShardingLearner(DealingLearner):
             self.model.measure()
         for decoder in cast(nn.Module, self.model).modules():
             if isinstance(decoder, Decoder):
-                for _ in checkpoint_tensors(decoder):
-                    pass
+                deque(checkpoint_tensors(decoder), maxlen=0)  # each is let go before the next one comes
         for _, tensors in self._state():
             write_state(None, tensors)
 

@@ -8,8 +8,8 @@ import shutil
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +44,12 @@ from posttrain.types import Transcript, UserError
 
 QUICK: dict[str, Any] = {"threads": 1, "quiet": True, "held_out": 0.2, "tokens_per_microbatch": 48}
 PLAYED: dict[str, Any] = {"prompts": 5, "group": 3, "max_tokens": 4, "lr": 1e-3, "eval_every": 2, "env_workers": 0}
-PPO: dict[str, Any] = {"algorithm": "ppo", "settings": {"reference_every": 2}, "save_every": 2, **PLAYED}
+PPO: dict[str, Any] = {
+    "algorithm": "ppo",
+    "settings": {"reference_every": 2, "minibatches": 2},
+    "save_every": 2,
+    **PLAYED,
+}
 """All that a learner can hold: a critic, and a reference that moves."""
 STEPS, HALF = 6, 4
 SHARDED = {"shard": True}
@@ -61,7 +66,9 @@ def go_on(half: Path, out: Path, **options: Any) -> None:
     """What a run left after half of its steps, gone on with to the end elsewhere."""
     if os.environ.get("RANK", "0") == "0":
         shutil.copytree(half, out)
-    posttrain.rl(SUMS, nearness, str(out.parent / "start"), out=str(out), resume=True, steps=STEPS, env_workers=0, **options)
+    posttrain.rl(
+        SUMS, nearness, str(out.parent / "start"), out=str(out), resume=True, steps=STEPS, env_workers=0, **options
+    )
 
 
 def all_kinds(out: Path, start: Path, **options: Any) -> None:
@@ -88,10 +95,8 @@ def ranks(rank: int, port: int, size: int, out: Path) -> None:
     undrawn()
     together = world.joined("cpu", SFT().patience)
     for part in PARTS[size]:
-        t=__import__('time'); b=t.time(); c=t.process_time()
         try:
             part(out, rank, together)
-            if not rank: print("TIMES",part.__name__,size,t.time()-b,t.process_time()-c, flush=True)
         except BaseException:
             (out / f"{part.__name__} {size}.{rank}").write_text(traceback.format_exc())
             together.gather(None)
@@ -314,7 +319,9 @@ def weights(of: LocalLearner) -> dict[str, Tensor]:
 def equal(mine: dict[str, Tensor], theirs: dict[str, Tensor], within: float) -> None:
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():
-        torch.testing.assert_close(tensor, theirs[name], atol=within, rtol=within, msg=lambda said, n=name: f"{n}: {said}")  # type: ignore[misc]
+        torch.testing.assert_close(
+            tensor, theirs[name], atol=within, rtol=within, msg=lambda said, n=name: f"{n}: {said}"
+        )  # type: ignore[misc]
 
 
 def learners(out: Path, rank: int, together: Processes) -> None:
@@ -339,7 +346,9 @@ def learners(out: Path, rank: int, together: Processes) -> None:
             ), case
             assert len(set(together.gather(b"".join(t.numpy().tobytes() for t in now.values())))) == 1
             before = now
-        assert not torch.equal(whole(next(sharded.model.parameters())), next(copied.parameters())), "a copy stays as it is"
+        assert not torch.equal(whole(next(sharded.model.parameters())), next(copied.parameters())), (
+            "a copy stays as it is"
+        )
         share = sum(rows.numel() for rows in sharded.parts[0].parameters.values())  # type: ignore[attr-defined]
         assert share <= sum(p.numel() for p in one.model.parameters()) / together.size * 1.2
         for found in sharded._decoders:  # type: ignore[attr-defined]
@@ -376,7 +385,11 @@ def saves(out: Path, rank: int, together: Processes) -> None:
     again.load(folder)
     equal(weights(sharded), weights(again), 0.0)
     (_, moments), *_ = sharded._state()
-    equal({name: whole(moment) for name, moment in moments.items()}, load_file(folder / "training" / "optimizer.safetensors"), 0.0)
+    equal(
+        {name: whole(moment) for name, moment in moments.items()},
+        load_file(folder / "training" / "optimizer.safetensors"),
+        0.0,
+    )
     for (_, mine), (_, theirs) in zip(sharded._state(), again._state(), strict=True):
         equal({name: whole(t) for name, t in mine.items()}, {name: whole(t) for name, t in theirs.items()}, 0.0)
     with torch.no_grad():

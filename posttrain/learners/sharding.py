@@ -1,12 +1,12 @@
 """The learner of several processes each of which holds some rows of every weight: torch's FSDP2 under the dealing learner.
 
-A decoder layer is gathered when it is its turn, in the forward and in the backward pass, and its gradients are summed to where
-their rows lie. What lies outside of the layers (embedding, last norm, output head) stays gathered from the first forward
+A decoder layer is gathered when it is its turn, in the forward and in the backward pass, and its gradients are summed to
+where their rows lie. What lies outside of the layers (embedding, last norm, output head) stays gathered from the first forward
 pass of a call to its end, since the head is read outside of the model's forward. What is no decoder (heads of critics and
 reward models) is whole everywhere, and so are teachers where there are several.
 
-All processes have to make the same forward and backward passes. So each makes as many as the one with most micro-batches, and
-each backward pass goes through every decoder that learns, also where the loss does not reach it.
+All processes have to make the same forward and backward passes. So each makes as many as the one with most micro-batches,
+and each backward pass goes through every decoder that learns, also where the loss does not reach it.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ class ShardingLearner(DealingLearner):
             loss = objective(outputs, batch, stats) if place < counted else outputs.logp.new_zeros(())
             del outputs
             for decoder in self._learning:
-                collected(decoder.head)  # every process sums the same gradients, also where the loss does not read the head
+                collected(
+                    decoder.head
+                )  # every process sums the same gradients, also where the loss does not read the head
             anchored: Tensor = _Anchored.apply(loss, *self._passes)
             self._passes.clear()
             anchored.backward()

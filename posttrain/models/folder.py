@@ -230,7 +230,7 @@ def _split(parameter: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
 
 
 def _pieces_here(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor, slice]]:
-    """What of a parameter lies in this process: the stored tensor, the place, and which rows of the one are for the other."""
+    """What of a parameter lies in this process: the stored tensor, the place, which rows of the one are for the other."""
     first, own = here(parameter)
     total = sum(shape[0] for _, shape in pieces)
     unit = total // parameter.shape[0]  # rows as they are stored, of one of the parameter's

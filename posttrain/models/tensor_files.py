@@ -1,7 +1,8 @@
 """.safetensors files, written and read one tensor at a time, and of a tensor only what this process holds of it.
 
-The library's own writer takes all tensors at once. The format: eight bytes with the length of a JSON header, which names type, shape and place of each tensor; then the
-tensors, one behind the other (https://github.com/huggingface/safetensors#format).
+The library's own writer takes all tensors at once. The format: eight bytes with the length of a JSON header, which names
+type, shape and place of each tensor; then the tensors, one behind the other
+(https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def read_state(file: Path, places: Mapping[str, Tensor]) -> None:
 
 
 def read_rows(file: Path, stored: Any, name: str, place: Tensor) -> None:
-    """Fill a tensor with the one of this name in an open file. Of a tensor of which some rows lie here, only these are read."""
+    """Fill a tensor with the one of this name in an open file; where some rows of it lie here, only these are read."""
     found = stored.get_slice(name)
     if tuple(found.get_shape()) != place.shape:
         raise UserError(f"{file} is not of this model: see {name}")

@@ -189,7 +189,14 @@ def _engine(config: RL, model: Model, tokenizer: Tokenizer) -> Engine:
     """What samples the rollouts."""
     cache, limit = config.engine_cache, config.engine_seconds
     return open_engine(
-        config.engine, model, tokenizer, config.slots, config.precision, cache_gib=cache, seconds=limit, own=config.shard
+        config.engine,
+        model,
+        tokenizer,
+        config.slots,
+        config.precision,
+        cache_gib=cache,
+        seconds=limit,
+        own=config.shard,
     )
 
 

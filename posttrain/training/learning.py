@@ -35,7 +35,9 @@ def new_learner(
         return DealingLearner(model, optimization, precision=config.precision, world=world, **options)
     for held in (model, *options.get("others", {}).values()):
         if not isinstance(held, Decoder | RewardModel):
-            raise UserError(f"--shard deals out the layers of a decoder, and a {type(held).__name__} is none: leave it out")
+            raise UserError(
+                f"--shard deals out the layers of a decoder, and a {type(held).__name__} is none: leave it out"
+            )
     from posttrain.learners.sharding import ShardingLearner
     from posttrain.learners.world import Processes
 

@@ -70,7 +70,10 @@ class Objective(Protocol):
 
 @runtime_checkable
 class Source(Protocol):
-    """Where steps come from. `produce(k)` is called with k = 1, 2, ...; all it remembers is in `state()`."""
+    """Where steps come from. `produce(k)` is called with k = 1, 2, ...; all it remembers is in `state()`.
+
+    A state is JSON data, but for what is still being made: that has a method `plain`, which waits for it.
+    """
 
     def produce(self, number: int) -> Step: ...
     def learned(self, step: Step, stats: Stats) -> None: ...  # called after the updates of each step
@@ -185,6 +188,8 @@ class World(Protocol):
 
     def sum(self, x: Tensor) -> Tensor: ...  # over all processes; x itself is not changed
     def gather(self, x: Any) -> list[Any]: ...  # one from each process, by rank
+    def apart(self) -> World: ...  # the same processes, for another thread: its calls have an order of their own
+    def fail(self, error: BaseException) -> None: ...  # let the others know that this process makes no more calls
 
 
 class Alone:
@@ -198,6 +203,12 @@ class Alone:
 
     def gather(self, x: Any) -> list[Any]:
         return [x]
+
+    def apart(self) -> Alone:
+        return self
+
+    def fail(self, error: BaseException) -> None:
+        pass
 
 
 if TYPE_CHECKING:

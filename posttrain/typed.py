@@ -277,6 +277,12 @@ class RLOptions(TrainingOptions, total=False):
     episode_seconds: float | None
     """Environments of several turns: an episode that has taken so long shows no further turn. Results then depend on
     the clock; default: no limit."""
+    ahead: int
+    """How many steps before it is learned from a step is played, beside the updates, by weights that are as much older
+    (0: by the newest). The ratio, or a --correction, accounts for that."""
+    tokens_per_step: int
+    """Most tokens of a reply that one step samples; an unfinished one goes on in the next step, with newer weights, and
+    its group is learned from when the last of its replies is whole (0: no limit). For environments of one reply."""
     temperature: float
     """Of sampling; log-probabilities are taken under the same temperature."""
     stop: tuple[str, ...]
@@ -353,6 +359,9 @@ class RLOptions(TrainingOptions, total=False):
     """Weight of each token in the loss."""
     ratio: Literal["token", "sequence-mean", "sequence-sum", "sequence-value", "causal", "geometric"]
     """Which tokens make up the ratio r; geometric: GMPO's clipped geometric mean."""
+    old_policy: Literal["start", "sampler"]
+    """Whose log-probabilities the ratio divides by: those of the weights at the start of the step, or those that the
+    tokens were sampled with."""
     correction: Literal["truncate", "icepop", "sequence", "none"]
     """Weight for an engine whose log-probabilities differ from the learner's (none: no weight)."""
     correction_cap: float

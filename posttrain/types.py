@@ -203,6 +203,9 @@ class Sampling:
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     seed: int = 0  # token i is drawn with the uniform number (seed, i): independent of the rest of the batch
+    begun: int = (
+        0  # tokens at the end of the prompt with which the reply began: they are its own where it is read as text
+    )
 
 
 @dataclass(frozen=True)
@@ -214,8 +217,15 @@ class Completion:
     logp: Sequence[float]  # [n] under the distribution that sampled them (temperature, top-p, top-k applied)
     text: str  # cut after the stop string; without the end-of-sequence token
     stop: StopReason
-    version: int  # of the weights that sampled it
+    version: int  # of the weights that sampled it; of the oldest ones, where there are several
     experts: NDArray[np.int16] | None = None  # [n, layers, k] where the model routes tokens: the experts that each took
+    runs: tuple[tuple[int, int], ...] = ()  # (tokens, version) in order, where weights changed within it
+
+    def continued(self, more: Completion) -> Completion:
+        """This and what was sampled behind it, whose text is already that of both."""
+        runs = tuple(run for part in (self, more) for run in part.runs or ((len(part.tokens), part.version),))
+        tokens, logp = [*self.tokens, *more.tokens], [*self.logp, *more.logp]
+        return Completion(more.id, tokens, logp, more.text, more.stop, self.version, None, runs)
 
 
 # -- what was said of replies ------------------------------------------------------------------------------------------
@@ -296,7 +306,14 @@ class Transcript:
         """Append what the policy sampled. Without `learn`, none of it is scored."""
         assert len(completion.tokens) == len(completion.logp), "one log-probability per sampled token"
         self.logp.extend(completion.logp)
-        self._append(completion.tokens, SpanKind.SAMPLED, learn, completion.version, completion.experts)
+        if not completion.runs:
+            return self._append(completion.tokens, SpanKind.SAMPLED, learn, completion.version, completion.experts)
+        assert completion.experts is None, "experts are of one weights' tokens"
+        start = 0
+        for count, version in completion.runs:
+            self._append(completion.tokens[start : start + count], SpanKind.SAMPLED, learn, version)
+            start += count
+        assert start == len(completion.tokens), "every token has its weights"
 
     def imitate(self, tokens: Iterable[int]) -> None:
         """Append what the policy is to imitate."""

@@ -184,6 +184,22 @@ def test_several_turns_and_updates_per_step_killed_and_resumed_are_identical(pla
     assert len({step["reward"] for step in steps[1:]}) > 1 and all(step["grad_norm"] > 0 for step in steps[1:])
 
 
+def test_steps_played_ahead_killed_and_resumed_are_identical(place: Path, uninterrupted: Left) -> None:
+    run, words = place / "ahead-killed", [*TURNS, "--ahead", "2"]
+    half_written = there(run / "checkpoints" / ".step-000004.draft", run / "checkpoints" / "step-000004")
+    kill_and_resume(run, words, [lines(run, 3), half_written, lines(run, 8)])
+    assert traces(run) == uninterrupted("ahead", words)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [step["staleness"] for step in steps[1:]] == [0, 4, *[8] * 8]
+
+
+def test_replies_in_the_middle_killed_and_resumed_are_identical(place: Path, uninterrupted: Left) -> None:
+    run, words = place / "middle-killed", [*ONE_TURN, "--tokens-per-step", "4", "--ahead", "1"]
+    kill_and_resume(run, words, [lines(run, 4), lines(run, 7)])
+    assert traces(run) == uninterrupted("middle", words)
+    assert any('"open"' in file.read_text() for file in run.glob("checkpoints/*/training/state.json"))
+
+
 def test_distillation_killed_and_resumed_is_identical(place: Path, uninterrupted: Left, tokenizer: Tokenizer) -> None:
     save_model(tiny(tokenizer, seed=5, context=96), place / "teacher", tokenizer)
     run = place / "distill-killed"

@@ -96,7 +96,7 @@ class Asker:
         self.reader: asyncio.StreamReader | None = None
 
     async def ask(self, query: str) -> None:
-        if self.reader is None:
+        if self.reader is None or self.reader.at_eof():  # the server ends connections that are idle
             self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
         body = json.dumps({"queries": [query], "topk": 3, "return_scores": True}).encode()
         self.writer.write(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)

@@ -49,6 +49,8 @@ def _(row: Algorithm) -> list[tuple[str, str, str]]:
         found.append(("maximised per token", row.surrogate.formula, row.surrogate.source))
     if row.reinforces and row.surrogate.uses_ratio:
         found.append(("ratio r", ratio, steps))
+        if row.old == "sampler":
+            found.append(("old", "the policy that sampled", "PPO, arXiv 1707.06347, section 3"))
     found.append(("weight w of a token", row.aggregate.formula, row.aggregate.source))
     if row.kl is not None:
         whom = "the reference" if row.kl.against == "reference" else "the policy before the update"
@@ -81,7 +83,7 @@ def _(row: Algorithm) -> list[tuple[str, str, str]]:
 
 def _of_ratio(row: Algorithm) -> str:
     """What one update per step makes of the ratio."""
-    if not (row.on_policy and row.surrogate.uses_ratio):
+    if not (row.on_policy and row.surrogate.uses_ratio and row.old == "start"):
         return ""
     return " (so r is exactly 1" + (" and nothing is clipped)" if row.surrogate.clips else ")")
 

@@ -8,7 +8,7 @@ A new paper is one row and, if it has a new idea, one part. Nothing anywhere ask
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from posttrain.algorithms.aggregate import AGGREGATES, Aggregate
 from posttrain.algorithms.branching import Branching
@@ -82,7 +82,13 @@ class Algorithm(Row):
     ratio: tuple[RatioStep, ...] = knob(  # applied left to right to the log ratio; they do not commute
         (), "ratio", "Which tokens make up the ratio r; geometric: GMPO's clipped geometric mean.", choices=RATIOS
     )
-    correction: Correction | None = None  # for an engine whose numbers differ from the learner's
+    old: Literal["start", "sampler"] = knob(
+        "start",
+        "old-policy",
+        "Whose log-probabilities the ratio divides by: those of the weights at the start of the step, or those that the "
+        "tokens were sampled with.",
+    )
+    correction: Correction | None = None  # for an engine whose numbers differ from the learner's, or that lags behind
     kl: KL | None = None
     entropy: Entropy | None = None
     select: TopEntropy | None = None
@@ -113,10 +119,15 @@ class Algorithm(Row):
         return self.epochs * self.minibatches == 1
 
     @property
+    def looks_back(self) -> bool:
+        """Whether the log-probabilities of the step's start have to be known in its later updates."""
+        return self.surrogate.uses_ratio and not self.on_policy and self.old == "start"
+
+    @property
     def needs(self) -> frozenset[Need]:
         found = super().needs
         # with one update per step the old policy is the current one
-        return found | {Need.OLD} if self.surrogate.uses_ratio and not self.on_policy else found
+        return found | {Need.OLD} if self.looks_back else found
 
     @property
     def reinforces(self) -> bool:
@@ -145,6 +156,9 @@ class PolicyObjective:
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
         """A scalar. Metrics are averaged over the tokens that are fed."""
         row = self.row
+        if row.old == "sampler" and batch.advantage is not None:
+            assert batch.sampler_logp is not None, "rollouts were sampled"
+            batch = replace(batch, old_logp=batch.sampler_logp)
         imitated = outputs.logp.new_zeros(())
         if batch.imitate is not None:
             imitated = -(batch.imitate * outputs.logp).sum()
@@ -189,7 +203,8 @@ class PolicyObjective:
         gain = row.surrogate(ratio, replace(outputs, logp=logp), batch)
         if batch.sampler_logp is not None and row.correction is not None:
             gain = gain * row.correction(old - batch.sampler_logp, batch)
-        self._measure(ratio.detach(), old, first, batch, stats)
+        start = logp.detach() if row.old == "sampler" else old
+        self._measure(ratio.detach(), start, first, batch, stats)
         return gain
 
     def _penalty(self, kl: KL, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
@@ -211,10 +226,11 @@ class PolicyObjective:
         stats.add("kl/exact", outputs.kl.detach().sum().item(), count)
         return batch.coefficients.get("kl", kl.beta) * outputs.kl
 
-    def _measure(self, ratio: Tensor, old: Tensor, first: bool, batch: Batch, stats: Stats) -> None:
+    def _measure(self, ratio: Tensor, start: Tensor, first: bool, batch: Batch, stats: Stats) -> None:
+        """`start`: log-probabilities of the step's start, or the current ones where nobody knows these any more."""
         count = ratio.numel()
         if first:
-            exact = (ratio == 1) | ~old.isfinite()
+            exact = (ratio == 1) | ~start.isfinite()
             assert bool(exact.all()), "on policy the ratio is exactly 1"
             stats.add("ratio/first", ratio.double().sum().item(), count)
         stats.add("ratio", ratio.double().sum().item(), count)
@@ -224,7 +240,7 @@ class PolicyObjective:
         self.row.surrogate.measure(ratio, batch, stats)
         if batch.sampler_logp is not None:
             # How far the engine's numbers are from the learner's: estimates KL(sampler || learner), unclipped.
-            gap = (old - batch.sampler_logp).double()
+            gap = (start - batch.sampler_logp).double()
             stats.add("sampler/kl", (gap.expm1() - gap).sum().item(), count)
             stats.add("sampler/gap", gap.abs().sum().item(), count)
             stats.add("sampler/ratio", gap.exp().sum().item(), count)

@@ -208,6 +208,12 @@ class RL(Training):
     episode_seconds: float | None = option(None, above=0)
     """Environments of several turns: an episode that has taken so long shows no further turn. Results then depend on the
     clock; default: no limit."""
+    ahead: int = option(0, least=0, most=1000)
+    """How many steps before it is learned from a step is played, beside the updates, by weights that are as much older
+    (0: by the newest). The ratio, or a --correction, accounts for that."""
+    tokens_per_step: int = option(0, least=0)
+    """Most tokens of a reply that one step samples; an unfinished one goes on in the next step, with newer weights, and its
+    group is learned from when the last of its replies is whole (0: no limit). For environments of one reply."""
     temperature: float = option(1.0, least=0)
     """Of sampling; log-probabilities are taken under the same temperature."""
     stop: tuple[str, ...] = ()

@@ -352,7 +352,8 @@ class LocalEngine:
         tails = self._rows.tokens[index[:, None], place.clamp_min(0)].masked_fill(place < 0, -1).tolist()
         reached = set()
         for slot, tail in zip(slots, tails, strict=True):
-            if reached_stop(self.tokenizer, [t for t in tail if t >= 0], self.running[slot].sampling.stop):
+            request, own = self.running[slot], [t for t in tail if t >= 0]
+            if reached_stop(self.tokenizer, [*request.begun, *own][-window:], request.sampling.stop):
                 reached.add(slot)
         return reached
 

@@ -50,6 +50,12 @@ class Request:
         """Tokens before the first that is sampled."""
         return len(self.prompt) + len(self.own)
 
+    @property
+    def begun(self) -> tuple[int, ...]:
+        """Those of them with which the reply began."""
+        count = self.sampling.begun
+        return (*self.prompt, *self.own)[-count:] if count else ()
+
 
 def stop_window(stop: Iterable[str]) -> int:
     """How many last tokens to look at: each is at least one byte of text, so a stop string that ends here lies in them."""
@@ -57,7 +63,7 @@ def stop_window(stop: Iterable[str]) -> int:
 
 
 def reached_stop(tokenizer: Tokenizer, tail: Sequence[int], stop: Iterable[str]) -> bool:
-    """Whether the last `stop_window` tokens of a reply hold a stop string."""
+    """Whether the last `stop_window` tokens of a reply hold a stop string. What it began with in another request counts."""
     text = tokenizer.decode(tail)
     return any(s in text for s in stop)
 
@@ -80,7 +86,8 @@ def complete(
         stop = StopReason.EOS
     else:
         stop = StopReason.LENGTH if len(tokens) >= sampling.max_tokens else StopReason.CONTEXT
-    text = tokenizer.decode(tokens[:-1] if stop is StopReason.EOS else tokens)
+    whole = [*request.begun, *tokens]
+    text = tokenizer.decode(whole[:-1] if stop is StopReason.EOS else whole)
     if stopped:
         # Where the tail alone showed the string, the whole text may not: bytes that do not form a character swallow it.
         text = text[: min((text.find(s) + len(s) for s in sampling.stop if s in text), default=len(text))]

@@ -128,7 +128,8 @@ class UncachedEngine:
 
     def _stopped(self, running: _Running) -> bool:
         stop = running.request.sampling.stop
-        return bool(stop) and reached_stop(self.tokenizer, running.tokens[-stop_window(stop) :], stop)
+        reply = [*running.request.begun, *running.tokens]
+        return bool(stop) and reached_stop(self.tokenizer, reply[-stop_window(stop) :], stop)
 
     def _ended(self, running: _Running) -> bool:
         full = len(running.tokens) >= running.request.budget(self.model.config.context)

@@ -194,7 +194,8 @@ class Worker:
         running.tokens += new.token_ids
         running.logp += new.logprobs.logprobs
         how = running.request.sampling
-        stopped = bool(how.stop) and reached_stop(self.tokenizer, running.tokens[-stop_window(how.stop) :], how.stop)
+        reply = [*running.request.begun, *running.tokens]
+        stopped = bool(how.stop) and reached_stop(self.tokenizer, reply[-stop_window(how.stop) :], how.stop)
         if not stopped and not output.finished:
             return []
         if not output.finished:

@@ -13,7 +13,7 @@ but goes the same way again. That it does is seen from the turn in which it ends
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -32,6 +32,7 @@ __all__ = ["MAX_TURNS", "Episode", "Player"]
 MAX_TURNS = 64  # an environment that never returns would play for ever
 MOST_ASKS = 1024  # questions of an episode to services, for the same reason
 PAUSE = 0.001  # seconds between looks at services where nothing else is to be done
+LONGEST_PAUSE = 1.0  # seconds between looks at whether anybody still waits for what is played
 LEAST_SHOWN = 8  # tokens of context in which something is still shown
 PATIENCE = 64  # empty replies to one that asks on after its episode has run out: loops end by themselves
 
@@ -71,25 +72,38 @@ class Player:
     """Who answers what environments ask."""
     world: World = field(default_factory=Alone)
     """The processes that play together. Each is asked for the same episodes, plays its share of the groups, and gets all."""
+    unwanted: Callable[[], bool] = lambda: False
+    """Whether nobody waits any more for what is played."""
 
     def play(self, episodes: Sequence[Episode], plan: Plan | None = None) -> list[Rollout]:
         """The rollouts of these episodes, in their order: one each, or one for each side that the policy played.
 
         `plan`: how those of a group branch; None: they do not.
         """
+        return [rollout for rollout in self._shared(episodes, plan, None) if isinstance(rollout, Rollout)]
+
+    def play_on(self, episodes: Sequence[Episode], tokens: int) -> list[Rollout | Episode]:
+        """Each episode's rollout, or the episode as far as it is with so many further tokens.
+
+        Only for environments whose episodes are one reply.
+        """
+        assert self.pool.single_turn, "an environment of several turns cannot be left and taken up again"
+        return self._shared(episodes, None, tokens)
+
+    def _shared(self, episodes: Sequence[Episode], plan: Plan | None, tokens: int | None) -> list[Rollout | Episode]:
         share = self._share(episodes)
         own = [e for e in episodes if share[e.group] == self.world.rank]
         try:
-            rollouts = _Play(self, own, plan).played()
+            found = _Play(self, own, plan, tokens).played()
         finally:
             self.services.forget()
         if self.world.size == 1:
-            return rollouts
-        groups: dict[str, list[Rollout]] = {e.group: [] for e in episodes}
-        for played in self.world.gather(rollouts):
-            for rollout in played:
-                groups[rollout.group].append(rollout)
-        return [rollout for group in groups.values() for rollout in group]
+            return found
+        groups: dict[str, list[Rollout | Episode]] = {e.group: [] for e in episodes}
+        for played in self.world.gather(found):
+            for each in played:
+                groups[each.group].append(each)
+        return [each for group in groups.values() for each in group]
 
     def _share(self, episodes: Sequence[Episode]) -> dict[str, int]:
         """Group -> who plays it."""
@@ -97,25 +111,35 @@ class Player:
         return {group: place % self.world.size for place, group in enumerate(groups)}
 
 
+class Unwanted(Exception):
+    """What was being played is needed no longer."""
+
+
 class _Play:
     """One call of `Player.play`. Episodes are known by their place."""
 
-    def __init__(self, by: Player, episodes: Sequence[Episode], plan: Plan | None) -> None:
+    def __init__(
+        self, by: Player, episodes: Sequence[Episode], plan: Plan | None = None, tokens: int | None = None
+    ) -> None:
+        """`tokens`: how many are sampled of each reply; those that are not whole with them are left. None: all are."""
+        self.tokens = tokens
         self.plan, self.shares = plan, Shares([episode.group for episode in episodes], plan)
         self.by, self.pool, self.engine, self.services = by, by.pool, by.engine, by.services
         self.prompts: dict[str, list[int]] = {}  # a group's prompt is tokenised once
         self.playing = [Playing(e, by.tokenizer, n) for e, n in zip(episodes, self.shares.member, strict=True)]
         self.begun: set[int] = set()  # as branches, whose environments have not come so far yet
-        self.finished: dict[int, list[Rollout]] = {}
+        self.finished: dict[int, list[Rollout] | list[Episode]] = {}
         self.sampled = 0  # requests that the engine has
         self.asked = [0.0] * len(episodes)  # when the engine or the environment was
         self.heard: list[tuple[int, Turn, float]] = []  # what environments are to show, and the seconds it took
         self.in_any_order = by.engine.batch_invariant or by.pool.single_turn  # a reward asks for nothing more
 
-    def played(self) -> list[Rollout]:
+    def played(self) -> list[Rollout | Episode]:
         for index in self.shares.first:
             self._begin(index)
         while len(self.finished) < len(self.playing):
+            if self.by.unwanted():
+                raise Unwanted
             self._hear()
             self._answer()
             self._show_heard()
@@ -123,7 +147,7 @@ class _Play:
                 self._say(completion)
             waits = self.sampled or self.heard or self.services.pending or self.pool.pending
             assert waits or len(self.finished) == len(self.playing), "an episode waits for nobody"
-        return [rollout for index in range(len(self.playing)) for rollout in self.finished[index]]
+        return [each for index in range(len(self.playing)) for each in self.finished[index]]
 
     def _begin(self, index: int) -> None:
         """With the prompt."""
@@ -160,7 +184,7 @@ class _Play:
     def _hear(self) -> None:
         """Take in what environments say. Waits only if nothing else is to be done."""
         began = time.perf_counter()
-        events = self.pool.poll(0.0 if self.sampled else PAUSE if self.services.pending else None)
+        events = self.pool.poll(0.0 if self.sampled else PAUSE if self.services.pending else LONGEST_PAUSE)
         now = time.perf_counter()
         if not self.sampled and self.pool.pending + len(events):
             self.pool.waited += now - began
@@ -203,6 +227,16 @@ class _Play:
         self.sampled -= 1
         index = completion.id % len(self.playing)
         now, p = time.perf_counter(), self.playing[index]
+        if p.episode.begun is not None:
+            completion = p.episode.begun.continued(completion)
+        if self.tokens is not None:
+            before = len(p.context.transcript) + len(completion.tokens)
+            unfinished = completion.stop is StopReason.LENGTH and len(completion.tokens) < self._budget(p)
+            if unfinished and before < self.by.context:
+                self.finished[index] = [replace(p.episode, begun=completion)]
+                return self.pool.drop(index)
+            if unfinished:
+                completion = replace(completion, stop=StopReason.CONTEXT)
         plan = self.plan if self.shares.has(index) and p.may_branch else None
         if plan is not None and plan.branches_after(p.opening, completion.logp):
             self._branch(index)
@@ -246,16 +280,20 @@ class _Play:
     def _submit(self, index: int, turn: Turn) -> None:
         p = self.playing[index]
         sampling = p.episode.sampling or self.by.sampling
-        budget = self._most_tokens(p, turn)
-        if self.by.bounds.tokens is not None:
-            budget = min(budget, self.by.bounds.tokens - p.n_sampled)
+        budget, begun = self._budget(p, turn), p.episode.begun
         asked = len(p.replies) + 1
         seed = p.episode.seed if asked == 1 else seed_of(p.episode.seed, asked)
-        sampling = replace(sampling, max_tokens=budget, stop=turn.stop or sampling.stop, seed=seed)
+        tokens, known = p.context.transcript.tokens, 0
+        if begun is not None:
+            tokens, known = [*tokens, *begun.tokens], len(begun.tokens)
+            seed = seed_of(seed, "behind", known)
+        if self.tokens is not None:
+            budget = min(budget - known, self.tokens)
+        sampling = replace(sampling, max_tokens=budget, stop=turn.stop or sampling.stop, seed=seed, begun=known)
         self.asked[index] = time.perf_counter()
         request = self._request(index, p.contexts.index(p.context))
         try:
-            self.engine.submit(request, p.context.transcript.tokens, sampling, keep=not self.pool.single_turn)
+            self.engine.submit(request, tokens, sampling, keep=not self.pool.single_turn)
         except UserError as error:
             if turn.tokens is None:
                 raise
@@ -267,8 +305,15 @@ class _Play:
         """The id of requests in this context of an episode: what is kept of each context is continued by its own."""
         return index + len(self.playing) * place
 
+    def _budget(self, p: Playing, turn: Turn | None = None) -> int:
+        """Most tokens of the reply to a turn, by default the last one, as far as the episode leaves them."""
+        turn = turn or p.last
+        assert turn is not None
+        budget = self._most_tokens(p, turn)
+        return budget if self.by.bounds.tokens is None else min(budget, self.by.bounds.tokens - p.n_sampled)
+
     def _most_tokens(self, p: Playing, turn: Turn) -> int:
-        """Of the reply to a turn, as far as the episode leaves them."""
+        """Of the reply to a turn."""
         most = (p.episode.sampling or self.by.sampling).max_tokens
         return min(most, turn.max_tokens or most)
 

@@ -38,6 +38,7 @@ class Episode:
     group: str
     seed: int
     sampling: Sampling | None = None  # instead of the player's
+    begun: Completion | None = None  # its reply, as far as it was sampled before
 
 
 def is_tool(turn: Turn) -> bool:

@@ -1,9 +1,9 @@
 """The learner of several processes each of which holds some rows of every weight: torch's FSDP2 under the dealing learner.
 
 A decoder layer is gathered when it is its turn, in the forward and in the backward pass, and its gradients are summed to
-where their rows lie. What lies outside of the layers (embedding, last norm, output head) stays gathered from the first forward
-pass of a call to its end, since the head is read outside of the model's forward. What is no decoder (heads of critics and
-reward models) is whole everywhere, and so are teachers where there are several.
+where their rows lie. What lies outside of the layers (embedding, last norm, output head) stays gathered from the first pass
+of a call to its end, since the head is read outside of the model's forward. What is no decoder (heads of critics and reward
+models) is whole everywhere, and so are teachers where there are several.
 
 All processes have to make the same forward and backward passes. So each makes as many as the one with most micro-batches,
 and each backward pass goes through every decoder that learns, also where the loss does not reach it.
@@ -162,7 +162,7 @@ class ShardingLearner(DealingLearner):
         if not hidden.requires_grad:
             return None
         self._passes.append(hidden)
-        heard: Tensor = _Heard.apply(hidden, partial(self._reached.add, decoder))
+        heard: Tensor = _Heard.apply(hidden, partial(self._reached.add, cast(Decoder, decoder)))
         return heard
 
     def _share_gradients(self) -> None:

@@ -39,25 +39,27 @@ class Elsewhere(UserError):
 class Processes:
     """See `posttrain.protocols.World`."""
 
-    def __init__(self, store: Store | None = None, patience: float = 600.0) -> None:
+    def __init__(self, store: Store | None = None, patience: float = 600.0, group: Any = None, name: str = "") -> None:
         """The process group is up already. `store`: shared with the other processes; None: nobody is waited for by it.
 
-        `patience`: seconds within which the others have to come to each call.
+        `patience`: seconds within which the others have to come to each call. `group`: of torch.distributed, with the
+        `name` under which its calls are counted; None: all processes.
         """
         assert dist.is_initialized(), "start the process group first"
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._store, self._patience, self._calls = store, patience, 0
+        self._group, self._name, self._apart = group, name, 0
 
     def sum(self, x: Tensor) -> Tensor:
         self._meet()
         total = x.detach().clone()
-        with_peers(lambda: dist.all_reduce(total))
+        with_peers(lambda: dist.all_reduce(total, group=self._group))
         return total
 
     def gather(self, x: Any) -> list[Any]:
         self._meet()
         found: list[Any] = [None] * self.size
-        with_peers(lambda: dist.all_gather_object(found, x))
+        with_peers(lambda: dist.all_gather_object(found, x, group=self._group))
         return found
 
     @contextmanager
@@ -84,8 +86,15 @@ class Processes:
             pass
         return gone(error)
 
+    def apart(self) -> Processes:
+        """What is said on it is told apart by its name, and the end of one is that of all."""
+        self._meet()
+        self._apart += 1
+        group = dist.new_group(timeout=timedelta(seconds=self._patience))
+        return Processes(self._store, self._patience, group, f"{self._name}{self._apart}.")
+
     def fail(self, error: BaseException) -> None:
-        """Let the others know why this process makes no more calls."""
+        """Let the others, and other threads of this one, know why it makes no more calls. What fails first counts."""
         if self._store is not None and not isinstance(error, Elsewhere):
             code = error.code if isinstance(error, UserError) else 1
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
@@ -101,8 +110,9 @@ class Processes:
         self._calls += 1
         pause, end = FIRST_PAUSE, time.monotonic() + self._patience
         try:
-            self._store.set(f"{self._calls}/{self.rank}", "")
-            while missing := [r for r in range(self.size) if not self._store.check([f"{self._calls}/{r}"])]:
+            call = f"{self._name}{self._calls}"
+            self._store.set(f"{call}/{self.rank}", "")
+            while missing := [r for r in range(self.size) if not self._store.check([f"{call}/{r}"])]:
                 if self._store.check([FAILED]):
                     code, _, why = self._store.get(FAILED).decode().partition(" ")
                     raise Elsewhere(why, int(code))
@@ -112,7 +122,7 @@ class Processes:
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
             if self._calls > 2:  # everybody has read it
-                self._store.delete_key(f"{self._calls - 2}/{self.rank}")
+                self._store.delete_key(f"{self._name}{self._calls - 2}/{self.rank}")
         except RuntimeError as error:
             raise Elsewhere(f"the first process of the run is gone ({' '.join(str(error).split())[:100]})") from error
 

@@ -5,8 +5,10 @@ T    tokens
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -56,9 +58,37 @@ def rounds(device: torch.device) -> bool:
     return device.type == "cpu" and torch.is_autocast_enabled("cpu")
 
 
-# -- rows that do not depend on each other -----------------------------------------------------------------------------
+# -- what holds for a while --------------------------------------------------------------------------------------------
 
-_block: int | None = None  # rows that are multiplied at once; None: all
+
+@dataclass
+class _Ways:
+    """How products are computed just now."""
+
+    block: int | None = None  # rows that are multiplied at once; None: all
+    narrowed: dict[Tensor, Tensor] | None = (
+        None  # while gradients accumulate: weight -> the same in the type of products
+    )
+
+
+_everybodys = _Ways()
+_own = threading.local()
+
+
+def _ways() -> _Ways:
+    found: _Ways = getattr(_own, "ways", _everybodys)
+    return found
+
+
+def compute_apart() -> None:
+    """From now on this thread's products do not depend on what another one asks for, nor the other way round.
+
+    Not the default: torch computes gradients on a GPU in threads of its own, which belong to the one that asked.
+    """
+    _own.ways = _Ways()
+
+
+# -- rows that do not depend on each other -----------------------------------------------------------------------------
 
 
 @contextmanager
@@ -68,26 +98,27 @@ def in_blocks(rows: int) -> Iterator[None]:
     A library chooses how it adds numbers up by the number of rows: so what comes of a row would depend, in its last
     bits, on how many others there are. In blocks of one size it does not.
     """
-    global _block
-    before, _block = _block, rows
+    ways = _ways()
+    before, ways.block = ways.block, rows
     try:
         yield
     finally:
-        _block = before
+        ways.block = before
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """functional.linear, in blocks where these are asked for."""
-    if _block is None:
+    block = _ways().block
+    if block is None:
         return functional.linear(x, weight, bias)
     dtype = product_type(x)
     x, transposed = x.to(dtype), weight.to(dtype).t()
-    assert x.shape[0] % _block == 0, "whole blocks"
-    blocks = x.shape[0] // _block
-    if _as_in_blocks(blocks, _block, weight.shape, dtype, torch.get_num_threads()):
+    assert x.shape[0] % block == 0, "whole blocks"
+    blocks = x.shape[0] // block
+    if _as_in_blocks(blocks, block, weight.shape, dtype, torch.get_num_threads()):
         out = torch.mm(x, transposed)
     else:
-        out = torch.cat([torch.mm(rows, transposed) for rows in x.split(_block)])
+        out = torch.cat([torch.mm(rows, transposed) for rows in x.split(block)])
     return out if bias is None else out.add_(bias.to(dtype))
 
 
@@ -107,8 +138,6 @@ def _as_in_blocks(blocks: int, rows: int, weight: torch.Size, dtype: torch.dtype
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
-_accumulating: dict[Tensor, Tensor] | None = None  # weight -> the same in the type of products, where that is another
-
 
 @contextmanager
 def accumulating() -> Iterator[None]:
@@ -117,21 +146,21 @@ def accumulating() -> Iterator[None]:
     torch would make each micro-batch's gradient apart and then add it: of an embedding and an output head that is as much
     memory again as they have. Not for `torch.autograd.grad`, nor for second derivatives.
     """
-    global _accumulating
-    before, _accumulating = _accumulating, {}
+    ways = _ways()
+    before, ways.narrowed = ways.narrowed, {}
     try:
         yield
     finally:
-        _accumulating = before
+        ways.narrowed = before
 
 
 def accumulates() -> bool:
-    return _accumulating is not None
+    return _ways().narrowed is not None
 
 
 def collects(weight: Tensor) -> bool:
     """Whether a backward pass adds this weight's gradient itself."""
-    return _accumulating is not None and weight.is_leaf and weight.requires_grad
+    return accumulates() and weight.is_leaf and weight.requires_grad
 
 
 def product_type(x: Tensor) -> torch.dtype:
@@ -142,12 +171,12 @@ def product_type(x: Tensor) -> torch.dtype:
 
 def narrowed(weight: Tensor) -> Tensor:
     """A weight in the type of products, cast once for all that is accumulated."""
-    dtype = product_type(weight)
-    if weight.dtype == dtype or _accumulating is None:
+    dtype, known = product_type(weight), _ways().narrowed
+    if weight.dtype == dtype or known is None:
         return weight.to(dtype)
-    if weight not in _accumulating:
-        _accumulating[weight] = weight.to(dtype)
-    return _accumulating[weight]
+    if weight not in known:
+        known[weight] = weight.to(dtype)
+    return known[weight]
 
 
 def collected(weight: Tensor) -> Tensor | None:

@@ -27,7 +27,7 @@ def here(x: Tensor) -> tuple[int, Tensor]:
     """The first of a tensor's rows that lies in this process, and those that do: in place, without a gradient."""
     if not is_sharded(x):
         return 0, x.detach()
-    own: Tensor = x.to_local().detach()  # type: ignore[operator]
+    own: Tensor = x.to_local().detach()  # type: ignore[attr-defined]
     share = -(-x.shape[0] // x.device_mesh.size())  # type: ignore[attr-defined]
     first = min(share * x.device_mesh.get_local_rank(), x.shape[0])  # type: ignore[attr-defined]
     assert len(own) == min(share, x.shape[0] - first), "rows are dealt as by torch.chunk"

@@ -131,11 +131,14 @@ def step_of(folder: Path) -> int:
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
-    """State that is not weights: the source's, the controllers', and torch's own random generator."""
+    """State that is not weights: the source's, the controllers', and torch's own random generator.
+
+    What in it is still being made says itself, by `plain()`, what JSON holds of it, and may take its time.
+    """
     import torch
 
     rng = torch.get_rng_state().numpy().tobytes().hex()
-    (folder / STATE).write_text(json.dumps({**state, "torch_rng": rng}))
+    (folder / STATE).write_text(json.dumps({**state, "torch_rng": rng}, default=lambda made: made.plain()))
 
 
 def load_state(folder: Path) -> dict[str, Any]:

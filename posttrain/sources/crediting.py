@@ -78,7 +78,7 @@ def credit(
     fields = {"advantage": per_token(row.advantage(scores), scores)}
     if row.branching is not None:
         fields["advantage"] = row.branching.shared(fields["advantage"], scores)
-    if row.surrogate.uses_ratio and not row.on_policy:
+    if row.looks_back:
         fields["old_logp"] = views["old"]
     if "reference" in views:
         fields["ref_logp"] = views["reference"]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.types import Rollout, StopReason, Transcript
+from posttrain.sources.stored import restored, stored
+from posttrain.types import Rollout
 
 
 class ReplayBuffer:
@@ -27,24 +28,12 @@ class ReplayBuffer:
         self.advantages = [*self.advantages, *advantages][-self.capacity :]
 
     def state(self) -> list[dict[str, Any]]:
-        """As JSON: tokens and what is needed of each to learn from it again."""
-        return [
-            {
-                "group": rollout.group,
-                "side": rollout.side,
-                "reward": rollout.reward,
-                "stop": str(rollout.stop),
-                "transcripts": [t.as_dict() for t in rollout.transcripts],
-                "advantage": advantage.tolist(),
-            }
-            for rollout, advantage in zip(self.rollouts, self.advantages, strict=True)
-        ]
+        """As JSON."""
+        pairs = zip(self.rollouts, self.advantages, strict=True)
+        return [{**stored(rollout), "advantage": advantage.tolist()} for rollout, advantage in pairs]
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
         self.rollouts, self.advantages = [], []
         for row in state:
-            transcripts = [Transcript.from_dict(plain) for plain in row["transcripts"]]
-            stop = StopReason(row["stop"])
-            rollout = Rollout({}, row["group"], transcripts, row["reward"], stop=stop, side=row["side"])
-            self.rollouts.append(rollout)
+            self.rollouts.append(restored(row, {}))
             self.advantages.append(torch.tensor(row["advantage"]))

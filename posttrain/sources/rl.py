@@ -18,6 +18,7 @@ from posttrain.batch import Stats, Step
 from posttrain.envs.play import Player
 from posttrain.part import Need
 from posttrain.protocols import Learner, Source
+from posttrain.sources.ahead import Stock
 from posttrain.sources.collecting import Collector, Size
 from posttrain.sources.crediting import Credited, credit
 from posttrain.sources.lengths import Placed, TooLong
@@ -25,14 +26,14 @@ from posttrain.sources.minibatches import Minibatches
 from posttrain.sources.replay import ReplayBuffer
 from posttrain.sources.teaching import Teachers
 from posttrain.sources.views import view
-from posttrain.types import Transcript
+from posttrain.types import Rollout, Transcript
 
 
 class Experience:
     """See `posttrain.protocols.Source`.
 
     Seeds follow from the step's number. What is remembered: the place in the endless order of tasks, coefficients that
-    change, and, where a row replays, rollouts.
+    change, and rollouts, where a row replays or steps are played ahead.
     """
 
     def __init__(
@@ -49,18 +50,23 @@ class Experience:
         too_long: TooLong | None = None,
         teachers: Teachers | None = None,
         rewarded: bool = True,
+        ahead: int = 0,
+        last: int = 0,
+        tokens_per_step: int = 0,
     ) -> None:
         """`success`: rewards from it on are successes; `texts`: what a row with a pretraining term imitates.
 
-        `teachers`: who teaches a row with a teacher; `rewarded`: whether anything scores the replies.
+        `teachers`: who teaches a row with a teacher; `rewarded`: whether anything scores the replies. `ahead`: how many
+        steps before it is learned from a step is played; the engine then has weights of its own; `last`: the number of
+        the last step. `tokens_per_step`: most tokens of a reply that a step samples (0: all of them).
         """
         assert (teachers is not None) == (algorithm.teacher is not None), "a row with a teacher has one to ask"
         assert success is not None or Need.SUCCESS not in algorithm.needs, "what is a success?"
         self.learner, self.algorithm, self.size, self.success = learner, algorithm, size, success
         parts = Need.PARTS in algorithm.needs
-        self.player = player
         plan = algorithm.branching.plan(learner.weights().config.vocab) if algorithm.branching else None
-        self.collector = Collector(tasks, player, size, seed, success, too_long, parts, rewarded, plan)
+        collector = Collector(tasks, player, size, seed, success, too_long, parts, rewarded, plan, tokens_per_step)
+        self.stock = Stock(collector, algorithm.sampling, ahead, last)
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.teachers = teachers
         self.minibatches = Minibatches(algorithm, learner, size, seed, success, texts, self.buffer, teachers)
@@ -73,11 +79,11 @@ class Experience:
 
     def produce(self, number: int) -> Step:
         row = self.algorithm
-        self.player.engine.load(self.learner.weights(), self.learner.version)
-        stats, seconds = Stats(), self._waited()
-        self.player.services.begin(number)
-        collected = self.collector.collect(number, row.sampling, stats)
+        played = self.stock.take(number, self.learner)
+        collected, stats = played.collected, Stats(played.stats)
         tokens, kept = self.size.tokens_per_microbatch, collected.kept
+        if self.stock.ahead or self.stock.collector.tokens:
+            self._measure_staleness(collected.played, stats)
         if self.teachers is not None:
             kept = self.teachers.readable(kept, stats)
         credited = credit(row, kept, self.learner, tokens, self.coefficients, self.success, stats, self.teachers)
@@ -93,13 +99,15 @@ class Experience:
         updates = self.minibatches.updates(number, credited, self.coefficients)
         sampled = sum(r.n_own for r in collected.played)
         rollouts = [(r, means.get(id(r), 0.0)) for r in collected.played]
-        seconds = {name: now - seconds[name] for name, now in self._waited().items()}
-        return Step(number, updates, stats, sampled, rollouts, seconds, self.player.services.counts())
+        return Step(number, updates, stats, sampled, rollouts, played.seconds, played.counts)
 
-    def _waited(self) -> dict[str, float]:
-        """Seconds so far in which nothing was sampled, because of environments or of services."""
-        asked = {"services": self.player.services.waited} if self.player.services else {}
-        return {"waiting": self.player.pool.waited, **asked}
+    def _measure_staleness(self, rollouts: Sequence[Rollout], stats: Stats) -> None:
+        """How many updates lie between the weights that sampled each token and those that are about to learn from it."""
+        spans = [s for r in rollouts for t in r.transcripts for s in t.spans if s.version is not None]
+        ages = [(self.learner.version - s.version, s.length) for s in spans if s.version is not None]
+        if ages:
+            stats.add("staleness", sum(age * length for age, length in ages), sum(length for _, length in ages))
+            stats.add("staleness/max", max(age for age, _ in ages))
 
     def learned(self, step: Step, stats: Stats) -> None:
         """Let what changes from step to step do so: coefficients, the reference."""
@@ -131,18 +139,17 @@ class Experience:
 
     def state(self) -> dict[str, Any]:
         replay = {} if self.buffer is None else {"replay": self.buffer.state()}
-        return {"cursor": self.collector.cursor, "coefficients": dict(self.coefficients), **replay}
+        return {**self.stock.state(), "coefficients": dict(self.coefficients), **replay}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`. Raises ValueError, KeyError or TypeError if it is of no such source."""
-        cursor, coefficients = state["cursor"], dict(state["coefficients"])
-        if type(cursor) is not int or cursor < 0:
-            raise ValueError(f"{cursor!r} tasks played")
+        coefficients = dict(state["coefficients"])
         if coefficients.keys() - {"policy"} != self.coefficients.keys() - {"policy"}:
             raise ValueError(f"coefficients of {', '.join(coefficients) or 'nothing'}")
         if not all(math.isfinite(value) for value in coefficients.values()):
             raise ValueError("coefficients that are not finite")
-        self.collector.cursor, self.coefficients = cursor, coefficients
+        self.coefficients = coefficients
+        self.stock.restore(state)
         if self.buffer is not None:
             self.buffer.restore(state["replay"])
 

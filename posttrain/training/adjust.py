@@ -26,6 +26,8 @@ def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
     if isinstance(run, Distill) and row.teacher is None:
         row = replace(row, teacher=Distillation())
     row = change(_completed(choose(row, run.settings), run), run.settings)
+    if _lags(run) and row.surrogate.uses_ratio and row.correction is None and not _given(run, "old_policy"):
+        row = replace(row, old="sampler")  # the ratio then accounts for what happened since
     if row.kl is None and not _given(run, "reference_every"):
         row = replace(row, refresh=0)
     if not _given(run, "minibatches") and row.replay is None:
@@ -40,7 +42,12 @@ def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
             "say with --max-episode-tokens how many there are at most"
         )
     check_ranges(row)
-    for broken, reason in [*_contradictions(row, run), *_without_effect(row, run, single_turn)]:
+    problems = (
+        *_contradictions(row, run),
+        *_of_unfinished(row, run, single_turn),
+        *_without_effect(row, run, single_turn),
+    )
+    for broken, reason in problems:
         if broken:
             raise UserError(f"{row.name}: {reason}")
     return row
@@ -122,8 +129,49 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         baselined is not None and (baselined.baseline, baselined.scale) == ("none", "batch"),
         "without a baseline equal rewards would be divided by nothing: set --scale none, or choose a --baseline",
     )
+    yield from _of_staleness(row, run)
     yield from _of_penalty(row, run)
     yield from _of_teacher(row, run)
+
+
+def _lags(run: RL) -> bool:
+    """Whether older weights than those that learn sample."""
+    return run.ahead > 0 or run.tokens_per_step > 0
+
+
+def _of_unfinished(row: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
+    """What cannot be left in the middle of a reply."""
+    told, tokens = "--tokens-per-step", run.tokens_per_step
+    yield (
+        tokens > 0 and not single_turn,
+        f"{told} is for environments whose episodes are one reply: one of several turns cannot be left and taken up again",
+    )
+    yield tokens > 0 and row.sampling is not None, f"groups that are not whole cannot be replaced: leave out {told}"
+    yield (
+        tokens >= run.max_tokens,
+        f"{told} {tokens} would have no effect: no reply has more than --max-tokens {run.max_tokens}",
+    )
+
+
+def _of_staleness(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+    """What there must be where the weights that learn are not those that have sampled."""
+    accounted = row.old == "sampler" or row.correction is not None
+    yield (
+        _lags(run) and row.reinforces and not accounted,
+        f"rollouts of {'--ahead' if run.ahead else '--tokens-per-step'} were sampled by older weights, for which nothing "
+        "accounts: give --correction truncate"
+        + ("" if row.surrogate.uses_ratio else ", or a ratio with --surrogate clip")
+        + (", or --old-policy sampler" if row.surrogate.uses_ratio else ""),
+    )
+    sampler = row.old == "sampler"
+    yield (
+        sampler and not row.surrogate.uses_ratio,
+        f"it has no ratio, it maximises {row.surrogate.formula}: leave out --old-policy",
+    )
+    yield (
+        sampler and row.correction is not None,
+        "a ratio to the sampler's own probabilities leaves nothing to correct: leave out --correction, or --old-policy",
+    )
 
 
 def _of_penalty(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
@@ -271,7 +319,7 @@ def _without_effect(row: Algorithm, run: RL, single_turn: bool) -> Iterator[tupl
     )
     clips = [f"--{name.replace('_', '-')}" for name in ("clip_low", "clip_high", "clip_dual") if _given(run, name)]
     yield (
-        bool(clips) and row.surrogate.clips and row.on_policy,
+        bool(clips) and row.surrogate.clips and row.on_policy and row.old == "start",
         f"{', '.join(clips)} would have no effect: with one update per step every ratio is exactly 1, and nothing is "
         "clipped; take several, such as --minibatches 4, or leave it out",
     )

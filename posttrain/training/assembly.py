@@ -22,6 +22,7 @@ from posttrain.data.tasks import Stream, Tasks, to_tasks
 from posttrain.engines.opening import open_engine
 from posttrain.envs import unscored
 from posttrain.envs.load import is_generator_env, load_env, success_of
+from posttrain.envs.play import Player
 from posttrain.learners.local import REFERENCE, LocalLearner, Teaching
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
 from posttrain.models.tokenizer import Tokenizer
@@ -56,7 +57,7 @@ from posttrain.training.setup import (
 from posttrain.training.teaching import Staff, load_teachers
 from posttrain.training.together import together
 from posttrain.training.trainer import Run, Trainer
-from posttrain.types import Task, UserError
+from posttrain.types import Rollout, Task, UserError
 
 EXAMPLES = 100  # tasks that are looked at before a teacher is to teach them
 
@@ -111,11 +112,23 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
             too_long=too_long,
             teachers=staff.teachers if staff else None,
             rewarded=rewarded,
+            ahead=config.ahead,
+            last=config.steps,
+            tokens_per_step=config.tokens_per_step,
         )
 
-        def measure(stats: Stats) -> None:
+        @opened.push
+        def leave(kind: Any, error: BaseException | None, trace: Any) -> None:
+            if error is not None:  # what is played ahead may be waiting for other processes
+                run.world.fail(error)
+            source.stock.close()
+
+        def evaluated(player: Player) -> list[Rollout]:
             engine.load(learner.weights(), learner.version)
-            rollouts = player.play(repeated(played, config.eval_samples, config.seed))
+            return player.play(repeated(played, config.eval_samples, config.seed))
+
+        def measure(stats: Stats) -> None:
+            rollouts = source.stock.aside(evaluated)
             measured(rollouts, success, stats, rewarded)
             if staff is not None:
                 staff.teachers.measure(learner, rollouts, source.size.tokens_per_microbatch, stats)
@@ -188,16 +201,8 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
 def _engine(config: RL, model: Model, tokenizer: Tokenizer) -> Engine:
     """What samples the rollouts."""
     cache, limit = config.engine_cache, config.engine_seconds
-    return open_engine(
-        config.engine,
-        model,
-        tokenizer,
-        config.slots,
-        config.precision,
-        cache_gib=cache,
-        seconds=limit,
-        own=config.shard,
-    )
+    how, own = (config.slots, config.precision), config.ahead > 0 or config.shard
+    return open_engine(config.engine, model, tokenizer, *how, cache_gib=cache, seconds=limit, own=own)
 
 
 def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Critic | None:

@@ -262,6 +262,8 @@ def _timing(trained: Trained) -> dict[str, float]:
     turns = Stats()
     for rollout, _ in trained.step.rollouts:
         for turn in rollout.turns:
+            if not turn.seconds:  # it was played before the run was resumed
+                continue
             who = "reply" if turn.kind is SpanKind.SAMPLED else "environment"
             turns.add(f"seconds/turn/{who}", turn.seconds)
             turns.add(f"seconds/turn/{who}/max", turn.seconds)

@@ -1,0 +1,128 @@
+"""What it costs to learn from older rollouts: three rows, several --ahead, with a correction and without.
+
+    python recipes/staleness.py [--seeds 0 1 2] [--out runs/staleness]
+
+The model and the sums are those of examples/demo.py, with fewer steps. `ratio`: the ratio is to the policy that sampled;
+`truncate`: it starts at 1, and a truncated weight accounts for what sampled. What is told is the accuracy on sums that
+are in no training row, and how far behind the rollouts were. Figures go to OUT/results.json; what is there is not run
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import posttrain
+from posttrain.envs import arithmetic
+from posttrain.reproduce.experiment import student_interval
+from posttrain.types import Task
+
+ROWS, AHEAD, STEPS, PER_ANSWER = ("grpo", "gspo", "cispo"), (0, 1, 2, 4), 300, 45
+SMALL: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rows", nargs="+", default=list(ROWS))
+    parser.add_argument("--out", default="runs/staleness")
+    options = parser.parse_args()
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "results.json"
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for seed in options.seeds:
+        practice = arithmetic.tasks(8800, seed, digits=1, operands=4)
+        unseen = arithmetic.tasks(500, seed, digits=1, operands=4, held_out=True)
+        (out / f"unseen-{seed}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in unseen))
+        start = imitated(practice, out / f"start-{seed}", seed)
+        for row, ahead, accounting in kinds(options.rows):
+            name = f"{row} {accounting} {ahead} {seed}"
+            if name not in results:
+                results[name] = one(practice, start, out, row, ahead, accounting, seed)
+                path.write_text(json.dumps(results, indent=1) + "\n")
+                print(name, results[name]["accuracy"], flush=True)
+    print(report(results, options.rows, options.seeds))
+
+
+def kinds(rows: Sequence[str]) -> list[tuple[str, int, str]]:
+    """(row, steps ahead, what accounts for that). With none ahead both are the same."""
+    return [
+        (row, ahead, accounting)
+        for row in rows
+        for ahead in AHEAD
+        for accounting in ("ratio", "truncate")
+        if ahead or accounting == "ratio"
+    ]
+
+
+def imitated(practice: Sequence[Task], out: Path, seed: int) -> str:
+    """The model to begin with, as in the demo."""
+    shown: Counter[str] = Counter()
+    demonstrations = []
+    for task in practice:
+        shown[task["answer"]] += 1
+        if shown[task["answer"]] <= PER_ANSWER:
+            demonstrations.append(task)
+    if not (out / "run.json").exists() or "final" not in json.loads((out / "run.json").read_text()):
+        posttrain.sft(
+            demonstrations, out=str(out), seed=seed, hidden=64, layers=2, heads=4, context=32,
+            tokenizer="characters", epochs=10, rows=64, lr=5e-3, warmup=20, **SMALL,
+        )  # fmt: skip
+    return str(out)
+
+
+def one(
+    practice: Sequence[Task], start: str, out: Path, row: str, ahead: int, accounting: str, seed: int
+) -> dict[str, Any]:
+    """What one run learns. The cap is the row's default; minibatches are two, so that the ratio moves within a step."""
+    settings = {"correction": "truncate"} if accounting == "truncate" else {}
+    run = posttrain.rl(
+        practice, "arithmetic", start, out=str(out / "run"), algorithm=row, ahead=ahead, steps=STEPS, prompts=64,
+        group=8, minibatches=2, max_tokens=4, kl=0.0, lr=7e-4, betas=(0.9, 0.95), warmup=10, schedule="linear",
+        eval_tasks=str(out / f"unseen-{seed}.jsonl"), eval_every=STEPS // 6, eval_samples=4, save_every=STEPS,
+        env_workers=0, seed=seed, settings=settings, **SMALL,
+    )  # fmt: skip
+    lines = run.metrics
+    curve = [[line["step"], line["eval/accuracy"]] for line in lines if "eval/accuracy" in line]
+    late = lines[len(lines) // 2 :]
+
+    def mean(name: str) -> float | None:
+        found = [line[name] for line in late if name in line]
+        return sum(found) / len(found) if found else None
+
+    behind = {name: mean(name) for name in ("staleness", "sampler/kl", "sampler/ess", "clipped")}
+    return {"accuracy": curve[-1][1], "curve": curve, **behind}
+
+
+def report(results: dict[str, Any], rows: Sequence[str], seeds: Sequence[int]) -> str:
+    """A Markdown table: a line each kind, its seeds, mean and 95% interval (Student), and that of what it lost."""
+    head = "| row | ahead | accounts | accuracy of each seed | mean | beside none ahead | KL to sampler | effective share |"
+    found = [head, "|---|---|---|---|---|---|---|---|"]
+    for row, ahead, accounting in kinds(rows):
+        own = [results[f"{row} {accounting} {ahead} {seed}"] for seed in seeds]
+        base = [results[f"{row} ratio 0 {seed}"]["accuracy"] for seed in seeds]
+        values = [each["accuracy"] for each in own]
+        lost = [value - other for value, other in zip(values, base, strict=True)]
+        each = ", ".join(f"{value:.3f}" for value in values)
+        kl, share = (sum(r[name] or 0.0 for r in own) / len(own) for name in ("sampler/kl", "sampler/ess"))
+        beside = _with_interval(lost, "+") if ahead else ""
+        found.append(
+            f"| {row} | {ahead} | {accounting if ahead else ''} | {each} | {_with_interval(values)} | {beside} | {kl:.2g} "
+            f"| {share:.3f} |"
+        )
+    return "\n".join(found)
+
+
+def _with_interval(values: Sequence[float], sign: str = "") -> str:
+    low, high = student_interval(values)
+    return f"{sum(values) / len(values):{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+
+
+if __name__ == "__main__":
+    main()

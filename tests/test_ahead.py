@@ -1,0 +1,395 @@
+"""What is played ahead was sampled by the weights that the count says, and accounted for; timing decides nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny
+
+import posttrain
+from posttrain.algorithms.policy import PolicyObjective
+from posttrain.algorithms.settings import change
+from posttrain.algorithms.table import find
+from posttrain.batch import Batch, Outputs, Stats
+from posttrain.cli.main import main
+from posttrain.config import RL
+from posttrain.engines.local import LocalEngine
+from posttrain.engines.uncached import UncachedEngine
+from posttrain.envs.play import Episode, Player, Unwanted
+from posttrain.envs.pool import EnvPool
+from posttrain.models.folder import load_model, save_model
+from posttrain.models.linear import accumulates, accumulating, compute_apart
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.runs.reading import read_metrics, read_rollouts
+from posttrain.seeds import seed_of
+from posttrain.sources.ahead import _Thread
+from posttrain.sources.packing import collate
+from posttrain.sources.stored import restored, stored
+from posttrain.training.adjust import adjust
+from posttrain.types import (
+    Branch,
+    Completion,
+    Invalid,
+    InvalidKind,
+    Piece,
+    PlayedTurn,
+    Rollout,
+    Sampling,
+    SpanKind,
+    StopReason,
+    ToolCall,
+    Transcript,
+    Turn,
+    UserError,
+)
+
+SUMS = [{"id": f"{a}{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+PLAYED: dict[str, Any] = {"steps": 6, "prompts": 3, "group": 3, "max_tokens": 6, "lr": 1e-2, "env_workers": 0,
+                          "threads": 1, "quiet": True, "algorithm": "grpo", "save_every": 1, "keep": 9}  # fmt: skip
+
+
+def digits(task: posttrain.Task, reply: str) -> float:
+    """Differs between the replies of a model that knows nothing, so that every step moves the weights."""
+    return sum(c.isdigit() for c in reply) / (len(reply) + 1)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("ahead") / "start"
+    save_model(tiny(tokenizer), folder, tokenizer)
+    threads = torch.get_num_threads()
+    yield folder
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_step_is_sampled_by_the_weights_after_the_step_that_the_count_says(
+    start: Path, tmp_path: Path, tokenizer: Tokenizer, ahead: int
+) -> None:
+    run = posttrain.rl(
+        SUMS, digits, str(start), out=str(tmp_path / "run"), ahead=ahead, settings={"minibatches": 2}, **PLAYED
+    )
+    for step in range(1, 7):
+        before = max(0, step - 1 - ahead)
+        folder = run.path / "checkpoints" / f"step-{before:06d}" if before else start
+        engine = LocalEngine(load_model(folder), tokenizer)
+        for place, row in enumerate(read_rollouts(run.path, step)):
+            assert row["version"] == 2 * before
+            transcript = Transcript.from_dict(row["transcripts"][0])
+            prompt, sampled = (
+                transcript.tokens[: transcript.spans[0].length],
+                transcript.tokens[transcript.spans[0].length :],
+            )
+            seed = seed_of(0, "rollout", step, row["group"], place % 3)
+            engine.submit(place, prompt, Sampling(max_tokens=6, seed=seed))
+            found = finished(engine)
+            assert list(found.tokens) == sampled and list(found.logp) == pytest.approx(transcript.logp, rel=1e-6)
+    metrics = read_metrics(run.path)
+    assert [row["staleness"] for row in metrics] == [2 * min(step, ahead) for step in range(6)]
+    assert [row["staleness/max"] for row in metrics] == [2 * min(step, ahead) for step in range(6)]
+    assert metrics[-1]["sampler/kl"] > 0 and metrics[-1]["sampler/ess"] < 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "playing"]
+
+
+def finished(engine: LocalEngine) -> Completion:
+    while not (done := engine.poll()):
+        pass
+    return done[0]
+
+
+def test_the_first_steps_of_a_run_played_ahead_learn_from_the_start_alone(start: Path, tmp_path: Path) -> None:
+    """Steps 1 to 1 + k are sampled by the weights that the run begins with: of step 1 nothing differs from k = 0."""
+    one, other = (
+        posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / str(k)), ahead=k, **{**PLAYED, "steps": 2})
+        for k in (0, 3)
+    )
+    first, second = read_rollouts(one.path, 1), read_rollouts(other.path, 1)
+    assert first == second
+    gradients = [read_metrics(run.path)[0]["grad_norm"] for run in (one, other)]
+    assert gradients[0] == pytest.approx(gradients[1], rel=1e-5)
+    assert read_rollouts(one.path, 2) != read_rollouts(other.path, 2)
+
+
+# -- replies in the middle ---------------------------------------------------------------------------------------------
+
+
+def pieces_of(transcript: Transcript) -> list[tuple[int, int, int]]:
+    """(first token, tokens, version) of each run that one weights sampled."""
+    return [(s.start, s.length, s.version) for s in transcript.spans if s.version is not None]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_each_piece_of_a_reply_is_sampled_by_the_weights_of_its_step_and_groups_are_learned_from_whole(
+    start: Path, tmp_path: Path, tokenizer: Tokenizer, ahead: int
+) -> None:
+    how = {**PLAYED, "max_tokens": 8, "steps": 7}
+    run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), ahead=ahead, tokens_per_step=3, **how)
+    learned: dict[str, int] = {}  # group -> the step that learned from it
+    weights = {0: start}
+    for folder in sorted((run.path / "checkpoints").iterdir(), reverse=True):
+        weights.setdefault(json.loads((folder / "training" / "learner.json").read_text())["version"], folder)
+    lengths = set()
+    for step in range(1, 8):
+        rows = read_rollouts(run.path, step) if (run.path / "rollouts" / f"step-{step:06d}.jsonl").exists() else []
+        assert len({row["group"] for row in rows}) * 3 == len(rows), "groups are whole"
+        members: dict[str, int] = {}
+        for row in rows:
+            place = members[row["group"]] = members.get(row["group"], -1) + 1
+            transcript = Transcript.from_dict(row["transcripts"][0])
+            own = pieces_of(transcript)
+            for number, (at, length, version) in enumerate(own):
+                assert length == 3 or number == len(own) - 1
+                engine = LocalEngine(load_model(weights[version]), tokenizer)
+                tried = []
+                for begin in range(1, step + 1):  # seeds are those of the step that began the group
+                    seed = seed_of(0, "rollout", begin, row["group"], place)
+                    seed = seed_of(seed, "behind", 3 * number) if number else seed
+                    budget = min(3, 8 - 3 * number)
+                    engine.submit(0, transcript.tokens[:at], Sampling(max_tokens=budget, seed=seed, begun=3 * number))
+                    tried.append(list(finished(engine).tokens))
+                assert transcript.tokens[at : at + length] in tried
+            versions = [version for *_, version in own]
+            assert versions == sorted(versions)
+            assert row["group"] not in learned or learned[row["group"]] == step
+            learned[row["group"]] = step
+            lengths.add(len(own))
+    assert lengths == {1, 2, 3}
+    left = read_metrics(run.path)[-1]["unfinished"]
+    drawn = json.loads((run.path / "checkpoints" / "step-000007" / "training" / "state.json").read_text())["source"]
+    assert len(learned) + len(drawn.get("open", [])) == drawn["cursor"] == 21
+    assert left == sum("seed" in m for group in drawn["open"] for m in group["members"]) > 0
+
+
+@pytest.mark.parametrize("engine", [LocalEngine, UncachedEngine])
+def test_a_stop_string_that_begins_in_one_piece_ends_the_reply_in_the_next(
+    start: Path, tokenizer: Tokenizer, engine: Any
+) -> None:
+    sampler = engine(load_model(start), tokenizer)
+    prompt = tokenizer.encode("1+2=")
+
+    def sampled(tokens: list[int], how: Sampling) -> Completion:
+        sampler.submit(0, tokens, how)
+        return finished(sampler)
+
+    for seed in range(20):
+        first = sampled(prompt, Sampling(max_tokens=3, seed=seed))
+        behind = [*prompt, *first.tokens]
+        how = Sampling(max_tokens=5, seed=seed + 1, begun=3)
+        joined = first.continued(sampled(behind, how))
+        stop = joined.text[2:4]  # its end is in the second piece
+        if len(joined.tokens) == 8 and stop not in first.text and stop not in joined.text[3:]:
+            break
+    assert joined.text == tokenizer.decode(joined.tokens) and joined.runs == ((3, 0), (5, 0))
+    ended = first.continued(sampled(behind, replace(how, stop=(stop,))))
+    assert (ended.stop, ended.text, list(ended.tokens)) == (StopReason.STOP, joined.text[:4], list(joined.tokens[:4]))
+    assert sampled(behind, replace(how, stop=(stop,), begun=0)).stop is StopReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("asked", "single", "told"),
+    [
+        ({"tokens_per_step": 4}, False, "one of several turns cannot be left"),
+        ({"tokens_per_step": 256}, True, "would have no effect"),
+        ({"tokens_per_step": 4, "algorithm": "dapo"}, True, "cannot be replaced"),
+        ({"tokens_per_step": 4, "algorithm": "reinforce"}, True, "for which nothing accounts"),
+    ],
+)
+def test_what_cannot_be_left_in_the_middle_is_refused(asked: dict[str, Any], single: bool, told: str) -> None:
+    run = RL(**{"algorithm": "grpo", **asked})
+    with pytest.raises(UserError, match=told):
+        adjust(find(run.algorithm), run, single)
+
+
+# -- what accounts for older weights -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", ["grpo", "gspo", "cispo", "ppo"])
+def test_without_a_correction_the_ratio_is_to_the_policy_that_sampled(row: str) -> None:
+    assert adjust(find(row), RL(algorithm=row, ahead=1)).old == "sampler"
+    assert adjust(find(row), RL(algorithm=row)).old == "start"
+    corrected = adjust(find(row), RL(algorithm=row, ahead=1, settings={"correction": "truncate"}))
+    assert corrected.old == "start" and corrected.correction is not None
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "told"),
+    [
+        ("reinforce", {}, "for which nothing accounts"),
+        ("grpo", {"old_policy": "start"}, "for which nothing accounts"),
+        ("grpo", {"old_policy": "sampler", "correction": "truncate"}, "nothing to correct"),
+        ("reinforce", {"old_policy": "sampler", "correction": "truncate"}, "no ratio"),
+    ],
+)
+def test_rows_that_account_for_nothing_are_refused(row: str, settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told) as error:
+        adjust(find(row), RL(algorithm=row, ahead=1, settings=settings))
+    assert "\n" not in str(error.value)
+
+
+def test_with_a_correction_rows_without_a_ratio_are_played_ahead() -> None:
+    assert (
+        adjust(find("reinforce"), RL(algorithm="reinforce", ahead=1, settings={"correction": "icepop"})).old == "start"
+    )
+
+
+def micro_batch(sampler: torch.Tensor, advantage: torch.Tensor) -> Batch:
+    count = len(sampler)
+    transcript = Transcript()
+    transcript.observe([1])
+    transcript.sample(Completion(0, list(range(count)), sampler.tolist(), "", StopReason.EOS, 0))
+    fields = {"advantage": [advantage]}
+    return collate([[transcript]], [0], weight=torch.full((1,), 1 / count), fields=fields)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_ratio_to_the_sampler_is_clipped_as_the_paper_says_in_every_update(first: bool) -> None:
+    """PPO's clip written out: min(r A, clip(r) A), r the probability now over that of sampling."""
+    torch.manual_seed(0)
+    sampler, advantage = torch.randn(12).float() - 2, torch.randn(12)
+    logp = (sampler.double() + 0.4 * torch.randn(12).double()).requires_grad_()
+    batch = micro_batch(sampler, advantage)
+    if not first:
+        batch = replace(batch, old_logp=sampler + 1)  # of the step's start: not asked for
+    row = change(find("grpo"), {"old_policy": "sampler", "kl": 0.0, "clip_low": 0.2, "clip_high": 0.2})
+    stats = Stats()
+    loss = PolicyObjective(row)(Outputs(logp), batch, stats)
+    by_hand = 0.0
+    for now, then, a in zip(logp.tolist(), sampler.double().tolist(), advantage.tolist(), strict=True):
+        ratio = torch.tensor(now - then).double().exp().item()
+        by_hand -= min(ratio * a, min(max(ratio, 0.8), 1.2) * a) / 12
+    assert loss.item() == pytest.approx(by_hand, rel=1e-6)
+    gap = logp.detach() - sampler.double()
+    assert stats.means()["sampler/kl"] == pytest.approx((gap.exp() - 1 - gap).mean().item(), rel=1e-5)
+    assert "ratio/first" not in stats, "it is not 1"
+
+
+def test_with_a_correction_older_weights_weigh_what_was_sampled(start: Path, tmp_path: Path) -> None:
+    """The decoupled objective: its weight is what the start of the step thinks of a token over what the sampler did."""
+    settings = {"correction": "truncate", "correction_cap": 1.05}
+    run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), ahead=2, settings=settings, **PLAYED)
+    rows = read_metrics(run.path)
+    assert [row["ratio/first"] for row in rows] == [1.0] * 6
+    assert rows[0]["sampler/gap"] < 1e-5 < 1e-3 < rows[-1]["sampler/gap"]
+
+
+# -- a thread of its own -----------------------------------------------------------------------------------------------
+
+
+def test_a_mistake_while_playing_ahead_ends_the_run_with_what_was_learned_before(
+    start: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And the run goes on from there: what could not be played is played with the weights that there are."""
+    long = [{**row, "prompt": "1+" * 100} if row["id"] == "33" else row for row in SUMS]
+    tasks, out = tmp_path / "rows.jsonl", tmp_path / "run"
+    words = [
+        "rl",
+        "--tasks",
+        str(tasks),
+        "--env",
+        f"{tmp_path / 'env.py'}:dialogue",
+        "--model",
+        str(start),
+        "--out",
+        str(out),
+    ]
+    words += "--steps 6 --prompts 3 --group 2 --max-tokens 6 --ahead 2 --env-workers 1 --threads 1 --quiet".split()
+    (tmp_path / "env.py").write_text(
+        "def dialogue(task):\n"
+        "    reply = yield task['prompt']\n"
+        "    return sum(c.isdigit() for c in reply) / (len(reply) + 1)\n"
+    )
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in long))
+    assert main([*words, "--too-long", "refuse"]) == 2
+    told = capfd.readouterr().err
+    assert "task '33' has" in told and "Traceback" not in told and "--resume" in told
+    done = len(read_metrics(out))
+    assert 0 < done < 6 and (out / "checkpoints" / f"step-{done:06d}").exists()
+    assert not [thread for thread in threading.enumerate() if thread.name == "playing"]
+    state = json.loads((out / "checkpoints" / f"step-{done:06d}" / "training" / "state.json").read_text())
+    assert None in state["source"]["ahead"]
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in SUMS))
+    assert main([*words, "--too-long", "refuse", "--resume", "--accept-changes"]) == 0
+    assert len(read_metrics(out)) == 6
+
+
+def test_what_is_played_in_vain_is_given_up(start: Path, tokenizer: Tokenizer) -> None:
+    thread = _Thread()
+
+    begun = threading.Event()
+
+    def never(task: posttrain.Task) -> Iterator[Any]:
+        begun.set()
+        while True:
+            yield Turn(tokens=[5], max_tokens=1, fresh=True)
+
+    with EnvPool(never, 0) as pool:
+        engine = LocalEngine(load_model(start), tokenizer)
+        player = Player(pool, engine, tokenizer, Sampling(max_tokens=2), 64, unwanted=thread.left)
+        playing = thread.call(lambda: player.play([Episode({"id": "0"}, "0", 0)]))
+        later = thread.call(lambda: 1)
+        assert begun.wait(20)
+        began = time.monotonic()
+        thread.close()
+        assert time.monotonic() - began < 8
+        assert isinstance(playing.exception(1), Unwanted)
+        assert later.cancelled()
+
+
+def test_products_of_one_thread_do_not_see_what_another_one_accumulates() -> None:
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append(accumulates())
+        compute_apart()
+        seen.append(accumulates())
+
+    with accumulating():
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+    assert seen == [True, False]
+
+
+# -- rollouts as training state ----------------------------------------------------------------------------------------
+
+
+def test_a_rollout_is_stored_and_restored_whole() -> None:
+    transcript = Transcript()
+    transcript.observe([1, 2])
+    transcript.sample(Completion(0, [3, 4], [-0.1, -1 / 3], "", StopReason.EOS, 7))
+    calls = (ToolCall("add", {"a": 1, "b": [2.5, None]}, 9, "wrong", "c1"),)
+    turns = [
+        PlayedTurn(SpanKind.PROMPT, "hi", 0, 0, 2, 0.0, 1.5),
+        PlayedTurn(SpanKind.SAMPLED, "é", 0, 2, 2, 0.25, 2.5, 3, calls),
+    ]
+    whole = Rollout(
+        {"id": "x"}, "x#0", [transcript], 0.1 + 0.2, {"a": 0.1, "b": 0.2}, [(2, 0.5)], StopReason.TURNS, turns, "é", "hi",
+        [("judge", {"score": [1]}), ("judge", Invalid("down", InvalidKind.UNANSWERED))], "black",
+        [Piece(2, 1, 0)], Branch(0, 1, (2,)),
+    )  # fmt: skip
+    invalid = Rollout({"id": "x"}, "x#0", [Transcript()], Invalid("late", InvalidKind.TIMEOUT))
+    for rollout in (whole, invalid):
+        again = restored(json.loads(json.dumps(stored(rollout))), rollout.task)
+        for name, value in vars(rollout).items():
+            if name != "transcripts":
+                assert getattr(again, name) == value, name
+        assert [t.as_dict() for t in again.transcripts] == [t.as_dict() for t in rollout.transcripts]
+
+
+def test_rollouts_played_ahead_of_other_tasks_are_refused(start: Path, tmp_path: Path) -> None:
+    words: dict[str, Any] = {**PLAYED, "steps": 4, "ahead": 1}
+    run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), **words)
+    for folder in ("step-000004", "step-000003"):
+        assert (run.path / "checkpoints" / folder).exists()
+    state = json.loads((run.path / "checkpoints" / "step-000003" / "training" / "state.json").read_text())["source"]
+    assert len(state["ahead"]) == 1 and state["ahead"][0]["number"] == 4 and state["cursor"] == 9
+    last = json.loads((run.path / "checkpoints" / "step-000004" / "training" / "state.json").read_text())["source"]
+    assert "ahead" not in last, "nothing is played beyond the last step"

@@ -77,10 +77,12 @@ def all_kinds(out: Path, start: Path, **options: Any) -> None:
     common: dict[str, Any] = {"steps": 3, "rows": 6, "lr": 1e-3, "save_every": 2, **QUICK, **options}
     posttrain.prefer(PAIRS, model=str(start), out=str(out / "dpo"), **common)
     posttrain.reward_model(PAIRS, model=str(start), out=str(out / "reward-model"), **common)
+    played: dict[str, Any] = {"steps": 3, **PLAYED, **QUICK, **options}
+    soft = {"algorithm": "sac", "settings": {"critic_warmup": 1}}
+    posttrain.rl(SUMS, nearness, str(start), out=str(out / "sac"), **soft, **played)
+    posttrain.rl(SUMS, nearness, str(start), out=str(out / "ahead"), algorithm="gspo", ahead=1, **played)
     teacher = str(again.checkpoint)
-    posttrain.distill(
-        SUMS, model=str(start), teacher=teacher, out=str(out / "distill"), steps=3, **PLAYED, **QUICK, **options
-    )
+    posttrain.distill(SUMS, model=str(start), teacher=teacher, out=str(out / "distill"), **played)
 
 
 def undrawn() -> None:
@@ -206,7 +208,7 @@ def test_sharded_run_that_is_resumed_with_as_many_ends_byte_for_byte_as_undistur
         assert (whole_run / file).read_bytes() == (resumed / file).read_bytes(), file
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "reward-model", "distill"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward-model", "sac", "ahead", "distill"])
 def test_every_kind_of_sharded_run_is_that_of_one_process(runs: Path, kind: str) -> None:
     went_well(runs, "kinds_of_two", 2)
     same_run(runs / "kinds of one" / kind, runs / "kinds of two" / kind)

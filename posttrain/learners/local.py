@@ -95,6 +95,8 @@ class LocalLearner:
     engine divides its own); those of teachers have a temperature of their own.
     """
 
+    _keeps = True  # weights in the type of products, from one micro-batch to the next
+
     def __init__(
         self,
         model: Model,
@@ -153,7 +155,7 @@ class LocalLearner:
         self.optimizer.zero_grad()
         if self.trust_region is not None:
             batches = self._with_old(batches)
-        with accumulating():
+        with accumulating(keeps=self._keeps):
             self._accumulate(batches, objective, stats)
         stats.add("loss", 0.0, 1 / self.world.size)  # of one update, however many processes merge what they counted
         self._share_gradients()

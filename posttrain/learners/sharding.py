@@ -58,6 +58,7 @@ class ShardingLearner(DealingLearner):
     """
 
     world: Processes
+    _keeps = False  # they would be the whole model
 
     def __init__(
         self,

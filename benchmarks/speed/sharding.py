@@ -2,8 +2,9 @@
 
     python benchmarks/speed/sharding.py [--processes 2] [--rounds 3] [--precision float32]
 
-A decoder of 28 M parameters, eight micro-batches of 256 tokens. Memory: the most that a process had resident, less what it had
-once all modules were imported; seconds: the median of the updates behind the first. Rounds alternate between the ways.
+A decoder of 28 M parameters, eight micro-batches of 256 tokens. Memory in MiB, less what the process had once all modules
+were imported: with the model loaded, between updates, and at most. Seconds: the median of the updates behind the first.
+The worst of the processes; median and range of the rounds, which alternate between the ways.
 """
 
 from __future__ import annotations
@@ -109,11 +110,9 @@ def main() -> None:
             for way, rounds in found.items():
                 rounds.append(measured(way, Path(name), given.processes, given.precision))
     for way, rounds in found.items():
-        told = ", ".join(
-            f"{key} {statistics.median(r[key] for r in rounds):.2f} [{min(r[key] for r in rounds):.2f}, {max(r[key] for r in rounds):.2f}]"
-            for key in rounds[0]
-        )
-        print(f"{way:<8} {told}")
+        columns = {key: [r[key] for r in rounds] for key in rounds[0]}
+        told = [f"{k} {statistics.median(c):.2f} [{min(c):.2f}, {max(c):.2f}]" for k, c in columns.items()]
+        print(f"{way:<8} {', '.join(told)}")
 
 
 if __name__ == "__main__":

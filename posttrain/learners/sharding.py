@@ -130,10 +130,8 @@ class ShardingLearner(DealingLearner):
             outputs = self._outputs(self.model, batch, objective.wants)
             loss = objective(outputs, batch, stats) if place < counted else outputs.logp.new_zeros(())
             del outputs
-            for decoder in self._learning:
-                collected(
-                    decoder.head
-                )  # every process sums the same gradients, also where the loss does not read the head
+            for decoder in self._learning:  # all processes sum the same gradients, also where a loss does not read a head
+                collected(decoder.head)
             anchored: Tensor = _Anchored.apply(loss, *self._passes)
             self._passes.clear()
             anchored.backward()

@@ -243,9 +243,8 @@ class Trainer:
     def _rescue(self) -> str:
         """After a user's mistake: save the last whole step, if no update came since. Returns how to go on."""
         saved = checkpoints.step_of(self.saved) if self.saved else 0
-        if (
-            self.done > saved and self.learner.version == self.whole[0] and not self.config.shard
-        ):  # that takes all processes
+        here = not self.config.shard  # and else it takes all processes
+        if here and self.done > saved and self.learner.version == self.whole[0]:
             with suppress(UserError):  # the disk is full, which is perhaps why we are here
                 self._save()
         if self.saved is None:

@@ -19,6 +19,7 @@ from posttrain.algorithms.policy import PolicyObjective
 from posttrain.algorithms.settings import change
 from posttrain.algorithms.table import find
 from posttrain.batch import Batch, Outputs, Stats
+from posttrain.beside import Beside
 from posttrain.cli.main import main
 from posttrain.config import RL
 from posttrain.engines.local import LocalEngine
@@ -28,9 +29,9 @@ from posttrain.envs.pool import EnvPool
 from posttrain.models.folder import load_model, save_model
 from posttrain.models.linear import accumulates, accumulating, compute_apart
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.runs import checkpoint
 from posttrain.runs.reading import read_metrics, read_rollouts
 from posttrain.seeds import seed_of
-from posttrain.sources.ahead import _Thread
 from posttrain.sources.packing import collate
 from posttrain.sources.stored import restored, stored
 from posttrain.training.adjust import adjust
@@ -321,7 +322,7 @@ def test_a_mistake_while_playing_ahead_ends_the_run_with_what_was_learned_before
 
 
 def test_what_is_played_in_vain_is_given_up(start: Path, tokenizer: Tokenizer) -> None:
-    thread = _Thread()
+    thread = Beside("playing")
 
     begun = threading.Event()
 
@@ -337,7 +338,7 @@ def test_what_is_played_in_vain_is_given_up(start: Path, tokenizer: Tokenizer) -
         later = thread.call(lambda: 1)
         assert begun.wait(20)
         began = time.monotonic()
-        thread.close()
+        thread.close(10)
         assert time.monotonic() - began < 8
         assert isinstance(playing.exception(1), Unwanted)
         assert later.cancelled()
@@ -356,6 +357,47 @@ def test_products_of_one_thread_do_not_see_what_another_one_accumulates() -> Non
         other.start()
         other.join()
     assert seen == [True, False]
+
+
+# -- checkpoints that are saved beside the steps -----------------------------------------------------------------------
+
+
+def test_steps_go_on_while_a_checkpoint_waits_for_the_disk(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, waited, whole = tmp_path / "run", list[bool](), checkpoint.sync
+
+    def slow(path: Path) -> None:
+        """The disk has the first checkpoint only after the second step."""
+        end = time.monotonic() + 20
+        while "step-000001" in str(path) and out.joinpath("metrics.jsonl").read_bytes().count(b"\n") < 2:
+            assert time.monotonic() < end, "the next step waits"
+            time.sleep(0.01)
+            waited.append(True)
+        whole(path)
+
+    monkeypatch.setattr(checkpoint, "sync", slow)
+    run = posttrain.rl(SUMS, digits, str(start), out=str(out), **{**PLAYED, "steps": 3})
+    assert waited and [folder.name for folder in checkpoint.listed(out)] == [f"step-00000{n}" for n in (1, 2, 3)]
+    assert run.checkpoint == checkpoint.newest(out)
+    assert not [thread for thread in threading.enumerate() if thread.name == "saving"]
+
+
+def test_a_disk_that_fails_beside_a_step_ends_the_run_with_the_checkpoint_before_it(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole = tmp_path / "run", checkpoint.sync
+
+    def full(path: Path) -> None:
+        if "step-000002" in str(path):
+            raise OSError(28, "No space left on device")
+        whole(path)
+
+    monkeypatch.setattr(checkpoint, "sync", full)
+    with pytest.raises(UserError, match="could not save checkpoint .*step-000002.*No space left") as error:
+        posttrain.rl(SUMS, digits, str(start), out=str(out), **PLAYED)
+    assert "--resume" in str(error.value) and "\n" not in str(error.value)
+    assert checkpoint.listed(out)[0].name == "step-000001" and not list(out.glob("checkpoints/.*2.draft"))
 
 
 # -- rollouts as training state ----------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def test_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None
 
 def test_state_and_random_generator_come_back(tmp_path: Path) -> None:
     torch.manual_seed(5)
-    checkpoint.save_state(tmp_path, {"source": {"cursor": 7}})
+    checkpoint.save_state({"source": {"cursor": 7}})(tmp_path)
     drawn = torch.rand(9)
     torch.manual_seed(6)
     assert checkpoint.load_state(tmp_path) == {"source": {"cursor": 7}}

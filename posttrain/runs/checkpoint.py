@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,36 +29,64 @@ STATE = "state.json"
 
 
 def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
-    """Make checkpoints/step-NNNNNN from what `write(folder)` puts there, then leave only the newest `keep` up to it.
+    """Make checkpoints/step-NNNNNN from what `write(folder)` puts there. See `Draft`."""
+    return Draft(run, step, write).finish(keep)
 
-    Those of later steps go too: a run that saves this step has passed them over as damaged. Raises UserError if the
-    disk is full or not writable: the checkpoints before it are untouched.
+
+class Draft:
+    """A checkpoint in the making: written, and then made to last.
+
+    The first is as quick as copying to memory, which is where the system keeps files at first; the second waits for the
+    disk and may go on beside the next steps.
     """
-    final = run / CHECKPOINTS / step_name(step)
-    draft = final.with_name(f".{final.name}.draft")
-    try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
+
+    def __init__(self, run: Path, step: int, write: Callable[[Path], None]) -> None:
+        """Put there what `write(folder)` does. Raises UserError if the disk is full or not writable."""
+        self.run, self.step = run, step
+        self.final = run / CHECKPOINTS / step_name(step)
+        self.path = self.final.with_name(f".{self.final.name}.draft")
+        with self._given_up():
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.path.mkdir(parents=True)
+            write(self.path)
+
+    def finish(self, keep: int, write: Callable[[Path], None] = lambda folder: None) -> Path:
+        """Let it be a checkpoint, once `write(folder)` has put the rest there; leave only the newest `keep` up to it.
+
+        Those of later steps go too: a run that saves this step has passed them over as damaged. Raises UserError if the
+        disk is full or not writable: the checkpoints before it are untouched.
+        """
+        with self._given_up():
+            self._finish(write)
+        there = listed(self.run)
+        number = there.index(self.final) + 1
+        for old in [*there[: max(0, number - keep)], *there[number:]]:
+            shutil.rmtree(old, ignore_errors=True)
+        return self.final
+
+    def _finish(self, write: Callable[[Path], None]) -> None:
+        draft = self.path
         write(draft)
         files = sorted(p for p in draft.rglob("*") if p.is_file())
         manifest = {str(p.relative_to(draft)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files}
-        (draft / MANIFEST).write_text(json.dumps({"step": step, "files": manifest}, indent=1))
+        (draft / MANIFEST).write_text(json.dumps({"step": self.step, "files": manifest}, indent=1))
         for path in [*files, draft / MANIFEST, *(p for p in draft.rglob("*") if p.is_dir()), draft]:
             sync(path)
-        if final.exists():  # a damaged one of the same step, left behind when an earlier one was resumed
-            shutil.rmtree(final)
-        draft.rename(final)
-        sync(final.parent)
-    except Exception as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        if not _disk(error):
-            raise
-        raise UserError(f"could not save checkpoint {final}: {error}") from error
-    there = listed(run)
-    number = there.index(final) + 1
-    for old in [*there[: max(0, number - keep)], *there[number:]]:
-        shutil.rmtree(old, ignore_errors=True)
-    return final
+        if self.final.exists():  # a damaged one of the same step, left behind when an earlier one was resumed
+            shutil.rmtree(self.final)
+        draft.rename(self.final)
+        sync(self.final.parent)
+
+    @contextmanager
+    def _given_up(self) -> Iterator[None]:
+        """Where something fails nothing is left."""
+        try:
+            yield
+        except Exception as error:
+            shutil.rmtree(self.path, ignore_errors=True)
+            if not _disk(error):
+                raise
+            raise UserError(f"could not save checkpoint {self.final}: {error}") from error
 
 
 def listed(run: Path) -> list[Path]:
@@ -130,15 +159,21 @@ def step_of(folder: Path) -> int:
     return step
 
 
-def save_state(folder: Path, state: dict[str, Any]) -> None:
-    """State that is not weights: the source's, the controllers', and torch's own random generator.
+def save_state(state: dict[str, Any]) -> Callable[[Path], None]:
+    """State that is not weights: the source's, the controllers', and torch's own random generator, as it is now.
 
-    What in it is still being made says itself, by `plain()`, what JSON holds of it, and may take its time.
+    Returns what writes it into a folder, later. What is still being made then says itself, by `plain()`, what JSON holds of
+    it, and may take its time.
     """
     import torch
 
     rng = torch.get_rng_state().numpy().tobytes().hex()
-    (folder / STATE).write_text(json.dumps({**state, "torch_rng": rng}, default=lambda made: made.plain()))
+
+    def write(folder: Path) -> None:
+        told = json.dumps({**state, "torch_rng": rng}, default=lambda made: made.plain())
+        (folder / STATE).write_text(told)
+
+    return write
 
 
 def load_state(folder: Path) -> dict[str, Any]:

@@ -8,16 +8,15 @@ of its own beside the updates, with a copy of the weights; what was played and n
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from posttrain.algorithms.filters import DynamicSampling
 from posttrain.batch import Stats
+from posttrain.beside import Beside
 from posttrain.engines.weights import own_copy
 from posttrain.models.linear import compute_apart
 from posttrain.protocols import Learner, Model
@@ -48,7 +47,7 @@ class Stock:
         self.groups, self.ahead, self.last = groups, ahead, last
         self._learned = Mark()  # how far the collector was behind the last step that was learned from
         self._steps: deque[_Step] = deque()  # in order, the next one to learn from first
-        self._thread = _Thread() if ahead else None
+        self._thread = Beside("playing", compute_apart) if ahead else None
         if self._thread is not None:
             player = replace(collector.player, unwanted=self._thread.left, world=collector.player.world.apart())
             collector = replace(collector, player=player)
@@ -86,7 +85,7 @@ class Stock:
     def close(self) -> None:
         """What is being played is given up."""
         if self._thread is not None:
-            self._thread.close()
+            self._thread.close(END_SECONDS)
 
     def _begin(self, number: int, weights: Model, version: int) -> None:
         def play() -> Played:
@@ -142,42 +141,6 @@ class _Step:
             "kept": [places[id(rollout)] for rollout in played.collected.kept],
             "stats": played.stats,
         }
-
-
-class _Thread:
-    """A thread that does one thing after the other. Not a pool's: the interpreter would wait for it at its end."""
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="playing", daemon=True)
-        self._thread.start()
-
-    def left(self) -> bool:
-        """Whether nobody waits any more."""
-        return self._closed.is_set()
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._calls.put((function, future))
-        return future
-
-    def close(self) -> None:
-        self._closed.set()
-        self._calls.put(None)
-        self._thread.join(END_SECONDS)
-
-    def _work(self) -> None:
-        compute_apart()
-        while (asked := self._calls.get()) is not None:
-            function, future = asked
-            if self.left():
-                future.cancel()
-                continue
-            try:
-                future.set_result(function())
-            except BaseException as error:  # it is raised where the result is asked for
-                future.set_exception(error)
 
 
 def _made(played: Played) -> Future[Played]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from posttrain.batch import Stats
+from posttrain.beside import Beside
 from posttrain.config import Training
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import as_dict
@@ -75,6 +77,8 @@ class Trainer:
         self.folder = run.path
         self.display = Display(quiet=self.config.quiet)
         self.saved = run.checkpoint  # the newest checkpoint
+        self.saving: Future[Path] | None = None  # the one after it, which the disk has not got yet
+        self._beside: Beside | None = None
         self.health = Health() if self.config.health != "off" else None
         self.ill: str | None = None  # what the health check stops the run for
         self.done = 0  # the last whole step: trained and recorded
@@ -94,6 +98,7 @@ class Trainer:
             self._begin([*formula, *_options(self.config), *sizes])  # what scrolls away last is what matters most
             with interruptible(self.display.note) as interrupted:
                 self._train(objective, interrupted)
+                self._settle()
                 stopped = self.stopping and self.done < self.steps and self.ill is None
         except BaseException as error:
             self.display.close()
@@ -105,6 +110,9 @@ class Trainer:
                 told.code = error.code
                 raise told from error
             raise
+        finally:
+            if self._beside is not None:
+                self._beside.close(0)
         if self.ill is None and self.health and self.health.motionless:
             self.ill = "not one update could be made: the gradient of every step was not finite"
         self.display.close()
@@ -174,6 +182,8 @@ class Trainer:
         """Record a step. Returns whether the run is to end here."""
         number, config = trained.step.number, self.config
         stats = trained.stats
+        if self.saving is not None and self.saving.done():
+            self._settle()
         due = config.eval_every and number % config.eval_every == 0
         if self.measure and (due or number == self.steps):
             self.measure(stats)
@@ -231,22 +241,34 @@ class Trainer:
         if self.world.rank:
             self.learner.save(None)
             return
+        self._settle()
         with writing(self.folder):
             self.record.flush()
-        self.saved = checkpoints.save(self.folder, self.done, self._write, self.config.keep)
+        draft = checkpoints.Draft(self.folder, self.done, self._write)
+        state = checkpoints.save_state({"source": self.whole[1]})
+        self._beside = self._beside or Beside("saving")
+        self.saving = self._beside.call(lambda: draft.finish(self.config.keep, lambda folder: state(folder / TRAINING)))
+
+    def _settle(self) -> None:
+        """Return once the last checkpoint would outlive a power cut."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            self.saved = saving.result()
 
     def _write(self, folder: Path) -> None:
         self.learner.save(folder)
         self.tokenizer.save(folder)
-        checkpoints.save_state(folder / TRAINING, {"source": self.whole[1]})
 
     def _rescue(self) -> str:
         """After a user's mistake: save the last whole step, if no update came since. Returns how to go on."""
+        with suppress(UserError):
+            self._settle()
         saved = checkpoints.step_of(self.saved) if self.saved else 0
         here = not self.config.shard  # and else it takes all processes
         if here and self.done > saved and self.learner.version == self.whole[0]:
             with suppress(UserError):  # the disk is full, which is perhaps why we are here
                 self._save()
+                self._settle()
         if self.saved is None:
             return "no step was saved: fix it and begin again with --overwrite"
         step = checkpoints.step_of(self.saved)

@@ -33,7 +33,7 @@ from posttrain.models.critic import ValueModel
 from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
 from posttrain.models.folder import load_model
 from posttrain.models.likelihood import output_logits
-from posttrain.models.rows import whole
+from posttrain.models.rows import is_sharded, whole
 from posttrain.protocols import Alone, Objective
 from posttrain.runs.reading import read_metrics, read_rollouts
 from posttrain.sources.sft import Demonstrations, Likelihood
@@ -342,7 +342,9 @@ def learners(out: Path, rank: int, together: Processes) -> None:
         )
         share = sum(rows.numel() for rows in sharded.parts[0].parameters.values())  # type: ignore[attr-defined]
         assert share <= sum(p.numel() for p in one.model.parameters()) / together.size * 1.2
+        sharded.evaluate(micro_batches(4))
         for found in sharded._decoders:  # type: ignore[attr-defined]
+            assert all(is_sharded(parameter) for parameter in found.parameters()), "nothing stays gathered"
             assert not sharding._state(found)._comm_ctx.post_forward_order, "nothing grows from step to step"
     (out / f"learners.{together.size}").write_text("equal")
 

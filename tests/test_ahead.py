@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -117,6 +118,28 @@ def test_the_first_steps_of_a_run_played_ahead_learn_from_the_start_alone(start:
     gradients = [read_metrics(run.path)[0]["grad_norm"] for run in (one, other)]
     assert gradients[0] == pytest.approx(gradients[1], rel=1e-5)
     assert read_rollouts(one.path, 2) != read_rollouts(other.path, 2)
+
+
+def test_what_is_learned_from_of_a_step_played_ahead_is_the_same_after_a_resumption(
+    start: Path, tmp_path: Path
+) -> None:
+    """Some rewards are invalid, so not all that was played is learned from."""
+
+    def broken(task: posttrain.Task, reply: str) -> Any:
+        return Invalid("broken") if "5" in reply else digits(task, reply)
+
+    def played(**how: Any) -> posttrain.Run:
+        how = {**PLAYED, "steps": 4, "ahead": 1, **how}
+        return posttrain.rl(SUMS, broken, str(start), out=str(tmp_path / "run"), **how)
+
+    path = played().path
+    whole = (path / "metrics.jsonl").read_bytes()
+    assert any(row["invalid"] > 0 for row in read_metrics(path)[2:])
+    for step in (3, 4):
+        shutil.rmtree(path / "checkpoints" / f"step-{step:06d}")
+    assert "ahead" in (path / "checkpoints" / "step-000002" / "training" / "state.json").read_text()
+    played(resume=True)
+    assert (path / "metrics.jsonl").read_bytes() == whole
 
 
 # -- replies in the middle ---------------------------------------------------------------------------------------------

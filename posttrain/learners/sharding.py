@@ -11,10 +11,11 @@ and each backward pass goes through every decoder that learns, also where the lo
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -38,9 +39,14 @@ from posttrain.protocols import Learner, Model, Objective
 
 P = TypeVar("P", bound=Packed)
 
+MMAP_THRESHOLD = -3  # glibc's name of the size from which on a block has pages of its own
+OWN_PAGES = 2**20  # bytes
+
 
 def shard(decoder: Decoder, size: int, device: torch.device) -> None:
     """Leave to this process its rows of each weight. Of a decoder on "meta" none is whole at any time."""
+    if device.type == "cpu":
+        _give_back()
     mesh = init_device_mesh(device.type, (size,))
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
@@ -49,6 +55,18 @@ def shard(decoder: Decoder, size: int, device: torch.device) -> None:
         if isinstance(module, FSDPModule):  # losses are divided already, by what the whole batch has
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+@cache
+def _give_back() -> None:
+    """Let what is freed go back to the system at once, where the C library can be told so.
+
+    Gathered layers come and go. glibc soon keeps blocks of their size for itself, in pieces that do not fit the next ones:
+    processes then take more memory than without sharding.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, OWN_PAGES)
 
 
 class ShardingLearner(DealingLearner):
@@ -130,7 +148,9 @@ class ShardingLearner(DealingLearner):
             outputs = self._outputs(self.model, batch, objective.wants)
             loss = objective(outputs, batch, stats) if place < counted else outputs.logp.new_zeros(())
             del outputs
-            for decoder in self._learning:  # all processes sum the same gradients, also where a loss does not read a head
+            for (
+                decoder
+            ) in self._learning:  # all processes sum the same gradients, also where a loss does not read a head
                 collected(decoder.head)
             anchored: Tensor = _Anchored.apply(loss, *self._passes)
             self._passes.clear()

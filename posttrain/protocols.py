@@ -118,8 +118,11 @@ class Learner(Protocol):
         """The policy, for an engine to take over."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write all that is held: the policy as a checkpoint into `folder`, the state of training into `folder`/training."""
+    def save(self, folder: Path | None) -> None:
+        """Write all that is held: the policy as a checkpoint into `folder`, the state of training into `folder`/training.
+
+        None: another process of the run does; this one gives what it alone holds.
+        """
         ...
 
     def load(self, folder: Path) -> None:

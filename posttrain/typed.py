@@ -89,6 +89,9 @@ class TrainingOptions(DataOptions, total=False):
     processes: int
     """Processes of this machine that share the run: each plays and computes its share, and holds the whole model.
     Several machines: start one process each with torchrun."""
+    shard: bool
+    """Deal the weights out to the processes, with gradients and moments: each holds its rows of every matrix, and
+    gathers a layer when it is its turn."""
     patience: float
     """Seconds within which each of several processes has to come to the next thing that they do together."""
     restarts: int

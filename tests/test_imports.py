@@ -36,7 +36,7 @@ HOMES = {
     "huggingface_hub": ("models/",),
     "tokenizers": ("models/",),
     "jinja2": ("models/",),
-    "safetensors": ("models/", "learners/"),
+    "safetensors": ("models/",),
     "datasets": ("data/",),
     "pyarrow": ("data/",),
     "math_verify": ("verify/",),
@@ -63,7 +63,7 @@ HOMES = {
     "mcp": ("envs/bridges/mcp_tools.py",),
     "mcp_types": ("envs/bridges/mcp_tools.py",),
     "py3langid": ("verify/",),
-    "torch.distributed": ("learners/world.py",),
+    "torch.distributed": ("learners/world.py", "learners/sharding.py"),
 }
 """Where each heavy library may be imported."""
 

@@ -47,6 +47,7 @@ OF_ONE_CALL = frozenset({"out", "resume", "accept_changes", "overwrite", "quiet"
 FREE_TO_CHANGE = frozenset(
     {
         "steps",
+        "shard",
         "save_every",
         "keep",
         "threads",

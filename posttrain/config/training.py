@@ -70,6 +70,9 @@ class Training(Data):
     processes: int = option(1, above=0, most=1024)
     """Processes of this machine that share the run: each plays and computes its share, and holds the whole model. Several
     machines: start one process each with torchrun."""
+    shard: bool = False
+    """Deal the weights out to the processes, with gradients and moments: each holds its rows of every matrix, and gathers
+    a layer when it is its turn."""
     patience: float = option(600.0, above=0, most=86_400)
     """Seconds within which each of several processes has to come to the next thing that they do together."""
     restarts: int = option(0, least=0)

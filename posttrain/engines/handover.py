@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from posttrain.messages import one_line
+from posttrain.models.rows import whole
 from posttrain.types import UserError
 
 Named = Iterable[tuple[str, Tensor]]
@@ -82,10 +83,11 @@ class Laid:
 
     def write(self, weights: Any, memory: Tensor) -> int:
         """Copy the weights into memory; returns their checksum."""
-        tensors, checksum = dict(self.named(weights)), 0
+        checksum = 0
         with torch.no_grad():
-            for stored in self.stored:
-                stored.tensor_in(memory, self.dtype).copy_(tensors[stored.name])
+            for stored, (name, tensor) in zip(self.stored, self.named(weights), strict=True):
+                assert stored.name == name, "tensors come in their order, one at a time"
+                stored.tensor_in(memory, self.dtype).copy_(whole(tensor))
                 checksum = stored.checksum(memory, self.dtype, checksum)
         return checksum
 

@@ -33,6 +33,7 @@ from posttrain.models.config_json import written_config
 from posttrain.models.decoder import Decoder, DecoderConfig
 from posttrain.models.folder import checkpoint_tensors
 from posttrain.models.json_files import write_json
+from posttrain.models.rows import whole
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine, Paced
 from posttrain.types import Completion, Sampling, UserError
@@ -230,7 +231,7 @@ def handed_over(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint, with the output head even where it is the embedding (see `vllm_worker`)."""
     yield from checkpoint_tensors(model)
     if model.config.tied:
-        yield "lm_head.weight", model.head.detach()
+        yield "lm_head.weight", whole(model.head)
 
 
 def cache_bytes(config: DecoderConfig, slots: int, dtype: torch.dtype, most_gib: float) -> int:

@@ -19,6 +19,8 @@ class AdamW:
     `state`: parameter -> its step, exp_avg and exp_avg_sq, as torch names them.
     """
 
+    MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
     def __init__(self, groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         self.param_groups = [{"lr": lr, **group} for group in groups]
         self.betas, self.eps = betas, eps
@@ -35,7 +37,7 @@ class AdamW:
             moved = [p for p in group["params"] if p.grad is not None]
             if not moved:
                 continue
-            states = [self._state(p) for p in moved]
+            states = [self.begin(p) for p in moved]
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1.0)
             torch._fused_adamw_(
@@ -55,11 +57,12 @@ class AdamW:
             )
             torch.autograd.graph.increment_version(moved)  # the kernel does not: whoever keeps a copy must notice
 
-    def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def begin(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The state of a parameter, zeros before its first step."""
         if parameter not in self.state:
             self.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
             }
         return self.state[parameter]

@@ -55,9 +55,10 @@ class DealingLearner(LocalLearner):
         """What is computed of each micro-batch, in their order; each by one process."""
         if self.world.size == 1:
             return compute(batches)
-        own = [_there(found) for found in compute(self._own(batches))]
+        shares = self._shares(batches)
+        own = [_there(found) for found in compute(self._own(batches))[: len(shares[self.world.rank])]]
         found = chain.from_iterable(self.world.gather(own))
-        every = dict(zip(chain.from_iterable(self._shares(batches)), found, strict=True))
+        every = dict(zip(chain.from_iterable(shares), found, strict=True))
         return [here(every[place]) for place in range(len(batches))]
 
     def _here(self, outputs: Outputs) -> Outputs:

@@ -8,15 +8,13 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -35,6 +33,8 @@ from posttrain.models.likelihood import (
     token_logp_entropy,
 )
 from posttrain.models.linear import accumulating
+from posttrain.models.reward import RewardModel
+from posttrain.models.tensor_files import open_tensors, read_rows, read_state, write_state
 from posttrain.protocols import TRAINING, Alone, Learner, Model, Objective, World
 from posttrain.types import UserError
 
@@ -95,6 +95,8 @@ class LocalLearner:
     engine divides its own); those of teachers have a temperature of their own.
     """
 
+    _keeps = True  # weights in the type of products, from one micro-batch to the next
+
     def __init__(
         self,
         model: Model,
@@ -125,8 +127,8 @@ class LocalLearner:
         self.device = model.head.device
         self.reference_moved = False
         share = 1.0 if critic_lr is None else critic_lr / optimization.lr
-        self.parts = [Trained("policy", _trained(model))]
-        self.parts += [Trained("critic", _trained(critic), share)] if critic else []
+        self.parts = [Trained("policy", self._trained(model))]
+        self.parts += [Trained("critic", self._trained(critic), share)] if critic else []
         self.optimizer = AdamW(
             [group for part in self.parts for group in _groups(part, optimization.weight_decay)],
             lr=optimization.lr,
@@ -153,11 +155,8 @@ class LocalLearner:
         self.optimizer.zero_grad()
         if self.trust_region is not None:
             batches = self._with_old(batches)
-        with accumulating():
-            for batch in batches:
-                loss = objective(self._outputs(self.model, batch, objective.wants), batch, stats)
-                loss.backward()
-                stats.add("loss", loss.item(), 0)
+        with accumulating(keeps=self._keeps):
+            self._accumulate(batches, objective, stats)
         stats.add("loss", 0.0, 1 / self.world.size)  # of one update, however many processes merge what they counted
         self._share_gradients()
         norms = self._clip()
@@ -181,6 +180,13 @@ class LocalLearner:
         stats.add("lr", rate)
         return stats
 
+    def _accumulate(self, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
+        """Add up the gradients of these micro-batches."""
+        for batch in batches:
+            loss = objective(self._outputs(self.model, batch, objective.wants), batch, stats)
+            loss.backward()
+            stats.add("loss", loss.item(), 0)
+
     def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:
         found = []
         parameters = list(self.parts[0].parameters.values())
@@ -197,32 +203,48 @@ class LocalLearner:
     def weights(self) -> Model:
         return self.model
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path | None) -> None:
         """The policy, and beside it optimizer moments and counters, the critic, a reference that has moved.
 
-        Raises UserError if a weight is not finite: nothing could ever go on from it.
+        None: another process writes, and this one takes part in what is found together for that. Raises UserError if a
+        weight is not finite: nothing could ever go on from it.
         """
+        if folder is None:
+            if isinstance(self.model, RewardModel):
+                self.model.measure()
+            return
+        self._check_finite()
+        self.model.save(folder)
+        state = folder / TRAINING
+        state.mkdir(exist_ok=True)
+        for name, tensors in self._state():
+            write_state(state / name, tensors)
+        (state / COUNTERS).write_text(json.dumps({"version": self.version}))
+
+    def _check_finite(self) -> None:
         for part in self.parts:
-            if not all(bool(parameter.isfinite().all()) for parameter in part.parameters.values()):
+            if not self._finite(part):
                 raise UserError(
                     f"weights of the {part.name} are no longer finite after update {self.version}, and are not saved: "
                     "try a lower --lr, more --warmup, or --precision float32"
                 )
-        self.model.save(folder)
-        state = folder / TRAINING
-        state.mkdir(exist_ok=True)
+
+    def _finite(self, part: Trained) -> bool:
+        return all(bool(parameter.isfinite().all()) for parameter in part.parameters.values())
+
+    def _state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """(file, its tensors) of all tensors that are saved beside the policy."""
         moments: dict[str, Tensor] = {}
         for part in self.parts:
             for name, parameter in part.parameters.items():
                 for key, value in self.optimizer.state.get(parameter, {}).items():
-                    moments[f"{part.name}/{name}/{key}"] = value
+                    moments[f"{part.name}/{name}/{key}"] = self._as_stored(parameter, value)
         if moments:
-            save_file(moments, state / MOMENTS)
+            yield MOMENTS, moments
         if self.critic is not None:
-            save_file(self.critic.state_dict(), state / STORED)
+            yield STORED, dict(self.critic.named_parameters())
         if self.reference_moved:
-            save_file(dict(self.others[REFERENCE].named_parameters()), state / MOVED)
-        (state / COUNTERS).write_text(json.dumps({"version": self.version}))
+            yield MOVED, dict(self.others[REFERENCE].named_parameters())
 
     def load(self, folder: Path) -> None:
         """The inverse of `save`, but for the policy's weights. Raises UserError if the files are not of this learner."""
@@ -232,21 +254,33 @@ class LocalLearner:
             raise UserError(f"{folder / COUNTERS} is damaged: it counts {counted!r} updates")
         self.version = counted
         if self.critic is not None:
-            self.critic.load_state_dict(_read(folder / STORED))
+            read_state(folder / STORED, dict(self.critic.named_parameters()))
         if REFERENCE in self.others and (folder / MOVED).exists():
-            self.others[REFERENCE].load_state_dict(_read(folder / MOVED))
+            read_state(folder / MOVED, dict(self.others[REFERENCE].named_parameters()))
             self.reference_moved = True
-        stored: dict[str, dict[str, Tensor]] = {}
-        for key, value in (_read(folder / MOMENTS) if (folder / MOMENTS).exists() else {}).items():
-            owner, _, moment = key.rpartition("/")
-            stored.setdefault(owner, {})[moment] = value
-        for part in self.parts:
-            for name, parameter in part.parameters.items():
-                if state := stored.get(f"{part.name}/{name}"):
-                    shapes = {key: value.shape for key, value in state.items()}
-                    if shapes != {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}:
-                        raise UserError(f"{folder / MOMENTS} is not of this model: see {part.name}/{name}")
-                    self.optimizer.state[parameter] = {key: v.to(parameter.device) for key, v in state.items()}
+        if (folder / MOMENTS).exists():
+            self._load_moments(folder / MOMENTS)
+
+    def _load_moments(self, file: Path) -> None:
+        with open_tensors(file) as stored:
+            known: dict[str, set[str]] = {}
+            for key in stored.keys():  # noqa: SIM118  it is not a dict
+                owner, _, moment = key.rpartition("/")
+                known.setdefault(owner, set()).add(moment)
+            for part in self.parts:
+                for name, parameter in part.parameters.items():
+                    owner = f"{part.name}/{name}"
+                    if owner not in known:
+                        continue
+                    if known[owner] != set(AdamW.MOMENTS):
+                        raise UserError(f"{file} is not of this model: see {owner}")
+                    self.optimizer.begin(parameter)
+                    for key, value in self.optimizer.state[parameter].items():
+                        read_rows(file, stored, f"{owner}/{key}", self._as_stored(parameter, value))
+
+    def _as_stored(self, parameter: nn.Parameter, moment: Tensor) -> Tensor:
+        """A moment of a parameter, in the shape in which it is written."""
+        return moment
 
     def _outputs(self, model: Model, batch: Packed, want: frozenset[str], temperature: float | None = None) -> Outputs:
         """The log-probabilities and what is wanted besides them; nothing else is computed."""
@@ -341,17 +375,21 @@ class LocalLearner:
                     parameter.grad = torch.zeros_like(parameter)
             # a trust region bounds the policy's step by itself
             free = limit <= 0 or (self.trust_region is not None and part.name == "policy")
-            norms[part.name] = nn.utils.clip_grad_norm_(part.parameters.values(), math.inf if free else limit).item()
+            norms[part.name] = self._clip_part(part, math.inf if free else limit)
         return norms
+
+    def _clip_part(self, part: Trained, limit: float) -> float:
+        return nn.utils.clip_grad_norm_(part.parameters.values(), limit).item()
+
+    def _trained(self, model: Model | nn.Module) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     # -- the natural step of a trust region ----------------------------------------------------------------------------
 
     def _with_old(self, batches: Sequence[Batch]) -> list[Batch]:
         """With the old log-probabilities written down: within the line search they are no longer the current ones."""
-        old = [
-            b.old_logp if b.old_logp is not None else o.logp
-            for b, o in zip(batches, self.evaluate(batches), strict=True)
-        ]
+        now = LocalLearner.evaluate(self, batches)  # they are this process's own
+        old = [b.old_logp if b.old_logp is not None else o.logp for b, o in zip(batches, now, strict=True)]
         return [replace(b, old_logp=logp) for b, logp in zip(batches, old, strict=True)]
 
     def _natural_step(self, region: TrustRegion, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
@@ -411,17 +449,6 @@ class LocalLearner:
 
 if TYPE_CHECKING:
     _proof: Callable[..., Learner] = LocalLearner
-
-
-def _read(file: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} is damaged: {' '.join(str(error).split())}") from error
-
-
-def _trained(model: Model | nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _fill(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -69,6 +70,30 @@ class Processes:
         with_peers(lambda: dist.all_gather_object(found, x, group=self._group))
         return found
 
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Within it processes may enter collectives that are not calls of this world, all of them the same ones.
+
+        It begins when all have come to it. Raises UserError where one is lost before its end.
+        """
+        self._meet()
+        try:
+            yield
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> Elsewhere:
+        """What is said where a collective broke: what the other process said itself, if it did."""
+        try:
+            if self._store is not None and self._store.check([FAILED]):
+                code, _, why = self._store.get(FAILED).decode().partition(" ")
+                return Elsewhere(why, int(code))
+        except RuntimeError:  # whoever kept the store is gone as well
+            pass
+        return gone(error)
+
     def apart(self) -> Processes:
         """What is said on it is told apart by its name, and the end of one is that of all."""
         self._meet()
@@ -122,7 +147,11 @@ def with_peers(call: Callable[[], Any]) -> None:
     try:
         call()
     except RuntimeError as error:
-        raise Elsewhere(f"another process of the run is gone ({' '.join(str(error).split())[:100]})") from error
+        raise gone(error) from error
+
+
+def gone(error: RuntimeError) -> Elsewhere:
+    return Elsewhere(f"another process of the run is gone ({' '.join(str(error).split())[:100]})")
 
 
 _runs = count()

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from posttrain.batch import Packed
 from posttrain.models.decoder import Decoder
-from posttrain.models.folder import check_finite, load_backbone, open_weights
+from posttrain.models.folder import check_finite, load_backbone
 from posttrain.models.likelihood import Hidden
+from posttrain.models.rows import here
+from posttrain.models.tensor_files import open_tensors
 from posttrain.protocols import TRAINING, Model
 from posttrain.types import UserError
 
@@ -77,7 +79,7 @@ class ActionValueModel(nn.Module):
         with torch.no_grad():
             pairs = zip(self.slow_backbone.parameters(), self.backbone.parameters(), strict=True)
             for slow, own in [*pairs, (self.slow_heads, self.heads)]:
-                slow.lerp_(own, share)
+                here(slow)[1].lerp_(here(own)[1], share)
 
 
 Critic = ValueModel | ActionValueModel
@@ -119,7 +121,7 @@ def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int
 
 
 def _read_stored(file: Path) -> dict[str, Tensor]:
-    with open_weights(file) as stored:
+    with open_tensors(file) as stored:
         left = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is not a dict
     for name, tensor in left.items():
         check_finite(file, name, tensor)

@@ -97,12 +97,14 @@ class DecoderConfig:
         ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
         return ends + self.layers * (attention + mlp + biases + norms)
 
-    def require_memory(self, dtype: torch.dtype, device: torch.device, what: str) -> None:
-        """Raises UserError if the weights alone are more than `device` has room for; `what` announces this shape.
+    def require_memory(self, dtype: torch.dtype, device: torch.device, what: str, shares: int = 1) -> None:
+        """Raises UserError if the weights alone, or one of `shares` shares of them, are more than `device` has room for.
+
+        `what` announces this shape.
 
         A model that passes may still be too large to be trained: gradients and moments take three times as much again.
         """
-        needed, room = self.parameters * dtype.itemsize, available_memory(device)
+        needed, room = self.parameters * dtype.itemsize // shares, available_memory(device)
         if needed > room:
             raise UserError(
                 f"{what} announces {self.parameters:,} parameters (vocabulary {self.vocab:,}, hidden {self.hidden:,}, "

@@ -12,18 +12,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from posttrain.messages import one_line
 from posttrain.models.config_json import ARCHITECTURES, read_config, read_eos_ids, unsupported, written_config
 from posttrain.models.decoder import Decoder, DecoderConfig
 from posttrain.models.json_files import read_json, shown, write_json
+from posttrain.models.rows import here, whole
+from posttrain.models.tensor_files import open_tensors, size_of, write_tensors
 from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
 from posttrain.protocols import Model
 from posttrain.types import UserError
@@ -40,8 +40,16 @@ Pieces = tuple[tuple[str, tuple[int, ...]], ...]
 """The stored tensors (name, shape) that one after the other, along their first dimension, fill one parameter."""
 
 
-def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Model:
+def load_model(
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    shard: Callable[[Decoder], None] | None = None,
+    shares: int = 1,
+) -> Model:
     """The model of a checkpoint folder (or of a Hugging Face model name), its parameters of this dtype on this device.
+
+    `shard` leaves one of `shares` shares of a decoder's rows to this process: only these are then read.
 
     Raises UserError if there is no such folder, if the architecture is not supported, or if weights are missing,
     damaged, of the wrong shape or unknown.
@@ -51,7 +59,11 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: s
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in LOADERS:
         raise unsupported(folder, kind, LOADERS)
-    return LOADERS[kind](folder, source, dtype, torch.device(device))
+    if shard is None:
+        return LOADERS[kind](folder, source, dtype, torch.device(device))
+    if LOADERS[kind] is not _load_decoder:
+        raise UserError(f"--shard deals out the layers of a decoder, and a {kind} is none: leave it out")
+    return _load_decoder(folder, source, dtype, torch.device(device), shard, shares)
 
 
 def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Decoder, Tensor | None]:
@@ -99,7 +111,11 @@ def save_model(
     for old in folder.iterdir():
         if old.name in (WEIGHTS, INDEX) or re.fullmatch(r"model-\d+-of-\d+\.safetensors", old.name):
             old.unlink()
-    _write_weights([*checkpoint_tensors(model), *(also or {}).items()], folder, dtype, shard_bytes)
+    also = also or {}
+    pieces = stored_pieces(model.config)
+    shapes = {stored: shape for name, _ in model.named_parameters() for stored, shape in pieces[name]}
+    shapes |= {name: tuple(tensor.shape) for name, tensor in also.items()}
+    _write_weights(shapes, chain(checkpoint_tensors(model), also.items()), folder, dtype, shard_bytes)
     write_json(folder / "generation_config.json", {**model.generation, **_ends(model, tokenizer)})
     source = dict(model.source) or described(model, tokenizer)
     source.pop("torch_dtype", None)  # the name of "dtype" in older checkpoints
@@ -121,11 +137,17 @@ def _ends(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def checkpoint_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The weights as a checkpoint stores them, name by name: what other programs call them. Views, no copies."""
+    """The weights as a checkpoint stores them, name by name: what other programs call them. Views, no copies.
+
+    A parameter of which processes hold some rows each is gathered when it is its turn: all of them have to ask.
+    """
     pieces = stored_pieces(model.config)
     for name, parameter in model.named_parameters():
-        for (stored, _), piece in zip(pieces[name], _split(parameter.detach(), pieces[name]), strict=True):
-            yield stored, piece
+        yield from _as_stored(whole(parameter), pieces[name])  # and keeps nothing of it
+
+
+def _as_stored(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor]]:
+    return zip((stored for stored, _ in pieces), _split(parameter, pieces), strict=True)
 
 
 def stored_pieces(config: DecoderConfig) -> dict[str, Pieces]:
@@ -161,21 +183,37 @@ def stored_pieces(config: DecoderConfig) -> dict[str, Pieces]:
     return pieces
 
 
-def _load_decoder(folder: Path, source: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Decoder:
+def _load_decoder(
+    folder: Path,
+    source: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Callable[[Decoder], None] | None = None,
+    shares: int = 1,
+) -> Decoder:
     config = read_config(folder, source)
     generation = read_json(folder / "generation_config.json", optional=True)
     eos_ids = read_eos_ids(folder, source, generation, config.vocab)
-    model = allocate(folder, config, dtype, device)
+    model = allocate(folder, config, dtype, device, shard, shares)
     read_weights(model, folder)
     model.source, model.generation, model.eos_ids = source, generation, eos_ids
     return model
 
 
-def allocate(folder: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+def allocate(
+    folder: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Callable[[Decoder], None] | None = None,
+    shares: int = 1,
+) -> Decoder:
     """The model with weights yet to be read. Raises UserError if there is no room for them."""
-    config.require_memory(dtype, device, str(folder / "config.json"))
+    config.require_memory(dtype, device, str(folder / "config.json"), shares)
     with torch.device("meta"):  # no memory is taken for weights that are about to be replaced
         model = Decoder(config).to(dtype)
+    if shard is not None:
+        shard(model)
     return model.to_empty(device=device)
 
 
@@ -189,6 +227,20 @@ def _split(parameter: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
     """One view of the parameter for each piece, in the shape of the piece."""
     rows = [shape[0] for _, shape in pieces]
     return parameter.view(sum(rows), *pieces[0][1][1:]).split_with_sizes(rows)
+
+
+def _pieces_here(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor, slice]]:
+    """What of a parameter lies in this process: the stored tensor, the place, which rows of the one are for the other."""
+    first, own = here(parameter)
+    total = sum(shape[0] for _, shape in pieces)
+    unit = total // parameter.shape[0]  # rows as they are stored, of one of the parameter's
+    flat = own.view(len(own) * unit, *pieces[0][1][1:])
+    begin, end, at = first * unit, first * unit + len(flat), 0
+    for stored, shape in pieces:
+        low, high = max(at, begin), min(at + shape[0], end)
+        if low < high:
+            yield stored, flat[low - begin : high - begin], slice(low - at, high - at)
+        at += shape[0]
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -218,16 +270,17 @@ def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict
     with ExitStack() as opened:
         where: dict[str, tuple[Path, Any]] = {}  # by tensor, its file, closed and open
         for file in _weight_files(folder):
-            shard = opened.enter_context(open_weights(file))
+            shard = opened.enter_context(open_tensors(file))
             where.update(dict.fromkeys(shard.keys(), (file, shard)))
         slices = {name: shard.get_slice(name) for name, (_, shard) in where.items()}
         _check_shapes(folder, {n: tuple(s.get_shape()) for n, s in slices.items() if n not in also}, model)
         for name in [stored for pieces in expected.values() for stored, _ in pieces]:
             _check_dtype(where[name][0], name, slices[name].get_dtype())
         for name, parameter in model.named_parameters():
-            for (stored, _), piece in zip(expected[name], _split(parameter.detach(), expected[name]), strict=True):
+            for stored, piece, rows in _pieces_here(parameter, expected[name]):
                 file, shard = where[stored]
-                piece.copy_(shard.get_tensor(stored))
+                whole_piece = rows.stop - rows.start == slices[stored].get_shape()[0]
+                piece.copy_(shard.get_tensor(stored) if whole_piece else slices[stored][rows])
                 check_finite(file, stored, piece)
         found = {name: where[name][1].get_tensor(name) for name in also if name in where}
         for name, tensor in found.items():
@@ -239,18 +292,8 @@ def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict
 def stored_names(folder: Path) -> set[str]:
     """The names of all tensors of a checkpoint folder. Raises UserError if its files are absent or damaged."""
     with ExitStack() as opened:
-        shards = [opened.enter_context(open_weights(file)) for file in _weight_files(folder)]
+        shards = [opened.enter_context(open_tensors(file)) for file in _weight_files(folder)]
         return {name for shard in shards for name in shard.keys()}  # noqa: SIM118  it is not a dict
-
-
-def open_weights(file: Path) -> Any:
-    """A .safetensors file, opened for reading. Raises UserError if it is absent or damaged."""
-    if not file.is_file():
-        raise UserError(f"{file} is not a file: copy it again")
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} is damaged, copy it again: {one_line(error)}") from None
 
 
 def check_finite(file: Path, name: str, tensor: Tensor) -> None:
@@ -291,23 +334,31 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Dec
             raise UserError(f"{folder}: {name} has shape {list(found[name])}, config.json says {list(shape)}")
 
 
-def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
+def _write_weights(
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> None:
+    """Write them to files of at most so many bytes. Only one of them has to be there at a time."""
+    files: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     room, total = shard_bytes, 0
-    for name, tensor in tensors:
-        size = tensor.numel() * dtype.itemsize
-        if size > room and shards[-1]:
-            shards.append({})
+    for name, shape in shapes.items():
+        size = size_of(dtype, shape)
+        if size > room and files[-1]:
+            files.append({})
             room = shard_bytes
-        shards[-1][name] = tensor
+        files[-1][name] = dtype, shape
         room -= size
         total += size
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    if len(shards) == 1:
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    if len(files) == 1:
         names = [WEIGHTS]
     else:
-        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        weight_map = {name: file for file, described in zip(names, files, strict=True) for name in described}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    for file, shard in zip(names, shards, strict=True):
-        written = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in shard.items()}
-        save_file(written, folder / file, metadata={"format": "pt"})
+    coming = iter(tensors)
+    for file, described in zip(names, files, strict=True):
+        write_tensors(folder / file, described, coming)
+    assert next(coming, None) is None, "all tensors are written"

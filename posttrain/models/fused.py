@@ -184,14 +184,14 @@ class _NormLinear(torch.autograd.Function):
         normed, rate = torch.empty_like(x, dtype=product_type(x)), x.new_empty(x.shape[0])
         _library().rms_norm(x, norm, eps, normed, rate, known=False)
         narrow = narrowed(weight)
-        ctx.save_for_backward(x, norm, rate, narrow)
+        ctx.save_for_backward(x, norm, rate)
         ctx.weight, ctx.bias = weight, bias
         return product(normed, narrow, None if bias is None else narrowed(bias))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm, rate, narrow = ctx.saved_tensors
+        (x, norm, rate), narrow = ctx.saved_tensors, narrowed(ctx.weight, grad.dtype)
         place = collected(ctx.weight)
         assert place is not None
         grad_normed = grad @ narrow
@@ -210,14 +210,14 @@ class _SwiGLULinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         inner, narrow = x.new_empty(x.shape[0], x.shape[1] // 2), narrowed(weight)
         _library().swiglu(x, inner)
-        ctx.save_for_backward(x, narrow)
+        ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias
         return product(inner, narrow, None if bias is None else narrowed(bias))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, narrow = ctx.saved_tensors
+        (x,), narrow = ctx.saved_tensors, narrowed(ctx.weight, grad.dtype)
         place = collected(ctx.weight)
         assert place is not None
         grad_inner = grad @ narrow

@@ -67,8 +67,9 @@ class _Ways:
 
     block: int | None = None  # rows that are multiplied at once; None: all
     narrowed: dict[Tensor, Tensor] | None = (
-        None  # while gradients accumulate: weight -> the same in the type of products
+        None  # while gradients accumulate: weight -> the same, in the type of products
     )
+    keeps: bool = True  # what is narrowed, for as long
 
 
 _everybodys = _Ways()
@@ -140,18 +141,20 @@ def _as_in_blocks(blocks: int, rows: int, weight: torch.Size, dtype: torch.dtype
 
 
 @contextmanager
-def accumulating() -> Iterator[None]:
+def accumulating(keeps: bool = True) -> Iterator[None]:
     """Within it weights stand still, and `backward` adds their gradients to their `.grad` itself, where they lie.
 
     torch would make each micro-batch's gradient apart and then add it: of an embedding and an output head that is as much
-    memory again as they have. Not for `torch.autograd.grad`, nor for second derivatives.
+    memory again as they have. Not for `torch.autograd.grad`, nor for second derivatives. `keeps`: whether weights that are
+    narrowed are kept so for the next micro-batch; else they are narrowed anew for each product.
     """
     ways = _ways()
-    before, ways.narrowed = ways.narrowed, {}
+    before = ways.narrowed, ways.keeps
+    ways.narrowed, ways.keeps = {}, keeps
     try:
         yield
     finally:
-        ways.narrowed = before
+        ways.narrowed, ways.keeps = before
 
 
 def accumulates() -> bool:
@@ -169,10 +172,10 @@ def product_type(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def narrowed(weight: Tensor) -> Tensor:
-    """A weight in the type of products, cast once for all that is accumulated."""
-    dtype, known = product_type(weight), _ways().narrowed
-    if weight.dtype == dtype or known is None:
+def narrowed(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A weight in the type of products, cast once for all that is accumulated. `dtype`: theirs, where autocast is over."""
+    dtype, known = dtype or product_type(weight), _ways().narrowed
+    if weight.dtype == dtype or known is None or not _ways().keeps:
         return weight.to(dtype)
     if weight not in known:
         known[weight] = weight.to(dtype)
@@ -203,13 +206,13 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.weight, ctx.bias, ctx.type = weight, bias, x.dtype
         x, narrow, shift = x.to(product_type(x)), narrowed(weight), None if bias is None else narrowed(bias)
-        ctx.save_for_backward(x, narrow)
+        ctx.save_for_backward(x)
         return functional.linear(x, narrow, shift)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, narrow = ctx.saved_tensors
+        (x,), narrow = ctx.saved_tensors, narrowed(ctx.weight, grad.dtype)
         to_x = (grad @ narrow).to(ctx.type) if ctx.needs_input_grad[0] else None
         place = collected(ctx.weight)
         assert place is not None

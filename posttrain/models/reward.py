@@ -95,10 +95,14 @@ class RewardModel(nn.Module):
         """The backbone's hidden states as the last layer of the head reads them."""
         return hidden if self.inner is None else torch.tanh(nn.functional.linear(hidden, self.inner))
 
-    def save(self, folder: Path) -> None:
-        """Write config.json and weights, as `load_reward_model` reads them, and transformers where it can."""
+    def measure(self) -> None:
+        """Find the offset of the weights as they are."""
         if self.measured is not None:
             self.offset = self.measured()
+
+    def save(self, folder: Path) -> None:
+        """Write config.json and weights, as `load_reward_model` reads them, and transformers where it can."""
+        self.measure()
         family, ends = self.config.family, self.eos_ids
         told: dict[str, Any] = {
             "architectures": [CLASSIFIERS[family]],

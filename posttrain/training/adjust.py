@@ -199,6 +199,7 @@ def _of_penalty(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     yield from _of_named_parts(row)
     yield from _contradictions_of_replay(row, run)
     yield from _contradictions_of_critic(row, run)
+    yield from _contradictions_of_sharding(row, run)
     yield (
         row.pretraining is not None and not run.ptx,
         "mixes in the likelihood of text of your own: give it with --ptx FILE",
@@ -292,6 +293,18 @@ def _contradictions_of_critic(row: Algorithm, run: RL) -> Iterator[tuple[bool, s
     yield (
         shared and bool(run.critic_model),
         "a shared critic has the policy's backbone: leave out --critic-model",
+    )
+
+
+def _contradictions_of_sharding(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+    yield (
+        run.shard and row.trust_region is not None,
+        "its step is found from whole gradients, and no process has one: leave out --shard",
+    )
+    yield (
+        run.shard and Need.GRADIENT_NORM in row.needs,
+        "it weighs rollouts by their own gradients, which no process has whole: leave out --shard, or choose another "
+        "baseline",
     )
 
 

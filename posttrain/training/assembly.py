@@ -25,10 +25,8 @@ from posttrain.engines.replicas import Many
 from posttrain.envs import unscored
 from posttrain.envs.load import is_generator_env, load_env, success_of
 from posttrain.envs.play import Player
-from posttrain.learners.dealing import DealingLearner
 from posttrain.learners.local import REFERENCE, LocalLearner, Teaching
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
-from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import validate
 from posttrain.part import Need
@@ -43,6 +41,7 @@ from posttrain.sources.rl import Experience
 from posttrain.sources.sft import Transcripts
 from posttrain.training.adjust import adjust
 from posttrain.training.evaluation import measured, repeated
+from posttrain.training.learning import held_model, new_learner
 from posttrain.training.playground import open_playground
 from posttrain.training.setup import (
     amount,
@@ -90,7 +89,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
             open_playground(config, env, train_tasks, device, run.path, resumed, [folder], run.world)
         )
         pool = ground.pool
-        model, tokenizer = load_model(folder, device=device), ground.models[0].tokenizer
+        model, tokenizer = held_model(config, folder, device, run.world), ground.models[0].tokenizer
         end_tokens(model, tokenizer)  # there must be one, or no reply would end
         mind_unknown(tokenizer, train_tasks)
         too_long = watch_lengths(config, model.config.context)
@@ -100,7 +99,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
         staff = None
         if isinstance(config, Distill):
             some = train_tasks.examples(EXAMPLES)
-            staff = load_teachers(config, algorithm, tokenizer, device, some, opened)
+            staff = load_teachers(config, algorithm, tokenizer, device, some, opened, run.world)
         learner = _learner(config, algorithm, model, start, staff, run.world)
         engine = opened.enter_context(closing(_engine(run, model, tokenizer)))
         player = ground.player(engine, tokenizer, model.config.context)
@@ -174,20 +173,20 @@ def _learner(
     """The learner with what the row needs beside the policy."""
     others = dict(staff.models) if staff else {}
     if Need.REFERENCE in algorithm.needs:
-        others[REFERENCE] = load_model(start, device=model.head.device).requires_grad_(False)
+        others[REFERENCE] = held_model(config, start, model.head.device, world).requires_grad_(False)
     teacher = algorithm.teacher
-    return DealingLearner(
+    return new_learner(
+        config,
         model,
         optimization(config, config.steps * algorithm.epochs * algorithm.minibatches),
+        world,
         temperature=config.temperature,
-        precision=config.precision,
         others=others,
         teaching=Teaching(teacher.temperature or config.temperature, teacher.beta) if teacher else Teaching(),
         critic=_critic(config, algorithm, start, model),
         critic_lr=config.critic_lr,
         trust_region=algorithm.trust_region,
         follow=algorithm.critic.follow if algorithm.critic else 0.0,
-        world=world,
     )
 
 
@@ -217,7 +216,7 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
         config.precision,
         cache_gib=config.engine_cache,
         seconds=config.engine_seconds,
-        own=config.ahead > 0,
+        own=config.ahead > 0 or config.shard,
         many=many,
     )
 

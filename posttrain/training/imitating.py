@@ -17,9 +17,8 @@ from posttrain.data.tasks import Stream, Tasks
 from posttrain.envs.asking import Services
 from posttrain.envs.load import is_generator_env, load_env
 from posttrain.envs.pool import EnvPool
-from posttrain.learners.dealing import DealingLearner
 from posttrain.models.decoder import DecoderConfig, new_decoder
-from posttrain.models.folder import described, load_model
+from posttrain.models.folder import described
 from posttrain.models.own_template import around, read_template
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import validate
@@ -27,6 +26,7 @@ from posttrain.protocols import Model
 from posttrain.runs.opening import RunFolder, begin
 from posttrain.sources.enacting import Enact, enacted_texts, enacting
 from posttrain.sources.sft import Demonstrations, Likelihood, Transcripts
+from posttrain.training.learning import held_model, new_learner
 from posttrain.training.passes import must_end, sizes, updates
 from posttrain.training.playground import open_services
 from posttrain.training.setup import (
@@ -73,7 +73,7 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     if folder:
         tokenizer = Tokenizer.load(folder, config.chat_template)
         mind_messages(tokenizer, tasks)
-        model = load_model(folder, device=device)
+        model = held_model(config, folder, device, run.world)
     else:
         model, tokenizer = _from_scratch(config, tasks, play, device)
     mind_unknown(tokenizer, tasks)
@@ -92,7 +92,7 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     made.check()
     steps = updates(config, made)
     source = Demonstrations(made, config.rows, microbatch_tokens(config, device), config.seed, device)
-    learner = DealingLearner(model, optimization(config, steps), precision=config.precision, world=run.world)
+    learner = new_learner(config, model, optimization(config, steps), run.world)
 
     def measure(stats: Stats) -> None:
         assert unseen is not None

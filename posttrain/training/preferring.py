@@ -16,7 +16,6 @@ from posttrain.config import Prefer
 from posttrain.data.items import to_compared, to_judged
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.kernels import build
-from posttrain.learners.dealing import DealingLearner
 from posttrain.learners.local import LocalLearner
 from posttrain.models.folder import load_model
 from posttrain.models.fused import compiles
@@ -28,6 +27,7 @@ from posttrain.runs.opening import RunFolder, begin
 from posttrain.sources.items import Comparisons, Items
 from posttrain.sources.made import visited
 from posttrain.sources.references import Reference, refer
+from posttrain.training.learning import held_model, new_learner
 from posttrain.training.passes import check, compared_rows, must_end, sizes, updates
 from posttrain.training.setup import (
     end_tokens,
@@ -79,7 +79,7 @@ def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
     folder = run.checkpoint or run.start
     assert folder
     tokenizer = Tokenizer.load(folder, config.chat_template)
-    model = load_model(folder, device=device)
+    model = held_model(config, folder, device, run.world)
     mind_unknown(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
@@ -89,7 +89,7 @@ def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
     items, unseen = made(train_tasks), made(held_out) if held_out else None
     check(items, unseen)
     steps = updates(config, items)
-    learner = DealingLearner(model, optimization(config, steps), precision=config.precision, world=run.world)
+    learner = new_learner(config, model, optimization(config, steps), run.world)
     source = Comparisons(items, row, learner, config.rows, microbatch_tokens(config, device), config.seed)
     seen = _Reference(run, row, learner, device)
     source.reference = seen.of(items, _places(items, config, steps), drift=Need.DRIFT in row.needs)

@@ -14,7 +14,6 @@ from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config import RewardModelling
 from posttrain.data.items import to_item
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.learners.dealing import DealingLearner
 from posttrain.models.reward import RewardModel, Shape, load_reward_model, new_reward_model, settle
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import validate
@@ -24,6 +23,7 @@ from posttrain.seeds import seed_of
 from posttrain.sources.items import Items
 from posttrain.sources.packing import Read
 from posttrain.sources.scored import Judgements
+from posttrain.training.learning import new_learner
 from posttrain.training.passes import check, compared_rows, must_end, sizes, updates
 from posttrain.training.scores import Scored
 from posttrain.training.setup import (
@@ -71,7 +71,7 @@ def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
     check(items, unseen)
     source = Judgements(items, row, config.rows, microbatch_tokens(config, device), config.seed, device, read)
     steps = updates(config, items)
-    learner = DealingLearner(model, optimization(config, steps), precision=config.precision, world=run.world)
+    learner = new_learner(config, model, optimization(config, steps), run.world)
     objective = ScoringObjective(row, mean=shape.pooling == "mean")
     scored = Scored(source, unseen, learner, objective, model)
     said = sizes(config, model, (train_tasks, held_out), steps, "prompts", device)

@@ -14,9 +14,10 @@ from posttrain.algorithms.policy import Algorithm
 from posttrain.config import Distill
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Model
+from posttrain.protocols import Model, World
 from posttrain.runs.checkpoint import resolve
 from posttrain.sources.teaching import NAMED, TEACHER, Teachers
+from posttrain.training.learning import held_model
 from posttrain.training.setup import parameters
 from posttrain.types import Task, UserError
 
@@ -42,6 +43,7 @@ def load_teachers(
     device: torch.device,
     tasks: Sequence[Task],
     opened: ExitStack,
+    world: World,
 ) -> Staff:
     """The teachers, once it is known that they can teach this student and some of the tasks.
 
@@ -62,7 +64,9 @@ def load_teachers(
         else:
             folder = resolve(where)
             _check_tokens(tokenizer, Tokenizer.load(folder), f"{option} {where}")
-            models[name] = load_model(folder, device=device).requires_grad_(False)
+            alone = len(list(named_teachers(config))) == 1  # of several each process holds all
+            model = held_model(config, folder, device, world) if alone else load_model(folder, device=device)
+            models[name] = model.requires_grad_(False)
             size = f"{parameters(models[name]):,} parameters, context {models[name].config.context}"
             lines.append(f"{option} {where}: {size}; its logits are divided by {row.teacher.temperature:g}")
     contexts = {name: model.config.context for name, model in models.items()}

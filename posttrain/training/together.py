@@ -31,6 +31,8 @@ def together(config: Training) -> Iterator[World]:
             )
         if config.restarts:
             raise UserError("--restarts is of several processes: give --processes too, or leave it out")
+        if config.shard:
+            raise UserError("--shard deals the weights out to several processes: give --processes too, or leave it out")
         yield Alone()
         return
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:

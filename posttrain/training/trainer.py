@@ -239,6 +239,7 @@ class Trainer:
 
     def _save(self) -> None:
         if self.world.rank:
+            self.learner.save(None)
             return
         self._settle()
         with writing(self.folder):
@@ -263,7 +264,8 @@ class Trainer:
         with suppress(UserError):
             self._settle()
         saved = checkpoints.step_of(self.saved) if self.saved else 0
-        if self.done > saved and self.learner.version == self.whole[0]:
+        here = not self.config.shard  # and else it takes all processes
+        if here and self.done > saved and self.learner.version == self.whole[0]:
             with suppress(UserError):  # the disk is full, which is perhaps why we are here
                 self._save()
                 self._settle()

@@ -1,0 +1,94 @@
+""".safetensors files, written and read one tensor at a time, and of a tensor only what this process holds of it.
+
+The library's own writer takes all tensors at once. The format: eight bytes with the length of a JSON header, which names
+type, shape and place of each tensor; then the tensors, one behind the other
+(https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from posttrain.messages import one_line
+from posttrain.models.rows import here, whole
+from posttrain.types import UserError
+
+NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+ALIGNED = 8  # bytes: to a multiple of this the header is filled up
+
+Described = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+"""Type and shape of each tensor of a file, by its name, in their order."""
+
+
+def size_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """In bytes."""
+    return dtype.itemsize * torch.Size(shape).numel()
+
+
+def write_tensors(file: Path, described: Described, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write what is described. `tensors`: the same names in the same order; as many are taken as are described."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in described.items():
+        begin, end = end, end + size_of(dtype, shape)
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % ALIGNED)
+    with file.open("wb") as out:
+        out.write(len(head).to_bytes(8, "little"))
+        out.write(head)
+        coming = iter(tensors)
+        for name, (dtype, shape) in described.items():
+            found, tensor = next(coming)
+            assert found == name and tensor.shape == torch.Size(shape), f"{name} {shape}, not {found} {tensor.shape}"
+            plain = tensor.detach().to("cpu", dtype).contiguous().reshape(-1)
+            out.write(plain.view(torch.uint8).numpy().data)
+            del tensor, plain  # before the next one is made
+
+
+def write_state(file: Path | None, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors, those that lie in several processes whole. None: another process writes, and this one says its part."""
+    if file is None:
+        for tensor in tensors.values():
+            whole(tensor)
+        return
+    described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    write_tensors(file, described, ((name, whole(tensor)) for name, tensor in tensors.items()))
+
+
+def open_tensors(file: Path) -> Any:
+    """A .safetensors file, opened for reading. Raises UserError if it is absent or damaged."""
+    if not file.is_file():
+        raise UserError(f"{file} is not a file: copy it again")
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is damaged, copy it again: {one_line(error)}") from None
+
+
+def read_state(file: Path, places: Mapping[str, Tensor]) -> None:
+    """Fill tensors, in place. Raises UserError if the file is damaged or holds others."""
+    with open_tensors(file) as stored:
+        if odd := set(stored.keys()) ^ places.keys():
+            raise UserError(f"{file} is not of this model: see {min(odd)}")
+        for name, place in places.items():
+            read_rows(file, stored, name, place)
+
+
+def read_rows(file: Path, stored: Any, name: str, place: Tensor) -> None:
+    """Fill a tensor with the one of this name in an open file; where some rows of it lie here, only these are read."""
+    found = stored.get_slice(name)
+    if tuple(found.get_shape()) != place.shape:
+        raise UserError(f"{file} is not of this model: see {name}")
+    first, own = here(place)
+    if own.shape == place.shape:
+        own.copy_(stored.get_tensor(name))
+    elif len(own):
+        own.copy_(found[first : first + len(own)])

@@ -1,0 +1,426 @@
+"""A run whose weights are dealt out to several processes is the run of one, and so are the checkpoints that it leaves."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from recurrent import Recurrent, Sizes
+from safetensors.torch import load_file
+from test_processes import PAIRS, SMALL, SUMS, free_port, joined, nearness
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+import posttrain
+from posttrain.batch import Batch, Outputs, Stats
+from posttrain.config import SFT
+from posttrain.engines.weights import own_copy
+from posttrain.learners import sharding, world
+from posttrain.learners.local import LocalLearner, Optimization
+from posttrain.learners.sharding import ShardingLearner
+from posttrain.learners.world import Processes
+from posttrain.models.critic import ValueModel
+from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
+from posttrain.models.folder import load_model
+from posttrain.models.likelihood import output_logits
+from posttrain.models.rows import is_sharded, whole
+from posttrain.protocols import Alone, Objective
+from posttrain.runs.reading import read_metrics, read_rollouts
+from posttrain.sources.sft import Demonstrations, Likelihood
+from posttrain.training import loop, trainer
+from posttrain.training.learning import new_learner
+from posttrain.types import Transcript, UserError
+
+pytestmark = pytest.mark.timeout(300)  # a module's processes start in its first test
+
+QUICK: dict[str, Any] = {"threads": 1, "quiet": True, "held_out": 0.2, "tokens_per_microbatch": 48}
+PLAYED: dict[str, Any] = {"prompts": 5, "group": 3, "max_tokens": 4, "lr": 1e-3, "eval_every": 2, "env_workers": 0}
+PPO: dict[str, Any] = {
+    "algorithm": "ppo",
+    "settings": {"reference_every": 2, "minibatches": 2},
+    "save_every": 2,
+    **PLAYED,
+}
+"""All that a learner can hold: a critic, and a reference that moves."""
+STEPS, HALF = 6, 4
+SHARDED = {"shard": True}
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def play(out: Path, start: Path, steps: int = STEPS, **options: Any) -> None:
+    posttrain.rl(SUMS, nearness, str(start), out=str(out), steps=steps, **PPO, **QUICK, **options)
+
+
+def go_on(half: Path, out: Path, **options: Any) -> None:
+    """What a run left after half of its steps, gone on with to the end elsewhere."""
+    if os.environ.get("RANK", "0") == "0":
+        shutil.copytree(half, out)
+    posttrain.rl(
+        SUMS, nearness, str(out.parent / "start"), out=str(out), resume=True, steps=STEPS, env_workers=0, quiet=True,
+        **options,
+    )  # fmt: skip
+
+
+def all_kinds(out: Path, start: Path, **options: Any) -> None:
+    again = posttrain.sft(SUMS, out=str(out / "sft"), steps=3, rows=8, lr=3e-3, **SMALL, **QUICK, **options)
+    assert again.checkpoint
+    common: dict[str, Any] = {"steps": 3, "rows": 6, "lr": 1e-3, "save_every": 2, **QUICK, **options}
+    posttrain.prefer(PAIRS, model=str(start), out=str(out / "dpo"), **common)
+    posttrain.reward_model(PAIRS, model=str(start), out=str(out / "reward-model"), **common)
+    played: dict[str, Any] = {"steps": 3, **PLAYED, **QUICK, **options}
+    soft = {"algorithm": "sac", "settings": {"critic_warmup": 1}}
+    posttrain.rl(SUMS, nearness, str(start), out=str(out / "sac"), **soft, **played)
+    posttrain.rl(SUMS, nearness, str(start), out=str(out / "ahead"), algorithm="gspo", ahead=1, **played)
+    teacher = str(again.checkpoint)
+    posttrain.distill(SUMS, model=str(start), teacher=teacher, out=str(out / "distill"), **played)
+
+
+def undrawn() -> None:
+    """No curves, and no collection of garbage, which take longer than the runs."""
+    trainer.curves = lambda folder: None  # type: ignore[attr-defined]
+    loop.gc = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)  # type: ignore[attr-defined]
+
+
+def ranks(rank: int, port: int, size: int, out: Path) -> None:
+    """All that so many processes do together in these tests."""
+    joined(rank, port, size)
+    undrawn()
+    together = world.joined("cpu", SFT().patience)
+    for part in PARTS[size]:
+        part(out, rank, together)
+
+
+def runs_of_two(out: Path, rank: int, together: Processes) -> None:
+    play(out / "two", out / "start", **SHARDED)
+    play(out / "half", out / "start", HALF, **SHARDED)
+    go_on(out / "half", out / "half, the same", **SHARDED)
+    go_on(out / "half", out / "half, whole", shard=False)
+    go_on(out / "half of one", out / "half of one, in two", **SHARDED)
+
+
+def kinds_of_two(out: Path, rank: int, together: Processes) -> None:
+    all_kinds(out / "kinds of two", out / "start", **SHARDED)
+
+
+def runs_of_three(out: Path, rank: int, together: Processes) -> None:
+    play(out / "three", out / "start", **SHARDED)
+    go_on(out / "half", out / "half, in three", **SHARDED)
+
+
+def fails_within(out: Path, rank: int, together: Processes) -> None:
+    """The second process fails in the middle of an update; what each of them says of it is written down."""
+    outputs, seen = ShardingLearner._outputs, []
+
+    def failing(self: ShardingLearner, *arguments: Any) -> Outputs:
+        seen.append(1)
+        if rank == 1 and len(seen) == 3:
+            raise UserError("the disk is full")
+        return outputs(self, *arguments)
+
+    ShardingLearner._outputs = failing  # type: ignore[method-assign]
+    try:
+        posttrain.sft(SUMS, out=str(out / "failed"), steps=4, rows=8, save_every=9, **SMALL, **QUICK, **SHARDED)
+    except UserError as error:
+        (out / f"said.{rank}").write_text(f"{error.code} {error}")
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_of_module() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, monkeypatch_of_module: pytest.MonkeyPatch) -> Path:
+    """The same run, and halves of it gone on with, by one process, two and three."""
+    out = tmp_path_factory.mktemp("runs")
+    monkeypatch_of_module.setattr(trainer, "curves", lambda folder: None)
+    start = posttrain.sft(SUMS, out=str(out / "first"), steps=10, rows=8, lr=3e-3, **SMALL, **QUICK)
+    assert start.checkpoint
+    shutil.copytree(start.checkpoint, out / "start")
+    play(out / "one", out / "start")
+    play(out / "half of one", out / "start", HALF)
+    all_kinds(out / "kinds of one", out / "start")
+    for size in PARTS:
+        spawn(ranks, (free_port(), size, out), nprocs=size)
+    go_on(out / "half", out / "half, in one", shard=False)
+    return out
+
+
+def same_run(one: Path, other: Path) -> None:
+    ours, theirs = read_metrics(one), read_metrics(other)
+    assert [row.keys() for row in ours] == [row.keys() for row in theirs]
+    for mine, row in zip(ours, theirs, strict=True):
+        for key, value in mine.items():
+            assert row[key] == pytest.approx(value, rel=1e-3, abs=1e-4), (mine["step"], key)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["two", "three", "half, whole", "half of one, in two", "half, in three", "half, in one"],
+)
+def test_sharded_run_is_that_of_one_process_also_resumed_with_others(runs: Path, name: str) -> None:
+    same_run(runs / "one", runs / name)
+    for step in range(1, STEPS + 1):
+        pairs = zip(read_rollouts(runs / "one", step), read_rollouts(runs / name, step), strict=True)
+        for mine, theirs in pairs:
+            assert (mine["id"], mine["text"], mine["reward"]) == (theirs["id"], theirs["text"], theirs["reward"]), step
+    assert any(row["grad_norm"] > 0 for row in read_metrics(runs / name)[1:])
+    ours, others = (runs / of / "checkpoints" / f"step-{STEPS:06d}" for of in ("one", name))
+    for file in sorted(path.relative_to(ours) for path in ours.rglob("*.safetensors")):
+        mine, theirs = load_file(ours / file), load_file(others / file)
+        assert mine.keys() == theirs.keys(), file
+        for key, tensor in mine.items():
+            torch.testing.assert_close(theirs[key], tensor, atol=1e-4, rtol=1e-3)
+
+
+def test_sharded_run_that_is_resumed_with_as_many_ends_byte_for_byte_as_undisturbed(runs: Path) -> None:
+    whole_run, resumed = runs / "two", runs / "half, the same"
+    assert (whole_run / "metrics.jsonl").read_bytes() == (resumed / "metrics.jsonl").read_bytes()
+    last = f"checkpoints/step-{STEPS:06d}"
+    files = [path.relative_to(whole_run) for path in (whole_run / last).rglob("*.safetensors")]
+    assert {path.name for path in files} == {
+        *("model.safetensors", "optimizer.safetensors", "critic.safetensors", "reference.safetensors")
+    }
+    for file in files:
+        assert (whole_run / file).read_bytes() == (resumed / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward-model", "sac", "ahead", "distill"])
+def test_every_kind_of_sharded_run_is_that_of_one_process(runs: Path, kind: str) -> None:
+    same_run(runs / "kinds of one" / kind, runs / "kinds of two" / kind)
+
+
+def test_sharded_checkpoint_opens_in_transformers_with_equal_logits(runs: Path) -> None:
+    folder = runs / "two" / "checkpoints" / f"step-{STEPS:06d}"
+    import transformers  # which the processes need not load
+
+    tokens = torch.randint(3, 10, (12,), generator=torch.Generator().manual_seed(0))
+    ours = load_model(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert isinstance(ours, Decoder)
+    with torch.no_grad():
+        mine = output_logits(ours(tokens, torch.arange(12), causal), ours.head)
+        torch.testing.assert_close(mine, theirs(tokens[None]).logits[0], atol=1e-5, rtol=1e-5)
+
+
+def test_process_that_fails_within_an_update_ends_all_in_its_words(runs: Path) -> None:
+    said = [(runs / f"said.{rank}").read_text() for rank in (0, 1)]
+    assert said[0].startswith("2 process 1: the disk is full; no step was saved")
+    assert said[1].startswith("2 the disk is full")
+
+
+# -- learners ----------------------------------------------------------------------------------------------------------
+
+
+def decoder(tied: bool, seed: int = 0, layers: int = 2) -> Decoder:
+    """Of sizes that nothing divides: with three processes some have fewer rows, or none."""
+    sizes = {"vocab": 41, "hidden": 14, "heads": 1, "kv_heads": 1, "head_size": 14, "intermediate": 23, "context": 64}
+    model = new_decoder(DecoderConfig(layers=layers, tied=tied, qk_norm=True, **sizes), seed).double()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    return model
+
+
+def micro_batches(count: int) -> list[Batch]:
+    """Of so many demonstrations, of ragged lengths."""
+    generator = torch.Generator().manual_seed(count)
+    rows = []
+    for number in range(count):
+        transcript = Transcript()
+        transcript.observe(torch.randint(3, 41, (3,), generator=generator).tolist())
+        transcript.imitate(torch.randint(3, 41, (3 + 5 * (number % 3),), generator=generator).tolist())
+        rows.append([transcript])
+    return Demonstrations([], 1, 12, 0, torch.device("cpu")).batches(rows)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Both:
+    """A loss of policy and critic. `reaches`: which of them some micro-batches' gradients go to."""
+
+    policy: Callable[[Batch], bool] = lambda batch: True
+    critic: Callable[[Batch], bool] = lambda batch: True
+    wants: frozenset[str] = frozenset({"value", "entropy"})
+
+    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+        assert outputs.value is not None and outputs.entropy is not None
+        logp = outputs.logp if self.policy(batch) else outputs.logp.detach()
+        value = outputs.value if self.critic(batch) else outputs.value.detach()
+        stats.add("tokens", len(logp), 0)
+        weight = torch.linspace(0.5, 1.5, len(logp), dtype=logp.dtype)
+        still = logp.sum() * 0 if not (logp.requires_grad or value.requires_grad) else 0
+        return still - (weight * logp).sum() / 7 + ((value - 1) ** 2).sum() / 5
+
+
+def long(batch: Batch) -> bool:
+    return batch.layout.tokens.numel() > 10
+
+
+CASES: dict[str, tuple[Callable[[], Objective], int]] = {
+    "unequal": (Both, 7),
+    "none on one process": (Both, 1),
+    "only the critic": (lambda: Both(policy=lambda batch: False), 5),
+    "the policy in some micro-batches": (lambda: Both(policy=long, critic=lambda batch: True), 6),
+    "either of them": (lambda: Both(policy=long, critic=lambda batch: not long(batch)), 6),
+    "without a critic's say": (Likelihood, 5),
+}
+
+
+def learner(kind: type[LocalLearner], tied: bool, world: Any) -> LocalLearner:
+    critic = ValueModel(14, decoder(True, 5, 1), 0).double()
+    rate = Optimization(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+    return kind(decoder(tied), rate, critic=critic, world=world)
+
+
+def gradients(of: LocalLearner) -> dict[str, Tensor]:
+    """What the next step will take, noted when it is taken."""
+    found: dict[str, Tensor] = {}
+    step = of.optimizer.step
+
+    def noting() -> None:
+        for part in of.parts:
+            for name, parameter in part.parameters.items():
+                if parameter.grad is not None:
+                    found[f"{part.name}/{name}"] = whole(of._as_stored(parameter, parameter.grad)).clone()
+        step()
+
+    of.optimizer.step = noting  # type: ignore[method-assign]
+    return found
+
+
+def weights(of: LocalLearner) -> dict[str, Tensor]:
+    held = {"policy": of.model, "critic": of.critic}
+    return {f"{of}/{n}": whole(p).clone() for of, m in held.items() if m for n, p in m.named_parameters()}
+
+
+def equal(mine: dict[str, Tensor], theirs: dict[str, Tensor], within: float) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(
+            tensor, theirs[name], atol=within, rtol=within, msg=lambda said, n=name: f"{n}: {said}"
+        )  # type: ignore[misc]
+
+
+def learners(out: Path, rank: int, together: Processes) -> None:
+    for tied in (True, False):
+        one, sharded = learner(LocalLearner, tied, Alone()), learner(ShardingLearner, tied, together)
+        grads, summed = gradients(one), gradients(sharded)
+        copied = own_copy(sharded.weights())
+        before = weights(sharded)
+        for case, (objective, count) in list(CASES.items())[: None if tied and together.size == 2 else 2]:
+            batches = micro_batches(count)
+            for mine, theirs in zip(one.evaluate(batches), sharded.evaluate(batches), strict=True):
+                torch.testing.assert_close(mine.logp, theirs.logp, atol=1e-9, rtol=1e-9)
+            grads.clear(), summed.clear()
+            ours, others = (of.update(batches, objective()).means() for of in (one, sharded))
+            assert ours == pytest.approx(others, rel=1e-9), case
+            equal(grads, summed, 1e-10)
+            now = weights(sharded)
+            equal(weights(one), now, 1e-8)
+            moved = {name.partition("/")[0] for name, tensor in now.items() if not torch.equal(tensor, before[name])}
+            assert moved == {"only the critic": {"critic"}, "without a critic's say": {"policy"}}.get(
+                case, {"policy", "critic"}
+            ), case
+            assert len(set(together.gather(b"".join(t.numpy().tobytes() for t in now.values())))) == 1
+            before = now
+        assert not torch.equal(whole(next(sharded.model.parameters())), next(copied.parameters())), (
+            "a copy stays as it is"
+        )
+        share = sum(rows.numel() for rows in sharded.parts[0].parameters.values())  # type: ignore[attr-defined]
+        assert share <= sum(p.numel() for p in one.model.parameters()) / together.size * 1.2
+        sharded.evaluate(micro_batches(4))
+        for found in sharded._decoders:  # type: ignore[attr-defined]
+            assert all(is_sharded(parameter) for parameter in found.parameters()), "nothing stays gathered"
+            assert not sharding._state(found)._comm_ctx.post_forward_order, "nothing grows from step to step"
+    (out / f"learners.{together.size}").write_text("equal")
+
+
+def test_gradients_and_weights_are_those_of_one_process_wherever_a_loss_reaches(runs: Path) -> None:
+    assert {(runs / f"learners.{size}").read_text() for size in PARTS} == {"equal"}
+
+
+def saves(out: Path, rank: int, together: Processes) -> None:
+    folder = out / "saved"
+    gather, alive, most = sharding._gathered, list[weakref.ref[Tensor]](), list[int]()
+
+    def watched(parameter: Tensor, of: Any) -> Tensor:
+        found = gather(parameter, of)
+        alive.append(weakref.ref(found))
+        most.append(sum(ref() is not None for ref in alive))
+        return found
+
+    sharding._gathered = watched
+    sharded = learner(ShardingLearner, False, together)
+    sharded.update(micro_batches(5), Both())
+    sharded.save(folder if rank == 0 else None)
+    sharding._gathered = gather
+    together.gather(None)
+    assert len(most) > 60 and max(most) == 1, "one parameter at a time"
+    shard = partial(sharding.shard, size=2, device=torch.device("cpu"))
+    again = ShardingLearner(
+        load_model(folder, torch.float64, shard=shard, shares=2), Optimization(), world=together,
+        critic=ValueModel(14, decoder(True, 6, 1), 0).double(),
+    )  # fmt: skip
+    again.load(folder)
+    equal(weights(sharded), weights(again), 0.0)
+    (_, moments), *_ = sharded._state()
+    equal(
+        {name: whole(moment) for name, moment in moments.items()},
+        load_file(folder / "training" / "optimizer.safetensors"),
+        0.0,
+    )
+    for (_, mine), (_, theirs) in zip(sharded._state(), again._state(), strict=True):
+        equal({name: whole(t) for name, t in mine.items()}, {name: whole(t) for name, t in theirs.items()}, 0.0)
+    with torch.no_grad():
+        next(iter(sharded.parts[0].parameters.values())).fill_(torch.nan if rank else 0.0)
+    try:
+        sharded.save(folder if rank == 0 else None)
+    except UserError as error:
+        (out / f"not finite.{rank}").write_text(str(error))
+
+
+def test_weights_are_gathered_one_by_one_and_each_process_reads_its_own(runs: Path) -> None:
+    said = {(runs / f"not finite.{rank}").read_text() for rank in (0, 1)}
+    assert len(said) == 1 and "weights of the policy are no longer finite" in said.pop()
+
+
+PARTS: dict[int, list[Callable[[Path, int, Processes], None]]] = {
+    2: [runs_of_two, kinds_of_two, learners, saves, fails_within],
+    3: [learners, runs_of_three],
+}
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--shard deals the weights out to several processes: give --processes too"):
+        posttrain.sft(SUMS, out="never", **SHARDED, **SMALL)
+    from posttrain.algorithms.table import find
+    from posttrain.config import RL
+    from posttrain.training.adjust import adjust
+
+    with pytest.raises(UserError, match="trpo: its step is found from whole gradients"):
+        adjust(find("trpo"), RL(algorithm="trpo", shard=True), single_turn=True)
+    with pytest.raises(UserError, match="it weighs rollouts by their own gradients"):
+        adjust(find("grpo"), RL(algorithm="grpo", settings={"advantage.weight": "gradient"}, shard=True), True)
+    other = Recurrent(Sizes(9, 8, 16), (1,))
+    with pytest.raises(UserError, match="--shard deals out the layers of a decoder, and a Recurrent is none"):
+        new_learner(SFT(shard=True), other, Optimization(), Alone())
+    other.save(tmp_path)
+    with pytest.raises(UserError, match="--shard deals out the layers of a decoder, and a recurrent is none"):
+        load_model(tmp_path, shard=lambda found: None)

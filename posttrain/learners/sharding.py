@@ -230,6 +230,7 @@ class ShardingLearner(DealingLearner):
         return rows
 
     def refresh_reference(self) -> None:
+        self._let_go()  # others may have asked the model since
         with torch.no_grad():
             pairs = zip(self.others[REFERENCE].parameters(), self.model.parameters(), strict=True)
             for reference, own in pairs:
@@ -238,6 +239,7 @@ class ShardingLearner(DealingLearner):
 
     def save(self, folder: Path | None) -> None:
         """See `LocalLearner`. Every process calls it, the first with a folder."""
+        self._let_go()
         if folder is not None:
             super().save(folder)
             return

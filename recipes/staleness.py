@@ -81,7 +81,7 @@ def one(
     practice: Sequence[Task], start: str, out: Path, row: str, ahead: int, accounting: str, seed: int
 ) -> dict[str, Any]:
     """What one run learns. The cap is the row's default; minibatches are two, so that the ratio moves within a step."""
-    settings = {"correction": "truncate"} if accounting == "truncate" else {}
+    settings = {"correction": accounting if accounting == "truncate" else "none"} if ahead else {}
     run = posttrain.rl(
         practice, "arithmetic", start, out=str(out / "run"), algorithm=row, ahead=ahead, steps=STEPS, prompts=64,
         group=8, minibatches=2, max_tokens=4, kl=0.0, lr=7e-4, betas=(0.9, 0.95), warmup=10, schedule="linear",

@@ -17,6 +17,7 @@ from conftest import tiny
 
 import posttrain
 from posttrain.algorithms.policy import PolicyObjective
+from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.settings import change
 from posttrain.algorithms.table import find
 from posttrain.batch import Batch, Outputs, Stats
@@ -223,7 +224,11 @@ def test_a_stop_string_that_begins_in_one_piece_ends_the_reply_in_the_next(
         ({"tokens_per_step": 4}, False, "one of several turns cannot be left"),
         ({"tokens_per_step": 256}, True, "would have no effect"),
         ({"tokens_per_step": 4, "algorithm": "dapo"}, True, "cannot be replaced"),
-        ({"tokens_per_step": 4, "algorithm": "reinforce"}, True, "for which nothing accounts"),
+        (
+            {"tokens_per_step": 4, "algorithm": "reinforce", "settings": {"correction": "none"}},
+            True,
+            "for which nothing accounts",
+        ),
     ],
 )
 def test_what_cannot_be_left_in_the_middle_is_refused(asked: dict[str, Any], single: bool, told: str) -> None:
@@ -236,17 +241,25 @@ def test_what_cannot_be_left_in_the_middle_is_refused(asked: dict[str, Any], sin
 
 
 @pytest.mark.parametrize("row", ["grpo", "gspo", "cispo", "ppo"])
-def test_without_a_correction_the_ratio_is_to_the_policy_that_sampled(row: str) -> None:
-    assert adjust(find(row), RL(algorithm=row, ahead=1)).old == "sampler"
-    assert adjust(find(row), RL(algorithm=row)).old == "start"
-    corrected = adjust(find(row), RL(algorithm=row, ahead=1, settings={"correction": "truncate"}))
-    assert corrected.old == "start" and corrected.correction is not None
+@pytest.mark.parametrize("lag", [{"ahead": 1}, {"tokens_per_step": 9}])
+def test_older_weights_are_corrected_for_or_the_ratio_is_to_the_policy_that_sampled(
+    row: str, lag: dict[str, int]
+) -> None:
+    plain = adjust(find(row), RL(algorithm=row))
+    assert plain.old == "start" and plain.correction is None
+    corrected = adjust(find(row), RL(algorithm=row, **lag))
+    assert corrected.old == "start" and corrected.correction == Correction("truncate", 2.0)
+    chosen = adjust(find(row), RL(algorithm=row, **lag, settings={"correction": "icepop"}))
+    assert chosen.old == "start" and chosen.correction == Correction("icepop", 2.0)
+    for settings in ({"correction": "none"}, {"old_policy": "sampler"}):
+        other = adjust(find(row), RL(algorithm=row, **lag, settings=settings))
+        assert other.old == "sampler" and other.correction is None
 
 
 @pytest.mark.parametrize(
     ("row", "settings", "told"),
     [
-        ("reinforce", {}, "for which nothing accounts"),
+        ("reinforce", {"correction": "none"}, "for which nothing accounts"),
         ("grpo", {"old_policy": "start"}, "for which nothing accounts"),
         ("grpo", {"old_policy": "sampler", "correction": "truncate"}, "nothing to correct"),
         ("reinforce", {"old_policy": "sampler", "correction": "truncate"}, "no ratio"),
@@ -259,9 +272,8 @@ def test_rows_that_account_for_nothing_are_refused(row: str, settings: dict[str,
 
 
 def test_with_a_correction_rows_without_a_ratio_are_played_ahead() -> None:
-    assert (
-        adjust(find("reinforce"), RL(algorithm="reinforce", ahead=1, settings={"correction": "icepop"})).old == "start"
-    )
+    row = adjust(find("reinforce"), RL(algorithm="reinforce", ahead=1))
+    assert row.old == "start" and row.correction is not None
 
 
 def micro_batch(sampler: torch.Tensor, advantage: torch.Tensor) -> Batch:

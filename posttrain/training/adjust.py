@@ -8,6 +8,7 @@ from dataclasses import replace
 from posttrain.algorithms.credit import GAE, Baselined, Decoupled, Earned, PassAtK, Process, Unrewarded
 from posttrain.algorithms.critic import SoftQ, Value
 from posttrain.algorithms.policy import Algorithm, Pretraining
+from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.settings import change, check_ranges, choose, flags
 from posttrain.algorithms.surrogate import ExpectedQ
 from posttrain.algorithms.teacher import Distillation
@@ -26,8 +27,8 @@ def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
     if isinstance(run, Distill) and row.teacher is None:
         row = replace(row, teacher=Distillation())
     row = change(_completed(choose(row, run.settings), run), run.settings)
-    if _lags(run) and row.surrogate.uses_ratio and row.correction is None and not _given(run, "old_policy"):
-        row = replace(row, old="sampler")  # the ratio then accounts for what happened since
+    if _lags(run):
+        row = _accounting(row, run)
     if row.kl is None and not _given(run, "reference_every"):
         row = replace(row, refresh=0)
     if not _given(run, "minibatches") and row.replay is None:
@@ -134,6 +135,15 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     yield from _of_teacher(row, run)
 
 
+def _accounting(row: Algorithm, run: RL) -> Algorithm:
+    """With what accounts for older weights, where nothing was chosen for that."""
+    if row.correction is not None or _given(run, "old_policy"):
+        return row
+    if not _given(run, "correction"):
+        return replace(row, correction=Correction())
+    return replace(row, old="sampler") if row.surrogate.uses_ratio else row
+
+
 def _lags(run: RL) -> bool:
     """Whether older weights than those that learn sample."""
     return run.ahead > 0 or run.tokens_per_step > 0
@@ -160,7 +170,7 @@ def _of_staleness(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         _lags(run) and row.reinforces and not accounted,
         f"rollouts of {'--ahead' if run.ahead else '--tokens-per-step'} were sampled by older weights, for which nothing "
         "accounts: give --correction truncate"
-        + ("" if row.surrogate.uses_ratio else ", or a ratio with --surrogate clip")
+        + ("" if row.surrogate.uses_ratio else ", or a ratio with --surrogate clip and --old-policy sampler")
         + (", or --old-policy sampler" if row.surrogate.uses_ratio else ""),
     )
     sampler = row.old == "sampler"

@@ -22,7 +22,7 @@ from posttrain.envs import arithmetic
 from posttrain.reproduce.experiment import student_interval
 from posttrain.types import Task
 
-ROWS, AHEAD, STEPS, PER_ANSWER = ("grpo", "gspo", "cispo"), (0, 1, 2, 4), 300, 45
+ROWS, AHEAD, PER_ANSWER = ("grpo", "gspo", "cispo"), (0, 1, 2, 4), 45
 SMALL: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True}
 
 
@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rows", nargs="+", default=list(ROWS))
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--out", default="runs/staleness")
     options = parser.parse_args()
     out = Path(options.out)
@@ -44,7 +45,7 @@ def main() -> None:
         for row, ahead, accounting in kinds(options.rows):
             name = f"{row} {accounting} {ahead} {seed}"
             if name not in results:
-                results[name] = one(practice, start, out, row, ahead, accounting, seed)
+                results[name] = one(practice, start, out, row, ahead, accounting, seed, options.steps)
                 path.write_text(json.dumps(results, indent=1) + "\n")
                 print(name, results[name]["accuracy"], flush=True)
     print(report(results, options.rows, options.seeds))
@@ -78,14 +79,14 @@ def imitated(practice: Sequence[Task], out: Path, seed: int) -> str:
 
 
 def one(
-    practice: Sequence[Task], start: str, out: Path, row: str, ahead: int, accounting: str, seed: int
+    practice: Sequence[Task], start: str, out: Path, row: str, ahead: int, accounting: str, seed: int, steps: int
 ) -> dict[str, Any]:
     """What one run learns. The cap is the row's default; minibatches are two, so that the ratio moves within a step."""
     settings = {"correction": accounting if accounting == "truncate" else "none"} if ahead else {}
     run = posttrain.rl(
-        practice, "arithmetic", start, out=str(out / "run"), algorithm=row, ahead=ahead, steps=STEPS, prompts=64,
+        practice, "arithmetic", start, out=str(out / "run"), algorithm=row, ahead=ahead, steps=steps, prompts=64,
         group=8, minibatches=2, max_tokens=4, kl=0.0, lr=7e-4, betas=(0.9, 0.95), warmup=10, schedule="linear",
-        eval_tasks=str(out / f"unseen-{seed}.jsonl"), eval_every=STEPS // 6, eval_samples=4, save_every=STEPS,
+        eval_tasks=str(out / f"unseen-{seed}.jsonl"), eval_every=steps // 6, eval_samples=4, save_every=steps,
         env_workers=0, seed=seed, settings=settings, **SMALL,
     )  # fmt: skip
     lines = run.metrics

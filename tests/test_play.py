@@ -16,7 +16,7 @@ import posttrain
 from posttrain.algorithms.credit import earnings
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.chat import Conversation
-from posttrain.envs.play import Bounds, Episode, Player, cut_observation
+from posttrain.envs.play import LONGEST_PAUSE, Bounds, Episode, Player, cut_observation
 from posttrain.envs.playing import Playing
 from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.kernels import binder, build
@@ -404,7 +404,7 @@ def test_time_without_anything_to_sample_is_time_spent_waiting(
 
     def polled(seconds: float | None) -> Any:
         nonlocal now, waits
-        now, waits = now + (5.0 if seconds is None else 100.0), waits + (seconds is None)
+        now, waits = now + (5.0 if seconds == LONGEST_PAUSE else 100.0), waits + (seconds == LONGEST_PAUSE)
         return poll(seconds)
 
     pool.poll = polled  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ import pytest
 import torch
 from conftest import tiny
 from feeding import WORDS
-from test_resume import disturb, lines, traces
+from test_resume import disturb, there, traces
 
 from posttrain.algorithms.preference_table import find_preference
 from posttrain.batch import Outputs, Packed
@@ -34,7 +34,7 @@ from posttrain.models.folder import save_model
 from posttrain.sources.items import Items
 from posttrain.sources.lengths import TooLong
 from posttrain.sources.references import Reference, mismatched, refer
-from posttrain.training import preferring
+from posttrain.training import learning, preferring
 
 PAIRS = [{"prompt": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": "no" * (i % 3 + 1)} for i in range(12)]
 
@@ -181,7 +181,7 @@ def test_run_killed_and_resumed_with_the_cache_emptied_is_identical(place: Path,
     assert main([*words, "--out", "whole"]) == 0
     command = [sys.executable, "-m", "posttrain", *words, "--out", "killed"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    code = disturb(process, lines(place / "killed", 4), 0.0, signal.SIGKILL)
+    code = disturb(process, there(place / "killed" / "checkpoints" / "step-000002"), 0.0, signal.SIGKILL)
     assert code == -signal.SIGKILL, "killed before its end"
     shutil.rmtree(cache, ignore_errors=True)
     assert main([*words, "--out", "killed", "--resume"]) == 0
@@ -242,7 +242,8 @@ def test_no_second_model_is_in_memory_after_the_start(
         return trainer(*given)
 
     alive: list[int] = []
-    monkeypatch.setattr(preferring, "load_model", noted)
+    for module in (preferring, learning):
+        monkeypatch.setattr(module, "load_model", noted)
     monkeypatch.setattr(preferring, "Trainer", counted)
     assert main([*WORDS_OF_RUN, "--out", "run", *["--resume"][: int(resume)]]) == 0
     assert alive == [1] and len(made) == (3 if resume else 1), "on resume: once for the rows, once for those held out"

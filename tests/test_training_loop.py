@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from posttrain.batch import Stats, Step
 from posttrain.training import loop
@@ -21,6 +22,9 @@ def counted(**figures: float) -> Stats:
     for name, value in figures.items():
         stats.add(name, value)
     return stats
+
+
+A, B = (SimpleNamespace(layout=SimpleNamespace(tokens=torch.zeros(n))) for n in (3, 4))
 
 
 class Fake:
@@ -38,7 +42,7 @@ class Fake:
     def produce(self, number: int) -> Step:
         self.done.append(("produce", number))
         self.now += 10.0
-        return Step(number, [lambda: ["a"], lambda: ["b"]], counted(reward=number))  # type: ignore[list-item]
+        return Step(number, [lambda: [A], lambda: [B]], counted(reward=number))  # type: ignore[list-item]
 
     def update(self, batches: Any, objective: Any) -> Stats:
         self.done.append((objective, *batches))
@@ -56,13 +60,13 @@ class Fake:
 def test_every_step_is_produced_learned_from_and_told_of_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, seen = Fake(monkeypatch), list[Trained]()
     assert fake.run(3, 4, seen.append) == 4
-    one = [("produce", 3), ("objective", "a"), ("objective", "b"), ("learned", 3, (2.0, 2.0), (2.0, 1.0))]
+    one = [("produce", 3), ("objective", A), ("objective", B), ("learned", 3, (2.0, 2.0), (2.0, 1.0))]
     assert fake.done == [*one, ("produce", 4), *one[1:3], ("learned", 4, (2.0, 2.0), (2.0, 1.0))]
     assert [(t.step.number, t.last, t.stats["reward"], t.stats["after"]) for t in seen] == [
         (3, False, (3.0, 1.0), (1.0, 1.0)),
         (4, True, (4.0, 1.0), (1.0, 1.0)),
     ]
-    assert seen[0].seconds == {"rollout": 11.0, "update": 201.0}
+    assert seen[0].seconds == {"rollout": 11.0, "update": 201.0} and seen[0].fed == 7
     assert "loss" not in seen[0].step.stats  # what the source told stays as it was
     assert fake.run(5, 4) == 4
 

@@ -315,6 +315,7 @@ def test_a_recorded_tool_is_not_called_again_for_a_branch(
 def test_a_branch_of_a_branch_has_what_was_recorded_as_it_was(tokenizer: Tokenizer, workers: int) -> None:
     rollouts = played(branching.remembering_tools, tokenizer, replace(ALWAYS, first=0.1), workers, groups=1)
     branches = {n: r.branch for n, r in enumerate(rollouts) if r.branch}
+    assert [r.reward for r in rollouts if isinstance(r.reward, Invalid)] == []
     assert any(branch.of in branches for branch in branches.values()) and len(valid(rollouts)) == SIZE
 
 

@@ -7,8 +7,10 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,17 +25,22 @@ from posttrain.batch import Batch, Outputs, Stats
 from posttrain.beside import Beside
 from posttrain.cli.main import main
 from posttrain.config import RL
+from posttrain.data.tasks import to_tasks
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.uncached import UncachedEngine
 from posttrain.envs.play import Episode, Player, Unwanted
 from posttrain.envs.pool import EnvPool
+from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.folder import load_model, save_model
 from posttrain.models.linear import accumulates, accumulating, compute_apart
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs import checkpoint
 from posttrain.runs.reading import read_metrics, read_rollouts
 from posttrain.seeds import seed_of
+from posttrain.sources.ahead import Stock
+from posttrain.sources.collecting import Collected, Collector, Size
 from posttrain.sources.packing import collate
+from posttrain.sources.rl import Experience
 from posttrain.sources.stored import restored, stored
 from posttrain.training.adjust import adjust
 from posttrain.types import (
@@ -142,6 +149,74 @@ def test_what_is_learned_from_of_a_step_played_ahead_is_the_same_after_a_resumpt
     assert (path / "metrics.jsonl").read_bytes() == whole
 
 
+def test_no_update_reaches_weights_that_have_not_been_taken_over_yet(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sampled(out: str) -> list[Any]:
+        run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / out), ahead=1, **{**PLAYED, "steps": 4})
+        return [read_rollouts(run.path, step) for step in range(1, 5)]
+
+    quick, load = sampled("quick"), LocalEngine.load
+
+    def slow(self: LocalEngine, weights: Any, version: int) -> None:
+        time.sleep(0.3)  # the update that is made meanwhile has ended
+        load(self, weights, version)
+
+    monkeypatch.setattr(LocalEngine, "load", slow)
+    assert sampled("slow") == quick
+
+
+@dataclass
+class Quick(Collector):
+    """Plays nothing, and fails in some steps."""
+
+    broken: tuple[int, ...] = ()
+
+    def collect(self, number: int, groups: Any, stats: Stats) -> Collected:
+        episodes, self.cursor = self.episodes(number, self.cursor, self.size.prompts)
+        if number in self.broken:
+            raise UserError("broken")
+        played = [Rollout(e.task, e.group, [Transcript()], 1.0) for e in episodes]
+        return Collected(played, played, {group: self._places[group] for group in (r.group for r in played)})
+
+
+@contextmanager
+def stocked(start: Path, tokenizer: Tokenizer, broken: tuple[int, ...] = ()) -> Iterator[tuple[Stock, LocalLearner]]:
+    learner = LocalLearner(load_model(start), Optimization())
+    with EnvPool(digits, 0) as pool:
+        engine = LocalEngine(load_model(start), tokenizer, own=True)
+        player = Player(pool, engine, tokenizer, Sampling(max_tokens=2), 64)
+        stock = Stock(Quick(to_tasks(SUMS), player, Size(2, 1, 64), 0, None, broken=broken), None, 2, 3)
+        yield stock, learner
+        stock.close()
+
+
+def test_a_state_is_that_behind_the_last_step_learned_from_however_far_playing_is(
+    start: Path, tokenizer: Tokenizer
+) -> None:
+    with stocked(start, tokenizer) as (stock, learner):
+        stock.take(1, learner)
+        assert [step.result().number for step in stock._steps] == [2, 3], "all of them are played"
+        stock.take(2, learner)
+        assert stock.state()["cursor"] == 4
+        state = json.loads(json.dumps(stock.state(), default=lambda made: made.plain()))
+    with stocked(start, tokenizer) as (again, learner):
+        again.restore(state)
+        assert again.take(3, learner).after.cursor == 6
+        assert again.state() == {"cursor": 6}
+
+
+def test_what_was_played_behind_a_step_that_failed_is_played_anew(start: Path, tokenizer: Tokenizer) -> None:
+    with stocked(start, tokenizer, broken=(2,)) as (stock, learner):
+        stock.take(1, learner)
+        state = json.loads(json.dumps(stock.state(), default=lambda made: made.plain()))
+    assert [row and row["number"] for row in state["ahead"]] == [None, 3] and state["cursor"] == 2
+    with stocked(start, tokenizer) as (again, learner):
+        again.restore(state)
+        found = [again.take(number, learner).after.cursor for number in (2, 3)]
+    assert found == [4, 6]
+
+
 # -- replies in the middle ---------------------------------------------------------------------------------------------
 
 
@@ -190,6 +265,27 @@ def test_each_piece_of_a_reply_is_sampled_by_the_weights_of_its_step_and_groups_
     drawn = json.loads((run.path / "checkpoints" / "step-000007" / "training" / "state.json").read_text())["source"]
     assert len(learned) + len(drawn.get("open", [])) == drawn["cursor"] == 21
     assert left == sum("seed" in m for group in drawn["open"] for m in group["members"]) > 0
+
+
+def test_a_step_of_which_no_group_is_whole_leaves_coefficients_alone(start: Path, tmp_path: Path) -> None:
+    how = {**PLAYED, "max_tokens": 8, "settings": {"entropy_target": 9.0}}
+    run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), tokens_per_step=2, **how)
+    rows = read_metrics(run.path)
+    held = [row["coefficient/entropy"] for row in rows]
+    assert rows[0]["updates"] == 0 and held[0] == held[1], "there was nothing to measure"
+    assert rows[3]["updates"] == 1 and held[4] != held[3]
+
+
+def test_staleness_is_a_mean_over_tokens_each_with_its_own_weights() -> None:
+    first = Completion(0, [5, 6, 7], [-1.0] * 3, "", StopReason.LENGTH, 1)
+    transcript = Transcript()
+    transcript.observe([1, 2])
+    transcript.sample(first.continued(Completion(0, [8], [-1.0], "", StopReason.EOS, 4)))
+    rollout, stats = Rollout({"id": "0"}, "0#0", [transcript], 1.0), Stats()
+    assert rollout.version == 1, "that of the oldest"
+    told: Any = SimpleNamespace(learner=SimpleNamespace(version=5))
+    Experience._measure_staleness(told, [rollout], stats)
+    assert stats.means() == {"staleness": (3 * 4 + 1) / 4, "staleness/max": 4}
 
 
 @pytest.mark.parametrize("engine", [LocalEngine, UncachedEngine])

@@ -135,7 +135,7 @@ class Experience:
             measured = KL("k3")(torch.cat(views["old"]), torch.cat(other)).mean().item()
             stats.add("kl/measured", measured)
             self.coefficients["kl"] = kl.control(self.coefficients["kl"], measured, len(rollouts))
-        if entropy is not None and stats["entropy"][1]:
+        if entropy is not None and stats.get("entropy", (0.0, 0.0))[1]:  # perhaps no group has become whole
             total, count = stats["entropy"]
             self.coefficients["entropy"] = entropy.next(self.coefficients["entropy"], total / count)
 

@@ -24,7 +24,7 @@ from posttrain.algorithms.table import find
 from posttrain.batch import Batch, Outputs, Stats
 from posttrain.beside import Beside
 from posttrain.cli.main import main
-from posttrain.config import RL
+from posttrain.config import RL, Distill
 from posttrain.data.tasks import to_tasks
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.uncached import UncachedEngine
@@ -389,6 +389,29 @@ def test_the_ratio_to_the_sampler_is_clipped_as_the_paper_says_in_every_update(f
     gap = logp.detach() - sampler.double()
     assert stats.means()["sampler/kl"] == pytest.approx((gap.exp() - 1 - gap).mean().item(), rel=1e-5)
     assert "ratio/first" not in stats, "it is not 1"
+
+
+def test_a_policy_that_is_its_teacher_learns_nothing_from_what_older_weights_sampled() -> None:
+    row = adjust(find("distill-k1"), Distill(algorithm="distill-k1", ahead=1, teacher="somewhere", env="my.py:reward"))
+    assert row.old == "sampler"
+    torch.manual_seed(0)
+    sampler = torch.randn(6) - 2
+    logp = (sampler + 0.4 * torch.randn(6)).requires_grad_()
+    batch = replace(micro_batch(sampler, torch.zeros(6)), teacher_logp=logp.detach())
+    stats = Stats()
+    PolicyObjective(row)(Outputs(logp), batch, stats).backward()  # type: ignore[no-untyped-call]
+    assert logp.grad is not None and not logp.grad.any() and stats.means()["divergence"] == 0
+
+
+def test_a_penalty_to_the_policy_that_sampled_is_steered_by_the_distance_from_that_one(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the last step of all nothing moves, and the distance is what older weights have left."""
+    rate = Optimization.rate
+    monkeypatch.setattr(Optimization, "rate", lambda self, update: rate(self, update) if update <= 4 else 0.0)
+    how = {**PLAYED, "steps": 3, "algorithm": "ppo-kl", "critic_lr": 1e-2}
+    rows = read_metrics(posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), ahead=1, **how).path)
+    assert rows[2]["kl/measured"] == pytest.approx(rows[2]["sampler/kl"], rel=1e-3) and rows[2]["sampler/kl"] > 1e-3
 
 
 def test_with_a_correction_older_weights_weigh_what_was_sampled(start: Path, tmp_path: Path) -> None:

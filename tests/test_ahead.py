@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
 import time
@@ -34,6 +35,7 @@ from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.folder import load_model, save_model
 from posttrain.models.linear import accumulates, accumulating, compute_apart
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.part import Need
 from posttrain.runs import checkpoint
 from posttrain.runs.reading import read_metrics, read_rollouts
 from posttrain.seeds import seed_of
@@ -276,6 +278,26 @@ def test_a_step_of_which_no_group_is_whole_leaves_coefficients_alone(start: Path
     assert rows[3]["updates"] == 1 and held[4] != held[3]
 
 
+@pytest.mark.parametrize("tokens", [2, 3])
+def test_a_reply_in_pieces_that_fills_the_context_ends_there_and_says_so(
+    start: Path, tokenizer: Tokenizer, tokens: int
+) -> None:
+    """Whether the last piece ends where the context does, or would go on behind it."""
+    model = load_model(start)
+    room, task = 5 if tokens == 2 else 6, {"id": "0"}
+    length = model.config.context - room
+    with EnvPool(digits, 0) as pool:
+        player = Player(pool, LocalEngine(model, tokenizer), tokenizer, Sampling(max_tokens=20), model.config.context)
+        played: list[Any] = [Episode({**task, "prompt": "1" * length}, "0", seed) for seed in range(12)]
+        for _ in range(3):
+            begun = [found for found in played if isinstance(found, Episode)]
+            whole = [found for found in played if isinstance(found, Rollout)]
+            played = [*whole, *player.play_on(begun, tokens)] if begun else whole
+    full = [r for r in played if len(r.transcripts[0]) == model.config.context]
+    assert len(full) > 2 and all(r.transcripts[0].spans[0].length == length for r in played)
+    assert {r.stop for r in full} - {StopReason.EOS} == {StopReason.CONTEXT}
+
+
 def test_staleness_is_a_mean_over_tokens_each_with_its_own_weights() -> None:
     first = Completion(0, [5, 6, 7], [-1.0] * 3, "", StopReason.LENGTH, 1)
     transcript = Transcript()
@@ -389,6 +411,27 @@ def test_the_ratio_to_the_sampler_is_clipped_as_the_paper_says_in_every_update(f
     gap = logp.detach() - sampler.double()
     assert stats.means()["sampler/kl"] == pytest.approx((gap.exp() - 1 - gap).mean().item(), rel=1e-5)
     assert "ratio/first" not in stats, "it is not 1"
+
+
+def test_the_ratio_to_the_sampler_needs_no_further_pass() -> None:
+    several = change(find("grpo"), {"minibatches": 4, "kl": 0.0})
+    assert several.looks_back and not change(several, {"old_policy": "sampler"}).needs & {Need.OLD}
+
+
+def test_the_correction_is_outside_of_the_clip_and_does_not_move_from_update_to_update() -> None:
+    """The decoupled objective (AReaL, arXiv 2505.24298): min(old / mu, cap) min(r A, clip(r) A), r the probability over old."""
+    torch.manual_seed(1)
+    sampler, advantage = torch.randn(12).float() - 2, torch.randn(12)
+    old = sampler.double() + 0.3 * torch.randn(12).double()
+    logp = (old + 0.4 * torch.randn(12).double()).requires_grad_()
+    row = change(find("grpo"), {"correction": "truncate", "correction_cap": 1.1, "kl": 0.0, "clip_low": 0.2})
+    row = change(row, {"clip_high": 0.2})
+    loss = PolicyObjective(row)(Outputs(logp), replace(micro_batch(sampler, advantage), old_logp=old), Stats())
+    by_hand = 0.0
+    for now, then, mu, a in zip(logp.tolist(), old.tolist(), sampler.tolist(), advantage.tolist(), strict=True):
+        ratio = math.exp(now - then)
+        by_hand -= min(math.exp(then - mu), 1.1) * min(ratio * a, min(max(ratio, 0.8), 1.2) * a) / 12
+    assert loss.item() == pytest.approx(by_hand, rel=1e-6)
 
 
 def test_a_policy_that_is_its_teacher_learns_nothing_from_what_older_weights_sampled() -> None:

@@ -302,9 +302,11 @@ def test_staleness_is_a_mean_over_tokens_each_with_its_own_weights() -> None:
     first = Completion(0, [5, 6, 7], [-1.0] * 3, "", StopReason.LENGTH, 1)
     transcript = Transcript()
     transcript.observe([1, 2])
-    transcript.sample(first.continued(Completion(0, [8], [-1.0], "", StopReason.EOS, 4)))
+    joined = first.continued(Completion(0, [8], [-1.0], "", StopReason.EOS, 4))
+    assert joined.version == 1, "that of the oldest"
+    transcript.sample(joined)
     rollout, stats = Rollout({"id": "0"}, "0#0", [transcript], 1.0), Stats()
-    assert rollout.version == 1, "that of the oldest"
+    assert rollout.version == 1
     told: Any = SimpleNamespace(learner=SimpleNamespace(version=5))
     Experience._measure_staleness(told, [rollout], stats)
     assert stats.means() == {"staleness": (3 * 4 + 1) / 4, "staleness/max": 4}
@@ -419,7 +421,7 @@ def test_the_ratio_to_the_sampler_needs_no_further_pass() -> None:
 
 
 def test_the_correction_is_outside_of_the_clip_and_does_not_move_from_update_to_update() -> None:
-    """The decoupled objective (AReaL, arXiv 2505.24298): min(old / mu, cap) min(r A, clip(r) A), r the probability over old."""
+    """The decoupled objective (AReaL, arXiv 2505.24298): min(old / mu, cap) min(r A, clip(r) A), r = now / old."""
     torch.manual_seed(1)
     sampler, advantage = torch.randn(12).float() - 2, torch.randn(12)
     old = sampler.double() + 0.3 * torch.randn(12).double()

@@ -285,6 +285,20 @@ def test_the_canary_is_told_who_had_the_version_before(monkeypatch: pytest.Monke
     assert told[:3] == [False, True, True] and sorted(told[3:]) == [False, True]
 
 
+def test_an_engine_that_was_of_use_once_is_not_started_for_ever() -> None:
+    world = World(random.Random(8), 0)
+    pool = pool_of(world, 1, Put(world), restarts=1)
+    pool.load(1, 1)
+    pool.submit(0, [1], Sampling())
+    while not pool.poll():
+        pass
+    world.engines[-1].closed = True
+    pool.load(2, 2)
+    world.engines[-1].closed = True  # it has not answered since
+    with pytest.raises(UserError, match="lost 2 times in a row"):
+        pool.load(3, 3)
+
+
 # -- the canary --------------------------------------------------------------------------------------------------------
 
 

@@ -587,6 +587,26 @@ def test_a_disk_that_fails_beside_a_step_ends_the_run_with_the_checkpoint_before
     assert checkpoint.listed(out)[0].name == "step-000001" and not list(out.glob("checkpoints/.*2.draft"))
 
 
+def test_a_disk_that_fails_late_is_heard_before_the_next_checkpoint(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole = tmp_path / "run", checkpoint.sync
+
+    def full(path: Path) -> None:
+        end = time.monotonic() + 20
+        while "step-000002" in str(path) and time.monotonic() < end:
+            if out.joinpath("metrics.jsonl").read_bytes().count(b"\n") >= 3:
+                time.sleep(0.2)  # the third step is about to be saved
+                raise OSError(28, "No space left on device")
+            time.sleep(0.01)
+        whole(path)
+
+    monkeypatch.setattr(checkpoint, "sync", full)
+    with pytest.raises(UserError, match="could not save checkpoint .*step-000002.*No space left"):
+        posttrain.rl(SUMS, digits, str(start), out=str(out), **PLAYED)
+    assert len(read_metrics(out)) == 3
+
+
 # -- rollouts as training state ----------------------------------------------------------------------------------------
 
 

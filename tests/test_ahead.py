@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,18 +26,24 @@ from posttrain.algorithms.table import find
 from posttrain.batch import Batch, Outputs, Stats
 from posttrain.beside import Beside
 from posttrain.cli.main import main
-from posttrain.config import RL
+from posttrain.config import RL, Distill
+from posttrain.data.tasks import to_tasks
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.uncached import UncachedEngine
 from posttrain.envs.play import Episode, Player, Unwanted
 from posttrain.envs.pool import EnvPool
+from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.folder import load_model, save_model
 from posttrain.models.linear import accumulates, accumulating, compute_apart
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.part import Need
 from posttrain.runs import checkpoint
 from posttrain.runs.reading import read_metrics, read_rollouts
 from posttrain.seeds import seed_of
+from posttrain.sources.ahead import Stock
+from posttrain.sources.collecting import Collected, Collector, Size
 from posttrain.sources.packing import collate
+from posttrain.sources.rl import Experience
 from posttrain.sources.stored import restored, stored
 from posttrain.training.adjust import adjust
 from posttrain.types import (
@@ -143,6 +152,74 @@ def test_what_is_learned_from_of_a_step_played_ahead_is_the_same_after_a_resumpt
     assert (path / "metrics.jsonl").read_bytes() == whole
 
 
+def test_no_update_reaches_weights_that_have_not_been_taken_over_yet(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sampled(out: str) -> list[Any]:
+        run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / out), ahead=1, **{**PLAYED, "steps": 4})
+        return [read_rollouts(run.path, step) for step in range(1, 5)]
+
+    quick, load = sampled("quick"), LocalEngine.load
+
+    def slow(self: LocalEngine, weights: Any, version: int) -> None:
+        time.sleep(0.3)  # the update that is made meanwhile has ended
+        load(self, weights, version)
+
+    monkeypatch.setattr(LocalEngine, "load", slow)
+    assert sampled("slow") == quick
+
+
+@dataclass
+class Quick(Collector):
+    """Plays nothing, and fails in some steps."""
+
+    broken: tuple[int, ...] = ()
+
+    def collect(self, number: int, groups: Any, stats: Stats) -> Collected:
+        episodes, self.cursor = self.episodes(number, self.cursor, self.size.prompts)
+        if number in self.broken:
+            raise UserError("broken")
+        played = [Rollout(e.task, e.group, [Transcript()], 1.0) for e in episodes]
+        return Collected(played, played, {group: self._places[group] for group in (r.group for r in played)})
+
+
+@contextmanager
+def stocked(start: Path, tokenizer: Tokenizer, broken: tuple[int, ...] = ()) -> Iterator[tuple[Stock, LocalLearner]]:
+    learner = LocalLearner(load_model(start), Optimization())
+    with EnvPool(digits, 0) as pool:
+        engine = LocalEngine(load_model(start), tokenizer, own=True)
+        player = Player(pool, engine, tokenizer, Sampling(max_tokens=2), 64)
+        stock = Stock(Quick(to_tasks(SUMS), player, Size(2, 1, 64), 0, None, broken=broken), None, 2, 3)
+        yield stock, learner
+        stock.close()
+
+
+def test_a_state_is_that_behind_the_last_step_learned_from_however_far_playing_is(
+    start: Path, tokenizer: Tokenizer
+) -> None:
+    with stocked(start, tokenizer) as (stock, learner):
+        stock.take(1, learner)
+        assert [step.result().number for step in stock._steps] == [2, 3], "all of them are played"
+        stock.take(2, learner)
+        assert stock.state()["cursor"] == 4
+        state = json.loads(json.dumps(stock.state(), default=lambda made: made.plain()))
+    with stocked(start, tokenizer) as (again, learner):
+        again.restore(state)
+        assert again.take(3, learner).after.cursor == 6
+        assert again.state() == {"cursor": 6}
+
+
+def test_what_was_played_behind_a_step_that_failed_is_played_anew(start: Path, tokenizer: Tokenizer) -> None:
+    with stocked(start, tokenizer, broken=(2,)) as (stock, learner):
+        stock.take(1, learner)
+        state = json.loads(json.dumps(stock.state(), default=lambda made: made.plain()))
+    assert [row and row["number"] for row in state["ahead"]] == [None, 3] and state["cursor"] == 2
+    with stocked(start, tokenizer) as (again, learner):
+        again.restore(state)
+        found = [again.take(number, learner).after.cursor for number in (2, 3)]
+    assert found == [4, 6]
+
+
 # -- replies in the middle ---------------------------------------------------------------------------------------------
 
 
@@ -191,6 +268,49 @@ def test_each_piece_of_a_reply_is_sampled_by_the_weights_of_its_step_and_groups_
     drawn = json.loads((run.path / "checkpoints" / "step-000007" / "training" / "state.json").read_text())["source"]
     assert len(learned) + len(drawn.get("open", [])) == drawn["cursor"] == 21
     assert left == sum("seed" in m for group in drawn["open"] for m in group["members"]) > 0
+
+
+def test_a_step_of_which_no_group_is_whole_leaves_coefficients_alone(start: Path, tmp_path: Path) -> None:
+    how = {**PLAYED, "max_tokens": 8, "settings": {"entropy_target": 9.0}}
+    run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), tokens_per_step=2, **how)
+    rows = read_metrics(run.path)
+    held = [row["coefficient/entropy"] for row in rows]
+    assert rows[0]["updates"] == 0 and held[0] == held[1], "there was nothing to measure"
+    assert rows[3]["updates"] == 1 and held[4] != held[3]
+
+
+@pytest.mark.parametrize("tokens", [2, 3])
+def test_a_reply_in_pieces_that_fills_the_context_ends_there_and_says_so(
+    start: Path, tokenizer: Tokenizer, tokens: int
+) -> None:
+    """Whether the last piece ends where the context does, or would go on behind it."""
+    model = load_model(start)
+    room, task = 5 if tokens == 2 else 6, {"id": "0"}
+    length = model.config.context - room
+    with EnvPool(digits, 0) as pool:
+        player = Player(pool, LocalEngine(model, tokenizer), tokenizer, Sampling(max_tokens=20), model.config.context)
+        played: list[Any] = [Episode({**task, "prompt": "1" * length}, "0", seed) for seed in range(12)]
+        for _ in range(3):
+            begun = [found for found in played if isinstance(found, Episode)]
+            whole = [found for found in played if isinstance(found, Rollout)]
+            played = [*whole, *player.play_on(begun, tokens)] if begun else whole
+    full = [r for r in played if len(r.transcripts[0]) == model.config.context]
+    assert len(full) > 2 and all(r.transcripts[0].spans[0].length == length for r in played)
+    assert {r.stop for r in full} - {StopReason.EOS} == {StopReason.CONTEXT}
+
+
+def test_staleness_is_a_mean_over_tokens_each_with_its_own_weights() -> None:
+    first = Completion(0, [5, 6, 7], [-1.0] * 3, "", StopReason.LENGTH, 1)
+    transcript = Transcript()
+    transcript.observe([1, 2])
+    joined = first.continued(Completion(0, [8], [-1.0], "", StopReason.EOS, 4))
+    assert joined.version == 1, "that of the oldest"
+    transcript.sample(joined)
+    rollout, stats = Rollout({"id": "0"}, "0#0", [transcript], 1.0), Stats()
+    assert rollout.version == 1
+    told: Any = SimpleNamespace(learner=SimpleNamespace(version=5))
+    Experience._measure_staleness(told, [rollout], stats)
+    assert stats.means() == {"staleness": (3 * 4 + 1) / 4, "staleness/max": 4}
 
 
 @pytest.mark.parametrize("engine", [LocalEngine, UncachedEngine])
@@ -305,6 +425,50 @@ def test_the_ratio_to_the_sampler_is_clipped_as_the_paper_says_in_every_update(f
     gap = logp.detach() - sampler.double()
     assert stats.means()["sampler/kl"] == pytest.approx((gap.exp() - 1 - gap).mean().item(), rel=1e-5)
     assert "ratio/first" not in stats, "it is not 1"
+
+
+def test_the_ratio_to_the_sampler_needs_no_further_pass() -> None:
+    several = change(find("grpo"), {"minibatches": 4, "kl": 0.0})
+    assert several.looks_back and not change(several, {"old_policy": "sampler"}).needs & {Need.OLD}
+
+
+def test_the_correction_is_outside_of_the_clip_and_does_not_move_from_update_to_update() -> None:
+    """The decoupled objective (AReaL, arXiv 2505.24298): min(old / mu, cap) min(r A, clip(r) A), r = now / old."""
+    torch.manual_seed(1)
+    sampler, advantage = torch.randn(12).float() - 2, torch.randn(12)
+    old = sampler.double() + 0.3 * torch.randn(12).double()
+    logp = (old + 0.4 * torch.randn(12).double()).requires_grad_()
+    row = change(find("grpo"), {"correction": "truncate", "correction_cap": 1.1, "kl": 0.0, "clip_low": 0.2})
+    row = change(row, {"clip_high": 0.2})
+    loss = PolicyObjective(row)(Outputs(logp), replace(micro_batch(sampler, advantage), old_logp=old), Stats())
+    by_hand = 0.0
+    for now, then, mu, a in zip(logp.tolist(), old.tolist(), sampler.tolist(), advantage.tolist(), strict=True):
+        ratio = math.exp(now - then)
+        by_hand -= min(math.exp(then - mu), 1.1) * min(ratio * a, min(max(ratio, 0.8), 1.2) * a) / 12
+    assert loss.item() == pytest.approx(by_hand, rel=1e-6)
+
+
+def test_a_policy_that_is_its_teacher_learns_nothing_from_what_older_weights_sampled() -> None:
+    row = adjust(find("distill-k1"), Distill(algorithm="distill-k1", ahead=1, teacher="somewhere", env="my.py:reward"))
+    assert row.old == "sampler"
+    torch.manual_seed(0)
+    sampler = torch.randn(6) - 2
+    logp = (sampler + 0.4 * torch.randn(6)).requires_grad_()
+    batch = replace(micro_batch(sampler, torch.zeros(6)), teacher_logp=logp.detach())
+    stats = Stats()
+    PolicyObjective(row)(Outputs(logp), batch, stats).backward()  # type: ignore[no-untyped-call]
+    assert logp.grad is not None and not logp.grad.any() and stats.means()["divergence"] == 0
+
+
+def test_a_penalty_to_the_policy_that_sampled_is_steered_by_the_distance_from_that_one(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the last step of all nothing moves, and the distance is what older weights have left."""
+    rate = Optimization.rate
+    monkeypatch.setattr(Optimization, "rate", lambda self, update: rate(self, update) if update <= 4 else 0.0)
+    how = {**PLAYED, "steps": 3, "algorithm": "ppo-kl", "critic_lr": 1e-2}
+    rows = read_metrics(posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), ahead=1, **how).path)
+    assert rows[2]["kl/measured"] == pytest.approx(rows[2]["sampler/kl"], rel=1e-3) and rows[2]["sampler/kl"] > 1e-3
 
 
 def test_with_a_correction_older_weights_weigh_what_was_sampled(start: Path, tmp_path: Path) -> None:
@@ -433,6 +597,26 @@ def test_a_disk_that_fails_beside_a_step_ends_the_run_with_the_checkpoint_before
         posttrain.rl(SUMS, digits, str(start), out=str(out), **PLAYED)
     assert "--resume" in str(error.value) and "\n" not in str(error.value)
     assert checkpoint.listed(out)[0].name == "step-000001" and not list(out.glob("checkpoints/.*2.draft"))
+
+
+def test_a_disk_that_fails_late_is_heard_before_the_next_checkpoint(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole = tmp_path / "run", checkpoint.sync
+
+    def full(path: Path) -> None:
+        end = time.monotonic() + 20
+        while "step-000002" in str(path) and time.monotonic() < end:
+            if out.joinpath("metrics.jsonl").read_bytes().count(b"\n") >= 3:
+                time.sleep(0.2)  # the third step is about to be saved
+                raise OSError(28, "No space left on device")
+            time.sleep(0.01)
+        whole(path)
+
+    monkeypatch.setattr(checkpoint, "sync", full)
+    with pytest.raises(UserError, match="could not save checkpoint .*step-000002.*No space left"):
+        posttrain.rl(SUMS, digits, str(start), out=str(out), **PLAYED)
+    assert len(read_metrics(out)) == 3
 
 
 # -- rollouts as training state ----------------------------------------------------------------------------------------

@@ -23,12 +23,12 @@ import torch
 from conftest import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import Put, Somewhere, World, pool_of
+from pools import Put, Score, Somewhere, World, pool_of
 from processes import descendants, gone
 
 import posttrain
 from posttrain.engines.canary import LIMIT, Canary
-from posttrain.engines.handover import Files, Laid, Received, SharedMemory, checksum_of_names, offered
+from posttrain.engines.handover import Files, Laid, Received, SharedMemory, checksum_of, checksum_of_names, offered
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.members import Member, State
 from posttrain.engines.pool import Pool
@@ -206,6 +206,99 @@ def test_an_engine_that_was_of_use_has_its_whole_budget_again() -> None:
     assert len(world.engines) == 5
 
 
+def test_what_is_lost_is_asked_first_and_goes_on_elsewhere() -> None:
+    world = World(random.Random(4), 0)
+    pool = pool_of(world, 2, Put(world), restarts=0)
+    pool.load(1, 1)
+    for id in range(12):
+        pool.submit(id, [id], Sampling(max_tokens=3), keep=True)
+    for engine in world.engines:
+        engine.stopped = True
+    pool.poll()
+    owed = [request.id for request in pool.members[0].owes.values()]
+    later = list(pool._waiting)
+    assert len(owed) == 4 and len(later) == 4, "each has one more than its slots"
+    world.engines[0].closed = True
+    pool.poll()
+    assert list(pool._waiting) == [*owed, *later]
+    world.engines[1].stopped = False
+    answered: list[Completion] = []
+    while len(answered) < 12:
+        answered += pool.poll()
+    assert set(pool._home.values()) == {pool.members[1]}
+    pool.load(2, 2)
+    assert not pool._home, "what was kept was computed with other weights"
+
+
+def test_what_an_engine_keeps_is_gone_with_it_and_nobody_waits_for_it() -> None:
+    world = World(random.Random(5), 0)
+    pool = pool_of(world, 2, Put(world), restarts=0)
+    pool.load(1, 1)
+    pool.submit(0, [1], Sampling(max_tokens=3), keep=True)
+    while not pool.poll():
+        pass
+    home = pool._home[0]
+    world.engines[pool.members.index(home)].closed = True
+    pool.submit(0, [1, 2], Sampling(max_tokens=3), keep=True)
+    polls = 0
+    while not pool.poll():
+        polls += 1
+        assert polls < 100, "it waits for an engine that is gone"
+
+
+def test_silence_counts_only_while_something_is_owed_and_the_pool_listens() -> None:
+    world = World(random.Random(6), 0)
+    pool = pool_of(world, 2, Put(world))
+    pool.load(1, 1)
+    pool.submit(0, [1], Sampling(max_tokens=3))
+    pool.poll()
+    idle, works = sorted(pool.members, key=lambda m: len(m.owes))
+    engine = world.engines[pool.members.index(works)]
+    engine.stopped = True
+    world.now += 1000  # an update took that long
+    pool.poll()
+    assert works.state is State.READY, "nobody has listened"
+    for _ in range(40):
+        engine.outbox.append(["alive"])
+        pool.poll()
+    assert works.state is State.READY and works.owes, "it says that it lives"
+    assert idle.state is State.READY and idle.silent == 0, "it has nothing to say"
+    while works.state is State.READY:
+        pool.poll()
+    assert pool.counts()["asked_again"] == 1
+
+
+def test_the_canary_is_told_who_had_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+
+    def deviation(self: Score, found: Any, knew: bool = False) -> tuple[float, str | None]:
+        told.append(knew)
+        return 0.0, None
+
+    monkeypatch.setattr(Score, "deviation", deviation)
+    world = World(random.Random(7), 0)
+    pool = pool_of(world, 1, Put(world))
+    for version in (3, 4, 6):
+        pool.load(version, version)
+    pool.join(Somewhere("new", world, pool.members[0].place.transport))
+    pool.load(7, 7)
+    assert told[:3] == [False, True, True] and sorted(told[3:]) == [False, True]
+
+
+def test_an_engine_that_was_of_use_once_is_not_started_for_ever() -> None:
+    world = World(random.Random(8), 0)
+    pool = pool_of(world, 1, Put(world), restarts=1)
+    pool.load(1, 1)
+    pool.submit(0, [1], Sampling())
+    while not pool.poll():
+        pass
+    world.engines[-1].closed = True
+    pool.load(2, 2)
+    world.engines[-1].closed = True  # it has not answered since
+    with pytest.raises(UserError, match="lost 2 times in a row"):
+        pool.load(3, 3)
+
+
 # -- the canary --------------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +353,14 @@ def test_weights_arrive_to_the_bit_by_memory_and_by_file(tokenizer: Tokenizer, t
             assert received.keys() == dict(model.named_parameters()).keys() and offer["version"] == version
             assert all(torch.equal(received[name], own) for name, own in model.named_parameters())
     assert memory.offer is not None and files.offer is not None
-    assert memory.offer["checksum"] == files.offer["checksum"]
+    found = files.offer["checksum"]
+    assert memory.offer["checksum"] == found == checksum_of(second.named_parameters())
+    assert found != checksum_of(first.named_parameters())
+    one, *others = ((name, tensor.detach().clone()) for name, tensor in second.named_parameters())
+    one[1].view(-1)[0] += 1
+    assert checksum_of([one, *others]) != found, "all of it counts"
+    files.put(second, 1)  # a step without an update
+    assert Path(files.offer["file"]).exists()
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["weights-0-1"], "only the last one stays"
     files.close()
     assert not (tmp_path / "weights").exists()
@@ -274,6 +374,15 @@ def test_weights_arrive_to_the_bit_by_memory_and_by_file(tokenizer: Tokenizer, t
 def ends() -> tuple[Wire, socket.socket]:
     ours, theirs = socket.socketpair()
     return Wire(ours), theirs
+
+
+def test_what_was_said_before_the_end_is_heard() -> None:
+    ours, theirs = ends()
+    Wire(theirs).tell("failed", "why")
+    theirs.close()
+    assert ours.heard() == [["failed", "why"]]
+    with pytest.raises(Gone, match="closed"):
+        ours.heard()
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ def _(row: Algorithm) -> list[tuple[str, str, str]]:
             found.append(("old", "the policy that sampled", "PPO, arXiv 1707.06347, section 3"))
     found.append(("weight w of a token", row.aggregate.formula, row.aggregate.source))
     if row.kl is not None:
-        whom = "the reference" if row.kl.against == "reference" else "the policy before the update"
+        before = "the policy that sampled" if row.old == "sampler" else "the policy before the update"
+        whom = "the reference" if row.kl.against == "reference" else before
         found.append((f"KL to {whom}, in the {row.kl.where}", f"{row.kl.beta:g} x {row.kl.formula}", row.kl.source))
         if row.kl.control is not None:
             found.append(("control of beta", row.kl.control.formula, row.kl.control.source))

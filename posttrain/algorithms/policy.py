@@ -190,11 +190,13 @@ class PolicyObjective:
         row, logp = self.row, outputs.logp if self.row.reinforces else outputs.logp.detach()
         first = batch.old_logp is None  # of the step's updates: the old policy is the current one
         old = logp.detach() if batch.old_logp is None else batch.old_logp
+        start = logp.detach() if row.old == "sampler" else old
         batch = replace(batch, old_logp=old)
         if row.teacher is not None and row.teacher.sampled:
             assert batch.advantage is not None and batch.teacher_logp is not None
-            stats.add("divergence", (old - batch.teacher_logp).sum().item(), old.numel())
-            batch = replace(batch, advantage=batch.advantage + row.teacher.worth(batch.teacher_logp, old))
+            stats.add("divergence", (start - batch.teacher_logp).sum().item(), start.numel())
+            # by older weights' probabilities it would not be the gradient of the reverse KL
+            batch = replace(batch, advantage=batch.advantage + row.teacher.worth(batch.teacher_logp, start))
         log_ratio = logp - old
         for step in row.ratio:
             log_ratio = step(log_ratio, batch)
@@ -203,7 +205,6 @@ class PolicyObjective:
         gain = row.surrogate(ratio, replace(outputs, logp=logp), batch)
         if batch.sampler_logp is not None and row.correction is not None:
             gain = gain * row.correction(old - batch.sampler_logp, batch)
-        start = logp.detach() if row.old == "sampler" else old
         self._measure(ratio.detach(), start, first, batch, stats)
         return gain
 

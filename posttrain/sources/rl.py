@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from posttrain.algorithms.penalty import KL
@@ -128,14 +129,18 @@ class Experience:
         kl, entropy = self.algorithm.kl, self.algorithm.entropy
         if kl is not None and kl.control is not None and self._watched is not None:
             rollouts, views = self._watched.rollouts, self._watched.views
-            if kl.against == "old":  # how far the updates went from the policy that sampled
+            old = views["old"]
+            if kl.against == "old":  # how far the updates went from what the ratio divides by
+                if self.algorithm.old == "sampler":
+                    told = (torch.from_numpy(_sampler_logp(r)) for r in rollouts)
+                    old = [logp.to(own) for logp, own in zip(told, views["old"], strict=True)]
                 other = view(self.learner, rollouts, self.size.tokens_per_microbatch)["logp"]
             else:
                 other = views["reference"]
-            measured = KL("k3")(torch.cat(views["old"]), torch.cat(other)).mean().item()
+            measured = KL("k3")(torch.cat(old), torch.cat(other)).mean().item()
             stats.add("kl/measured", measured)
             self.coefficients["kl"] = kl.control(self.coefficients["kl"], measured, len(rollouts))
-        if entropy is not None and stats["entropy"][1]:
+        if entropy is not None and stats.get("entropy", (0.0, 0.0))[1]:  # perhaps no group has become whole
             total, count = stats["entropy"]
             self.coefficients["entropy"] = entropy.next(self.coefficients["entropy"], total / count)
 
@@ -154,6 +159,12 @@ class Experience:
         self.stock.restore(state)
         if self.buffer is not None:
             self.buffer.restore(state["replay"])
+
+
+def _sampler_logp(rollout: Rollout) -> Any:
+    """float32 [n_i]"""
+    found = [t.sampler_logp for t in rollout.transcripts]
+    return np.concatenate([logp for logp in found if logp is not None])
 
 
 if TYPE_CHECKING:

@@ -135,6 +135,8 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     *(("grpo", {"correction": kind}, CORRECTION, Correction(kind)) for kind in ("truncate", "icepop", "sequence")),
     ("grpo", {"correction": "none"}, CORRECTION, None),
     ("grpo", {"correction": "icepop", "correction_cap": 5.0}, CORRECTION, Correction("icepop", 5.0)),
+    ("grpo", {"old_policy": "sampler"}, part("old"), "sampler"),
+    ("grpo", {"old_policy": "start"}, part("old"), "start"),
     ("arpo", {}, part("branching"), Branching(1, 0.5, 20, 0.5, 0.2, 0.5, "soft")),
     ("arpo", {"branches": 0}, part("branching"), None),
     ("gpg", {"branches": 3}, part("branching"), Branching(3)),
@@ -258,6 +260,7 @@ CANDIDATES = (
     "none",
     "forward-kl",
     "sampled",
+    "sampler",
     "hard",
 )
 

@@ -2,8 +2,9 @@
 
 Decided here: which weights sample what. The rollouts of step n are sampled by the weights after step n - 1 - k, where k is
 how far ahead is played: by count, never by the clock, so a run with k > 0 is as repeatable as one without. The first steps,
-for which there are no such weights, are sampled by those that the run begins with, or is continued with behind its end. With k > 0 playing goes on in a thread
-of its own beside the updates, with a copy of the weights; what was played and not learned from yet is training state.
+for which there are no such weights, are sampled by those that the run begins with, or is continued with behind its end.
+With k > 0 playing goes on in a thread of its own beside the updates, with a copy of the weights; what was played and not
+learned from yet is training state.
 """
 
 from __future__ import annotations

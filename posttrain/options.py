@@ -60,6 +60,8 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         return None
     if not config.tasks:
         raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
+    if isinstance(config, RL):
+        _validate_engines(config)
     if isinstance(config, RL | Evaluation | Check | Sample):
         names = _services(config)
         if not config.env and names:
@@ -112,6 +114,19 @@ def _validate_sample(config: Sample) -> None:
             "--kind names the column and --kinds the settings: give both, or none"
             if config.kind
             else "--kinds has settings, and --kind is missing: the column that names the kind of a prompt"
+        )
+
+
+def _validate_engines(config: RL) -> None:
+    if twice := [address for address in config.engines if config.engines.count(address) > 1]:
+        raise UserError(f"--engines names {twice[0]} twice: each answers one run at a time")
+    if config.engine_token is not None and not config.engines:
+        raise UserError("--engine-token is for --engines: give their addresses too, or leave it out")
+    engines = config.replicas + len(config.engines)
+    if 0 < engines < config.processes:
+        raise UserError(
+            f"each of {config.processes} processes samples with engines of its own: give as many at least (--replicas, "
+            "--engines)"
         )
 
 

@@ -449,7 +449,12 @@ def test_the_correction_is_outside_of_the_clip_and_does_not_move_from_update_to_
 
 
 def test_a_policy_that_is_its_teacher_learns_nothing_from_what_older_weights_sampled() -> None:
-    row = adjust(find("distill-k1"), Distill(algorithm="distill-k1", ahead=1, teacher="somewhere", env="my.py:reward"))
+    row = adjust(
+        find("distill-k1"),
+        Distill(
+            algorithm="distill-k1", ahead=1, teacher="somewhere", env="my.py:reward", settings={"old_policy": "sampler"}
+        ),
+    )
     assert row.old == "sampler"
     torch.manual_seed(0)
     sampler = torch.randn(6) - 2
@@ -466,7 +471,7 @@ def test_a_penalty_to_the_policy_that_sampled_is_steered_by_the_distance_from_th
     """In the last step of all nothing moves, and the distance is what older weights have left."""
     rate = Optimization.rate
     monkeypatch.setattr(Optimization, "rate", lambda self, update: rate(self, update) if update <= 4 else 0.0)
-    how = {**PLAYED, "steps": 3, "algorithm": "ppo-kl", "critic_lr": 1e-2}
+    how = {**PLAYED, "steps": 3, "algorithm": "ppo-kl", "critic_lr": 1e-2, "settings": {"old_policy": "sampler"}}
     rows = read_metrics(posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), ahead=1, **how).path)
     assert rows[2]["kl/measured"] == pytest.approx(rows[2]["sampler/kl"], rel=1e-3) and rows[2]["sampler/kl"] > 1e-3
 

@@ -628,6 +628,8 @@ def _trained(config: AnyTraining, train: Callable[[AnyTraining], Run]) -> int:
     """Train, in this process or in several, and say how it ended."""
     check_bounds(config)
     if config.processes > 1 and "RANK" not in os.environ:
+        if not config.resume:
+            validate(config)
         from posttrain.cli.launching import launch
 
         return launch(config)

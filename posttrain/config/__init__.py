@@ -41,13 +41,14 @@ VERBS: dict[str, type[FromRows]] = {
 }
 """The verbs that take a configuration; a recipe has a table for each."""
 
-OF_ONE_CALL = frozenset({"out", "resume", "accept_changes", "overwrite", "quiet", "processes", "patience", "restarts"})
+OF_ONE_CALL = frozenset(
+    {"out", "resume", "accept_changes", "overwrite", "quiet", "processes", "patience", "restarts", "shard"}
+)
 """Options that a continued run does not take over."""
 
 FREE_TO_CHANGE = frozenset(
     {
         "steps",
-        "shard",
         "save_every",
         "keep",
         "threads",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from posttrain.engines.replica import Host, answered, opened
@@ -11,6 +14,8 @@ from posttrain.engines.replicas import host_and_port, keep_alive
 from posttrain.engines.wire import Gone, Wire, prove
 from posttrain.messages import one_line
 from posttrain.types import UserError
+
+MOST_UNPROVEN = 64  # peers that may be about to prove that they have the token; further ones are turned away
 
 
 def listen(setup: dict[str, Any], address: str, token: bytes, say: Callable[[str], None]) -> NoReturn:
@@ -31,20 +36,41 @@ def listen(setup: dict[str, Any], address: str, token: bytes, say: Callable[[str
         raise UserError(f"--listen {address} cannot be listened at: {one_line(error)}") from error
     with server:
         say(f"listens at  {host}:{server.getsockname()[1]}")
+        proven: SimpleQueue[tuple[socket.socket, str]] = SimpleQueue()
+        threading.Thread(target=_meet, args=(server, token, proven, say), name="meeting", daemon=True).start()
         while True:
-            end, peer = server.accept()
-            try:
-                keep_alive(end)
-                prove(end, token, listening=True)
-            except (Gone, OSError) as error:
-                say(f"refused     {peer[0]}: {one_line(error)}")
-                end.close()
-                continue
-            say(f"a pool      {peer[0]}")
+            end, peer = proven.get()
+            say(f"a pool      {peer}")
             try:
                 answered(Wire(end), hosted)
                 say("it is gone")
             except UserError as error:
                 say(f"it is gone  {error}")
             finally:
+                end.close()
+
+
+def _meet(
+    server: socket.socket, token: bytes, proven: SimpleQueue[tuple[socket.socket, str]], say: Callable[[str], None]
+) -> None:
+    """Let those in who prove that they have the token. Nobody waits for one that is slow to."""
+    places = threading.BoundedSemaphore(MOST_UNPROVEN)
+
+    def meet(end: socket.socket, peer: str) -> None:
+        try:
+            keep_alive(end)
+            prove(end, token, listening=True)
+            proven.put((end, peer))
+        except (Gone, OSError) as error:
+            say(f"refused     {peer}: {one_line(error)}")
+            end.close()
+        finally:
+            places.release()
+
+    with suppress(OSError):  # the server is closed
+        while True:
+            end, peer = server.accept()
+            if places.acquire(blocking=False):
+                threading.Thread(target=meet, args=(end, peer[0]), daemon=True).start()
+            else:
                 end.close()

@@ -85,17 +85,21 @@ def _tried(config: Plan, outcome: Callable[[Setting], Outcome]) -> list[Outcome]
 
 
 def _splits(gpus: int, ahead: int, cut: int | None, of: Callable[[Setting], Outcome]) -> list[Outcome]:
-    """All splits of a few devices; of many some, and then the neighbours of the best until none is better."""
+    """All splits of a few devices; of many some, and then the neighbours of the best until none is better.
+
+    Each process of a run has engines of its own, so there are at least as many engines as learners.
+    """
 
     def outcome(engines: int) -> Outcome:
         return of(Setting(engines, gpus - engines, ahead, cut))
 
-    tried = {max(1, min(gpus - 1, round(gpus * part / (SPLITS + 1)))) for part in range(1, SPLITS + 1)}
+    there = set(range(-(-gpus // 2), gpus))
+    tried = {round(gpus * part / (SPLITS + 1)) for part in range(1, SPLITS + 1)} & there or there
     if gpus <= SPLITS + 1:
-        tried = set(range(1, gpus))
+        tried = there
     while True:
         best = max(sorted(tried), key=lambda engines: outcome(engines).steps_per_hour)
-        further = {best - 1, best + 1} & set(range(1, gpus)) - tried
+        further = {best - 1, best + 1} & there - tried
         if not further:
             return [outcome(engines) for engines in sorted(tried)]
         tried |= further

@@ -24,6 +24,7 @@ from posttrain.models.linear import compute_apart
 from posttrain.protocols import Counting, Learner, Model, Paced
 from posttrain.sources.collecting import Collected, Collector, Mark
 from posttrain.sources.stored import restored, stored
+from posttrain.types import UserError
 
 T = TypeVar("T")
 END_SECONDS = 10.0  # for the thread to notice that nobody waits for what it plays
@@ -64,7 +65,11 @@ class Stock:
             copied = copied or (own_copy(learner.weights()) if self.ahead else learner.weights())
             self._begin(coming, copied, learner.version)
         played = self._steps.popleft().result()
-        assert played.number == number, "steps come in their order"
+        if played.number != number:
+            raise UserError(
+                f"the rollouts that the checkpoint holds for step {number} are of step {played.number}: delete it to use "
+                "the one before it"
+            )
         self._learned = played.after
         return played
 
@@ -83,6 +88,8 @@ class Stock:
             if row is None:  # it failed, and ended the run: it is played anew, with the weights that there are
                 break
             played = self._restored(row)
+            if self._steps and played.number != self._steps[-1].result().number + 1:
+                raise ValueError(f"rollouts of step {played.number} behind those of another step than the one before")
             self._steps.append(_Step(_made(played)))
 
     def close(self) -> None:

@@ -182,7 +182,10 @@ class Collector:
             begun = Completion(0, told["tokens"], told["logp"], "", StopReason.LENGTH, runs[0][1], None, runs)
             return Episode(task, group, int(told["seed"]), begun=begun)
 
-        return Open(group, place, tuple(map(member, row["members"])))
+        members = tuple(map(member, row["members"]))
+        if len(members) != self.size.group:
+            raise ValueError(f"{len(members)} members of a group of {self.size.group}")
+        return Open(group, place, members)
 
     def _fits(self, place: int) -> bool:
         """Whether a prompt does, where that can be told before it is played."""

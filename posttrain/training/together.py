@@ -29,6 +29,8 @@ def together(config: Training) -> Iterator[World]:
                 "processes are started by the command posttrain; a program of your own is started by torchrun "
                 f"--nproc-per-node {config.processes}"
             )
+        if config.patience != Training.patience:
+            raise UserError("--patience is of several processes: give --processes too, or leave it out")
         if config.restarts:
             raise UserError("--restarts is of several processes: give --processes too, or leave it out")
         if config.shard:

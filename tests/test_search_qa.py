@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from retrieved import ROWS, small_index, write_rows
 from said_by_script import Scripted
@@ -343,6 +343,7 @@ PIECES = ["<search>", "</search>", "<answer>", "</answer>", "<think>", "</think>
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=14), st.booleans())
+@example(["<answer>", " Paris ", "<", "</answer>"], False)
 def test_whatever_is_said_the_answer_is_what_the_first_closed_tag_holds(parts: list[str], again: bool) -> None:
     """Against a regular expression, as the authors have it: the first <search> or <answer> that is closed."""
     import re

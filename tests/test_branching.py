@@ -38,7 +38,7 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.seeds import seed_of
 from posttrain.sources.packing import collate, pack, split_microbatches
 from posttrain.sources.scores import describe, refuse_broken, scoreboard
-from posttrain.types import Invalid, InvalidKind, Rollout, Sampling, SpanKind, StopReason, Transcript, UserError
+from posttrain.types import Invalid, InvalidKind, Reply, Rollout, Sampling, SpanKind, StopReason, Transcript, UserError
 
 SIZE = 8
 RISEN = Plan(first=0.25, tokens=3, alpha=0.5, beta=0.2, threshold=0.5, branches=1, largest=math.log(64))
@@ -579,3 +579,19 @@ def test_a_run_is_the_same_with_slow_tools_and_when_it_is_resumed_and_evaluates_
     assert files(run("slow", branching.slow_tools, 2)) == whole
     shutil.rmtree(tmp_path / "slow" / "checkpoints" / "step-000002")  # as if it had been killed before that was written
     assert files(run("slow", branching.slow_tools, 2, resume=True)) == whole
+
+
+def test_branches_that_are_begun_at_once_share_nothing_that_one_of_them_may_change() -> None:
+    """They reach their worker in one message."""
+    with EnvPool(branching.remembering_tools, 1) as pool:
+        pool.start(0, {"id": "0", "prompt": "say 0="})
+        shown = [pool.poll(20)]
+        for said in ("one 12", "two 34"):
+            pool.send(0, Reply(said))
+            shown.append(pool.poll(20))
+        for other in (1, 2, 3):
+            pool.branch(0, other)
+        events: dict[int, Any] = {}
+        while len(events) < 3:
+            events |= dict(pool.poll(20))
+        assert [events[other] for other in (1, 2, 3)] == [dict(shown[-1])[0]] * 3

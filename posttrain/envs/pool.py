@@ -409,9 +409,11 @@ class EnvPool:
         commands = []
         for order in worker.queue:
             episode = order.episode
-            sent = episode.sent[-1:] if episode.placed else episode.sent
+            sent, recorded = episode.sent[-1:], dict[int, Any]()
             task = None if episode.placed or order.drop else self._pickled(episode.task)
-            recorded = {} if task is None else episode.recorded
+            if task is not None:
+                # branches of one message would share what they were answered, and one of them may change its own
+                sent, recorded = deepcopy((episode.sent, episode.recorded))
             commands.append(Command(episode.number, task, () if order.drop else tuple(sent), order.drop, recorded))
             episode.placed = not order.drop
             order.since = time.monotonic()

@@ -99,7 +99,15 @@ def command_of(pid: int) -> bytes:
 
 
 def is_engine(pid: int) -> bool:
-    return b"engines.replica:" in command_of(pid)
+    """Not its keeper: that one stopped, and whom it belongs to killed, nobody would be left to end it."""
+    return all(b"engines.replica:" in command_of(each) for each in (pid, parent_of(pid)))
+
+
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def is_rank(pid: int) -> bool:

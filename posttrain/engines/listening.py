@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 from posttrain.engines.replica import Host, answered, opened
@@ -15,6 +15,7 @@ from posttrain.engines.wire import Gone, Wire, prove
 from posttrain.messages import one_line
 from posttrain.types import UserError
 
+LOOK_SECONDS = 0.5  # between looks at whether anybody said to stop
 MOST_UNPROVEN = 64  # peers that may be about to prove that they have the token; further ones are turned away
 
 
@@ -39,7 +40,10 @@ def listen(setup: dict[str, Any], address: str, token: bytes, say: Callable[[str
         proven: SimpleQueue[tuple[socket.socket, str]] = SimpleQueue()
         threading.Thread(target=_meet, args=(server, token, proven, say), name="meeting", daemon=True).start()
         while True:
-            end, peer = proven.get()
+            try:
+                end, peer = proven.get(timeout=LOOK_SECONDS)
+            except Empty:  # a signal may have reached another thread, and is noticed here
+                continue
             say(f"a pool      {peer}")
             try:
                 answered(Wire(end), hosted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -43,6 +44,8 @@ def serve_engine(config: ServeEngine, say: Callable[[str], None] = _say) -> None
     if config.engine == "vllm":
         os.environ.update(environment())
     how = config.slots, config.precision, config.engine_cache, torch.get_num_threads()
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has it ignored in the background
+        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="posttrain-engine-") as own, suppress(KeyboardInterrupt):
         setup = {**setup_of(config.engine, model, tokenizer, Path(own), *how), "device": str(device)}
         say(f"samples     {config.model}, {model.config.context} tokens of context, on {device}")

@@ -10,17 +10,16 @@ OUT/results.json; what is there is not run again.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from staleness import imitated
+from staleness import kept, prepared
 
-from posttrain.envs import arithmetic
 from posttrain.reproduce.experiment import student_interval
 from posttrain.runs.reading import read_metrics, read_timing
 
@@ -43,21 +42,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--out", default="runs/scale")
     options = parser.parse_args()
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "results.json"
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    out, results = Path(options.out), dict[str, Any]()
     for seed in options.seeds:
-        practice = arithmetic.tasks(8800, seed, digits=1, operands=4)
-        unseen = arithmetic.tasks(500, seed, digits=1, operands=4, held_out=True)
-        for name, tasks in (("practice", practice), ("unseen", unseen)):
-            (out / f"{name}-{seed}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-        start = imitated(practice, out / f"start-{seed}", seed)
+        _, start = prepared(out, seed)
         for way in WAYS:
-            if f"{way}; {seed}" not in results:
-                results[f"{way}; {seed}"] = one(out, start, way, seed, options.steps)
-                path.write_text(json.dumps(results, indent=1) + "\n")
-                print(way, seed, results[f"{way}; {seed}"]["curve"][-1], flush=True)
+            kept(out, f"{way}; {seed}", partial(one, out, start, way, seed, options.steps), results)
     print(report(results, options.seeds))
 
 

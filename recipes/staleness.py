@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +34,34 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--out", default="runs/staleness")
     options = parser.parse_args()
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "results.json"
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    out, results = Path(options.out), dict[str, Any]()
     for seed in options.seeds:
-        practice = arithmetic.tasks(8800, seed, digits=1, operands=4)
-        unseen = arithmetic.tasks(500, seed, digits=1, operands=4, held_out=True)
-        (out / f"unseen-{seed}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in unseen))
-        start = imitated(practice, out / f"start-{seed}", seed)
+        practice, start = prepared(out, seed)
         for row, ahead, accounting in kinds(options.rows):
-            name = f"{row} {accounting} {ahead} {seed}"
-            if name not in results:
-                results[name] = one(practice, start, out, row, ahead, accounting, seed, options.steps)
-                path.write_text(json.dumps(results, indent=1) + "\n")
-                print(name, results[name]["accuracy"], flush=True)
+            make = partial(one, practice, start, out, row, ahead, accounting, seed, options.steps)
+            kept(out, f"{row} {accounting} {ahead} {seed}", make, results)
     print(report(results, options.rows, options.seeds))
+
+
+def prepared(out: Path, seed: int) -> tuple[list[Task], str]:
+    """The sums to practise on and the model to begin with, as in the demo; they and unseen ones lie in `out` too."""
+    out.mkdir(parents=True, exist_ok=True)
+    practice = arithmetic.tasks(8800, seed, digits=1, operands=4)
+    unseen = arithmetic.tasks(500, seed, digits=1, operands=4, held_out=True)
+    for name, tasks in (("practice", practice), ("unseen", unseen)):
+        (out / f"{name}-{seed}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    return practice, imitated(practice, out / f"start-{seed}", seed)
+
+
+def kept(out: Path, name: str, make: Callable[[], dict[str, Any]], results: dict[str, Any]) -> None:
+    """Put the figures of one run among the results: those of OUT/results.json, or what `make()` gives, which goes there."""
+    path = out / "results.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if name not in known:
+        known[name] = make()
+        path.write_text(json.dumps(known, indent=1) + "\n")
+        print(name, known[name]["curve"][-1], flush=True)
+    results[name] = known[name]
 
 
 def kinds(rows: Sequence[str]) -> list[tuple[str, int, str]]:
@@ -63,7 +76,7 @@ def kinds(rows: Sequence[str]) -> list[tuple[str, int, str]]:
 
 
 def imitated(practice: Sequence[Task], out: Path, seed: int) -> str:
-    """The model to begin with, as in the demo."""
+    """A model that has imitated some of them."""
     shown: Counter[str] = Counter()
     demonstrations = []
     for task in practice:

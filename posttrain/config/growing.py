@@ -25,7 +25,7 @@ class Plan:
     """Prompts a step; default: the pilot's."""
     group: int | None = option(None, above=0)
     """Replies a prompt; default: the pilot's. Members of its groups are then drawn again."""
-    handover: float | None = option(None, least=0)
+    handover_seconds: float | None = option(None, least=0)
     """Seconds to hand weights over to an engine; default: the pilot's, which are next to none where they are shared."""
     gradients: float = option(0.0, least=0)
     """Seconds a step in which several learners sum their gradients: the pilot, with one, cannot know."""

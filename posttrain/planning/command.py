@@ -32,7 +32,7 @@ HELP = {
 def plan(run: str, config: Plan) -> int:
     """Print what a pilot run's job would do in other settings. Returns the exit code."""
     _check(config)
-    pilot = read_pilot(run, config.prompts, config.group, config.handover, config.gradients)
+    pilot = read_pilot(run, config.prompts, config.group, config.handover_seconds, config.gradients)
     steps = config.steps or _enough(pilot, config)
 
     @cache
@@ -140,7 +140,7 @@ def _about(pilot: Pilot, alone: Outcome) -> list[str]:
     measured = "" if pilot.resized else f"{pilot.steps_per_hour:,.0f} steps/h measured, "
     compared = f" ({far:+.0%})" if measured else ""
     prompts, group = pilot.size
-    handed = f"hand-over {speed.load:.2g} s" if speed.load > 1e-3 else "no hand-over (--handover)"
+    handed = f"hand-over {speed.load:.2g} s" if speed.load > 1e-3 else "no hand-over (--handover-seconds)"
     return [
         f"pilot     {pilot.folder}: {pilot.steps} steps measured; a step is {prompts} prompts x {group} replies",
         f"replies   {sum(lengths) / most:,.0f} tokens, 95% up to {lengths[int(0.95 * (most - 1))]:,}, "

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from posttrain.models.head import Head
+
 TRAINING = "training"
 """The folder of a checkpoint that holds what only training reads: a learner's state, and a source's."""
 
@@ -40,8 +42,8 @@ class Model(Protocol):
     def config(self) -> Shape: ...
 
     @property
-    def head(self) -> Tensor:
-        """Weight of the output head, [vocab, hidden]: logits = hidden @ head.T."""
+    def head(self) -> Head:
+        """How hidden states become logits."""
         ...
 
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
 from posttrain.models.folder import save_model
-from posttrain.models.likelihood import output_logits
 from posttrain.models.reward import RewardModel, Shape, new_reward_model, settle
 from posttrain.models.tokenizer import EOS, PAD, UNKNOWN, Tokenizer, _train_characters
 from posttrain.sources.packing import Read, pack
@@ -109,5 +108,5 @@ def scores(model: RewardModel, texts: Sequence[Spoken]) -> Tensor:
     """What training computes of these, laid together, [n]."""
     read: Read = "each" if model.shape.pooling == "mean" else "last"
     packed = pack([[transcript(*text)] for text in texts], range(len(texts)), read=read)
-    each = output_logits(model.hidden(packed.layout, packed.at), model.head)[:, 0]
+    each = model.head.logits(model.hidden(packed.layout, packed.at))[:, 0]
     return torch.stack([each[packed.transcript == place].mean() for place in range(len(texts))])

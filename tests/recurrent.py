@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from posttrain.batch import Layout
 from posttrain.models.folder import LOADERS
+from posttrain.models.head import Head
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Recurrent(nn.Module):
         self.cell = nn.GRU(config.hidden, config.hidden)
 
     @property
-    def head(self) -> Tensor:
-        return self.embedding.weight
+    def head(self) -> Head:
+        return Head(self.embedding.weight)
 
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
         states: list[Tensor] = []

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import make_rollouts
 from feeding import WORDS, chosen_row, new_case, new_learner, new_player
+from heads import KINDS, new_head, plain_logits
 from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
@@ -29,6 +30,7 @@ from posttrain.algorithms.table import TABLE, find
 from posttrain.batch import Batch, Outputs, Scores, Stats
 from posttrain.learners.local import REFERENCE
 from posttrain.models.decoder import causal
+from posttrain.models.head import Head
 from posttrain.models.likelihood import Hidden, exact_kl, soft_values
 from posttrain.part import Limits, Need
 from posttrain.sources.collecting import Size
@@ -395,7 +397,7 @@ def test_squared_gradients_equal_those_of_each_sequence_alone() -> None:
     for rollout in case.rollouts:
         (transcript,) = rollout.transcripts
         tokens = torch.tensor(transcript.tokens)
-        logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.T).log_softmax(-1)
+        logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.weight.T).log_softmax(-1)
         model.zero_grad()
         torch.stack([logs[t - 1, tokens[t]] for t in transcript.scored.tolist()]).sum().backward()
         found.append(sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
@@ -603,7 +605,7 @@ def test_exact_kl_equals_the_closed_form_and_the_mean_of_k1_within_its_error(tem
     tokens, place = torch.tensor(transcript.tokens), torch.arange(6)
     with torch.no_grad():
         own, other = (
-            (m(tokens, place, causal) @ m.head.T / temperature).log_softmax(-1)[2:5]
+            (m(tokens, place, causal) @ m.head.weight.T / temperature).log_softmax(-1)[2:5]
             for m in (learner.model, learner.others[REFERENCE])
         )
     assert torch.allclose(found.kl, (own.exp() * (own - other)).sum(-1), atol=1e-12)
@@ -624,28 +626,31 @@ def test_exact_kl_in_the_loss_has_the_gradient_of_its_closed_form() -> None:
     plain = (mine @ head.T / 0.7).log_softmax(-1)
     value = (plain.exp() * (plain - (states.detach() @ other.T / 0.7).log_softmax(-1))).sum()
     (want,) = torch.autograd.grad(value, mine)
-    found = exact_kl(Hidden(states, head), Hidden(states.detach(), other), 0.7).sum()
+    found = exact_kl(Hidden(states, Head(head)), Hidden(states.detach(), Head(other)), 0.7).sum()
     assert torch.allclose(torch.autograd.grad(found, states)[0], want, atol=1e-12)
     assert torch.isclose(found, (own.exp() * (own - theirs)).sum())
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("graded", [True, False])
 @pytest.mark.parametrize("rows", [0, 1, 4, 7])
 def test_what_is_worked_out_in_chunks_of_tokens_is_what_it_is_as_a_whole(
-    monkeypatch: pytest.MonkeyPatch, rows: int, graded: bool
+    monkeypatch: pytest.MonkeyPatch, rows: int, graded: bool, kind: str
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    one, two = (Hidden(*(torch.randn(n, 3, generator=generator).double() for n in (rows, 6))) for _ in range(2))
-    own, other = ((h.states @ h.head.T / 0.7).log_softmax(-1) for h in (one, two))
+    one, two = (
+        Hidden(torch.randn(rows, 3, generator=generator).double(), new_head(kind, 6, 3, generator)) for _ in range(2)
+    )
+    own, other = ((plain_logits(h.states, h.head) / 0.7).log_softmax(-1) for h in (one, two))
     expected = (own.exp() * (own - other)).sum(-1)
     monkeypatch.setattr("posttrain.models.likelihood.CHUNK_LOGITS", 12)
     monkeypatch.setattr("posttrain.models.likelihood.CHUNK_ROWS", 2)
     with torch.set_grad_enabled(graded):
         assert torch.allclose(exact_kl(one, two, 0.7), expected, atol=1e-12)
-        q = torch.minimum(two.states @ two.head.T, one.states @ one.head.T)
+        q = torch.minimum(*(plain_logits(h.states, h.head) for h in (two, one)))
         values = soft_values(one, (one, two), (two, two), 0.7)
     assert torch.allclose(values[0], (own.exp() * q).sum(-1), atol=1e-12)
-    assert torch.allclose(values[1], (own.exp() * (two.states @ two.head.T)).sum(-1), atol=1e-12)
+    assert torch.allclose(values[1], (own.exp() * plain_logits(two.states, two.head)).sum(-1), atol=1e-12)
 
 
 def test_two_kinds_of_shaping_add_up() -> None:

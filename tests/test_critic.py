@@ -22,6 +22,7 @@ from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, ValueModel, new_critic
 from posttrain.models.decoder import DecoderConfig, causal, new_decoder
 from posttrain.models.folder import load_model, save_model
+from posttrain.models.head import Head
 from posttrain.models.likelihood import Hidden, soft_values
 from posttrain.models.reward import Shape, new_reward_model
 from posttrain.sources.collecting import Size
@@ -285,18 +286,18 @@ def test_soft_values_have_a_gradient_into_the_policy_alone_and_equal_their_defin
 
     def hidden() -> Hidden:
         states, head = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (3, 6))
-        return Hidden(states.requires_grad_(), head.requires_grad_())
+        return Hidden(states.requires_grad_(), Head(head.requires_grad_()))
 
     policy, one, two, slow_one, slow_two = (hidden() for _ in range(5))
     expected, target = soft_values(policy, (one, two), (slow_one, slow_two), temperature=0.7)
     for n in range(3):
-        pi = (policy.states[n] @ policy.head.T / 0.7).softmax(-1).tolist()
+        pi = (policy.states[n] @ policy.head.weight.T / 0.7).softmax(-1).tolist()
         for (a, b), found in (((one, two), expected), ((slow_one, slow_two), target)):
-            x, y = ((h.states[n] @ h.head.T).tolist() for h in (a, b))
+            x, y = ((h.states[n] @ h.head.weight.T).tolist() for h in (a, b))
             assert found[n].item() == pytest.approx(sum(p * min(u, w) for p, u, w in zip(pi, x, y, strict=True)))
-    others = [t for h in (one, two, slow_one, slow_two) for t in (h.states, h.head)]
+    others = [t for h in (one, two, slow_one, slow_two) for t in (h.states, h.head.weight)]
     gradients = torch.autograd.grad(
-        expected.sum() + target.sum(), [policy.states, policy.head, *others], allow_unused=True
+        expected.sum() + target.sum(), [policy.states, policy.head.weight, *others], allow_unused=True
     )
     assert all(g is not None for g in gradients[:2]) and all(g is None for g in gradients[2:])
     target_only = torch.autograd.grad(soft_values(policy, (one, two), (one, two))[0].sum(), policy.states)[0]
@@ -315,7 +316,7 @@ def test_soft_values_of_a_learner_are_expectations_under_the_policy_at_its_tempe
         (transcript,) = rollout.transcripts
         tokens, place = torch.tensor(transcript.tokens), torch.arange(len(transcript))
         with torch.no_grad():
-            logs = (model(tokens, place, causal) @ model.head.T / 0.6).log_softmax(-1)
+            logs = (model(tokens, place, causal) @ model.head.weight.T / 0.6).log_softmax(-1)
             own = critic.backbone(tokens, place, causal) @ critic.heads.transpose(1, 2)
             slow = critic.slow_backbone(tokens, place, causal) @ critic.slow_heads.transpose(1, 2)
         for t in transcript.scored.tolist():

@@ -64,7 +64,7 @@ def edit(folder: Path, **changes: object) -> None:
 
 @torch.no_grad()
 def logits(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    return model(tokens, torch.arange(len(tokens)), causal) @ model.head.T
+    return model(tokens, torch.arange(len(tokens)), causal) @ model.head.weight.T
 
 
 @torch.no_grad()
@@ -131,7 +131,7 @@ def test_a_sequence_does_not_see_the_one_laid_beside_it() -> None:
         return torch.cat([causal(layer, *part) for part in parts])
 
     position = torch.cat([torch.arange(7), torch.arange(12)])
-    both = model(torch.cat([first, second]), position, beside) @ model.head.T
+    both = model(torch.cat([first, second]), position, beside) @ model.head.weight.T
     torch.testing.assert_close(both, torch.cat([logits(model, first), logits(model, second)]), atol=1e-6, rtol=1e-5)
 
 
@@ -149,7 +149,7 @@ def test_gradients_agree_with_finite_differences_in_float64(changes: dict) -> No
     tokens, position = some_tokens(31, 9), torch.arange(9)
 
     def loss() -> torch.Tensor:
-        return (model(tokens, position, causal) @ model.head.T).log_softmax(-1)[:, 3].sum()
+        return (model(tokens, position, causal) @ model.head.weight.T).log_softmax(-1)[:, 3].sum()
 
     parameters: list[torch.Tensor] = list(model.parameters())
     directions = [torch.randn_like(parameter) for parameter in parameters]
@@ -193,7 +193,7 @@ def test_new_decoder_is_its_seed_and_leaves_the_global_generator_alone() -> None
     one, same, other = (new_decoder(tiny_config(qkv_bias=True, layers=8), seed) for seed in (3, 3, 4))
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
-    assert not torch.equal(one.head, other.head)
+    assert not torch.equal(one.head.weight, other.head.weight)
     weights = dict(one.named_parameters())
     assert weights["layers.0.qkv.weight"].std().item() == pytest.approx(0.02, rel=0.1)
     assert weights["layers.0.down.weight"].std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.2)

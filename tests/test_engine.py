@@ -57,7 +57,7 @@ def test_engine_agrees_with_the_learner_on_a_pretrained_model(data) -> None:  # 
     for completion in done.values():
         tokens = torch.tensor([*prompt, *completion.tokens])
         hidden = model(tokens, torch.arange(len(tokens)), causal)
-        logp = (hidden @ model.head.T).log_softmax(-1)[len(prompt) - 1 : -1]
+        logp = (hidden @ model.head.weight.T).log_softmax(-1)[len(prompt) - 1 : -1]
         own = logp.gather(-1, torch.tensor(completion.tokens)[:, None]).squeeze(-1)
         assert torch.allclose(own, torch.tensor(completion.logp), rtol=1e-5, atol=1e-5)
 
@@ -145,7 +145,7 @@ def test_sampling_follows_the_distribution(model: Decoder, tokenizer: Tokenizer)
         [Sampling(seed=i, max_tokens=1) for i in range(count)],
     )
     hidden = model(torch.tensor(prompt), torch.arange(3), causal)[-1]
-    expected = (hidden @ model.head.T).softmax(-1)
+    expected = (hidden @ model.head.weight.T).softmax(-1)
     seen = torch.bincount(torch.tensor([c.tokens[0] for c in done.values()]), minlength=len(expected)) / count
     assert (seen - expected).abs().max() < 4 * (0.25 / count) ** 0.5
 
@@ -209,7 +209,7 @@ def test_requests_of_few_and_many_prompts_see_their_own_prompt_and_tokens(
     for number, prompt in enumerate(asked):
         tokens = torch.tensor([*prompt, *done[number].tokens])
         with torch.no_grad():
-            logits = model(tokens, torch.arange(len(tokens)), causal) @ model.head.T
+            logits = model(tokens, torch.arange(len(tokens)), causal) @ model.head.weight.T
         at = torch.arange(len(prompt), len(tokens))
         expected = logits.log_softmax(-1)[at - 1, tokens[at]]
         assert torch.allclose(torch.tensor(done[number].logp), expected, atol=1e-5)
@@ -386,7 +386,7 @@ def test_what_requests_ask_of_sampling_is_forgotten_when_they_end() -> None:
 def test_probabilities_that_are_no_numbers_are_told_in_one_line(tokenizer: Tokenizer, weight: float) -> None:
     model = tiny(tokenizer)
     with torch.no_grad():
-        model.head.mul_(weight)
+        model.head.weight.mul_(weight)
     for sampling in (Sampling(max_tokens=3), Sampling(max_tokens=3, top_k=5), Sampling(temperature=0.7, max_tokens=3)):
         engine = LocalEngine(model, tokenizer)
         engine.submit(0, tokenizer.encode("1+2="), sampling)

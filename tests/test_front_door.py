@@ -124,7 +124,7 @@ def test_checkpoint_opens_in_transformers_with_the_same_log_probabilities(imitat
     tokens = transformers.AutoTokenizer.from_pretrained(imitated.checkpoint)("3+4=7").input_ids
     ours, own = load_model(imitated.checkpoint), Tokenizer.load(imitated.checkpoint).encode("3+4=7", start=True)
     assert tokens == own
-    logits = ours(torch.tensor(own), torch.arange(len(own)), causal) @ ours.head.T
+    logits = ours(torch.tensor(own), torch.arange(len(own)), causal) @ ours.head.weight.T
     assert (theirs(torch.tensor([own])).logits[0] - logits).abs().max() < 1e-4
 
 

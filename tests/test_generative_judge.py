@@ -334,7 +334,7 @@ def test_a_resumed_run_notices_other_weights_of_its_judge(place: Path, tokenizer
     posttrain.rl("rows.jsonl", **options("run", steps=2))
     model = load_model("judge")
     with torch.no_grad():
-        model.head[0, 0] += 1.0
+        model.head.weight[0, 0] += 1.0
     model.save(Path("judge"))
     with pytest.raises(UserError, match="--judge judge changed"):
         posttrain.rl("rows.jsonl", **options("run", steps=4, resume=True))

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from heads import KINDS, new_head, plain_logits, tensors
 from layouts import normal, segments
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
@@ -23,25 +24,27 @@ from posttrain.models import likelihood
 from posttrain.models.attention import SegmentAttention, filled
 from posttrain.models.decoder import Decoder, causal, new_decoder
 from posttrain.models.fused import rms_norm, swiglu
+from posttrain.models.head import Head
 from posttrain.models.likelihood import token_logp, token_logp_entropy
 from posttrain.models.linear import Linear, accumulating, in_blocks, product
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Sampling
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kept", [True, False], ids=["logits kept", "logits made again"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_likelihood_in_blocks_equals_the_plain_softmax(
-    monkeypatch: pytest.MonkeyPatch, kept: bool, temperature: float
+    monkeypatch: pytest.MonkeyPatch, kept: bool, temperature: float, kind: str
 ) -> None:
     monkeypatch.setattr(likelihood, "BLOCK_LOGITS", 9 * 64)  # blocks of 64, the last one of 8
     monkeypatch.setattr(likelihood, "KEPT_LOGITS", 1 << 20 if kept else 0)
-    hidden, head = normal(9, 5).requires_grad_(), normal(200, 5, seed=1).requires_grad_()
+    hidden, head = normal(9, 5).requires_grad_(), new_head(kind, 200, 5, torch.Generator().manual_seed(1))
     target = torch.tensor([0, 63, 64, 127, 128, 191, 192, 199, 5])
     weight, other = normal(9, seed=2), normal(9, seed=3)
 
     def plain() -> tuple[Tensor, Tensor]:
-        logs = (hidden @ head.T / temperature).log_softmax(-1)
+        logs = (plain_logits(hidden, head) / temperature).log_softmax(-1)
         return logs.gather(-1, target[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
 
     for ours, theirs in (
@@ -52,13 +55,13 @@ def test_likelihood_in_blocks_equals_the_plain_softmax(
         total, expected = (
             sum((part * w).sum() for part, w in zip(parts, (weight, other), strict=False)) for parts in (ours, theirs)
         )
-        gradients, others = (torch.autograd.grad(x, (hidden, head)) for x in (total, expected))
+        gradients, others = (torch.autograd.grad(x, (hidden, *tensors(head))) for x in (total, expected))
         assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(gradients, others, strict=True))
 
 
 def test_likelihood_of_no_token_is_empty_and_has_a_gradient_of_zero() -> None:
     hidden, head = normal(0, 5).requires_grad_(), normal(20, 5).requires_grad_()
-    logp, entropy = token_logp_entropy(hidden, head, torch.zeros(0, dtype=torch.int64))
+    logp, entropy = token_logp_entropy(hidden, Head(head), torch.zeros(0, dtype=torch.int64))
     (logp.sum() + entropy.sum()).backward()
     assert logp.shape == entropy.shape == (0,) and head.grad is not None and not head.grad.any()
 
@@ -200,7 +203,7 @@ def test_rollouts_are_sampled_from_weights_that_were_replaced(model: Decoder, to
         (done,) = engine.poll()
         tokens = torch.tensor([5, 6, 7, *done.tokens])
         with torch.no_grad():
-            logs = (model(tokens, torch.arange(5), causal) @ model.head.T).log_softmax(-1)
+            logs = (model(tokens, torch.arange(5), causal) @ model.head.weight.T).log_softmax(-1)
         assert done.logp == pytest.approx([logs[i, tokens[i + 1]].item() for i in (2, 3)], abs=1e-5)
         return done.logp[1]
 
@@ -268,7 +271,7 @@ def test_entropy_has_its_own_gradient_at_any_temperature() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(5, 8, generator=generator, dtype=torch.float64).requires_grad_()
     head = torch.randn(50, 8, generator=generator, dtype=torch.float64)
-    entropy = token_logp_entropy(hidden, head, torch.arange(5), 0.6)[1]
+    entropy = token_logp_entropy(hidden, Head(head), torch.arange(5), 0.6)[1]
     logp = (hidden @ head.t() / 0.6).log_softmax(-1)
     plain = -(logp.exp() * logp).sum(-1)
     (ours,), (theirs,) = (torch.autograd.grad(x.sum(), hidden) for x in (entropy, plain))

@@ -46,6 +46,7 @@ from posttrain.config import RL
 from posttrain.learners.local import REFERENCE, LocalLearner
 from posttrain.models.critic import ActionValueModel, ValueModel
 from posttrain.models.decoder import Decoder, causal
+from posttrain.models.head import Head
 from posttrain.models.likelihood import token_logp
 from posttrain.sources.collecting import Size
 from posttrain.sources.packing import Taught, collate, pack, split_microbatches
@@ -79,7 +80,7 @@ def played(case: Case, rollout: Rollout, correct: float) -> Played:
     tokens, place = torch.tensor(transcript.tokens), torch.arange(len(transcript))
     sampled = transcript.scored.tolist()
     model, critic, key = case.learner.model, case.learner.critic, id(rollout)
-    logs = (model(tokens, place, causal) @ model.head.T).log_softmax(-1)
+    logs = (model(tokens, place, causal) @ model.head.weight.T).log_softmax(-1)
     told = Played(
         [logs[t - 1, tokens[t]] for t in sampled],
         case.old[key].tolist(),
@@ -96,7 +97,7 @@ def played(case: Case, rollout: Rollout, correct: float) -> Played:
         with torch.no_grad():
             own = torch.tensor(read.tokens)
             teacher = case.learner.others[by]
-            said = teacher(own, torch.arange(len(own)), causal) @ teacher.head.T / TEACHER_TEMPERATURE  # type: ignore[operator]
+            said = teacher(own, torch.arange(len(own)), causal) @ teacher.head.weight.T / TEACHER_TEMPERATURE  # type: ignore[operator]
         told.tea = [said[t - 1].softmax(-1) for t in read.scored.tolist()]
         told.p = [logs[t - 1].exp() for t in sampled]
     if isinstance(critic, ValueModel):
@@ -121,7 +122,7 @@ def by_loops(case: Case, correct: float = SUCCESS) -> tuple[float, Tensor]:
         texts, model = [], case.learner.model
         for text in case.texts:
             tokens = torch.tensor(text.tokens)
-            logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.T).log_softmax(-1)
+            logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.weight.T).log_softmax(-1)
             texts.append([logs[t - 1, tokens[t]] for t in range(1, len(tokens))])
         loss = loss + TEXTS[name](texts)
     loss.backward()
@@ -183,7 +184,7 @@ def test_packed_log_probabilities_equal_those_of_each_sequence_alone(seed: int) 
     for rollout in rollouts:
         transcript = rollout.transcripts[0]
         tokens = torch.tensor(transcript.tokens)
-        logp = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.T / 0.8).log_softmax(-1)
+        logp = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.weight.T / 0.8).log_softmax(-1)
         alone += [logp[t - 1, tokens[t]] for t in transcript.scored.tolist()]
     assert (together - torch.stack(alone)).abs().max() < 1e-10
 
@@ -204,7 +205,7 @@ def test_chunked_log_probabilities_and_gradients_equal_the_plain_ones(monkeypatc
     plain = (hidden @ head.T / 0.7).log_softmax(-1)
     expected = torch.autograd.grad((plain[torch.arange(37), target] * weight).sum(), (hidden, head))
     monkeypatch.setattr("posttrain.models.likelihood.CHUNK_LOGITS", 200)
-    logp = token_logp(hidden, head, target, 0.7)
+    logp = token_logp(hidden, Head(head), target, 0.7)
     found = torch.autograd.grad((logp * weight).sum(), (hidden, head))
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found, expected, strict=True))
 

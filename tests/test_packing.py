@@ -57,7 +57,7 @@ def grown(seed: int, trunks: int, leaves: int) -> list[Transcript]:
 def alone(model: Decoder, transcript: Transcript) -> Tensor:
     """Log-probabilities of the scored tokens, [n]: one sequence at a time, no packing."""
     tokens = torch.tensor(transcript.tokens)
-    logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.T).log_softmax(-1)
+    logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.weight.T).log_softmax(-1)
     return torch.stack([logs[i - 1, tokens[i]] for i in transcript.scored.tolist()])
 
 

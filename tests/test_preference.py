@@ -132,7 +132,7 @@ def asked(case: Case) -> list[Asked]:
         known, said, model = iter(case.reference.of(place).tolist()), [], case.learner.model
         for transcript in item.responses:
             tokens = torch.tensor(transcript.tokens)
-            logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.T).log_softmax(-1)
+            logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.weight.T).log_softmax(-1)
             scored = transcript.scored.tolist()
             squares = [(logs[t - 1].detach().exp() ** 2).sum().item() for t in scored]
             said.append(Said([logs[t - 1, tokens[t]] for t in scored], [next(known) for _ in scored], squares))
@@ -393,7 +393,7 @@ def log_ratio(source: Comparisons, prompt: str, reply: str, known: Sequence[floa
     model = source.learner.weights()
     start, end = WORDS.encode(prompt, start=True), [*WORDS.encode(reply), WORDS.eos_id or 0]
     tokens = torch.tensor([*start, *end])
-    logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.T).log_softmax(-1)  # type: ignore[operator]
+    logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.weight.T).log_softmax(-1)  # type: ignore[operator]
     own = [logs[t - 1, tokens[t]].item() for t in range(len(start), len(tokens))]
     return math.fsum(own) - math.fsum(known)
 

@@ -83,7 +83,7 @@ def test_log_probabilities_are_those_of_each_response_alone() -> None:
             for transcript in transcripts:
                 tokens = torch.tensor(transcript.tokens)
                 with torch.no_grad():
-                    logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.T).log_softmax(-1)
+                    logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.weight.T).log_softmax(-1)
                 expected += [logs[t - 1, tokens[t]].item() for t in transcript.scored.tolist()]
             assert known.dtype == torch.float32 and known.tolist() == pytest.approx(expected, abs=2e-5)
 

@@ -101,7 +101,7 @@ def next_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     layout = Layout(torch.tensor(tokens), torch.arange(len(tokens)), (0,), (len(tokens),), (-1,))
     with torch.no_grad():
         hidden: torch.Tensor = model.hidden(layout, torch.tensor([len(tokens) - 1]))
-        return hidden[0] @ model.head.T
+        return hidden[0] @ model.head.weight.T
 
 
 def test_kinds_of_prompts_have_their_own_settings(place: Path) -> None:

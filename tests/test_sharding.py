@@ -32,7 +32,6 @@ from posttrain.learners.world import Processes
 from posttrain.models.critic import ValueModel
 from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
 from posttrain.models.folder import load_model
-from posttrain.models.likelihood import output_logits
 from posttrain.models.rows import is_sharded, whole
 from posttrain.protocols import Alone, Objective
 from posttrain.runs.reading import read_metrics, read_rollouts
@@ -212,7 +211,7 @@ def test_sharded_checkpoint_opens_in_transformers_with_equal_logits(runs: Path) 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert isinstance(ours, Decoder)
     with torch.no_grad():
-        mine = output_logits(ours(tokens, torch.arange(12), causal), ours.head)
+        mine = ours.head.logits(ours(tokens, torch.arange(12), causal))
         torch.testing.assert_close(mine, theirs(tokens[None]).logits[0], atol=1e-5, rtol=1e-5)
 
 

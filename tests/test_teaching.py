@@ -106,7 +106,7 @@ def test_divergence_is_from_the_teacher_a_task_chose_behind_the_prompt_it_reads(
 def distributions(model: Any, tokens: list[int], temperature: float) -> Tensor:
     with torch.no_grad():
         hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), causal)
-        return (hidden @ model.head.T / temperature).log_softmax(-1)
+        return (hidden @ model.head.weight.T / temperature).log_softmax(-1)
 
 
 def test_transcript_behind_another_prompt_keeps_what_was_sampled_and_its_spans() -> None:

@@ -77,7 +77,7 @@ def explicit_fisher(case: Case) -> Tensor:
     for rollout in case.rollouts:
         (transcript,) = rollout.transcripts
         tokens = torch.tensor(transcript.tokens)
-        logits = model(tokens, torch.arange(len(tokens)), causal) @ model.head.T / case.learner.temperature
+        logits = model(tokens, torch.arange(len(tokens)), causal) @ model.head.weight.T / case.learner.temperature
         for t in transcript.scored.tolist():
             rows = []
             for z in logits[t - 1]:
@@ -150,7 +150,7 @@ def test_distance_of_a_step_is_the_kl_from_the_old_policy_to_the_new_at_the_lear
             tokens = torch.tensor(transcript.tokens)
             with torch.no_grad():
                 hidden = learner.model(tokens, torch.arange(len(tokens)), causal)
-                rows.append((hidden @ learner.model.head.T / 0.7).log_softmax(-1)[transcript.scored - 1])
+                rows.append((hidden @ learner.model.head.weight.T / 0.7).log_softmax(-1)[transcript.scored - 1])
         return torch.cat(rows)
 
     old = logs()

@@ -138,7 +138,7 @@ def test_truncated_sampling_reports_the_truncated_distribution(engine: VLLMEngin
     done = complete(engine, prompts, how)
     for prompt, completion in zip(prompts, done, strict=True):
         tokens = torch.tensor([*prompt, *completion.tokens])
-        logits = policy(tokens, torch.arange(len(tokens)), causal) @ policy.head.T / 0.8
+        logits = policy(tokens, torch.arange(len(tokens)), causal) @ policy.head.weight.T / 0.8
         best, which = logits[len(prompt) - 1 : -1].topk(3)
         own = best.log_softmax(-1)[which == torch.tensor(completion.tokens)[:, None]]
         assert torch.allclose(own, torch.tensor(completion.logp), atol=GAP)
@@ -168,7 +168,7 @@ def test_more_prompts_than_are_computed_at_once_are_sampled(policy: Decoder, tok
 def test_sampling_follows_the_distribution(engine: VLLMEngine, policy: Decoder) -> None:
     count, prompt = 3000, [7, 9, 11]
     done = complete(engine, [prompt] * count, [Sampling(seed=i, max_tokens=1) for i in range(count)])
-    expected = (policy(torch.tensor(prompt), torch.arange(3), causal)[-1] @ policy.head.T).softmax(-1)
+    expected = (policy(torch.tensor(prompt), torch.arange(3), causal)[-1] @ policy.head.weight.T).softmax(-1)
     seen = torch.bincount(torch.tensor([c.tokens[0] for c in done]), minlength=len(expected)) / count
     assert (seen - expected).abs().max() < 4 * (0.25 / count) ** 0.5
 

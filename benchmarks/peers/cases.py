@@ -28,6 +28,7 @@ from posttrain.algorithms.table import TABLE
 from posttrain.algorithms.teacher import FIELDS, Distillation
 from posttrain.batch import Batch, Outputs, Scores, Stats
 from posttrain.models.divergence import token_logp_divergence
+from posttrain.models.head import Head
 from posttrain.models.likelihood import Hidden, token_logp, token_logp_entropy
 from posttrain.sources.packing import collate
 from posttrain.types import Completion, StopReason, Transcript
@@ -197,7 +198,7 @@ def distilled(row: Algorithm, case: Case) -> Answer:
     assert row.teacher is not None
     logits, head = case.logits.clone().requires_grad_(), torch.eye(case.logits.shape[1], dtype=torch.float64)
     beta = {"reverse-kl": 1.0, "forward-kl": 0.0}.get(row.teacher.divergence, row.teacher.beta)
-    policy, teacher = Hidden(logits, head), Hidden(case.teacher_logits, head)
+    policy, teacher = Hidden(logits, Head(head)), Hidden(case.teacher_logits, Head(head))
     logp, distance = token_logp_divergence(policy, teacher, case.target, beta, TEMPERATURE, TEMPERATURE)
     outputs = Outputs(logp, **{FIELDS[row.teacher.divergence]: distance})
     loss = policy_objective(row)(
@@ -315,13 +316,13 @@ def ask_choices() -> None:
     @OURS.asks("model: log-probability of a token")
     def log_probability(case: Case) -> Answer:
         logits = case.logits.clone().requires_grad_()
-        found = token_logp(logits, torch.eye(7, dtype=torch.float64), case.target, TEMPERATURE)
+        found = token_logp(logits, Head(torch.eye(7, dtype=torch.float64)), case.target, TEMPERATURE)
         return {"value": found.detach(), "gradient by logits": torch.autograd.grad(found.sum(), logits)[0]}
 
     @OURS.asks("model: entropy at a token")
     def entropy(case: Case) -> Answer:
         logits = case.logits.clone().requires_grad_()
-        found = token_logp_entropy(logits, torch.eye(7, dtype=torch.float64), case.target, TEMPERATURE)[1]
+        found = token_logp_entropy(logits, Head(torch.eye(7, dtype=torch.float64)), case.target, TEMPERATURE)[1]
         return {"value": found.detach(), "gradient by logits": torch.autograd.grad(found.sum(), logits)[0]}
 
 

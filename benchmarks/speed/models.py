@@ -76,7 +76,7 @@ def set_end(model: Decoder, eos: int, chance: float) -> None:
     There is no bias on the head. But where the first dimension of all embeddings holds the same number, and no layer
     writes to it, the head's first column is a bias: the end's own row is made of it alone.
     """
-    head = model.head
+    head = model.head.weight
     model.embed.weight[:, 0] = head.shape[1] ** 0.5 * 0.02  # as large as all others together
     for layer in model.layers:
         layer.o.weight[0] = 0  # type: ignore[union-attr, index]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Layout
-from posttrain.models.likelihood import output_logits
 from posttrain.protocols import Model
 from posttrain.seeds import seed_of
 from posttrain.types import Completion, Sampling, UserError
@@ -41,7 +40,7 @@ class Canary:
         place = torch.arange(count, device=device)
         layout = Layout(torch.tensor(self.text, device=device), place, (0,), (count,), (-1,))
         with torch.no_grad():
-            logits = output_logits(weights.hidden(layout, place), weights.head)
+            logits = weights.head.logits(weights.hidden(layout, place))
         if not logits.isfinite().all():
             raise UserError(
                 "the model's probabilities are not finite: its weights are damaged or too large, or training drove them "

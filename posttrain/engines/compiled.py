@@ -90,7 +90,7 @@ class PackedModel:
         assert len(layers) == config.layers
         array, address = binder.array_of(layers)
         self._held.append(array)
-        has_head = decoder.head.numel() <= PACKED_HEAD
+        has_head = decoder.head.weight.numel() <= PACKED_HEAD
         self.model = binder.Model(
             layers=config.layers,
             hidden=config.hidden,
@@ -103,7 +103,7 @@ class PackedModel:
             layer=address,
             embedding=decoder.embed.weight.data_ptr(),
             norm=self._vector(decoder.norm.weight),
-            head=self._linear(decoder.head, None, torch.float32) if has_head else binder.NO_LINEAR,
+            head=self._linear(decoder.head.weight, None, torch.float32) if has_head else binder.NO_LINEAR,
         )
         self.parameters = list(decoder.parameters())
         self._versions = [p._version for p in self.parameters]

@@ -20,7 +20,6 @@ from posttrain.batch import Layout
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.engines.sampler import sample, uniform
 from posttrain.engines.weights import take_over
-from posttrain.models.likelihood import output_logits
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine, Model
 from posttrain.types import Completion, Sampling
@@ -115,7 +114,7 @@ class UncachedEngine:
             tuple(length),
             (-1,) * len(length),
         )
-        logits = output_logits(self.model.hidden(layout, (end - 1).to(device)), self.model.head)
+        logits = self.model.head.logits(self.model.hidden(layout, (end - 1).to(device)))
         asked = [r.request.sampling for r in self._running]
 
         def column(value: Callable[[Sampling], float], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -231,7 +231,7 @@ def handed_over(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint, with the output head even where it is the embedding (see `vllm_worker`)."""
     yield from checkpoint_tensors(model)
     if model.config.tied:
-        yield "lm_head.weight", whole(model.head)
+        yield "lm_head.weight", whole(model.head.weight)
 
 
 def cache_bytes(config: DecoderConfig, slots: int, dtype: torch.dtype, most_gib: float) -> int:

@@ -27,7 +27,6 @@ from posttrain.models.likelihood import (
     Hidden,
     exact_kl,
     log_collision,
-    output_logits,
     soft_values,
     token_logp,
     token_logp_entropy,
@@ -288,7 +287,7 @@ class LocalLearner:
         with self._autocast():
             hidden = model.hidden(batch.layout, batch.at)
             if "score" in want:
-                return Outputs(logp=hidden.new_zeros(0), score=output_logits(hidden, model.head)[:, 0])
+                return Outputs(logp=hidden.new_zeros(0), score=model.head.logits(hidden)[:, 0])
             outputs, distances = None, {}
             for name in sorted(want & DISTANCES):
                 logp, distances[name] = self._distance(Hidden(hidden, model.head), batch, name)

@@ -97,7 +97,7 @@ class ShardingLearner(DealingLearner):
         self._decoders: list[Decoder] = []
         for held in (model, critic, *(other for name, other in others.items() if name not in kept)):
             self._decoders += [] if held is None else self._sharded(cast(nn.Module, held), world)
-        self._learning = [d for d in self._decoders if d.head.requires_grad]
+        self._learning = [d for d in self._decoders if d.head.weight.requires_grad]
         self._idle: list[Batch] = []  # passes that this process makes because others make them
         self._passes: list[Tensor] = []  # what the decoders that learn gave for a micro-batch
         self._reached: set[Decoder] = set()  # those into which a loss of this update has a gradient
@@ -151,7 +151,7 @@ class ShardingLearner(DealingLearner):
             for (
                 decoder
             ) in self._learning:  # all processes sum the same gradients, also where a loss does not read a head
-                collected(decoder.head)
+                collected(decoder.head.weight)
             anchored: Tensor = _Anchored.apply(loss, *self._passes)
             self._passes.clear()
             anchored.backward()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from posttrain.batch import Packed
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import check_finite, load_backbone
+from posttrain.models.head import Head
 from posttrain.models.likelihood import Hidden
 from posttrain.models.rows import here
 from posttrain.models.tensor_files import open_tensors
@@ -65,8 +66,9 @@ class ActionValueModel(nn.Module):
 
     def twins(self, own: Tensor, slow: Tensor) -> tuple[tuple[Hidden, Hidden], tuple[Hidden, Hidden]]:
         """The pairs of `likelihood.soft_values`."""
-        q = (Hidden(own.detach(), self.heads[0].detach()), Hidden(own.detach(), self.heads[1].detach()))
-        return q, (Hidden(slow, self.slow_heads[0]), Hidden(slow, self.slow_heads[1]))
+        one, two = (Hidden(own.detach(), Head(weight.detach())) for weight in self.heads)
+        slow_one, slow_two = (Hidden(slow, Head(weight)) for weight in self.slow_heads)
+        return (one, two), (slow_one, slow_two)
 
     def of_actions(self, own: Tensor, target: Tensor) -> Tensor:
         """Q_k(s_t, a_t) for the scored tokens, float32 [2, N]."""

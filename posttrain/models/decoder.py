@@ -22,7 +22,7 @@ from torch.nn import functional
 from posttrain.batch import Layout
 from posttrain.models.attention import SegmentAttention, filled
 from posttrain.models.fused import norm_linear, rms_norm, rope, rope_heads, swiglu_linear
-from posttrain.models.likelihood import output_logits
+from posttrain.models.head import Head
 from posttrain.models.linear import ROUND, Embedding, Linear, rounds
 from posttrain.models.memory import available_memory, in_gib
 from posttrain.protocols import Model
@@ -179,9 +179,9 @@ class Decoder(nn.Module):
         self._frequency: dict[torch.device, Tensor] = {}
 
     @property
-    def head(self) -> Tensor:
-        """Weight of the output head, [vocab, hidden]: logits = hidden @ head.T. The embedding when tied."""
-        return self.embed.weight if self.output is None else self.output
+    def head(self) -> Head:
+        """The embedding is its weight when tied."""
+        return Head(self.embed.weight if self.output is None else self.output)
 
     def forward(self, tokens: Tensor, position: Tensor, attend: Attend, at: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm, float [T, hidden], of tokens int64 [T] at position int64 [T].
@@ -198,7 +198,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab], in float32 at least. For few rows: a learner never holds all logits at once."""
-        return output_logits(hidden, self.head)
+        return self.head.logits(hidden)
 
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
         """See `posttrain.protocols.Model`."""

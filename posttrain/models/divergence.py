@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from posttrain.models.head import Head
 from posttrain.models.likelihood import KEPT_LOGITS, Gradients, Hidden, blocks, inside, scaled_logits, token_logp
 
 FORWARD, REVERSE = 0.0, 1.0
@@ -41,12 +42,11 @@ def token_logp_divergence(
     that no text has: both are compared over the ids that both have. log p is always over all of the policy's.
     """
     assert 0.0 <= beta <= 1.0, beta
-    common = min(policy.head.shape[0], teacher.head.shape[0])
-    # a slice would not be known as the parameter whose gradient is added where it lies
-    heads = [h.head if h.head.shape[0] == common else h.head[:common] for h in (policy, teacher)]
-    models = policy.states, heads[0], teacher.states.detach(), heads[1].detach()
-    logp, divergence = _Divergence.apply(*models, target, beta, temperature, teacher_temperature)
-    if policy.head.shape[0] > common:
+    common = min(policy.head.vocab, teacher.head.vocab)
+    own, theirs = policy.head.first(common), Hidden(teacher.states.detach(), teacher.head.first(common).detach())
+    given = policy.states, own.weight, own.bias, own, theirs
+    logp, divergence = _Divergence.apply(*given, target, beta, temperature, teacher_temperature)
+    if policy.head.vocab > common:
         logp = token_logp(policy.states, policy.head, target, temperature)
     return logp, divergence
 
@@ -55,23 +55,23 @@ def token_logp_divergence(
 class _Pairs:
     """The logits of both models, block by block: kept ones, or made anew at every pass."""
 
-    policy: tuple[Tensor, Tensor]  # hidden states, head
-    teacher: tuple[Tensor, Tensor]
+    policy: Hidden
+    teacher: Hidden
     temperatures: tuple[float, float]
     kept: Sequence[Tensor] = ()
 
     @property
     def blocks(self) -> list[slice]:
-        return blocks(2 * self.policy[0].shape[0], self.policy[1].shape[0])
+        return blocks(2 * self.policy.states.shape[0], self.policy.head.vocab)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         for number, block in enumerate(self.blocks):
             if self.kept:
                 yield block, self.kept[2 * number], self.kept[2 * number + 1]
             else:
-                (own, own_head), (theirs, their_head) = self.policy, self.teacher
-                x = scaled_logits(own, own_head[block], self.temperatures[0])
-                yield block, x, scaled_logits(theirs, their_head[block], self.temperatures[1])
+                models = zip((self.policy, self.teacher), self.temperatures, strict=True)
+                x, y = (scaled_logits(m.states, m.head, block, temperature) for m, temperature in models)
+                yield block, x, y
 
 
 class _Sum:
@@ -102,17 +102,18 @@ class _Divergence(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        head: Tensor,
-        teacher_hidden: Tensor,
-        teacher_head: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        teacher: Hidden,
         target: Tensor,
         beta: float,
         temperature: float,
         teacher_temperature: float,
     ) -> tuple[Tensor, Tensor]:
         temperatures = temperature, teacher_temperature
-        pairs = _Pairs((hidden, head), (teacher_hidden, teacher_head), temperatures)
-        if 2 * hidden.shape[0] * head.shape[0] <= KEPT_LOGITS:
+        pairs = _Pairs(Hidden(hidden, head), teacher, temperatures)
+        if 2 * hidden.shape[0] * head.vocab <= KEPT_LOGITS:
             kept = [logits for _, *both in pairs for logits in both]
             pairs = _Pairs(pairs.policy, pairs.teacher, temperatures, kept)
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -132,30 +133,30 @@ class _Divergence(torch.autograd.Function):
         else:
             divergence, inner = _jensen_shannon(pairs, own.total, other.total, beta)
         saved = pairs.kept if any(ctx.needs_input_grad) else ()
-        ctx.save_for_backward(hidden, head, teacher_hidden, teacher_head, target, own.total, other.total, inner, *saved)
-        ctx.settings = beta, temperatures
+        ctx.save_for_backward(hidden, weight, teacher.states, target, own.total, other.total, inner, *saved)
+        ctx.settings = head, teacher.head, beta, temperatures
         ctx.set_materialize_grads(False)
         return at - own.total, divergence
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_logp: Tensor | None, to_divergence: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, head, teacher_hidden, teacher_head, target, total, other_total, inner, *kept = ctx.saved_tensors
-        beta, temperatures = ctx.settings
-        pairs = _Pairs((hidden, head), (teacher_hidden, teacher_head), temperatures, kept)
-        sums = Gradients(hidden, head, total.dtype, ctx.needs_input_grad[:2])
+        hidden, _, teacher_states, target, total, other_total, inner, *kept = ctx.saved_tensors
+        head, teacher_head, beta, temperatures = ctx.settings
+        pairs = _Pairs(Hidden(hidden, head), Hidden(teacher_states, teacher_head), temperatures, kept)
+        sums = Gradients(hidden, head, temperatures[0], total.dtype, ctx.needs_input_grad[:3])
+        to_logp, to_divergence = (None if to is None else to * sums.factor for to in (to_logp, to_divergence))
         for block, x, y in pairs:
             logs = x - total[:, None]
             grad = torch.zeros_like(logs)
             if to_divergence is not None:
                 slope = _slope(logs, y - other_total[:, None], inner, beta)
-                grad = slope.mul_((to_divergence / temperatures[0])[:, None])
+                grad = slope.mul_(to_divergence[:, None])
             if to_logp is not None:
-                scale = to_logp / temperatures[0]
                 mine, place = inside(target, block)
-                grad = grad.addcmul_(logs.exp(), -scale[:, None])
-                grad.scatter_add_(1, place[:, None], torch.where(mine, scale, 0.0)[:, None])
-            sums.add(block, grad)
+                grad = grad.addcmul_(logs.exp(), -to_logp[:, None])
+                grad.scatter_add_(1, place[:, None], torch.where(mine, to_logp, 0.0)[:, None])
+            sums.add(block, grad, x)
         return (*sums.found, *(None,) * 6)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.models.head import Head
 from posttrain.models.linear import add_product, collected
 
 BLOCK_LOGITS = 1 << 20  # logits that are worked on at once: they stay in the processor's cache
@@ -32,26 +32,26 @@ class Hidden:
     """Hidden states at scored tokens, and the head that makes logits of them."""
 
     states: Tensor  # [N, D]
-    head: Tensor  # [V, D]
+    head: Head
 
     def logits(self, rows: slice, temperature: float = 1.0) -> Tensor:
         """[n, V], in float32 at least."""
-        logits = output_logits(self.states[rows], self.head)
+        logits = self.head.logits(self.states[rows])
         return logits if temperature == 1.0 else logits / temperature
 
 
-def token_logp(hidden: Tensor, head: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(hidden head^T / temperature) at `target`, in nats.
+def token_logp(hidden: Tensor, head: Head, target: Tensor, temperature: float = 1.0) -> Tensor:
+    """log softmax(logits / temperature) at `target`, in nats.
 
-    hidden [N, D], head [V, D], target int64 [N] -> [N], float32 or wider.
+    hidden [N, D], target int64 [N] -> [N], float32 or wider.
     """
-    logp: Tensor = _Likelihood.apply(hidden, head, target, temperature, False)[0]
+    logp: Tensor = _Likelihood.apply(hidden, head.weight, head.bias, head, target, temperature, False)[0]
     return logp
 
 
-def token_logp_entropy(hidden: Tensor, head: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def token_logp_entropy(hidden: Tensor, head: Head, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """As `token_logp`, and the entropy of the whole distribution at each token, both [N]."""
-    logp, entropy = _Likelihood.apply(hidden, head, target, temperature, True)
+    logp, entropy = _Likelihood.apply(hidden, head.weight, head.bias, head, target, temperature, True)
     return logp, entropy
 
 
@@ -59,20 +59,28 @@ class _Likelihood(torch.autograd.Function):
     """Both of the above, a block of the vocabulary at a time, so memory does not grow with V. Differentiable once.
 
     With x = logits / temperature and p = softmax(x): d logp / dx = [target] - p and d entropy / dx = -p (log p + entropy).
+    `weight` and `bias` are those of the head: what a gradient is wanted of has to be an argument.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, target: Tensor, temperature: float, with_entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        target: Tensor,
+        temperature: float,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        rows, vocabulary = hidden.shape[0], head.shape[0]
+        rows, vocabulary = hidden.shape[0], head.vocab
         keep = any(ctx.needs_input_grad) and rows * vocabulary <= KEPT_LOGITS
         kept = []
         wide = torch.promote_types(hidden.dtype, torch.float32)
         at = torch.zeros(rows, dtype=wide, device=hidden.device)
         total, mean = torch.full_like(at, -math.inf), torch.zeros_like(at)
         for block in blocks(rows, vocabulary):
-            logits = scaled_logits(hidden, head[block], temperature)
+            logits = scaled_logits(hidden, head, block, temperature)
             if keep:
                 kept.append(logits)
             mine, place = inside(target, block)
@@ -86,57 +94,68 @@ class _Likelihood(torch.autograd.Function):
                 mean = mean * (total - joined).exp() + own * (here - joined).exp()
             total = joined
         logp, entropy = at - total, total - mean
-        ctx.save_for_backward(hidden, head, target, total, entropy, *kept)
-        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        ctx.save_for_backward(hidden, weight, target, total, entropy, *kept)  # the weight: torch sees whether it moves
+        ctx.head, ctx.temperature, ctx.with_entropy = head, temperature, with_entropy
         return logp, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_logp: Tensor, to_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, head, target, total, entropy, *kept = ctx.saved_tensors
-        temperature = ctx.temperature
-        sums = Gradients(hidden, head, total.dtype, ctx.needs_input_grad[:2])
-        scale = to_logp / temperature
-        for number, block in enumerate(blocks(hidden.shape[0], head.shape[0])):
-            logits = kept[number] if kept else scaled_logits(hidden, head[block], temperature)
+        hidden, _, target, total, entropy, *kept = ctx.saved_tensors
+        head, temperature = ctx.head, ctx.temperature
+        sums = Gradients(hidden, head, temperature, total.dtype, ctx.needs_input_grad[:3])
+        to_logp, to_entropy = to_logp * sums.factor, to_entropy * sums.factor
+        for number, block in enumerate(blocks(hidden.shape[0], head.vocab)):
+            logits = kept[number] if kept else scaled_logits(hidden, head, block, temperature)
             mine, place = inside(target, block)
             if ctx.with_entropy:
                 logs = logits - total[:, None]
-                share = (logs + entropy[:, None]).mul_((-to_entropy / temperature)[:, None]).sub_(scale[:, None])
+                share = (logs + entropy[:, None]).mul_(-to_entropy[:, None]).sub_(to_logp[:, None])
                 grad = logs.exp_().mul_(share)
             else:
-                grad = (logits - total[:, None]).exp_().mul_(-scale[:, None])
-            grad.scatter_add_(1, place[:, None], torch.where(mine, scale, 0.0)[:, None])
-            sums.add(block, grad)
-        return (*sums.found, None, None, None)
+                grad = (logits - total[:, None]).exp_().mul_(-to_logp[:, None])
+            grad.scatter_add_(1, place[:, None], torch.where(mine, to_logp, 0.0)[:, None])
+            sums.add(block, grad, logits)
+        return (*sums.found, None, None, None, None)
 
 
 class Gradients:
     """The gradients of hidden states and head, added up block by block of the vocabulary."""
 
-    def __init__(self, hidden: Tensor, head: Tensor, wide: torch.dtype, needed: Sequence[bool]) -> None:
+    def __init__(
+        self, hidden: Tensor, head: Head, temperature: float, wide: torch.dtype, needed: Sequence[bool]
+    ) -> None:
+        """`needed`: whether of the hidden states, of the head's weight, of its bias."""
         self.hidden, self.head, self.states = hidden, head, hidden.to(wide)
+        self.temperature = temperature
+        self.factor = head.scale / temperature  # d x / d (hidden W^T + b), but for a cap
         self.to_hidden = torch.zeros_like(self.states) if needed[0] else None
-        self.sum_of_head = collected(head) if needed[1] else None
-        self.to_head = torch.empty_like(head, dtype=wide) if needed[1] and self.sum_of_head is None else None
+        self.sum_of_weight = collected(head.weight) if needed[1] else None
+        own = needed[1] and self.sum_of_weight is None
+        self.to_weight = torch.empty_like(head.weight, dtype=wide) if own else None
+        self.to_bias = torch.empty_like(head.bias, dtype=wide) if needed[2] and head.bias is not None else None
 
-    def add(self, block: slice, grad: Tensor) -> None:
-        """`grad` [N, width of the block]: of the logits before they are divided by the temperature."""
+    def add(self, block: slice, grad: Tensor, x: Tensor) -> None:
+        """`grad` [N, width of the block], may be overwritten: of x, the logits over temperature, times `factor`."""
+        if self.head.cap is not None:  # d cap tanh(y / cap) / dy = 1 - (logit / cap)^2
+            grad.mul_(1.0 - (x * (self.temperature / self.head.cap)).square_())
         with torch.autocast(self.hidden.device.type, enabled=False):
             if self.to_hidden is not None:
-                self.to_hidden.addmm_(grad, self.head[block].to(grad.dtype))
-            if self.to_head is not None:
-                torch.mm(grad.t(), self.states, out=self.to_head[block])
-            elif self.sum_of_head is not None:
-                add_product(self.sum_of_head[block], grad.t(), self.states)
+                self.to_hidden.addmm_(grad, self.head.weight[block].to(grad.dtype))
+            if self.to_weight is not None:
+                torch.mm(grad.t(), self.states, out=self.to_weight[block])
+            elif self.sum_of_weight is not None:
+                add_product(self.sum_of_weight[block], grad.t(), self.states)
+            if self.to_bias is not None:
+                torch.sum(grad, 0, out=self.to_bias[block])
 
     @property
-    def found(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of the hidden states and of the head; None where it is not needed, or already added where it lies."""
-        return (
-            None if self.to_hidden is None else self.to_hidden.to(self.hidden.dtype),
-            None if self.to_head is None else self.to_head.to(self.head.dtype),
-        )
+    def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of the hidden states, of weight and bias; None where it is not needed, or already added where it lies."""
+        given = self.hidden, self.head.weight, self.head.weight
+        sums = self.to_hidden, self.to_weight, self.to_bias
+        hidden, weight, bias = (None if s is None else s.to(g.dtype) for s, g in zip(sums, given, strict=True))
+        return hidden, weight, bias
 
 
 def blocks(rows: int, vocabulary: int) -> list[slice]:
@@ -145,8 +164,9 @@ def blocks(rows: int, vocabulary: int) -> list[slice]:
     return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
 
 
-def scaled_logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
-    logits = output_logits(hidden, head)
+def scaled_logits(hidden: Tensor, head: Head, block: slice, temperature: float) -> Tensor:
+    """Of a block of the vocabulary, divided by the temperature."""
+    logits = head.logits(hidden, block)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -163,7 +183,7 @@ def exact_kl(policy: Hidden, other: Hidden, temperature: float = 1.0) -> Tensor:
         own, theirs = (h.logits(rows, temperature).log_softmax(-1) for h in (policy, other))
         return ((own.exp() * (own - theirs)).sum(-1),)
 
-    return in_chunks(kl, policy.states.shape[0], policy.head.shape[0])[0]
+    return in_chunks(kl, policy.states.shape[0], policy.head.vocab)[0]
 
 
 def log_collision(policy: Hidden, temperature: float = 1.0) -> Tensor:
@@ -172,7 +192,7 @@ def log_collision(policy: Hidden, temperature: float = 1.0) -> Tensor:
     def collision(rows: slice) -> tuple[Tensor]:
         return ((2 * policy.logits(rows, temperature).log_softmax(-1)).logsumexp(-1),)
 
-    return in_chunks(collision, policy.states.shape[0], policy.head.shape[0])[0]
+    return in_chunks(collision, policy.states.shape[0], policy.head.vocab)[0]
 
 
 def soft_values(
@@ -190,7 +210,7 @@ def soft_values(
             target = (probability * torch.minimum(*(q.logits(rows) for q in slow))).sum(-1)
         return (probability * least).sum(-1), target
 
-    expected_q, target_q = in_chunks(expected, policy.states.shape[0], policy.head.shape[0])
+    expected_q, target_q = in_chunks(expected, policy.states.shape[0], policy.head.vocab)
     return expected_q, target_q
 
 
@@ -207,16 +227,6 @@ def in_chunks(function: Callable[[slice], tuple[Tensor, ...]], rows: int, vocabu
         else:
             parts.append(function(part))
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
-
-
-def output_logits(hidden: Tensor, head: Tensor) -> Tensor:
-    """hidden head^T, [N, V], in float32 at least, also under autocast.
-
-    Logits rounded to bfloat16 move log-probabilities by more than GSPO's clip is wide (3e-4).
-    """
-    with torch.autocast(hidden.device.type, enabled=False):
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        return functional.linear(hidden.to(wide), head.to(wide))
 
 
 def _at(x: Tensor, target: Tensor) -> Tensor:

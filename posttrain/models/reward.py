@@ -23,13 +23,14 @@ from posttrain.batch import Layout
 from posttrain.models.config_json import read_config, read_eos_ids
 from posttrain.models.decoder import Decoder, DecoderConfig
 from posttrain.models.folder import BACKBONE, INNER, OURS, SCORE, allocate, of_backbone, read_weights, save_model
+from posttrain.models.head import Head
 from posttrain.models.json_files import read_json, shown
 from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
 from posttrain.protocols import Model
 from posttrain.types import UserError
 
 Pooling = Literal["last", "mean"]
-Head = Literal["linear", "mlp"]
+Form = Literal["linear", "mlp"]
 OFFSET = "posttrain_score_offset"
 FORM = (BACKBONE, "posttrain_pooling", "posttrain_head")  # entries of config.json that say what it is
 CLASSIFIERS = {
@@ -45,7 +46,7 @@ class Shape:
     """How hidden states become a score."""
 
     pooling: Pooling = "last"  # the score at the last token, or the mean of those at every token of the response
-    head: Head = "linear"
+    head: Form = "linear"
 
     @property
     def stored_by_transformers(self) -> bool:
@@ -84,8 +85,8 @@ class RewardModel(nn.Module):
         self.backbone.eos_ids = ids
 
     @property
-    def head(self) -> Tensor:
-        return self.score
+    def head(self) -> Head:
+        return Head(self.score)
 
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
         """What the head reads, [N, D]."""

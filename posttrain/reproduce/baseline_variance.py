@@ -76,7 +76,7 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
                 squared_gradient_norm=learner.squared_gradients([one_batch([r]) for r in rollouts]),
             )
             hidden = model.hidden(batch.layout, batch.at)
-            logits = hidden @ model.head.T
+            logits = hidden @ model.head.weight.T
             logp = logits.gather(-1, batch.target[:, None]).squeeze(-1) - logits.logsumexp(-1)
             for name, advantage in estimators().items():
                 credit = torch.cat(per_token(advantage(scores), scores))

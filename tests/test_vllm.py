@@ -264,7 +264,7 @@ def test_hand_over_that_goes_wrong_stops_the_run(
         else:
 
             def damaged(*arguments: Any) -> Any:
-                engine.memory[engine.stored[3].offset + 5] += 1
+                engine.shared.memory[engine.shared.laid.stored[3].offset + 5] += 1
                 return ask(*arguments)
 
             monkeypatch.setattr(engine.process, "ask", damaged)

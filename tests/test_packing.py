@@ -14,6 +14,7 @@ from feeding import WORDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from trees import drawn, grown, said
 
 from posttrain.models.decoder import Decoder, causal
 from posttrain.models.likelihood import token_logp
@@ -21,37 +22,6 @@ from posttrain.sources.packing import collate, needed_length, pack, split_microb
 from posttrain.types import Completion, Media, Rollout, Span, SpanKind, StopReason, Transcript
 
 CPU = torch.device("cpu")
-
-
-def drawn(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(3, WORDS.vocab_size) for _ in range(count)]
-
-
-def said(rng: random.Random, count: int, experts: bool = False) -> Completion:
-    tokens = drawn(rng, count)
-    routes = np.array([[[rng.randrange(8), rng.randrange(8)]] * 2 for _ in tokens], dtype=np.int16)
-    logp = [-rng.random() for _ in tokens]
-    return Completion(0, tokens, logp, "", StopReason.EOS, rng.randrange(5), routes if experts else None)
-
-
-def grown(seed: int, trunks: int, leaves: int) -> list[Transcript]:
-    """Transcripts of which some branch off from others, at any depth; each ends with a scored token or a shown one."""
-    rng = random.Random(seed)
-    found: list[Transcript] = []
-    for trunk in range(trunks):
-        root = Transcript()
-        root.observe(drawn(rng, rng.randint(1, 5)))
-        root.sample(said(rng, rng.randint(1, 4)))
-        family = [root]
-        while len(family) < leaves + trunk % 2:
-            child = rng.choice(family).branch()
-            if rng.random() < 0.4:
-                child.observe(drawn(rng, rng.randint(1, 3)), SpanKind.TOOL)
-            if rng.random() < 0.9:
-                child.sample(said(rng, rng.randint(1, 4)), learn=rng.random() < 0.8)
-            family.append(child)
-        found += family
-    return found
 
 
 def alone(model: Decoder, transcript: Transcript) -> Tensor:
@@ -94,7 +64,7 @@ def test_gradients_of_a_tree_equal_those_of_its_transcripts_laid_apart(
 def test_what_transcripts_share_by_branching_is_laid_once(seed: int, trunks: int, leaves: int) -> None:
     count = iter(range(3, 10_000))  # every token another: nothing is alike by chance
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{__name__}.drawn", lambda rng, n: [next(count) for _ in range(n)])
+        patch.setattr("trees.drawn", lambda rng, n: [next(count) for _ in range(n)])
         transcripts = grown(seed, trunks, leaves)
     packed = pack([[t] for t in transcripts], range(len(transcripts)))
     needed = {tuple(t.tokens[: i + 1]) for t in transcripts for i in range(needed_length(t))}

@@ -23,6 +23,10 @@ ARCHITECTURES = {
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
+class NotNativeError(UserError):
+    """A family that is read here, with something that is not: transformers may know it."""
+
+
 def unsupported(folder: Path, kind: Any, supported: Iterable[str]) -> UserError:
     """The error that a folder's model_type deserves."""
     names = ", ".join(supported)
@@ -41,7 +45,7 @@ def read_config(folder: Path, source: Mapping[str, Any]) -> DecoderConfig:
     if absent := [key for key in REQUIRED if source.get(key) is None]:
         raise UserError(f"{file} lacks {', '.join(absent)}: give a complete Hugging Face checkpoint")
     if fields.text("hidden_act", "silu") != "silu":
-        raise UserError(f"{file}: hidden_act {shown(source['hidden_act'])} is not supported; supported is silu")
+        raise NotNativeError(f"{file}: hidden_act {shown(source['hidden_act'])} is not supported; supported is silu")
     if source.get("quantization_config"):
         raise UserError(f"{file}: quantized weights cannot be trained; give the unquantized checkpoint")
     return _decoder_config(fields, family)
@@ -92,12 +96,14 @@ def _read_rope(fields: Fields) -> tuple[float, dict[str, Any] | None]:
     partial = stored.number("partial_rotary_factor", 0.0, 1.0, None)
     partial = fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) if partial is None else partial
     if any(isinstance(value, dict) for value in stored.values()) or partial != 1.0:
-        raise UserError(f"{fields.file}: rotary embeddings by layer type or of a part of each head are not supported")
+        raise NotNativeError(
+            f"{fields.file}: rotary embeddings by layer type or of a part of each head are not supported"
+        )
     if kind == "default":
         return theta, None
     if kind not in ROPE_TYPES:
         supported = ", ".join(("default", *ROPE_TYPES))
-        raise UserError(f"{fields.file}: rope_type {shown(kind)} is not supported; supported are {supported}")
+        raise NotNativeError(f"{fields.file}: rope_type {shown(kind)} is not supported; supported are {supported}")
     scaling: dict[str, Any] = {"rope_type": kind, "factor": stored.number("factor", 1.0, 1e6)}
     if kind == "llama3":
         scaling["low_freq_factor"] = low = stored.number("low_freq_factor", 1e-3, 1e6)

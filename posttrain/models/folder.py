@@ -19,7 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.models.config_json import ARCHITECTURES, read_config, read_eos_ids, unsupported, written_config
+from posttrain.models.config_json import (
+    ARCHITECTURES,
+    NotNativeError,
+    read_config,
+    read_eos_ids,
+    unsupported,
+    written_config,
+)
 from posttrain.models.decoder import Decoder, DecoderConfig
 from posttrain.models.json_files import read_json, shown, write_json
 from posttrain.models.rows import here, whole
@@ -57,11 +64,18 @@ def load_model(
     folder = checkpoint_folder(folder)
     source = read_json(folder / "config.json")
     kind = source.get("model_type")
-    if not isinstance(kind, str) or kind not in LOADERS:
+    if not isinstance(kind, str):
         raise unsupported(folder, kind, LOADERS)
+    loader = LOADERS.get(kind, _load_other)
     if shard is None:
-        return LOADERS[kind](folder, source, dtype, torch.device(device))
-    if LOADERS[kind] is not _load_decoder:
+        try:
+            return loader(folder, source, dtype, torch.device(device))
+        except NotNativeError as error:
+            try:
+                return _load_other(folder, source, dtype, torch.device(device))
+            except UserError:
+                raise error from None
+    if loader is not _load_decoder:
         raise UserError(f"--shard deals out the layers of a decoder, and a {kind} is none: leave it out")
     return _load_decoder(folder, source, dtype, torch.device(device), shard, shares)
 
@@ -215,6 +229,13 @@ def allocate(
     if shard is not None:
         shard(model)
     return model.to_empty(device=device)
+
+
+def _load_other(folder: Path, source: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Model:
+    """By transformers, whose import takes seconds: only where it is needed."""
+    from posttrain.models.transformers_folder import load_backed
+
+    return load_backed(folder, source, dtype, device)
 
 
 LOADERS: dict[str, Callable[[Path, dict[str, Any], torch.dtype, torch.device], Model]] = dict.fromkeys(

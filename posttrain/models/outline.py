@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from posttrain.models.json_files import Fields, read_json
 from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
@@ -21,6 +22,16 @@ class Outline(NamedTuple):
 def outline(folder: str | Path, chat_template: str | None = None) -> Outline:
     """Of a checkpoint folder. `chat_template`: see `Tokenizer.load`. Raises UserError for one that is none."""
     folder = checkpoint_folder(folder)
-    fields = Fields(folder / "config.json", read_json(folder / "config.json"))
-    context: int = fields.whole("max_position_embeddings", 1, 2**31, CONTEXT)
-    return Outline(Tokenizer.load(folder, chat_template), context)
+    source = read_json(folder / "config.json")
+    return Outline(Tokenizer.load(folder, chat_template), context_of(folder, source))
+
+
+def context_of(folder: Path, source: Mapping[str, Any]) -> int:
+    """Most tokens of one sequence, as config.json says under one of the names that are in use."""
+    text = source.get("text_config")
+    for place in (source, text if isinstance(text, dict) else {}):
+        for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
+            if place.get(name) is not None:
+                found: int = Fields(folder / "config.json", place).whole(name, 1, 2**31, CONTEXT)
+                return found
+    return CONTEXT

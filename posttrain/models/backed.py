@@ -1,0 +1,186 @@
+"""Any language model that transformers loads, behind the `Model` protocol.
+
+It decides how a layout goes through a model that knows only rows of tokens. Two ways, and the first that proves right is
+taken when a model is loaded:
+
+flat    all tokens in one row, and our attention in place of the model's own: shared prompts once, no padding. For models
+        whose layers mix tokens by full attention alone.
+rows    each reply behind its own prompt, in rows filled up to the right: for windows, sinks, soft-capped scores, state-space
+        layers. What stands behind a token cannot move it, so no mask is needed.
+
+A way is right where it gives the log-probabilities of the model's own forward. No list of architectures says so.
+
+    T    tokens of a micro-batch    n    hidden states that are asked for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posttrain.batch import Layout
+from posttrain.models.attention import SegmentAttention
+from posttrain.models.head import Head
+from posttrain.models.segments import Forest
+from posttrain.protocols import Model
+
+Way = Literal["flat", "rows"]
+NAME = "posttrain"  # of our attention among those of transformers
+FULLER = 0.8  # rows of one call are at least so long, measured by the longest
+
+
+class NotFlatError(Exception):
+    """A layer does more than attend to all that came before."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """See `posttrain.protocols.Shape`."""
+
+    vocab: int
+    hidden: int
+    context: int
+
+
+class Backed(nn.Module):
+    """A model of transformers. Made by `models.transformers_folder.load_backed`."""
+
+    def __init__(self, inner: Any, context: int, way: Way = "rows") -> None:
+        super().__init__()
+        self.inner = inner.eval()  # no dropout: log-probabilities are functions of weights and tokens
+        self.way = way
+        self.eos_ids: tuple[int, ...] = ()
+        self.generation: dict[str, Any] = {}  # its generation_config.json
+        self.scale = 1.0  # of the head: see `Head`
+        self.cap: float | None = None
+        weight = inner.get_output_embeddings().weight
+        self.config = Sizes(weight.shape[0], weight.shape[1], context)
+
+    @property
+    def head(self) -> Head:
+        output = self.inner.get_output_embeddings()
+        return Head(output.weight, getattr(output, "bias", None), self.scale, self.cap)
+
+    def hidden(self, layout: Layout, at: Tensor) -> Tensor:
+        """See `posttrain.protocols.Model`."""
+        assert layout.position.ndim == 1, "positions in time, height and width are for models that see pictures"
+        return self._flat(layout, at) if self.way == "flat" else self._rows(layout, at)
+
+    def save(self, folder: Path) -> None:
+        """Write the folder that `from_pretrained` reads, with tensors under the names in which they are stored."""
+        from posttrain.models.transformers_folder import save_backed
+
+        save_backed(self, folder)
+
+    def attend(self, name: str) -> None:
+        """Choose one of the attentions that transformers knows by name."""
+        self.inner.set_attn_implementation(name)
+
+    def _flat(self, layout: Layout, at: Tensor) -> Tensor:
+        with attending(SegmentAttention(layout)):
+            out = self.inner.base_model(
+                input_ids=layout.tokens[None], position_ids=layout.position[None], use_cache=False
+            )
+        states: Tensor = out.last_hidden_state[0]
+        return states.index_select(0, at)
+
+    def _rows(self, layout: Layout, at: Tensor) -> Tensor:
+        if not at.numel():
+            return self.head.weight.new_zeros(0, self.config.hidden)
+        wanted = at.cpu().numpy()
+        rows, place = _rows_of(layout, wanted)
+        found = []
+        for tokens, ends in _together(rows):
+            index = torch.from_numpy(tokens).to(at.device)
+            out = self.inner.base_model(input_ids=layout.tokens[index], use_cache=False)
+            kept = np.concatenate([np.arange(end) + k * tokens.shape[1] for k, end in enumerate(ends)])
+            found.append(out.last_hidden_state.flatten(0, 1).index_select(0, torch.from_numpy(kept).to(at.device)))
+        return torch.cat(found).index_select(0, torch.from_numpy(place).to(at.device))
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Model] = Backed
+
+
+def _rows_of(layout: Layout, wanted: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    """(rows, the longest first: index in [T] of their tokens; where in them, laid end to end, each wanted token lies).
+
+    A row is a segment behind its ancestors, up to its last token that is wanted.
+    """
+    forest, total = Forest(layout), int(layout.tokens.shape[0])
+    needed = np.zeros(total, dtype=bool)
+    needed[wanted] = True
+    continued = set(forest.prefixes)
+    row_of, column = np.full(total, -1), np.zeros(total, dtype=np.int64)
+    rows: list[np.ndarray] = []
+    for leaf in sorted((k for k in range(len(layout.length)) if k not in continued), key=lambda k: -layout.length[k]):
+        whole = np.concatenate((forest.path(leaf), forest.tokens([leaf])))
+        own = np.flatnonzero(needed[whole] & (row_of[whole] < 0))
+        if len(own):
+            row_of[whole[own]], column[whole[own]] = len(rows), own
+            rows.append(whole[: own[-1] + 1])
+    order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
+    start = np.zeros(len(rows), dtype=np.int64)
+    start[order] = np.cumsum([0, *(len(rows[row]) for row in order)])[:-1]
+    return [rows[row] for row in order], start[row_of[wanted]] + column[wanted]
+
+
+def _together(rows: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """Rows of about one length, filled up by the token they begin with: (index in [T], [B, longest]; their lengths)."""
+    at = 0
+    while at < len(rows):
+        longest = len(rows[at])
+        some = [row for row in rows[at:] if len(row) >= FULLER * longest]
+        tokens = np.stack([np.pad(row, (0, longest - len(row)), constant_values=row[0]) for row in some])
+        yield tokens, [len(row) for row in some]
+        at += len(some)
+
+
+# -- our attention inside the model's layers ---------------------------------------------------------------------------
+
+Attending = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+_current: ContextVar[Attending] = ContextVar("attention of the layers")
+ALL_OR_NOTHING = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "chunk_size")
+"""What a layer tells its attention, besides queries, keys and values, that ours does not know."""
+
+
+@contextmanager
+def attending(attend: Attending) -> Iterator[None]:
+    """Within it, layers of this thread attend so."""
+    token = _current.set(attend)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """An entry of transformers' `AttentionInterface`: query [1, heads, T, size] -> [1, T, heads, size of values]."""
+    for name in ALL_OR_NOTHING:
+        if more.get(name) is not None:
+            raise NotFlatError(f"{type(module).__name__} has a {name}")
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    size, width = q.shape[-1], v.shape[-1]
+    if scaling is not None and abs(factor := scaling * size**0.5) != 1.0:
+        q = q * factor
+    if width < size:  # latent attention: kernels want one size, and zeros add nothing
+        v = nn.functional.pad(v, (0, size - width))
+    if width > size:
+        raise NotFlatError(f"{type(module).__name__} has values wider than its keys")
+    return _current.get()(0, q, k, v)[None, ..., :width], None

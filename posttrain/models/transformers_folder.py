@@ -1,0 +1,262 @@
+"""Folders that transformers opens, in and out of `Backed`; it decides which way a model goes, and whether it is believed.
+
+Whatever the architecture, two texts are scored by the model's own forward and by ours. A model whose numbers differ is
+refused. transformers is imported here and nowhere else (but for tokenizers that only it can read).
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.batch import Layout
+from posttrain.models.backed import NAME, Backed, NotFlatError, Way, attending, segment_attention
+from posttrain.models.config_json import read_eos_ids
+from posttrain.models.head import Head
+from posttrain.models.json_files import read_json, shown, write_json
+from posttrain.models.memory import available_memory, in_gib
+from posttrain.models.outline import context_of
+from posttrain.types import UserError
+
+TOLERANCE = 1e-4  # nats, in float32
+COARSE = 0.1  # in narrower types
+RECORDING = "posttrain_recording"  # our attention while a model is looked at
+PROBES = ((11, 3, 7, 2, 5, 1, 13), (4, 9))
+"""Two texts behind one beginning: what tokens they are made of, before they are taken modulo the vocabulary."""
+BEGINNING = (2, 8, 6, 10, 3)
+
+
+def load_backed(
+    folder: Path,
+    source: Mapping[str, Any],
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    trust: bool = False,
+) -> Backed:
+    """The model of a folder. `trust`: whether code that lies in the folder may run.
+
+    Raises UserError if transformers does not know its architecture, if it is no decoder, if weights are missing or left
+    over, or if its log-probabilities come out otherwise than by its own forward.
+    """
+    _check(folder, source, trust)
+    inner = _opened(folder, dtype, trust).to(device)
+    for name, parameter in inner.named_parameters():
+        if not parameter.isfinite().all():
+            raise UserError(
+                f"{folder}: {name} holds numbers that are not finite (NaN or infinity): training would spread them"
+            )
+    if dtype == torch.float64 and hasattr(inner, "set_experts_implementation"):
+        inner.set_experts_implementation("eager")  # products of all experts at once know no float64
+    model = Backed(inner, context_of(folder, source))
+    model.generation = read_json(folder / "generation_config.json", optional=True)
+    text = source.get("text_config")
+    ends = {**(text if isinstance(text, dict) else {}), **source}
+    model.eos_ids = read_eos_ids(folder, ends, model.generation, model.config.vocab)
+    choose_way(model, folder)
+    return model
+
+
+def save_backed(model: Backed, folder: Path) -> None:
+    """Write config.json, generation_config.json and weights, the latter through transformers' own conversion."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with _quiet():
+        model.inner.save_pretrained(folder)
+    ends = model.eos_ids if len(model.eos_ids) != 1 else model.eos_ids[0]
+    write_json(folder / "generation_config.json", {**model.generation, **({"eos_token_id": ends} if ends else {})})
+
+
+def stored_tensors(model: Backed) -> Iterator[tuple[str, Tensor]]:
+    """The weights as a checkpoint stores them, name by name."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.no_grad():
+        state = {name: p.detach() for name, p in model.inner.named_parameters()}
+        yield from revert_weight_conversion(model.inner, state).items()
+
+
+def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
+    """Refuse what can be seen in config.json to be none of ours."""
+    file, kind = folder / "config.json", source.get("model_type")
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError as error:
+        raise UserError(
+            f"{file}: model_type {shown(kind)} needs transformers: pip install 'posttrain[transformers]'"
+        ) from error
+    if source.get("auto_map") and not trust and kind not in CONFIG_MAPPING:
+        raise UserError(f"{file}: this model is Python code of its own: read it, then give --trust-remote-code")
+    if kind not in CONFIG_MAPPING and not trust:
+        raise UserError(f"{file}: model_type {shown(kind)} is unknown, here and to the installed transformers")
+    if source.get("is_encoder_decoder"):
+        raise UserError(f"{file}: {kind} is an encoder with a decoder; posttrain trains decoders alone")
+    if source.get("quantization_config"):
+        raise UserError(f"{file}: quantized weights cannot be trained; give the unquantized checkpoint")
+
+
+def _opened(folder: Path, dtype: torch.dtype, trust: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    files = list(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} holds no safetensors files: copy or convert the weights")
+    needed, room = sum(file.stat().st_size for file in files), available_memory(torch.device("cpu"))
+    if needed > room:
+        raise UserError(f"{folder} holds {in_gib(needed)} of weights; {in_gib(room)} of memory are free")
+    try:
+        with _quiet():
+            opened: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, trust_remote_code=trust, local_files_only=True, use_safetensors=True,
+                output_loading_info=True,
+            )  # fmt: skip
+    except Exception as error:  # transformers raises whatever its models' code does
+        said = " ".join(str(error).split())
+        raise UserError(f"{folder}: transformers cannot open it as a language model: {said:.300}") from error
+    inner, told = opened
+    problems = {"missing_keys": "lacks", "unexpected_keys": "holds unknown", "mismatched_keys": "has other shapes of"}
+    for key, what in problems.items():
+        if names := sorted(map(str, told[key])):
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UserError(
+                f"{folder} {what} tensors {', '.join(f'{n:.80}' for n in names[:3])}{more}: config.json does not describe it"
+            )
+    return inner
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without bars and warnings: what matters is checked here."""
+    from transformers.utils import logging as theirs
+
+    level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity(logging.ERROR)
+    theirs.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        theirs.set_verbosity(level)
+        if bars:
+            theirs.enable_progress_bar()
+
+
+# -- which way, and whether its numbers are right ----------------------------------------------------------------------
+
+
+def choose_way(model: Backed, folder: Path) -> None:
+    """Set the way that gives the log-probabilities of the model's own forward. Raises UserError if none does."""
+    _register()
+    limit = TOLERANCE if model.head.dtype in (torch.float32, torch.float64) else COARSE
+    with torch.no_grad(), _quiet():
+        own, states = _own_forward(model)
+        model.scale, model.cap = _head_of(model, states, own)
+        apart = _difference(model.head.logits(states), own)
+        if not apart <= limit:
+            raise _refused(folder, model, apart, "its output head", "of weight, bias, scale and soft cap alone")
+        for way, attention in _ways(model):
+            model.way = way
+            try:
+                model.attend(attention)
+                apart = _difference(model.head.logits(model.hidden(*_probe(model))), own)
+            except (NotFlatError, ValueError, NotImplementedError):
+                continue
+            if apart <= limit:
+                return
+    raise _refused(folder, model, apart, "its attention", "to all that came before a token, or computed row by row")
+
+
+def _refused(folder: Path, model: Backed, apart: float, what: str, known: str) -> UserError:
+    kind = type(model.inner).__name__
+    return UserError(
+        f"{folder}: log-probabilities of {kind} are {apart:.2g} nats off its own forward; the suspect is {what}, "
+        f"which is not {known}"
+    )
+
+
+def _difference(logits: Tensor, own: Tensor) -> float:
+    """The largest between log-probabilities; NaN where either has one."""
+    return float((logits.log_softmax(-1) - own.log_softmax(-1)).abs().max())
+
+
+def _ids(model: Backed, numbers: tuple[int, ...]) -> list[int]:
+    return [(37 * number + 11) % model.config.vocab for number in numbers]
+
+
+def _probe(model: Backed) -> tuple[Layout, Tensor]:
+    """Two texts that share their beginning, as a micro-batch; all tokens of the one, then all of the other."""
+    shared, one, other = len(BEGINNING), *map(len, PROBES)
+    tokens = torch.tensor(_ids(model, (*BEGINNING, *PROBES[0], *PROBES[1])), device=model.head.device)
+    position = torch.tensor([*range(shared + one), *range(shared, shared + other)], device=model.head.device)
+    layout = Layout(tokens, position, (0, shared, shared + one), (shared, one, other), (-1, 0, 0))
+    both = [*range(shared + one), *range(shared), *range(shared + one, shared + one + other)]
+    return layout, torch.tensor(both, device=model.head.device)
+
+
+def _own_forward(model: Backed) -> tuple[Tensor, Tensor]:
+    """(logits, last hidden states) of the probes, each text in a call of its own."""
+    if model.inner.config._attn_implementation != "eager":
+        model.attend("eager")
+    logits, states = [], []
+    for text in PROBES:
+        ids = torch.tensor([_ids(model, (*BEGINNING, *text))], device=model.head.device)
+        logits.append(model.inner(input_ids=ids, use_cache=False).logits[0])
+        states.append(model.inner.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
+    return torch.cat(logits), torch.cat(states)
+
+
+def _head_of(model: Backed, states: Tensor, own: Tensor) -> tuple[float, float | None]:
+    """Scale and cap of the head: those that the configuration names, in the sense that gives the model's own logits."""
+    config = model.inner.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None)
+    scales = {1.0}
+    for name in ("logits_scaling", "logit_scale", "lm_head_multiplier", "logits_scale"):
+        value = getattr(config, name, None)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value:
+            scales |= {float(value), 1.0 / value}
+    found = [(scale, float(c) if c else None) for scale in scales for c in {cap, None}]
+    plain = model.head
+    return min(found, key=lambda kind: float((Head(plain.weight, plain.bias, *kind).logits(states) - own).abs().max()))
+
+
+def _ways(model: Backed) -> Iterator[tuple[Way, str]]:
+    if _is_flat(model):
+        yield "flat", NAME
+    yield from (("rows", "sdpa"), ("rows", "eager"))
+
+
+def _is_flat(model: Backed) -> bool:
+    """Whether every layer goes through our attention once, with a plain causal mask and nothing besides."""
+    calls = []
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        calls.append(layer)
+        return q
+
+    ids = torch.tensor([_ids(model, BEGINNING)], device=model.head.device)
+    try:
+        model.attend(RECORDING)
+        with attending(attend):
+            model.inner.base_model(input_ids=ids, use_cache=False)
+    except (NotFlatError, ValueError, NotImplementedError):
+        return False
+    return len(calls) == model.inner.config.get_text_config().num_hidden_layers
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+    def mask(*_: Any, mask_function: Callable[..., Any] = causal_mask_function, **more: Any) -> None:
+        if mask_function is not causal_mask_function:
+            raise NotFlatError("a mask is more than causal")
+
+    AttentionInterface.register(NAME, segment_attention)  # without a mask function no mask is made
+    AttentionInterface.register(RECORDING, segment_attention)
+    AttentionMaskInterface.register(RECORDING, mask)

@@ -1,0 +1,287 @@
+"""Models behind transformers: every number is that of their own forward, whichever way a layout goes through them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny
+from feeding import ROWS, WORDS, board, credit, feed, new_case
+from safetensors.torch import load_file, save_file
+from tiny_models import KINDS, InDouble, make
+from torch import Tensor
+from trees import grown
+
+import posttrain
+from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.batch import Layout
+from posttrain.learners.local import LocalLearner, Optimization
+from posttrain.models import transformers_folder
+from posttrain.models.backed import Backed
+from posttrain.models.decoder import Decoder
+from posttrain.models.folder import checkpoint_tensors, load_model, save_model
+from posttrain.models.likelihood import token_logp_entropy
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.transformers_folder import load_backed, stored_tensors
+from posttrain.sources.packing import collate, split_microbatches
+from posttrain.types import Task, Transcript, UserError
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    place, made = tmp_path_factory.mktemp("models"), dict[str, Path]()
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = make(kind, place / kind, vocab_size=WORDS.vocab_size)
+        return made[kind]
+
+    return folder
+
+
+def opened(folder: Path, dtype: torch.dtype = torch.float32) -> Backed:
+    return load_backed(folder, json.loads((folder / "config.json").read_text()), dtype)
+
+
+def alone(model: Backed, transcript: Transcript) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, entropies) of the scored tokens by the model's own forward, one sequence at a time."""
+    tokens = torch.tensor([transcript.tokens])
+    logs = model.inner(input_ids=tokens, use_cache=False).logits[0].log_softmax(-1)
+    entropy = -(logs.exp() * logs).sum(-1)
+    at = transcript.scored - 1
+    return logs[at, tokens[0, transcript.scored]], entropy[at]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_entropies_and_gradients_are_those_of_each_transcript_alone(
+    kind: str, folders: Callable[[str], Path]
+) -> None:
+    model, within = opened(folders(kind), torch.float64), 1e-9
+    assert model.way == KINDS[kind][0]
+    with InDouble():
+        compared(model, within)
+
+
+def compared(model: Backed, within: float) -> None:
+    for seed, budget in ((0, 30), (1, 7)):
+        transcripts = grown(seed, 2, 3)
+        weights = [torch.linspace(-1, 1 + i, t.n_scored, dtype=torch.float64) for i, t in enumerate(transcripts)]
+        way, attention = model.way, model.inner.config._attn_implementation
+        model.attend("eager")
+        plain = torch.zeros((), dtype=torch.float64)
+        for transcript, weight in zip(transcripts, weights, strict=True):
+            logp, entropy = alone(model, transcript)
+            plain = plain + (logp * weight).sum() + 0.3 * (entropy * weight.square()).sum()
+        parameters = [p for p in model.parameters()]
+        expected = torch.autograd.grad(plain, parameters, allow_unused=True)
+        model.attend(attention)
+        total = torch.zeros((), dtype=torch.float64)
+        for index in split_microbatches([[t] for t in transcripts], budget):
+            batch = collate(
+                [[transcripts[i]] for i in index], index, weight=torch.ones(len(transcripts), dtype=torch.float64),
+                fields={"advantage": weights},
+            )  # fmt: skip
+            assert batch.advantage is not None and model.way == way
+            hidden = model.hidden(batch.layout, batch.at)
+            logp, entropy = token_logp_entropy(hidden, model.head, batch.target)
+            total = total + (logp * batch.advantage).sum() + 0.3 * (entropy * batch.advantage.square()).sum()
+        assert abs(total.item() - plain.item()) < within * max(1.0, abs(plain.item()))
+        for own, other in zip(torch.autograd.grad(total, parameters, allow_unused=True), expected, strict=True):
+            own, other = (torch.zeros(1) if x is None else x for x in (own, other))
+            assert (own - other).abs().max() < within * max(1.0, other.abs().max().item())
+
+
+def test_no_token_asked_for_is_no_state(folders: Callable[[str], Path]) -> None:
+    layout = Layout(torch.arange(3, 8), torch.arange(5), (0,), (5,), (-1,))
+    for kind in ("qwen3", "gemma2"):
+        assert opened(folders(kind)).hidden(layout, torch.zeros(0, dtype=torch.int64)).shape == (0, 32)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "gemma3_text", "mamba2", "phi"])
+def test_saved_folder_opens_here_and_in_transformers_with_equal_logits(
+    kind: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = opened(folders(kind))
+    model.eos_ids = (5, 7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    model.save(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    again, tokens = load_model(tmp_path), torch.arange(3, 15)
+    assert isinstance(again, Backed) and again.eos_ids == (5, 7)
+    layout = Layout(tokens, torch.arange(12), (0,), (12,), (-1,))
+    with torch.no_grad():
+        wanted = theirs.eval()(input_ids=tokens[None]).logits[0]
+        for one in (model, again):
+            assert torch.allclose(one.head.logits(one.hidden(layout, torch.arange(12))), wanted, atol=1e-4)
+    stored = load_file(tmp_path / "model.safetensors")
+    named = dict(stored_tensors(model))
+    tied = {name for name in named if name not in stored}
+    buffers = {name for name in stored if name not in named}
+    assert tied <= {"lm_head.weight"} and all(name.endswith("e_score_correction_bias") for name in buffers)
+    assert all(torch.equal(named[name], tensor) for name, tensor in stored.items() if name not in buffers)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Decoder], Backed]:
+    place = tmp_path_factory.mktemp("qwen")
+
+    def twin(model: Decoder) -> Backed:
+        save_model(model, place)
+        found = opened(place, torch.float64)
+        assert found.way == "flat"
+
+        def tables(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+            """Both compute these in float32, and not to the same last bit."""
+            cos, sin = (table[None, :, 0] for table in model.rotary(position_ids[0], x.dtype))
+            half = sin.shape[-1] // 2
+            return cos, torch.cat((sin[..., half:], sin[..., half:]), -1)
+
+        found.inner.model.rotary_emb.forward = tables
+        return found
+
+    return twin
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_native_and_backed_learn_alike_with_every_row(
+    row: Algorithm, qwen: Callable[[Decoder], Backed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = Backed.hidden
+
+    def in_double(self: Backed, layout: Layout, at: Tensor) -> Tensor:
+        with InDouble(angles=False):
+            return hidden(self, layout, at)
+
+    monkeypatch.setattr(Backed, "hidden", in_double)
+    case = new_case(row)
+    own = case.learner
+    assert isinstance(own.model, Decoder)
+    how = Optimization(lr=1e-3, eps=1e-3, weight_decay=0.1)
+    others = {name: qwen(model) for name, model in own.others.items() if isinstance(model, Decoder)}
+    same = dict(teaching=own.teaching, trust_region=row.trust_region, follow=0.1)
+    native = LocalLearner(own.model, how, others=own.others, critic=own.critic, **same)  # type: ignore[arg-type]
+    critic = None if own.critic is None else _copied(own.critic)
+    backed = LocalLearner(qwen(own.model), how, others=others, critic=critic, **same)  # type: ignore[arg-type]
+    found, objective = credit(row, board(case, case.rollouts)), policy_objective(row)
+    for step in range(5):
+        cuts = [range(step, len(case.rollouts)), range(step)]
+        batches = feed(case, case.rollouts, found, [list(cut) for cut in cuts])
+        ours = native.update(batches, objective)
+        theirs = backed.update(batches, objective)
+        assert ours.keys() == theirs.keys()
+        for name, (total, count) in ours.items():
+            assert theirs[name][1] == count and theirs[name][0] == pytest.approx(total, rel=1e-9, abs=1e-9), name
+    weights = dict(stored_tensors(backed.model))  # type: ignore[arg-type]
+    for name, tensor in checkpoint_tensors(own.model):
+        assert (weights[name] - tensor).abs().max() < 1e-9, name
+
+
+def _copied(module: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(module)
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def digits(task: Task, reply: str) -> float:
+    return sum(c.isdigit() for c in reply) / max(1, len(reply))
+
+
+TASKS = [{"prompt": f"{i}+{j}="} for i in range(5) for j in range(4)]
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe"])
+def test_backed_model_learns_and_goes_on_exactly(kind: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    start = make(kind, tmp_path / "start", vocab_size=tokenizer.vocab_size)
+    tokenizer.save(start)
+    how: dict[str, Any] = dict(
+        model=str(start), prompts=3, group=4, max_tokens=5, lr=5e-3, threads=1, env_workers=0, save_every=2, quiet=True,
+        kl=0.01, minibatches=2,
+    )  # fmt: skip
+    whole = posttrain.rl(TASKS, digits, steps=4, out=str(tmp_path / "whole"), **how)
+    before = posttrain.rl(TASKS, digits, steps=2, out=str(tmp_path / "parts"), **how).metrics
+    rest = posttrain.rl(TASKS, digits, out=str(tmp_path / "parts"), resume=True, steps=4, **how)
+    assert rest.metrics == whole.metrics and before == whole.metrics[:2]
+    last = "checkpoints/step-000004"
+    stored = [load_file(tmp_path / name / last / "model.safetensors") for name in ("whole", "parts")]
+    assert all(torch.equal(stored[1][name], tensor) for name, tensor in stored[0].items())
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder with a decoder"),
+        ({"model_type": "nobody"}, "model_type .nobody. is unknown, here and to the installed transformers"),
+        ({"model_type": "nobody", "auto_map": {"AutoModelForCausalLM": "m.M"}}, "--trust-remote-code"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights cannot be trained"),
+        ({"num_hidden_layers": 3}, "lacks tensors"),
+        ({"num_hidden_layers": 1}, "holds unknown tensors"),
+        ({"hidden_size": 64}, "shape|cannot open it"),
+    ],
+)
+def test_folder_that_is_not_what_it_says_is_refused_in_one_line(
+    change: dict[str, Any], message: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for file in folders("gemma3_text").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text()) | change
+    if "num_hidden_layers" in change:
+        config["layer_types"] = ["full_attention"] * change["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message) as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_not_finite_are_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    for file in folders("phi").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["model.embed_tokens.weight"][3, 1] = float("nan")
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="embed_tokens.weight holds numbers that are not finite"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma2"])
+def test_numbers_that_are_not_the_models_own_are_refused_and_the_suspect_is_named(
+    kind: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = Backed.hidden
+    with monkeypatch.context() as patch:
+        patch.setattr(Backed, "hidden", lambda *a: forward(*a) * 1.001)
+        with pytest.raises(UserError, match="nats off its own forward; the suspect is its attention"):
+            opened(folders(kind))
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers_folder, "_head_of", lambda *a: (1.01, None))
+        with pytest.raises(UserError, match="nats off its own forward; the suspect is its output head"):
+            opened(folders(kind))
+
+
+def test_native_families_with_what_is_not_native_go_through_transformers(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    make("qwen3", tmp_path, rope_parameters=scaling)
+    model = load_model(tmp_path)
+    assert isinstance(model, Backed) and model.way == "flat"
+
+
+def test_context_is_what_the_configuration_calls_it(folders: Callable[[str], Path]) -> None:
+    assert opened(folders("gpt2")).config.context == 256
+    assert re.fullmatch(r"\d+", str(opened(folders("mamba2")).config.context))
+    assert tiny(WORDS).config.vocab == opened(folders("gpt2")).config.vocab

@@ -1,0 +1,85 @@
+"""Small random models of many architectures, made by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 3, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+    "head_dim": 4,
+}  # fmt: skip
+WINDOW = {"sliding_window": 4}
+WINDOWS = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("flat", {}),
+    "qwen3_moe": ("flat", {**MOE, "decoder_sparse_step": 1, "norm_topk_prob": True}),
+    "mixtral": ("flat", MOE),
+    "phi3": ("flat", {}),
+    "olmo2": ("flat", {}),
+    "deepseek_v3": ("flat", {**MOE, **LATENT}),
+    "gpt2": ("flat", {"tie_word_embeddings": True}),
+    "granite": ("flat", {"logits_scaling": 8.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5}),
+    "cohere": ("flat", {"logit_scale": 0.0625}),
+    "phi": ("flat", {"partial_rotary_factor": 0.5}),
+    "gemma2": ("rows", {**WINDOWS, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
+    "gemma3_text": ("rows", WINDOWS),
+    "gemma4_text": ("rows", {**WINDOWS, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
+    "gpt_oss": ("rows", {**MOE, **WINDOWS}),
+    "mamba2": ("rows", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "expand": 2, "chunk_size": 8}),
+    "qwen3_next": ("rows", {**MOE, **LINEAR, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1}),
+    "qwen3_5_text": ("rows", LINEAR),
+    "lfm2": ("rows", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+}
+"""model_type -> (the way it goes, what its configuration has besides `SIZES`)."""
+
+
+class InDouble(TorchFunctionMode):
+    """Within it nothing is cast to float32: transformers does that for norms and softmax, whatever the weights are.
+
+    `angles`: nor for the angles of rotary embeddings, which the native decoder computes in float32 too.
+    """
+
+    def __init__(self, angles: bool = True) -> None:
+        super().__init__()
+        self.angles = angles
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.float and self.angles:
+            return args[0].double()
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        if function in (torch.Tensor.to, torch.Tensor.type):
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        return function(*args, **kwargs)
+
+
+def make(kind: str, folder: Path, seed: int = 0, **changed: Any) -> Path:
+    """A folder with random weights, some times larger than is usual: so that every part moves the output."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind][1], **changed})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 or name.endswith(("bias", "sinks")):
+                parameter.normal_(0.0, 0.2)
+    model.save_pretrained(folder)
+    return folder

@@ -13,6 +13,7 @@ import torch
 from conftest import tiny
 from feeding import ROWS, WORDS, board, credit, feed, new_case
 from safetensors.torch import load_file, save_file
+from sampled import complete, ragged
 from tiny_models import KINDS, InDouble, make
 from torch import Tensor
 from trees import grown
@@ -20,16 +21,19 @@ from trees import grown
 import posttrain
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.batch import Layout
+from posttrain.engines.backed_engine import BackedEngine
+from posttrain.engines.local import LocalEngine
+from posttrain.engines.uncached import UncachedEngine
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models import transformers_folder
-from posttrain.models.backed import Backed
+from posttrain.models.backed import NAME, Backed
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import checkpoint_tensors, load_model, save_model
 from posttrain.models.likelihood import token_logp_entropy
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.models.transformers_folder import load_backed, stored_tensors
 from posttrain.sources.packing import collate, split_microbatches
-from posttrain.types import Task, Transcript, UserError
+from posttrain.types import Sampling, Task, Transcript, UserError
 
 transformers = pytest.importorskip("transformers")
 
@@ -285,3 +289,37 @@ def test_context_is_what_the_configuration_calls_it(folders: Callable[[str], Pat
     assert opened(folders("gpt2")).config.context == 256
     assert re.fullmatch(r"\d+", str(opened(folders("mamba2")).config.context))
     assert tiny(WORDS).config.vocab == opened(folders("gpt2")).config.vocab
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.7}, {"top_p": 0.8, "top_k": 12}, {"temperature": 0.0}])
+def test_same_seeds_give_the_native_engines_tokens(
+    model: Decoder, tokenizer: Tokenizer, tmp_path: Path, how: dict[str, Any]
+) -> None:
+    save_model(model, tmp_path, tokenizer)
+    prompts, sampling = ragged(20, **how)
+    native = complete(LocalEngine(model, tokenizer, slots=8), prompts, sampling)
+    for slots in (3, 64):
+        own = complete(BackedEngine(opened(tmp_path), tokenizer, slots=slots), prompts, sampling)
+        for id, completion in native.items():
+            assert (own[id].tokens, own[id].stop) == (completion.tokens, completion.stop)
+            assert own[id].logp == pytest.approx(completion.logp, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engine_with_a_cache_samples_what_the_one_without_does(
+    kind: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.engines.backed_engine.PREFILL", 12)
+    model = opened(folders(kind))
+    prompts = [[5, 6, 7], [5, 6, 7], [9, 4, 3, 8, 11], [20] * 12, [5, 6, 7], [13, 2, 30, 31, 9]]
+    sampling = [Sampling(max_tokens=3 + 2 * n, seed=n) for n in range(len(prompts))]
+    plain = complete(UncachedEngine(model, WORDS, slots=4), prompts, sampling)
+    engine = BackedEngine(model, WORDS, slots=4)
+    cached = complete(engine, prompts, sampling)
+    for id, completion in plain.items():
+        assert cached[id].tokens == completion.tokens
+        assert cached[id].logp == pytest.approx(completion.logp, abs=2e-3)
+    assert model.inner.config._attn_implementation == (NAME if model.way == "flat" else model.rows_attention)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from posttrain.engines.backed_engine import BackedEngine
 from posttrain.engines.kept import KEPT_BYTES
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.uncached import UncachedEngine
 from posttrain.engines.weights import own_copy
+from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine, Model
@@ -26,4 +28,6 @@ def embedded(
     if isinstance(model, Decoder):
         kept = KEPT_BYTES if kept_gib is None else int(kept_gib * 2**30)
         return LocalEngine(model, tokenizer, slots, precision, kept, rests, own)
+    if isinstance(model, Backed):
+        return BackedEngine(model, tokenizer, slots, precision, own)
     return UncachedEngine(model, tokenizer, slots, precision, own)

@@ -26,7 +26,9 @@ from posttrain.types import Completion, Sampling
 
 
 @dataclass
-class _Running:
+class Running:
+    """A reply as far as it is sampled."""
+
     request: Request
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
@@ -51,7 +53,7 @@ class UncachedEngine:
         self.eos_ids = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
         self.version = 0
         self._waiting: deque[Request] = deque()
-        self._running: list[_Running] = []
+        self._running: list[Running] = []
 
     @property
     def backend(self) -> str:
@@ -83,8 +85,9 @@ class UncachedEngine:
 
     def poll(self) -> list[Completion]:
         """One token of every running request; the replies that ended with it."""
-        while self._waiting and len(self._running) < self.slots:
-            self._running.append(_Running(self._waiting.popleft()))
+        if self._admits():
+            while self._waiting and len(self._running) < self.slots:
+                self._running.append(Running(self._waiting.popleft()))
         if not self._running:
             return []
         with torch.no_grad(), self._autocast():
@@ -102,8 +105,12 @@ class UncachedEngine:
         self._waiting.clear()
         self._running.clear()
 
-    def _next(self) -> tuple[Tensor, Tensor]:
-        """The next token of each running request and its log-probability, [B] each."""
+    def _admits(self) -> bool:
+        """Whether requests that wait may begin, as far as there are slots."""
+        return True
+
+    def _logits(self) -> Tensor:
+        """[B, V], of the next token of each running request."""
         device, sequences = self.model.head.device, [r.sequence for r in self._running]
         length = [len(s) for s in sequences]
         end = torch.tensor(length).cumsum(0)
@@ -114,7 +121,11 @@ class UncachedEngine:
             tuple(length),
             (-1,) * len(length),
         )
-        logits = self.model.head.logits(self.model.hidden(layout, (end - 1).to(device)))
+        return self.model.head.logits(self.model.hidden(layout, (end - 1).to(device)))
+
+    def _next(self) -> tuple[Tensor, Tensor]:
+        """The next token of each running request and its log-probability, [B] each."""
+        logits, device = self._logits(), self.model.head.device
         asked = [r.request.sampling for r in self._running]
 
         def column(value: Callable[[Sampling], float], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -125,16 +136,16 @@ class UncachedEngine:
         temperature, top_k = column(lambda s: s.temperature), column(lambda s: s.top_k, torch.int64)
         return sample(logits, draw, temperature, column(lambda s: s.top_p), top_k, temperature == 0)
 
-    def _stopped(self, running: _Running) -> bool:
+    def _stopped(self, running: Running) -> bool:
         stop = running.request.sampling.stop
         reply = [*running.request.begun, *running.tokens]
         return bool(stop) and reached_stop(self.tokenizer, reply[-stop_window(stop) :], stop)
 
-    def _ended(self, running: _Running) -> bool:
+    def _ended(self, running: Running) -> bool:
         full = len(running.tokens) >= running.request.budget(self.model.config.context)
         return full or running.tokens[-1] in self.eos_ids
 
-    def _completion(self, running: _Running, stopped: bool) -> Completion:
+    def _completion(self, running: Running, stopped: bool) -> Completion:
         assert math.isfinite(sum(running.logp)), "a log-probability is not finite: the weights hold NaN or infinities"
         return complete(
             running.request,

@@ -57,6 +57,7 @@ class Backed(nn.Module):
         super().__init__()
         self.inner = inner.eval()  # no dropout: log-probabilities are functions of weights and tokens
         self.way = way
+        self.rows_attention = "sdpa"  # the attention of rows, and of what samples with a cache
         self.eos_ids: tuple[int, ...] = ()
         self.generation: dict[str, Any] = {}  # its generation_config.json
         self.scale = 1.0  # of the head: see `Head`
@@ -83,6 +84,18 @@ class Backed(nn.Module):
     def attend(self, name: str) -> None:
         """Choose one of the attentions that transformers knows by name."""
         self.inner.set_attn_implementation(name)
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """Within it the model may be called with a cache, row by row."""
+        if self.way == "rows":
+            yield
+            return
+        self.attend(self.rows_attention)
+        try:
+            yield
+        finally:
+            self.attend(NAME)
 
     def _flat(self, layout: Layout, at: Tensor) -> Tensor:
         with attending(SegmentAttention(layout)):

@@ -168,6 +168,7 @@ def choose_way(model: Backed, folder: Path) -> None:
             except (NotFlatError, ValueError, NotImplementedError):
                 continue
             if apart <= limit:
+                model.rows_attention = attention if way == "rows" else _for_rows(model)
                 return
     raise _refused(folder, model, apart, "its attention", "to all that came before a token, or computed row by row")
 
@@ -229,6 +230,17 @@ def _ways(model: Backed) -> Iterator[tuple[Way, str]]:
     if _is_flat(model):
         yield "flat", NAME
     yield from (("rows", "sdpa"), ("rows", "eager"))
+
+
+def _for_rows(model: Backed) -> str:
+    """The attention of a flat model where it samples with a cache."""
+    try:
+        model.attend("sdpa")
+        return "sdpa"
+    except ValueError:
+        return "eager"
+    finally:
+        model.attend(NAME)
 
 
 def _is_flat(model: Backed) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.batch import Layout
 from posttrain.engines.backed_engine import BackedEngine
 from posttrain.engines.local import LocalEngine
+from posttrain.engines.opening import open_engine
+from posttrain.engines.replicas import Many
 from posttrain.engines.uncached import UncachedEngine
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models import transformers_folder
@@ -323,3 +326,22 @@ def test_engine_with_a_cache_samples_what_the_one_without_does(
         assert cached[id].tokens == completion.tokens
         assert cached[id].logp == pytest.approx(completion.logp, abs=2e-3)
     assert model.inner.config._attn_implementation == (NAME if model.way == "flat" else model.rows_attention)
+
+
+@pytest.mark.parametrize("kind", ["granite", "gemma2"])
+def test_engine_of_another_process_takes_over_weights_and_samples_alike(
+    kind: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    model = opened(make(kind, tmp_path / kind, vocab_size=tokenizer.vocab_size))
+    prompts, sampling = ragged(6)
+    with closing(open_engine("local", model, tokenizer, 8, "float32", many=Many(1))) as pool:
+        for version in (1, 2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.05)
+            pool.load(model, version)
+            here = complete(BackedEngine(model, tokenizer), prompts, sampling)
+            there = complete(pool, prompts, sampling)
+            for id, completion in here.items():
+                assert there[id].tokens == completion.tokens and there[id].version == version
+                assert there[id].logp == pytest.approx(completion.logp, abs=1e-4)

@@ -63,6 +63,22 @@ def load_backed(
     return model
 
 
+def empty_backed(
+    folder: Path, dtype: torch.dtype, device: torch.device, context: int, how: Mapping[str, Any]
+) -> Backed:
+    """The model that a config.json describes, with weights yet to come. `how`: what was found out of it elsewhere."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _quiet():
+        inner: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    if dtype == torch.float64 and hasattr(inner, "set_experts_implementation"):
+        inner.set_experts_implementation("eager")
+    model = Backed(inner.to(device), context)
+    model.scale, model.cap, model.rows_attention = how["scale"], how["cap"], how["attention"]
+    model.attend(model.rows_attention)
+    return model
+
+
 def save_backed(model: Backed, folder: Path) -> None:
     """Write config.json, generation_config.json and weights, the latter through transformers' own conversion."""
     folder.mkdir(parents=True, exist_ok=True)

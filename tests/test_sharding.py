@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from processes import in_processes
 from recurrent import Recurrent, Sizes
 from safetensors.torch import load_file
 from test_processes import PAIRS, SMALL, SUMS, free_port, joined, nearness
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 import posttrain
 from posttrain.batch import Batch, Outputs, Stats
@@ -37,7 +35,6 @@ from posttrain.models.rows import is_sharded, whole
 from posttrain.protocols import Alone, Objective
 from posttrain.runs.reading import read_metrics, read_rollouts
 from posttrain.sources.sft import Demonstrations, Likelihood
-from posttrain.training import loop, trainer
 from posttrain.training.learning import new_learner
 from posttrain.types import Transcript, UserError
 
@@ -87,16 +84,9 @@ def all_kinds(out: Path, start: Path, **options: Any) -> None:
     posttrain.distill(SUMS, model=str(start), teacher=teacher, out=str(out / "distill"), **played)
 
 
-def undrawn() -> None:
-    """No curves, and no collection of garbage, which take longer than the runs."""
-    trainer.curves = lambda folder: None  # type: ignore[attr-defined]
-    loop.gc = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)  # type: ignore[attr-defined]
-
-
 def ranks(rank: int, port: int, size: int, out: Path) -> None:
     """All that so many processes do together in these tests."""
     joined(rank, port, size)
-    undrawn()
     together = world.joined("cpu", SFT().patience)
     for part in PARTS[size]:
         part(out, rank, together)
@@ -137,16 +127,9 @@ def fails_within(out: Path, rank: int, together: Processes) -> None:
 
 
 @pytest.fixture(scope="module")
-def monkeypatch_of_module() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, monkeypatch_of_module: pytest.MonkeyPatch) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, and halves of it gone on with, by one process, two and three."""
     out = tmp_path_factory.mktemp("runs")
-    monkeypatch_of_module.setattr(trainer, "curves", lambda folder: None)
     start = posttrain.sft(SUMS, out=str(out / "first"), steps=10, rows=8, lr=3e-3, **SMALL, **QUICK)
     assert start.checkpoint
     shutil.copytree(start.checkpoint, out / "start")
@@ -154,7 +137,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, monkeypatch_of_module: pytest
     play(out / "half of one", out / "start", HALF)
     all_kinds(out / "kinds of one", out / "start")
     for size in PARTS:
-        spawn(ranks, (free_port(), size, out), nprocs=size)
+        in_processes(ranks, (free_port(), size, out), size)
     go_on(out / "half", out / "half, in one", shard=False)
     return out
 

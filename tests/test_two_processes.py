@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from feeding import ROWS, Case, board, chosen_row, credit, feed, gathered, new_case
+from processes import in_processes
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.table import find
@@ -88,7 +88,7 @@ def one_of_two(rank: int, folder: str) -> None:
 
 
 def test_update_of_two_processes_is_that_of_one_for_every_row(tmp_path: Path) -> None:
-    spawn(one_of_two, (str(tmp_path),), nprocs=2)  # one pair of processes runs all cases
+    in_processes(one_of_two, (str(tmp_path),), 2)  # one pair of processes runs all cases
     two = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     assert list(two[0]) == [name for name, *_ in cases()]
     for name, row, end, warm in cases():

@@ -22,6 +22,7 @@ from torch import Tensor
 import posttrain
 from posttrain.batch import Batch, Outputs, Stats
 from posttrain.config import SFT
+from posttrain.engines.canary import LIMIT, Canary
 from posttrain.engines.weights import own_copy
 from posttrain.learners import sharding, world
 from posttrain.learners.local import LocalLearner, Optimization
@@ -385,6 +386,22 @@ PARTS: dict[int, list[Callable[[Path, int, Processes], None]]] = {
     2: [runs_of_two, kinds_of_two, learners, saves, fails_within],
     3: [learners, runs_of_three],
 }
+
+
+def one_is_lost(rank: int, port: int, out: Path) -> None:
+    joined(rank, port)
+    sharded = learner(ShardingLearner, True, world.joined("cpu", 20.0))
+    if rank:
+        with sharded.world.meeting():
+            os._exit(0)
+    with pytest.raises(UserError) as caught:
+        Canary(sharded.model, LIMIT).look(sharded.weights())
+    (out / "said").write_text(f"{caught.value.code} {caught.value}")
+
+
+def test_a_process_that_is_lost_while_the_canary_is_told_what_to_hear_is_told_in_words(tmp_path: Path) -> None:
+    in_processes(one_is_lost, (free_port(), tmp_path), 2)
+    assert (tmp_path / "said").read_text().startswith("1 another process of the run is gone")
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

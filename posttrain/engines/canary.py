@@ -14,6 +14,7 @@ from torch import Tensor
 
 from posttrain.batch import Layout
 from posttrain.models.likelihood import output_logits
+from posttrain.models.rows import asked_by_all
 from posttrain.protocols import Model
 from posttrain.seeds import seed_of
 from posttrain.types import Completion, Sampling, UserError
@@ -36,11 +37,14 @@ class Canary:
         self._before: Tensor | None = None  # of the version before
 
     def look(self, weights: Model) -> None:
-        """The learner's side of it. Reads the weights, and keeps none of them. Raises UserError if they are damaged."""
+        """The learner's side of it. Reads the weights, and keeps none of them.
+
+        Raises UserError if they are damaged, or another process that holds some of them is lost.
+        """
         device, count = weights.head.device, len(self.text)
         place = torch.arange(count, device=device)
         layout = Layout(torch.tensor(self.text, device=device), place, (0,), (count,), (-1,))
-        with torch.no_grad():
+        with asked_by_all(weights), torch.no_grad():
             logits = output_logits(weights.hidden(layout, place), weights.head)
         if not logits.isfinite().all():
             raise UserError(

@@ -382,7 +382,8 @@ class RLOptions(TrainingOptions, total=False):
     """Whose log-probabilities the ratio divides by: those of the weights at the start of the step, or those that the
     tokens were sampled with."""
     correction: Literal["truncate", "icepop", "sequence", "none"]
-    """Weight for an engine whose log-probabilities differ from the learner's (none: no weight)."""
+    """Weight for an engine whose log-probabilities differ from the learner's, or whose weights lag behind, as with
+    --ahead (none: no weight)."""
     correction_cap: float
     """Bound of that weight, above 1."""
     kl_estimator: Literal["k1", "k2", "k3", "exact", "forward"]

@@ -443,6 +443,10 @@ def _training_of(command: list[str]) -> Training:
     from posttrain.cli import main
 
     kinds = [name for name, kind in VERBS.items() if issubclass(kind, Training)]
+    if command and command[0] == "posttrain":
+        raise UserError(
+            f"leave out the word posttrain behind the two dashes: -- {' '.join(command[1:2] or kinds[:1])} ..."
+        )
     if not command or command[0] not in kinds:
         raise UserError(
             f"the command that is to be launched follows two dashes: posttrain launch --slurm -- {kinds[0]} ..., "

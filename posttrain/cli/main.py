@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (UserError, CycloptsError) as error:
         said = " ".join(str(error).split())
         if isinstance(error, UnknownOptionError) and error.token is not None and words:
-            said = f"unknown option {error.token.keyword}{_suggested(str(error.token.keyword), words[0])}"
+            said = _unknown(error.token.keyword or error.token.value, words)
         if isinstance(error, MissingArgumentError) and error.argument is not None:
             said = _missing(error, words)
         if isinstance(error, CoercionError) and get_origin(error.target_type) is dict and error.token is not None:
@@ -128,6 +128,18 @@ def prepared(words: list[str]) -> list[str]:
     """The words with what is ours to read in them done: recipes, numbers, escapes. What follows -- is another command's."""
     end = words.index("--") if "--" in words else len(words)
     return [*_unescaped(_refuse_fractions(_recipe(words[:end]))), *words[end:]]
+
+
+def _unknown(option: str, words: list[str]) -> str:
+    """What is said of an option that a command does not have."""
+    from posttrain.config import VERBS
+
+    verb, *rest = words
+    if verb == "launch" and "--" not in rest and (command := next((word for word in rest if word in VERBS), None)):
+        return f"the command that is to be launched follows two dashes: posttrain launch --slurm -- {command} ..."
+    if verb == "engine" and option == "--engines":
+        return "--engines is of the runs that sample here: an engine listens at --listen HOST:PORT"
+    return f"unknown option {option}{_suggested(option, verb)}"
 
 
 def _missing(error: MissingArgumentError, words: list[str]) -> str:

@@ -213,6 +213,10 @@ def keep_alive(end: socket.socket) -> None:
 
 def host_and_port(address: str, option: str) -> tuple[str, int]:
     """Raises UserError for what is no address."""
+    scheme, found, rest = address.partition("://")
+    if found:
+        there = rest.partition("/")[0] or "127.0.0.1:7000"
+        raise UserError(f"{option} {address}: it is no {scheme} that is spoken there: give {there} alone")
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
         raise UserError(f"{option} {address}: give a machine and a port, such as 127.0.0.1:7000")

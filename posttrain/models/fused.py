@@ -18,14 +18,17 @@ from torch.nn import functional
 
 from posttrain.kernels import binder
 from posttrain.models.linear import (
+    Adapter,
     Linear,
     accumulates,
     add_product,
     collected,
-    collects,
+    learned,
     narrowed,
     product,
     product_type,
+    to_bias,
+    written_out,
 )
 
 
@@ -143,16 +146,18 @@ def _library() -> binder.LayerLibrary:
 
 def norm_linear(x: Tensor, weight: Tensor, eps: float, linear: Linear) -> Tensor:
     """linear(rms_norm(x)): [T, inputs] -> [T, outputs]."""
-    if (collects(linear.weight) or not torch.is_grad_enabled()) and _covering(x, True, weight, linear.weight):
-        out: Tensor = _NormLinear.apply(x, weight, eps, linear.weight, linear.bias)
+    more = learned(linear)
+    if (written_out(linear) or not torch.is_grad_enabled()) and _covering(x, True, weight, linear.weight, *more):
+        out: Tensor = _NormLinear.apply(x, weight, eps, linear.weight, linear.bias, linear.adapter, *more)
         return out
     return linear(rms_norm(x, weight, eps))
 
 
 def swiglu_linear(x: Tensor, linear: Linear) -> Tensor:
     """linear(swiglu(x)): [T, 2 inputs] -> [T, outputs]."""
-    if (collects(linear.weight) or not torch.is_grad_enabled()) and _covering(x, False, linear.weight):
-        out: Tensor = _SwiGLULinear.apply(x, linear.weight, linear.bias)
+    more = learned(linear)
+    if (written_out(linear) or not torch.is_grad_enabled()) and _covering(x, False, linear.weight, *more):
+        out: Tensor = _SwiGLULinear.apply(x, linear.weight, linear.bias, linear.adapter, *more)
         return out
     return linear(swiglu(x))
 
@@ -177,54 +182,76 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _NormLinear(torch.autograd.Function):
-    """Keeps x and one number of each row."""
+    """Keeps x and one number of each row, and of an adapter what lies between its two products."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        adapter: Adapter | None,
+        *learned: Tensor,
+    ) -> Tensor:
         normed, rate = torch.empty_like(x, dtype=product_type(x)), x.new_empty(x.shape[0])
         _library().rms_norm(x, norm, eps, normed, rate, known=False)
-        narrow = narrowed(weight)
-        ctx.save_for_backward(x, norm, rate)
-        ctx.weight, ctx.bias = weight, bias
-        return product(normed, narrow, None if bias is None else narrowed(bias))
+        out = product(normed, narrowed(weight), None if bias is None else narrowed(bias))
+        inner = None if adapter is None else adapter.add(normed, out)
+        ctx.save_for_backward(x, norm, rate, inner)
+        ctx.weight, ctx.bias, ctx.adapter = weight, bias, adapter
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, norm, rate), narrow = ctx.saved_tensors, narrowed(ctx.weight, grad.dtype)
-        place = collected(ctx.weight)
-        assert place is not None
-        grad_normed = grad @ narrow
-        normed = torch.empty_like(grad_normed)
-        _library().rms_norm(x, norm, 0.0, normed, rate, known=True)
-        add_product(place, grad.t(), normed)
-        grad_x, grad_norm = torch.empty_like(x), x.new_zeros(torch.get_num_threads(), x.shape[1])
-        _library().rms_norm_backward(grad_normed, x, norm, rate, grad_x, grad_norm)
-        return grad_x, grad_norm.sum(0), None, None, None if ctx.bias is None else grad.sum(0, dtype=ctx.bias.dtype)
+        (x, norm, rate, inner), narrow = ctx.saved_tensors, narrowed(ctx.weight, grad.dtype)
+        place, adapter = collected(ctx.weight), ctx.adapter
+        grad_normed = grad @ narrow if any(ctx.needs_input_grad[:2]) else None
+        if place is not None or adapter is not None:
+            normed = torch.empty_like(x, dtype=grad.dtype)
+            _library().rms_norm(x, norm, 0.0, normed, rate, known=True)
+            if place is not None:
+                add_product(place, grad.t(), normed)
+            if adapter is not None:
+                adapter.collect(adapter.back(grad, inner, grad_normed), normed)
+        grad_x = grad_norm = None
+        if grad_normed is not None:
+            grad_x, norms = torch.empty_like(x), x.new_zeros(torch.get_num_threads(), x.shape[1])
+            _library().rms_norm_backward(grad_normed, x, norm, rate, grad_x, norms)
+            grad_norm = norms.sum(0)
+        return grad_x, grad_norm, None, None, to_bias(ctx, grad, 4), *(None for _ in ctx.needs_input_grad[5:])
 
 
 class _SwiGLULinear(torch.autograd.Function):
-    """Keeps x alone."""
+    """Keeps x alone, and of an adapter what lies between its two products."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        inner, narrow = x.new_empty(x.shape[0], x.shape[1] // 2), narrowed(weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter | None, *learned: Tensor
+    ) -> Tensor:
+        inner = x.new_empty(x.shape[0], x.shape[1] // 2)
         _library().swiglu(x, inner)
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.bias = weight, bias
-        return product(inner, narrow, None if bias is None else narrowed(bias))
+        out = product(inner, narrowed(weight), None if bias is None else narrowed(bias))
+        ctx.save_for_backward(x, None if adapter is None else adapter.add(inner, out))
+        ctx.weight, ctx.bias, ctx.adapter = weight, bias, adapter
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), narrow = ctx.saved_tensors, narrowed(ctx.weight, grad.dtype)
-        place = collected(ctx.weight)
-        assert place is not None
+        (x, low), narrow = ctx.saved_tensors, narrowed(ctx.weight, grad.dtype)
+        place, adapter = collected(ctx.weight), ctx.adapter
         grad_inner = grad @ narrow
         inner, grad_x = torch.empty_like(grad_inner), torch.empty_like(x)
+        to_low = None if adapter is None else adapter.back(grad, low, grad_inner)
         _library().swiglu_backward(grad_inner, x, inner, grad_x)
-        add_product(place, grad.t(), inner)
-        return grad_x, None, None if ctx.bias is None else grad.sum(0, dtype=ctx.bias.dtype)
+        if to_low is not None:
+            adapter.collect(to_low, inner)
+        if place is not None:
+            add_product(place, grad.t(), inner)
+        return grad_x, None, to_bias(ctx, grad, 2), *(None for _ in ctx.needs_input_grad[3:])
 
 
 class _RoPE(torch.autograd.Function):

@@ -6,11 +6,11 @@ T    tokens
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,100 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.adapter: Adapter | None = None  # with one, the weight is frozen
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, inputs] -> [T, outputs]."""
-        if collects(self.weight) and torch.is_grad_enabled():
-            accumulated: Tensor = _Product.apply(x, self.weight, self.bias)
+        if written_out(self) and torch.is_grad_enabled():
+            accumulated: Tensor = _Product.apply(x, self.weight, self.bias, self.adapter, *learned(self))
             return accumulated
-        return product(x, self.weight, self.bias)
+        out = product(x, self.weight, self.bias)
+        return out if self.adapter is None else out + self.adapter(x)
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """The one weight that computes the same, [outputs, inputs]: without an adapter, the weight itself."""
+        adapter, weight = self.adapter, self.weight.detach()
+        if adapter is None:
+            return weight
+        weight = weight.clone()
+        for place in adapter.places:
+            weight[place.outputs].addmm_(adapter.b[place.rows], adapter.a[place.inner], alpha=adapter.scale)
+        return weight
+
+
+class Place(NamedTuple):
+    """Where one adapted piece of a product lies."""
+
+    outputs: slice  # among the outputs of the product
+    rows: slice  # of B
+    inner: slice  # rows of A
+
+
+class Adapter(nn.Module):
+    """What a low-rank adapter adds to a product: scale * B A x (LoRA, arXiv 2106.09685, equation 3).
+
+    A product may compute several stored matrices at once (q, k, v), each of which has an A and a B of its own, or none.
+    All A lie on top of each other, [pieces * rank, inputs], for one product with x; so do all B, [their outputs, rank].
+    """
+
+    def __init__(self, inputs: int, outputs: int, pieces: Sequence[tuple[str, slice]], rank: int, scale: float) -> None:
+        """Uninitialised. `pieces`: the names of the adapted matrices, and which of the outputs each computes."""
+        super().__init__()
+        self.names = tuple(name for name, _ in pieces)
+        self.outputs, self.rank, self.scale = outputs, rank, scale
+        places, end = [], 0
+        for number, (_, rows) in enumerate(pieces):
+            begin, end = end, end + rows.stop - rows.start
+            places.append(Place(rows, slice(begin, end), slice(number * rank, (number + 1) * rank)))
+        self.places = tuple(places)
+        self.a = nn.Parameter(torch.empty(len(pieces) * rank, inputs))
+        self.b = nn.Parameter(torch.empty(end, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, inputs] -> [T, outputs], by operations that can be differentiated twice."""
+        inner = product(x, self.a, None) * self.scale
+        parts, end = [], 0
+        for place in self.places:
+            parts.append(inner.new_zeros(len(x), place.outputs.start - end))
+            parts.append(product(inner[:, place.inner], self.b[place.rows], None))
+            end = place.outputs.stop
+        parts.append(inner.new_zeros(len(x), self.outputs - end))
+        return torch.cat([part for part in parts if part.shape[1]], 1)
+
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        """Adds it to the product, in place, without a gradient. Returns scale * A x, of the type of products."""
+        inner = product(x, narrowed(self.a), None).mul_(self.scale)
+        b = narrowed(self.b)
+        for place in self.places:
+            if in_one_block():
+                out[:, place.outputs].addmm_(inner[:, place.inner], b[place.rows].t())
+            else:
+                out[:, place.outputs] += product(inner[:, place.inner].contiguous(), b[place.rows], None)
+        return inner
+
+    def back(self, grad: Tensor, inner: Tensor, to_x: Tensor | None) -> Tensor:
+        """Adds the gradient of B to B's, and what goes back through the adapter to that of x. Returns that of A x.
+
+        grad [T, outputs]: of the product; inner as `add` gave it; all of one type.
+        """
+        b, to_b = narrowed(self.b, grad.dtype), collected(self.b)
+        assert to_b is not None
+        to_inner = torch.empty_like(inner)
+        for place in self.places:
+            own = grad[:, place.outputs]
+            torch.mm(own, b[place.rows], out=to_inner[:, place.inner])
+            add_product(to_b[place.rows], own.t(), inner[:, place.inner])
+        to_inner.mul_(self.scale)
+        if to_x is not None:
+            to_x.addmm_(to_inner, narrowed(self.a, grad.dtype))
+        return to_inner
+
+    def collect(self, to_inner: Tensor, x: Tensor) -> None:
+        """Adds the gradient of A to A's."""
+        to_a = collected(self.a)
+        assert to_a is not None
+        add_product(to_a, to_inner.t(), x)
 
 
 class Embedding(nn.Module):
@@ -166,6 +253,20 @@ def collects(weight: Tensor) -> bool:
     return accumulates() and weight.is_leaf and weight.requires_grad
 
 
+def written_out(linear: Linear) -> bool:
+    """Whether the backward pass of this product is one of ours: of what is frozen, and of its adapter, too."""
+    return accumulates() and linear.weight.is_leaf
+
+
+def learned(linear: Linear) -> tuple[Tensor, ...]:
+    """What of a product learns beside its own weight and bias: torch is to see that there is a gradient to be had."""
+    return () if linear.adapter is None else (linear.adapter.a, linear.adapter.b)
+
+
+def in_one_block() -> bool:
+    return _ways().block is None
+
+
 def product_type(x: Tensor) -> torch.dtype:
     """Of the products that x goes into: under autocast, its own."""
     device = x.device.type
@@ -200,24 +301,35 @@ def add_product(place: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 class _Product(torch.autograd.Function):
-    """functional.linear, also under autocast."""
+    """functional.linear, also under autocast; of a frozen weight only the gradient towards x is computed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.weight, ctx.bias, ctx.type = weight, bias, x.dtype
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter | None, *learned: Tensor
+    ) -> Tensor:
+        ctx.weight, ctx.bias, ctx.adapter, ctx.type = weight, bias, adapter, x.dtype
         x, narrow, shift = x.to(product_type(x)), narrowed(weight), None if bias is None else narrowed(bias)
-        ctx.save_for_backward(x)
-        return functional.linear(x, narrow, shift)
+        out = functional.linear(x, narrow, shift)
+        inner = None if adapter is None else adapter.add(x, out)
+        ctx.save_for_backward(x if weight.requires_grad or adapter is not None else None, inner)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), narrow = ctx.saved_tensors, narrowed(ctx.weight, grad.dtype)
-        to_x = (grad @ narrow).to(ctx.type) if ctx.needs_input_grad[0] else None
-        place = collected(ctx.weight)
-        assert place is not None
-        add_product(place, grad.t(), x)
-        return to_x, None, None if ctx.bias is None else grad.sum(0, dtype=ctx.bias.dtype)
+        (x, inner), narrow = ctx.saved_tensors, narrowed(ctx.weight, grad.dtype)
+        to_x = grad @ narrow if ctx.needs_input_grad[0] else None
+        if (place := collected(ctx.weight)) is not None:
+            add_product(place, grad.t(), x)
+        if ctx.adapter is not None:
+            ctx.adapter.collect(ctx.adapter.back(grad, inner, to_x), x)
+        to_x = None if to_x is None else to_x.to(ctx.type)
+        return to_x, None, to_bias(ctx, grad, 2), *(None for _ in ctx.needs_input_grad[3:])
+
+
+def to_bias(ctx: Any, grad: Tensor, place: int) -> Tensor | None:
+    """The gradient of the bias, which is the argument at that place, if it has one."""
+    return grad.sum(0, dtype=ctx.bias.dtype) if ctx.needs_input_grad[place] else None
 
 
 class _Rows(torch.autograd.Function):

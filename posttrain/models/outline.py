@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from posttrain.models.adapter_config import described_in
 from posttrain.models.json_files import Fields, read_json
 from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
 
@@ -21,6 +22,7 @@ class Outline(NamedTuple):
 def outline(folder: str | Path, chat_template: str | None = None) -> Outline:
     """Of a checkpoint folder. `chat_template`: see `Tokenizer.load`. Raises UserError for one that is none."""
     folder = checkpoint_folder(folder)
-    fields = Fields(folder / "config.json", read_json(folder / "config.json"))
+    described = described_in(folder)
+    fields = Fields(described / "config.json", read_json(described / "config.json"))
     context: int = fields.whole("max_position_embeddings", 1, 2**31, CONTEXT)
     return Outline(Tokenizer.load(folder, chat_template), context)

@@ -15,6 +15,7 @@ from posttrain.types import UserError
 
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 NOTE = "posttrain_adapter.json"  # what PEFT has no place for: the base's fingerprint, the form of a reward model
+PREFIX = "base_model.model."  # what PEFT puts before the name that a tensor has in the base
 RANK_MOST = 2**20
 LANGUAGE_MODEL, CLASSIFIER = "CAUSAL_LM", "SEQ_CLS"
 SCORES = ("classifier", "score")  # PEFT's `modules_to_save` of sequence classification

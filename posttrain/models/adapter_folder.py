@@ -20,6 +20,7 @@ from posttrain.models.adapter_config import (
     CLASSIFIER,
     LANGUAGE_MODEL,
     NOTE,
+    PREFIX,
     SCORES,
     AdapterConfig,
     base_of,
@@ -33,7 +34,6 @@ from posttrain.models.lora import TARGETS, LoRA, adapters, attach, linears, merg
 from posttrain.models.tensor_files import open_tensors, write_tensors
 from posttrain.types import UserError
 
-PREFIX = "base_model.model."  # what PEFT puts before a tensor's name in the base
 SAMPLE = 4096  # bytes at the beginning, in the middle and at the end of each tensor
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.models.adapter_config import is_adapter
+from posttrain.models.adapter_config import ADAPTER, PREFIX, is_adapter
 from posttrain.models.config_json import ARCHITECTURES, read_config, read_eos_ids, unsupported, written_config
 from posttrain.models.decoder import Decoder, DecoderConfig
 from posttrain.models.json_files import read_json, shown, write_json
@@ -268,9 +268,10 @@ def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict
 
 def stored_names(folder: Path) -> set[str]:
     """The names of all tensors of a checkpoint folder. Raises UserError if its files are absent or damaged."""
+    files = [folder / ADAPTER] if is_adapter(folder) else weight_files(folder)
     with ExitStack() as opened:
-        shards = [opened.enter_context(open_tensors(file)) for file in weight_files(folder)]
-        return {name for shard in shards for name in shard.keys()}  # noqa: SIM118  it is not a dict
+        shards = [opened.enter_context(open_tensors(file)) for file in files]
+        return {name.removeprefix(PREFIX) for shard in shards for name in shard.keys()}  # noqa: SIM118  it is not a dict
 
 
 def check_finite(file: Path, name: str, tensor: Tensor) -> None:

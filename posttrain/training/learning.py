@@ -50,7 +50,7 @@ def policy(config: Training, folder: Path, device: torch.device, world: World) -
     if config.lora is None and not is_adapter(folder):
         _refuse_without_lora(config)
         return held_model(config, folder, device, world)
-    _refuse_shards(config)
+    _refuse_shards(config)  # before anything is read
     model = load_model(folder, device=device)
     adapt(config, decoder_of(model), folder)
     return model
@@ -59,7 +59,7 @@ def policy(config: Training, folder: Path, device: torch.device, world: World) -
 def adapt(config: Training, decoder: Decoder, folder: Path) -> None:
     """Freeze the weights of a decoder that was read from a folder, and let its adapters learn: those there, or new ones."""
     if config.lora is None and decoder.lora is None:
-        return
+        return _refuse_without_lora(config)
     _refuse_shards(config)
     if decoder.lora is not None:
         _refuse_other(config, decoder, folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from posttrain.cli.main import main
 from posttrain.models.adapter_config import is_adapter
 from posttrain.models.decoder import Decoder, causal
 from posttrain.models.folder import load_model
+from posttrain.models.linear import Linear
 from posttrain.models.reward import load_reward_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import newest, resolve
@@ -56,6 +58,15 @@ def place(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch)
 def ran(words: list[str], out: str, *more: str) -> Path:
     assert main([*words, *LORA, "--out", out, *more]) == 0
     return last(out)
+
+
+def again(verb: str, out: str) -> Path:
+    """The last checkpoint of the same run, resumed after its step 2."""
+    other = f"{out} again"
+    shutil.copytree(out, other)
+    shutil.rmtree(last(other))
+    assert main([verb, "--out", other, "--resume", "--quiet"]) == 0
+    return last(other)
 
 
 def last(out: str) -> Path:
@@ -108,17 +119,50 @@ def test_every_verb_learns_an_adapter_and_resumes_it_exactly(place: Path, verb: 
     assert learned and all(".adapter." in name or name == "policy/score" for name in learned)
     stored = load_file(checkpoint / "adapter_model.safetensors")
     assert any(stored[name].any() for name in stored if name.endswith("lora_B.weight")), "it has learned"
-    ran([*without(words, "--steps"), "--steps", "2"], "parts")
-    assert main([verb, "--out", "parts", "--resume", "--steps", "4", "--quiet"]) == 0
-    assert content(last("parts")) == content(checkpoint)
+    assert content(again(verb, "whole")) == content(checkpoint)
 
 
-def test_the_first_ratio_is_one_and_the_sampler_agrees_with_the_learner(place: Path) -> None:
-    ran(RL, "run")
+@pytest.mark.parametrize("more", ["", "--no-compiled", "--replicas 1", "--lora-targets q_proj,v_proj", "--rslora"])
+def test_the_first_ratio_is_one_and_the_sampler_agrees_with_the_learner(place: Path, more: str) -> None:
+    ran([*RL, *more.split()], "run")
     for step in metrics("run"):
-        assert step["ratio/max"] == pytest.approx(1.0, abs=0) if "ratio/max" in step else True
-        gaps = [value for name, value in step.items() if "mismatch" in name or "sampler" in name]
-        assert all(abs(gap) < 1e-3 for gap in gaps), step
+        assert step["ratio/first"] == 1.0
+        assert step["sampler/gap/max"] < 1e-5
+
+
+def test_a_merge_that_binds_nothing_is_seen_by_the_canary_and_ends_the_run(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Linear, "merged", lambda linear: linear.weight.detach())
+    assert main([*RL, *LORA, "--out", "run", "--replicas", "1", "--engine-restarts", "0"]) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert "no engine is left" in told and "off the learner's log-probabilities" in told and "version 1" in told
+
+
+@pytest.mark.parametrize("more", ["--ahead 1", "--tokens-per-step 4"])
+def test_rollouts_of_older_adapters_are_played_again_when_a_run_resumes(place: Path, more: str) -> None:
+    ran([*RL, *more.split()], "run")
+    assert content(last("run")) == content(again("rl", "run"))
+
+
+def test_a_reference_that_follows_is_a_copy_of_the_adapter_and_is_resumed(place: Path) -> None:
+    words = [*RL, "--kl", "0.05", "--reference-every", "3"]
+    checkpoint = ran(words, "run")
+    moved = load_file(checkpoint / "training" / "reference.safetensors")
+    assert moved and all(".adapter." in name for name in moved)
+    assert metrics("run")[3]["kl"] < metrics("run")[2]["kl"]
+    assert content(again("rl", "run")) == content(checkpoint)
+
+
+@pytest.mark.parametrize("row", ["ppo", "trpo"])
+def test_rows_with_a_critic_or_a_trust_region_move_the_adapter_alone(place: Path, row: str) -> None:
+    more = ["--advantage", "gae"] if row == "ppo" else []
+    checkpoint = ran([*RL, "--algorithm", row, *more, "--lora-targets", "q_proj,v_proj"], "run")
+    stored = load_file(checkpoint / "adapter_model.safetensors")
+    assert any(stored[name].any() for name in stored if name.endswith("lora_B.weight"))
+    if row == "ppo":
+        critic = load_file(checkpoint / "training" / "critic.safetensors")
+        assert any(name.startswith("backbone.") for name in critic) and not any("adapter" in name for name in critic)
 
 
 def test_merged_checkpoint_opens_in_transformers_with_equal_logits(

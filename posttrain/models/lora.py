@@ -47,14 +47,15 @@ class LoRA:
 
 
 def named_targets(targets: Sequence[str]) -> tuple[str, ...]:
-    """The matrices that these words name. Raises UserError for one that there is not."""
+    """The matrices that these words name, or several with commas between. Raises UserError for one that there is not."""
+    targets = [name for word in targets for name in word.split(",")]
     if ALL in targets:
         if len(targets) > 1:
             raise UserError(f"--lora-targets {ALL} is all of them: leave out the others, or that")
         return TARGETS
     if odd := [name for name in targets if name not in TARGETS]:
         raise UserError(f"--lora-targets {odd[0]:.60} is none: there are {ALL}, {', '.join(TARGETS)}")
-    if not targets:
+    if not targets:  # a recipe may say so
         raise UserError(f"--lora-targets is empty: give {ALL}, or some of {', '.join(TARGETS)}")
     return tuple(name for name in TARGETS if name in targets)
 

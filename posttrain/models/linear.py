@@ -23,6 +23,11 @@ it has not seen, which takes longer than the product, and keeps what it compiled
 """
 
 
+MERGED_ROWS = 256
+"""Rows of a product from which on an adapter is added to the weight, not to what comes of it: that takes as long as a few
+dozens of rows."""
+
+
 class Linear(nn.Module):
     """x W^T + b. Comes uninitialised: torch's own layer would import the compiler (a second) just to be made on "meta"."""
 
@@ -35,21 +40,18 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, inputs] -> [T, outputs]."""
         if written_out(self) and torch.is_grad_enabled():
-            accumulated: Tensor = _Product.apply(x, self.weight, self.bias, self.adapter, *learned(self))
+            accumulated: Tensor = _Product.apply(x, self, *learned(self))
             return accumulated
-        out = product(x, self.weight, self.bias)
-        return out if self.adapter is None else out + self.adapter(x)
+        if self.adapter is None:
+            return product(x, self.weight, self.bias)
+        if torch.is_grad_enabled():
+            return product(x, self.weight, self.bias) + self.adapter(x)
+        return multiplied(x.to(product_type(x)), self)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
         """The one weight that computes the same, [outputs, inputs]: without an adapter, the weight itself."""
-        adapter, weight = self.adapter, self.weight.detach()
-        if adapter is None:
-            return weight
-        weight = weight.clone()
-        for place in adapter.places:
-            weight[place.outputs].addmm_(adapter.b[place.rows], adapter.a[place.inner], alpha=adapter.scale)
-        return weight
+        return self.weight.detach() if self.adapter is None else self.adapter.merged(self.weight)
 
 
 class Place(NamedTuple):
@@ -91,39 +93,55 @@ class Adapter(nn.Module):
         parts.append(inner.new_zeros(len(x), self.outputs - end))
         return torch.cat([part for part in parts if part.shape[1]], 1)
 
-    def add(self, x: Tensor, out: Tensor) -> Tensor:
-        """Adds it to the product, in place, without a gradient. Returns scale * A x, of the type of products."""
-        inner = product(x, narrowed(self.a), None).mul_(self.scale)
-        b = narrowed(self.b)
+    def shifted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with the weight and what is added to it, without a gradient; all of the type of products.
+
+        Of many rows it is cheaper to make the sum of both weights, anew each time, than to go through all outputs twice. Not
+        where products are narrower than weights: the sum would be rounded, and most of what an update adds would be lost.
+        """
+        if in_one_block() and len(x) >= MERGED_ROWS and weight.dtype == self.a.dtype:
+            return functional.linear(x, self.merged(weight), bias)
+        out, inner, b = product(x, weight, bias), self.inner(x), narrowed(self.b)
         for place in self.places:
             if in_one_block():
                 out[:, place.outputs].addmm_(inner[:, place.inner], b[place.rows].t())
             else:
                 out[:, place.outputs] += product(inner[:, place.inner].contiguous(), b[place.rows], None)
-        return inner
+        return out
 
-    def back(self, grad: Tensor, inner: Tensor, to_x: Tensor | None) -> Tensor:
-        """Adds the gradient of B to B's, and what goes back through the adapter to that of x. Returns that of A x.
-
-        grad [T, outputs]: of the product; inner as `add` gave it; all of one type.
-        """
-        b, to_b = narrowed(self.b, grad.dtype), collected(self.b)
-        assert to_b is not None
-        to_inner = torch.empty_like(inner)
+    def merged(self, weight: Tensor) -> Tensor:
+        """A copy of the weight with the adapter in it."""
+        weight = weight.detach().clone()
         for place in self.places:
-            own = grad[:, place.outputs]
-            torch.mm(own, b[place.rows], out=to_inner[:, place.inner])
-            add_product(to_b[place.rows], own.t(), inner[:, place.inner])
+            weight[place.outputs].addmm_(self.b.detach()[place.rows], self.a.detach()[place.inner], alpha=self.scale)
+        return weight
+
+    def inner(self, x: Tensor) -> Tensor:
+        """scale * A x."""
+        return product(x, narrowed(self.a, x.dtype), None).mul_(self.scale)
+
+    def back(self, grad: Tensor, to_x: Tensor | None) -> Tensor:
+        """Adds what goes back through the adapter to the gradient of x. Returns the gradient of A x.
+
+        grad [T, outputs]: of the product; all of one type.
+        """
+        b = narrowed(self.b, grad.dtype)
+        to_inner = grad.new_empty(len(grad), len(self.a))
+        for place in self.places:
+            torch.mm(grad[:, place.outputs], b[place.rows], out=to_inner[:, place.inner])
         to_inner.mul_(self.scale)
         if to_x is not None:
             to_x.addmm_(to_inner, narrowed(self.a, grad.dtype))
         return to_inner
 
-    def collect(self, to_inner: Tensor, x: Tensor) -> None:
-        """Adds the gradient of A to A's."""
-        to_a = collected(self.a)
-        assert to_a is not None
+    def collect(self, to_inner: Tensor, grad: Tensor, x: Tensor) -> None:
+        """Adds the gradients of A and B to theirs."""
+        to_a, to_b = collected(self.a), collected(self.b)
+        assert to_a is not None and to_b is not None
         add_product(to_a, to_inner.t(), x)
+        inner = self.inner(x)
+        for place in self.places:
+            add_product(to_b[place.rows], grad[:, place.outputs].t(), inner[:, place.inner])
 
 
 class Embedding(nn.Module):
@@ -258,9 +276,10 @@ def written_out(linear: Linear) -> bool:
     return accumulates() and linear.weight.is_leaf
 
 
-def learned(linear: Linear) -> tuple[Tensor, ...]:
-    """What of a product learns beside its own weight and bias: torch is to see that there is a gradient to be had."""
-    return () if linear.adapter is None else (linear.adapter.a, linear.adapter.b)
+def learned(linear: Linear) -> tuple[Tensor | None, ...]:
+    """The bias, and what else torch is to see that there is a gradient to be had."""
+    adapter = linear.adapter
+    return linear.bias, linear.weight, *(() if adapter is None else (adapter.a, adapter.b))
 
 
 def in_one_block() -> bool:
@@ -300,36 +319,40 @@ def add_product(place: Tensor, one: Tensor, other: Tensor) -> None:
         place.add_(one @ other)
 
 
+def multiplied(x: Tensor, linear: Linear) -> Tensor:
+    """The product, without a gradient. x is of the type of products."""
+    weight, bias, adapter = narrowed(linear.weight), linear.bias, linear.adapter
+    shift = None if bias is None else narrowed(bias)
+    return product(x, weight, shift) if adapter is None else adapter.shifted(x, weight, shift)
+
+
 class _Product(torch.autograd.Function):
     """functional.linear, also under autocast; of a frozen weight only the gradient towards x is computed."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter | None, *learned: Tensor
-    ) -> Tensor:
-        ctx.weight, ctx.bias, ctx.adapter, ctx.type = weight, bias, adapter, x.dtype
-        x, narrow, shift = x.to(product_type(x)), narrowed(weight), None if bias is None else narrowed(bias)
-        out = functional.linear(x, narrow, shift)
-        inner = None if adapter is None else adapter.add(x, out)
-        ctx.save_for_backward(x if weight.requires_grad or adapter is not None else None, inner)
-        return out
+    def forward(ctx: Any, x: Tensor, linear: Linear, *learned: Tensor | None) -> Tensor:
+        ctx.linear, ctx.type = linear, x.dtype
+        x = x.to(product_type(x))
+        ctx.save_for_backward(x if linear.weight.requires_grad or linear.adapter is not None else None)
+        return multiplied(x, linear)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, inner), narrow = ctx.saved_tensors, narrowed(ctx.weight, grad.dtype)
-        to_x = grad @ narrow if ctx.needs_input_grad[0] else None
-        if (place := collected(ctx.weight)) is not None:
+        (x,), weight, adapter = ctx.saved_tensors, ctx.linear.weight, ctx.linear.adapter
+        to_x = grad @ narrowed(weight, grad.dtype) if ctx.needs_input_grad[0] else None
+        if (place := collected(weight)) is not None:
             add_product(place, grad.t(), x)
-        if ctx.adapter is not None:
-            ctx.adapter.collect(ctx.adapter.back(grad, inner, to_x), x)
-        to_x = None if to_x is None else to_x.to(ctx.type)
-        return to_x, None, to_bias(ctx, grad, 2), *(None for _ in ctx.needs_input_grad[3:])
+        if adapter is not None:
+            adapter.collect(adapter.back(grad, to_x), grad, x)
+        return None if to_x is None else to_x.to(ctx.type), None, *of_learned(ctx, grad)
 
 
-def to_bias(ctx: Any, grad: Tensor, place: int) -> Tensor | None:
-    """The gradient of the bias, which is the argument at that place, if it has one."""
-    return grad.sum(0, dtype=ctx.bias.dtype) if ctx.needs_input_grad[place] else None
+def of_learned(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """What a backward pass returns for `learned`: the others are collected."""
+    linear = ctx.linear
+    to_bias = grad.sum(0, dtype=linear.bias.dtype) if linear.bias is not None and linear.bias.requires_grad else None
+    return to_bias, *(None for _ in learned(linear)[1:])
 
 
 class _Rows(torch.autograd.Function):

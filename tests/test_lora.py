@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from posttrain.batch import Layout
 from posttrain.kernels import build
-from posttrain.models import fused, linear
+from posttrain.models import fused
 from posttrain.models.adapter_folder import fingerprint
 from posttrain.models.attention import SegmentAttention
 from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
@@ -91,12 +91,8 @@ def plainly(model: Decoder, layout: Layout, at: Tensor, target: Tensor) -> Tenso
 WAYS = (TARGETS, ("q_proj", "v_proj"), ("k_proj", "up_proj"), ("o_proj", "down_proj"), ("gate_proj",))
 
 
-@pytest.mark.parametrize("rows", [1, 1000], ids=["added to the weight", "added to the product"])
 @pytest.mark.parametrize("targets", WAYS, ids=" ".join)
-def test_gradients_of_adapters_equal_those_of_the_formula_with_shared_prompts(
-    targets: tuple[str, ...], rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linear, "MERGED_ROWS", rows)
+def test_gradients_of_adapters_equal_those_of_the_formula_with_shared_prompts(targets: tuple[str, ...]) -> None:
     model = adapted(targets)
     learning = [p for p in model.parameters() if p.requires_grad]
     assert len(learning) == 2 * len(list(adapters(model))) > 0
@@ -112,13 +108,9 @@ def test_gradients_of_adapters_equal_those_of_the_formula_with_shared_prompts(
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
-@pytest.mark.parametrize("rows", [1, 1000], ids=["added to the weight", "added to the product"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("targets", WAYS, ids=" ".join)
-def test_compiled_gradients_of_adapters_equal_those_of_torch(
-    targets: tuple[str, ...], precision: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linear, "MERGED_ROWS", rows)
+def test_compiled_gradients_of_adapters_equal_those_of_torch(targets: tuple[str, ...], precision: str) -> None:
     if not fused.compiles():
         pytest.skip("nothing is compiled here")
     found = []

@@ -2,8 +2,8 @@
 
     python benchmarks/speed/lora.py --rounds 5              # some 10 minutes on one core, 4 GiB
 
-A random decoder with the shape of SmolLM2-135M. Each way of training is a process of its own; they take turns, and times are
-compared within a round. Memory is the most that a process occupied from the loaded model on: the process itself, weights,
+A random decoder with the shape of SmolLM2-135M. Each way of training is a process of its own; they take turns, and times, of
+processors and not of the clock, are compared within a round. Memory is the most that a process occupied from the loaded model on: the process itself, weights,
 gradients, moments, activations. With a KL term each update begins with a pass of the reference.
 """
 
@@ -48,11 +48,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--tokens-per-microbatch", type=int, help="default: that of posttrain, 1024")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        serve(options.side, Path(options.model), options.threads, options.precision)
+        serve(options.side, options)
         return 0
     with tempfile.TemporaryDirectory(prefix="lora-") as place:
         new_decoder(SHAPE, 0).save(Path(place))
@@ -62,6 +63,8 @@ def main() -> int:
 def measured(place: str, options: argparse.Namespace) -> int:
     """Let the ways take turns, and print what they took."""
     more = ["--model", place, "--threads", str(options.threads), "--precision", options.precision]
+    if options.tokens_per_microbatch:
+        more += ["--tokens-per-microbatch", str(options.tokens_per_microbatch)]
     sides = {
         way: subprocess.Popen(
             [sys.executable, __file__, "--side", way, *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -78,7 +81,11 @@ def measured(place: str, options: argparse.Namespace) -> int:
         assert side.stdin is not None
         side.stdin.close()
         side.wait()
-    print("| updates of | seconds | over all weights | peak, MiB | over all weights | tokens |\n" + "| --- " * 6 + "|")
+    print(
+        "| updates of | processor seconds | over all weights | peak, MiB | over all weights | tokens |\n"
+        + "| --- " * 6
+        + "|"
+    )
     seconds = {way: Figure.of([told["seconds"] for told in tolds]) for way, tolds in found.items()}
     peaks = {way: max(told["peak"] for told in tolds) for way, tolds in found.items()}
     for way in WAYS:
@@ -97,11 +104,12 @@ def ask(side: subprocess.Popen[str]) -> dict[str, float]:
     return told
 
 
-def serve(way: str, folder: Path, threads: int, precision: str) -> None:
+def serve(way: str, options: argparse.Namespace) -> None:
     """An update for each line, until there are no more."""
-    use_threads(threads)
+    use_threads(options.threads)
+    folder, precision = Path(options.model), options.precision
     settings: dict[str, Any] = {} if WAYS[way] is None else {"lora": WAYS[way]}
-    config = RL(model=str(folder), precision=precision, **settings)  # type: ignore[arg-type]
+    config = RL(model=str(folder), precision=precision, tokens_per_microbatch=options.tokens_per_microbatch, **settings)
     model = policy(config, folder, torch.device("cpu"), Alone())
     kl = way.endswith("KL")
     others = {REFERENCE: reference(config, model, folder, Alone())} if kl else {}
@@ -110,13 +118,13 @@ def serve(way: str, folder: Path, threads: int, precision: str) -> None:
     batches, watch = laid(config), Memory()
     watch.begin()
     for _ in sys.stdin:
-        began = time.perf_counter()
+        began = time.process_time()
         now = batches
         if kl:
             known = learner.evaluate(batches, of=REFERENCE)
             now = [replace(b, ref_logp=o.logp) for b, o in zip(batches, known, strict=True)]
         learner.update(now, objective)
-        took = time.perf_counter() - began
+        took = time.process_time() - began
         tokens = sum(batch.layout.tokens.numel() for batch in batches)
         print(json.dumps({"seconds": took, "tokens": tokens, **watch.peak()}), flush=True)
 

@@ -23,11 +23,6 @@ it has not seen, which takes longer than the product, and keeps what it compiled
 """
 
 
-MERGED_ROWS = 256
-"""Rows of a product from which on an adapter is added to the weight, not to what comes of it: that takes as long as a few
-dozens of rows."""
-
-
 class Linear(nn.Module):
     """x W^T + b. Comes uninitialised: torch's own layer would import the compiler (a second) just to be made on "meta"."""
 
@@ -96,11 +91,9 @@ class Adapter(nn.Module):
     def shifted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The product with the weight and what is added to it, without a gradient; all of the type of products.
 
-        Of many rows it is cheaper to make the sum of both weights, anew each time, than to go through all outputs twice. Not
-        where products are narrower than weights: the sum would be rounded, and most of what an update adds would be lost.
+        A sum of both weights, made anew for each micro-batch, would save one hundredth of an update, and be rounded where
+        products are narrower than weights: most of what an update adds would be lost.
         """
-        if in_one_block() and len(x) >= MERGED_ROWS and weight.dtype == self.a.dtype:
-            return functional.linear(x, self.merged(weight), bias)
         out, inner, b = product(x, weight, bias), self.inner(x), narrowed(self.b)
         for place in self.places:
             if in_one_block():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,17 @@ from conftest import tiny
 from safetensors.torch import load_file
 
 from posttrain.cli.main import main
+from posttrain.config import SFT as SFT_OPTIONS
 from posttrain.models.adapter_config import is_adapter
 from posttrain.models.decoder import Decoder, causal
 from posttrain.models.folder import load_model
 from posttrain.models.linear import Linear
 from posttrain.models.reward import load_reward_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import Alone
 from posttrain.runs.checkpoint import newest, resolve
+from posttrain.training import learning
+from posttrain.types import UserError
 
 ENVIRONMENT = '''
 """A reward that differs between the replies of a model that knows nothing."""
@@ -250,3 +256,27 @@ def test_a_base_that_is_gone_is_told_in_one_line(place: Path, capsys: pytest.Cap
     Path("start").rename("elsewhere")
     assert "is not there" in refused(capsys, *without(RL, "--model"), "--model", "run", "--out", "next")
     assert resolve("run") == last("run")
+
+
+@pytest.mark.slow
+def test_two_processes_learn_the_adapter_of_one(place: Path) -> None:
+    words = [*RL, "--kl", "0.05"]
+    one = ran(words, "one")
+    beside("rl", *words[1:], *LORA, "--out", "two", "--processes", "2")
+    stored, other = (load_file(folder / "adapter_model.safetensors") for folder in (one, last("two")))
+    assert stored.keys() == other.keys()
+    for name, tensor in stored.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-4)
+    beside("rl", "--out", "two", "--resume", "--quiet", "--steps", "5", "--processes", "2")
+    assert is_adapter(last("two")) and last("two").name.endswith("5")
+
+
+def beside(*words: str) -> None:
+    """A command as processes of their own."""
+    done = subprocess.run([sys.executable, "-m", "posttrain", *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_sharding_adapters_is_refused_in_one_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="--shard deals out weights that learn"):
+        learning.policy(SFT_OPTIONS(model="start", lora=4, shard=True), place / "start", torch.device("cpu"), Alone())

@@ -3,8 +3,9 @@
     python benchmarks/speed/lora.py --rounds 5              # some 10 minutes on one core, 4 GiB
 
 A random decoder with the shape of SmolLM2-135M. Each way of training is a process of its own; they take turns, and times, of
-processors and not of the clock, are compared within a round. Memory is the most that a process occupied from the loaded model on: the process itself, weights,
-gradients, moments, activations. With a KL term each update begins with a pass of the reference.
+processors and not of the clock, are compared within a round. Memory is the most that a process occupied from the loaded
+model on: the process itself, weights, gradients, moments, activations. With a KL term each update begins with a pass of the
+reference.
 """
 
 from __future__ import annotations

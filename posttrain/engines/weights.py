@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from posttrain.models.decoder import Decoder
 from posttrain.models.lora import is_adapted, plain_weights
-from posttrain.models.rows import is_sharded
+from posttrain.models.rows import is_sharded, whole
 from posttrain.protocols import Model
 
 
@@ -42,5 +42,5 @@ def take_over(own: Model, weights: Model) -> None:
     mine = dict(own.named_parameters())
     with torch.no_grad():
         for name, weight in named_weights(weights):
-            mine.pop(name).copy_(weight)
+            mine.pop(name).copy_(whole(weight))
     assert not mine, f"weights that are not handed over: {', '.join(mine)}"

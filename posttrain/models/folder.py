@@ -23,7 +23,7 @@ from posttrain.models.config_json import ARCHITECTURES, read_config, read_eos_id
 from posttrain.models.decoder import Decoder, DecoderConfig
 from posttrain.models.json_files import read_json, shown, write_json
 from posttrain.models.lora import plain_weights
-from posttrain.models.rows import here
+from posttrain.models.rows import here, whole
 from posttrain.models.stored import Pieces, stored_pieces
 from posttrain.models.tensor_files import open_tensors, size_of, write_tensors
 from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
@@ -153,7 +153,7 @@ def checkpoint_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """
     pieces = stored_pieces(model.config)
     for name, parameter in plain_weights(model):
-        yield from _as_stored(parameter, pieces[name])  # and keeps nothing of it
+        yield from _as_stored(whole(parameter), pieces[name])  # and keeps nothing of it
 
 
 def _as_stored(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor]]:

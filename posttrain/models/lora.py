@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from posttrain.models.decoder import Decoder
 from posttrain.models.linear import Adapter, Linear
-from posttrain.models.rows import whole
 from posttrain.models.stored import stored_pieces
 from posttrain.seeds import seed_of
 from posttrain.types import UserError
@@ -155,13 +154,13 @@ def frozen_copy(model: Model) -> Model:
 def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters as the same model has them without adapters, each merged when it is its turn.
 
-    One of which processes hold some rows each is gathered then: all of them have to ask.
+    One of which processes hold some rows each comes as it lies: `whole` gathers it.
     """
     merged = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, Linear) and m.adapter is not None}
     inside = {id(p) for module in model.modules() if isinstance(module, Adapter) for p in module.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in inside:
-            yield name, merged[name].merged() if name in merged else whole(parameter)
+            yield name, merged[name].merged() if name in merged else parameter
 
 
 def merge(decoder: Decoder) -> None:

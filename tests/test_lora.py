@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,7 +19,7 @@ from posttrain.models import fused
 from posttrain.models.adapter_folder import fingerprint
 from posttrain.models.attention import SegmentAttention
 from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
-from posttrain.models.folder import checkpoint_tensors, load_model
+from posttrain.models.folder import checkpoint_tensors, load_model, save_model
 from posttrain.models.likelihood import token_logp
 from posttrain.models.linear import Linear, accumulating
 from posttrain.models.lora import TARGETS, LoRA, adapters, attach, begin, plain_weights, sharing
@@ -299,6 +301,63 @@ def test_stored_tensors_of_an_adapted_model_are_those_of_the_merged_one(base: Pa
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(folder / "adapter_model.safetensors")
+
+
+REFUSED = {
+    "another kind": ({"peft_type": "LOHA"}, "only LORA"),
+    "dora": ({"use_dora": True}, "use_dora"),
+    "ranks by name": ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    "biases": ({"bias": "all"}, "bias"),
+    "a changed base": ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+    "whole modules": ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"),
+    "no rank": ({"r": 0}, "r is 0"),
+    "another rank": ({"r": 3}, "has shape"),
+    "no base": ({"base_model_name_or_path": None}, "is empty"),
+    "a base that is gone": ({"base_model_name_or_path": "/nowhere"}, "is not there"),
+    "a reward model": ({"task_type": "SEQ_CLS"}, "reward model"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_adapters_that_are_none_of_ours_are_refused_in_one_line(base: Path, tmp_path: Path, name: str) -> None:
+    changes, told = REFUSED[name]
+    file = tmp_path / "adapter" / "adapter_config.json"
+    saved(base, file.parent)
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(UserError) as error:
+        load_model(file.parent)
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"), [("more", "holds"), ("less", "lacks"), ("nan", "not finite"), ("cut", "damaged")]
+)
+def test_damaged_adapters_are_refused_in_one_line(base: Path, tmp_path: Path, damage: str, told: str) -> None:
+    saved(base, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = _stored(file.parent)
+    first = min(tensors)
+    if damage == "more":
+        tensors["base_model.model.lm_head.lora_A.weight"] = tensors[first].clone()
+    elif damage == "less":
+        del tensors[first]
+    elif damage == "nan":
+        tensors[first][0, 0] = math.nan
+    save_file(tensors, file)
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match=told):
+        load_model(file.parent)
+
+
+def test_a_fingerprint_is_of_the_numbers_and_not_of_how_they_are_divided_over_files(base: Path, tmp_path: Path) -> None:
+    model = load_model(base)
+    assert isinstance(model, Decoder)
+    save_model(model, tmp_path / "parts", shard_bytes=5000)
+    assert len(list((tmp_path / "parts").glob("model-*"))) > 1
+    assert fingerprint(tmp_path / "parts") == fingerprint(base)
+    with torch.no_grad():
+        model.layers[1].o.weight[0, 0] += 1  # type: ignore[index, union-attr]
+    save_model(model, tmp_path / "other")
+    assert fingerprint(tmp_path / "other") != fingerprint(base)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,9 @@ def load_adapted(folder: Path, dtype: torch.dtype, device: str | torch.device) -
     if not isinstance(model, Decoder):
         raise UserError(f"{folder} adapts {base}, a {type(model).__name__}, and adapters are for decoders")
     read_adapter(model, folder)
+    assert model.lora is not None
+    if not model.lora.digest:  # PEFT wrote it
+        model.lora = replace(model.lora, digest=fingerprint(base))
     return model
 
 
@@ -106,7 +110,9 @@ def read_adapter(decoder: Decoder, folder: Path, heads: Iterable[str] = ()) -> d
         names = {name.rpartition(".lora_")[0].removeprefix(PREFIX) for name in there if name not in beside}
         noted = read_note(folder).get("base")
         digest = noted if isinstance(noted, str) else ""
-        attach(decoder, LoRA(config.rank, config.alpha, config.rslora, config.base, digest), names.__contains__)
+        attach(
+            decoder, LoRA(config.rank, config.alpha, config.rslora, base_named(config.base), digest), names.__contains__
+        )
         places = _places(decoder)
         odd = [name for name in there if name not in places and name not in beside]
         lacking = [name for name in places if name not in there]

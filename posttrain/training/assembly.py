@@ -52,8 +52,8 @@ from posttrain.training.setup import (
     microbatch_tokens,
     mind_unknown,
     optimization,
-    parameters,
     prepare,
+    size_of,
     split_tasks,
     watch_lengths,
 )
@@ -194,7 +194,7 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
     """What runs, in words."""
     rollouts = config.prompts * config.group
     return [
-        f"model {parameters(model):,} parameters, context {model.config.context}, vocabulary {model.config.vocab}",
+        f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         tasks,
         f"{config.steps} steps of {config.prompts} prompts x {config.group} rollouts = {rollouts} rollouts "
         f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, model.head.device)} tokens; "

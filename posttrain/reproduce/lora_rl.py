@@ -29,7 +29,15 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
         for rate in rates(arm, settings):
             name = f"{arm}, {rate:g}"
             found[name] = practise(
-                arena, folder, name.replace(" ", "-"), seed, {**settings, "lr": rate}, say, algorithm="grpo", **adapted
+                arena,
+                folder,
+                name.replace(" ", "-"),
+                seed,
+                {**settings, "lr": rate},
+                say,
+                algorithm="grpo",
+                schedule="linear",
+                **adapted,
             )
     return found
 
@@ -104,7 +112,7 @@ EXPERIMENT = Experiment(
     "lora-rl",
     "In reinforcement learning adapters learn as well as all weights, even of rank 1, at some ten times the learning rate.",
     "LoRA Without Regret, Thinking Machines Lab, 2025 (thinkingmachines.ai/blog/lora)",
-    {"steps": 150, "prompts": 32, "group": 8, "minibatches": 1, "lr": 7e-4, "lr_adapters": 7e-3, "apart": 3.0,
+    {"steps": 150, "prompts": 64, "group": 8, "minibatches": 2, "lr": 7e-4, "lr_adapters": 7e-3, "apart": 3.0,
      "max_tokens": 4, "near": 0.03, "imitation_epochs": 4.0},
     measure,
     conclude,

@@ -81,7 +81,7 @@ class VLLMEngine:
         self.computed = 0  # tokens that went through the model: without those that vLLM's prefix cache had
         self._pace: dict[str, float] = {}
         self.canary = Canary(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
-        self.deviation = 0.0
+        self.deviation, self._sung = 0.0, 0  # tokens that went through the model for the canary alone
         with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
             eos, dtype = prepare(folder, model, tokenizer), self.shared.laid.dtype
             cache = cache_bytes(model, slots, dtype, cache_gib)
@@ -110,11 +110,13 @@ class VLLMEngine:
     def _sing(self, weights: Any) -> None:
         """Compare what is sampled with what the learner says: a checksum is of bytes that arrived, not of what is used."""
         self.canary.look(weights)
+        before = self.computed
         for place, (prompt, sampling) in enumerate(self.canary.requests()):
             self.submit(place, prompt, sampling)
         found: dict[int, Completion] = {}
         while self._owed or self._submitted:
             found.update({completion.id: completion for completion in self.poll()})
+        self._sung, self.computed = self._sung + self.computed - before, before
         self.deviation, wrong = self.canary.deviation(found, knew=self.version > 0)
         if wrong:
             self.process.fail(f"{wrong}, after it took over version {self.version}")
@@ -149,9 +151,10 @@ class VLLMEngine:
         if not self._owed:
             return []
         done: list[Completion]
-        done, self.computed, self._pace = self.process.ask(
+        done, computed, self._pace = self.process.ask(
             ("poll", (requests, self.poll_steps)), "sampling", self.step_seconds
         )
+        self.computed = computed - self._sung
         if other := {c.version for c in done} - {self.version}:
             self.process.fail(f"sampled with weights of version {other.pop()}, not {self.version}")
         self._owed -= len(done)

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from posttrain.config import Training
+from posttrain.config import RL, Training
 from posttrain.learners.dealing import DealingLearner
 from posttrain.learners.local import Optimization
+from posttrain.learners.routing import RouterLosses
+from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import load_model
 from posttrain.models.reward import RewardModel
@@ -31,8 +33,13 @@ def new_learner(
     config: Training, model: Model, optimization: Optimization, world: World, **options: Any
 ) -> DealingLearner:
     """`options`: what else a learner takes."""
+    losses = RouterLosses(config.router_balance, config.router_z)
+    if losses and (not isinstance(model, Backed) or model.routers is None):
+        raise UserError("--router-balance and --router-z are of mixtures of experts, which this model is not")
     if not config.shard:
-        return DealingLearner(model, optimization, precision=config.precision, world=world, **options)
+        return DealingLearner(
+            model, optimization, precision=config.precision, world=world, router_losses=losses, **options
+        )
     for held in (model, *options.get("others", {}).values()):
         if not isinstance(held, Decoder | RewardModel):
             raise UserError(
@@ -43,3 +50,18 @@ def new_learner(
 
     assert isinstance(world, Processes), "one process alone was refused"
     return ShardingLearner(model, optimization, precision=config.precision, world=world, **options)
+
+
+def replay_experts(config: RL, model: Model) -> None:
+    """Prepare a policy for `--routing-replay`. Raises UserError where nobody records, or nothing could follow."""
+    if not config.routing_replay:
+        return
+    if not isinstance(model, Backed):
+        raise UserError("--routing-replay is of mixtures of experts, which this model is not: leave it out")
+    if config.engine != "local":
+        raise UserError("--routing-replay needs an engine that records experts: leave out --engine vllm")
+    if config.tokens_per_step:
+        raise UserError("--routing-replay is of replies that one step samples: leave out --tokens-per-step")
+    from posttrain.models.transformers_folder import replay_routing
+
+    replay_routing(model)

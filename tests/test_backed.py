@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from contextlib import closing
@@ -32,7 +33,7 @@ from posttrain.models import transformers_folder
 from posttrain.models.backed import NAME, Backed
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import checkpoint_tensors, load_model, save_model
-from posttrain.models.likelihood import token_logp_entropy
+from posttrain.models.likelihood import token_logp, token_logp_entropy
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.models.transformers_folder import load_backed, stored_tensors
 from posttrain.sources.packing import collate, split_microbatches
@@ -103,6 +104,43 @@ def compared(model: Backed, within: float) -> None:
         for own, other in zip(torch.autograd.grad(total, parameters, allow_unused=True), expected, strict=True):
             own, other = (torch.zeros(1) if x is None else x for x in (own, other))
             assert (own - other).abs().max() < within * max(1.0, other.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_that_are_computed_twice_have_the_same_gradients_and_keep_less(
+    kind: str, folders: Callable[[str], Path]
+) -> None:
+    model, transcripts = opened(folders(kind)), grown(0, 3, 3)
+    batch = collate([[t] for t in transcripts], range(len(transcripts)), weight=torch.ones(len(transcripts)))
+    found, kept = [], []
+    for room in (math.inf, 0.0):
+        model.activation_room, total = room, 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal total
+            total += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            logp = token_logp(model.hidden(batch.layout, batch.at), model.head, batch.target)
+        kept.append(total)
+        found.append(torch.autograd.grad(logp.sum(), list(model.parameters()), allow_unused=True))
+    assert kept[1] < 0.7 * kept[0] and model.kept_per_token > 4 * 32 * 2
+    assert not any(m.training for m in model.inner.modules())
+    for one, two in zip(*found, strict=True):
+        assert (one is None) == (two is None)
+        assert one is None or two is None or torch.allclose(one, two, atol=1e-5 * float(one.abs().max()))
+
+
+@pytest.mark.parametrize("row", ["ppo", "sac"])
+def test_critic_of_a_backed_model_learns(row: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    start = make("granite", tmp_path / "start", vocab_size=tokenizer.vocab_size)
+    tokenizer.save(start)
+    run = posttrain.rl(
+        TASKS, digits, model=str(start), algorithm=row, prompts=3, group=2, max_tokens=4, lr=1e-3, threads=1, steps=2,
+        env_workers=0, quiet=True, out=str(tmp_path / "run"), save_every=2, critic_warmup=0,
+    )  # fmt: skip
+    assert len(run.metrics) == 2 and run.metrics[1]["grad_norm/critic"] > 0
 
 
 def test_no_token_asked_for_is_no_state(folders: Callable[[str], Path]) -> None:
@@ -235,7 +273,7 @@ def test_backed_model_learns_and_goes_on_exactly(kind: str, tmp_path: Path, toke
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder with a decoder"),
         ({"model_type": "nobody"}, "model_type .nobody. is unknown, here and to the installed transformers"),
-        ({"model_type": "nobody", "auto_map": {"AutoModelForCausalLM": "m.M"}}, "--trust-remote-code"),
+        ({"model_type": "nobody", "auto_map": {"AutoModelForCausalLM": "m.M"}}, "POSTTRAIN_TRUST_REMOTE_CODE=1"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights cannot be trained"),
         ({"num_hidden_layers": 3}, "lacks tensors"),
         ({"num_hidden_layers": 1}, "holds unknown tensors"),

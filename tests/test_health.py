@@ -412,5 +412,7 @@ def test_a_real_run_reports_what_the_checks_read_and_its_constant_reward_is_name
     )  # fmt: skip
     others = {"explained_variance", "invalid/timeout", "divergence", "logp_per_token/chosen", "logp_per_token/rejected"}
     others |= {"routing/entropy", "routing/busiest"}
-    assert READ - run.metrics[-1].keys() <= others, "of a critic, of slow rewards, of a teacher, of preferences, of experts"
+    assert READ - run.metrics[-1].keys() <= others, (
+        "of a critic, of slow rewards, of a teacher, of preferences, of experts"
+    )
     assert [(f.step, f.name) for f in find(run.metrics)] == [(10, "signal")]

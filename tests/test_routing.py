@@ -295,6 +295,13 @@ class Nothing:
         return outputs.logp.sum() * 0
 
 
+class Likelihood(Nothing):
+    """A loss with a gradient into everything."""
+
+    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+        return -outputs.logp.sum()
+
+
 class Gradients(DealingLearner):
     """Keeps the gradients of an update, and makes none."""
 
@@ -385,6 +392,22 @@ def test_gradient_of_the_routers_losses_is_that_of_the_whole_batch_however_it_is
     for rank in range(2):
         same(answers[rank][0], expected)
         assert answers[rank][1] == pytest.approx(means[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
+def test_layers_that_are_computed_twice_route_as_they_did(kind: str, folders: Callable[[str], Path]) -> None:
+    model = opened(folders(kind), torch.float64)
+    transcripts = [t for t in grown(5, 2, 3) if t.n_scored]
+    told(transcripts, model)
+    replay_routing(model)
+    batches, found = micro_batches(transcripts, 8), []
+    for room in (math.inf, 0.0):
+        model.activation_room = room
+        learner = Gradients(model, Optimization(), router_losses=LOSSES)
+        stats = learner.update(batches, Likelihood())
+        found.append((learner.found, stats.means()))
+    same(found[1][0], found[0][0])
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])

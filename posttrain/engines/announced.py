@@ -38,7 +38,7 @@ class Announced:
     def tied(self) -> bool:
         if isinstance(self.model, Decoder):
             return self.model.config.tied
-        return self.model.head.weight is self.model.inner.get_input_embeddings().weight
+        return self.model.tied
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Under the names of a checkpoint."""

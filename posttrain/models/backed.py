@@ -15,8 +15,9 @@ A way is right where it gives the log-probabilities of the model's own forward. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +26,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from posttrain.batch import Layout
 from posttrain.models.attention import SegmentAttention
 from posttrain.models.head import Head
-from posttrain.models.routing import Routers, calling, watched
+from posttrain.models.routing import Routers, calling, repeating, watched
 from posttrain.models.segments import Forest
 from posttrain.protocols import Model
 
@@ -58,6 +60,8 @@ class Backed(nn.Module):
         super().__init__()
         self.inner = inner.eval()  # no dropout: log-probabilities are functions of weights and tokens
         self.way = way
+        self.activation_room = math.inf  # bytes that what is kept for a backward pass may take ...
+        self.kept_per_token = 0.0  # ... and how many of them each token does; beyond that, layers are computed twice
         self.rows_attention = "sdpa"  # the attention of rows, and of what samples with a cache
         self.eos_ids: tuple[int, ...] = ()
         self.generation: dict[str, Any] = {}  # its generation_config.json
@@ -73,10 +77,39 @@ class Backed(nn.Module):
         output = self.inner.get_output_embeddings()
         return Head(output.weight, getattr(output, "bias", None), self.scale, self.cap)
 
+    @property
+    def tied(self) -> bool:
+        """Whether the output head is the embedding."""
+        return self.inner.get_output_embeddings().weight is self.inner.get_input_embeddings().weight
+
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
         """See `posttrain.protocols.Model`."""
         assert layout.position.ndim == 1, "positions in time, height and width are for models that see pictures"
-        return self._flat(layout, at) if self.way == "flat" else self._rows(layout, at)
+        graded = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        with self._computed_twice() if graded and self._too_much(layout) else nullcontext():
+            return self._flat(layout, at) if self.way == "flat" else self._rows(layout, at)
+
+    def _too_much(self, layout: Layout) -> bool:
+        """Whether what a backward pass needs of a micro-batch takes too much memory to be kept."""
+        tokens = layout.tokens.shape[0]
+        if self.way == "rows":  # shared prompts are repeated
+            forest = Forest(layout)
+            leaves = set(range(len(layout.length))) - set(forest.prefixes)
+            tokens = sum(forest.before[k] + layout.length[k] for k in leaves)
+        return tokens * self.kept_per_token > self.activation_room
+
+    @contextmanager
+    def _computed_twice(self) -> Iterator[None]:
+        """Within it layers keep what they are given alone, and are computed again in the backward pass."""
+        layers = [m for m in self.inner.modules() if hasattr(m, "gradient_checkpointing") and hasattr(m, "forward")]
+        for layer in layers:
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _again
+            layer.training = True  # of the layer itself, which asks for it; not of what is in it: no dropout
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.gradient_checkpointing = layer.training = False
 
     def save(self, folder: Path) -> None:
         """Write the folder that `from_pretrained` reads, with tensors under the names in which they are stored."""
@@ -170,6 +203,17 @@ def _together(rows: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, list[int
         tokens = np.stack([np.pad(row, (0, longest - len(row)), constant_values=row[0]) for row in some])
         yield tokens, [len(row) for row in some]
         at += len(some)
+
+
+def _again(function: Callable[..., Any], *given: Any) -> Any:
+    """Checkpointing of a layer: attention and experts of now are those of then, whichever thread computes the gradient."""
+    attend, routed = _current.get(None), repeating()
+
+    def computed(*given: Any) -> Any:
+        with routed(), nullcontext() if attend is None else attending(attend):
+            return function(*given)
+
+    return checkpoint(computed, *given, use_reentrant=False, preserve_rng_state=False)
 
 
 # -- our attention inside the model's layers ---------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.models.backed import Backed
 from posttrain.models.config_json import (
     ARCHITECTURES,
     NotNativeError,
@@ -80,7 +81,7 @@ def load_model(
     return _load_decoder(folder, source, dtype, torch.device(device), shard, shares)
 
 
-def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Decoder, Tensor | None]:
+def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Decoder | Backed, Tensor | None]:
     """The decoder of a checkpoint without its output head, and the score head [hidden] of a reward model if it has one.
 
     For critics: reads causal language models and the sequence-classification checkpoints (`score.weight`, one label) of
@@ -88,7 +89,13 @@ def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tup
     UserError as `load_model` does.
     """
     folder = checkpoint_folder(folder)
-    config = read_config(folder, of_backbone(read_json(folder / "config.json")))
+    source = of_backbone(read_json(folder / "config.json"))
+    if source.get("model_type") not in ARCHITECTURES:
+        other = _load_other(folder, source, torch.float32, torch.device(device))
+        if not other.tied:
+            other.head.weight.requires_grad_(False)  # nothing reads it
+        return other, None
+    config = read_config(folder, source)
     model = allocate(folder, replace(config, tied=True), torch.float32, torch.device(device))
     read = read_weights(model, folder, also=("lm_head.weight", SCORE, "score.bias", INNER))
     score = None if INNER in read else read.get(SCORE)
@@ -231,7 +238,7 @@ def allocate(
     return model.to_empty(device=device)
 
 
-def _load_other(folder: Path, source: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Model:
+def _load_other(folder: Path, source: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Backed:
     """By transformers, whose import takes seconds: only where it is needed."""
     from posttrain.models.transformers_folder import load_backed
 

@@ -10,7 +10,7 @@ gradient goes. What the model makes of these numbers (a softmax before or after,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -112,6 +112,25 @@ def calling(model: nn.Module, routers: Routers | None, given: Tensor | None) -> 
         yield lambda at: watch.keep(call, at) if watch is not None and watched else None
     finally:
         _call.reset(token)
+
+
+def repeating() -> Callable[[], AbstractContextManager[None]]:
+    """Within what this gives, a part of the present call is computed once more, later, and nothing of it is noted."""
+    call = _call.get()
+    if call is None:
+        return nullcontext
+    experts, given = call.experts, call.given  # not the call: what it has noted leads to all that was computed
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        token = None if _call.get() is not None else _call.set(Call(experts, given))  # at first it is still the present
+        try:
+            yield
+        finally:
+            if token is not None:
+                _call.reset(token)
+
+    return again
 
 
 def watched(model: nn.Module) -> Routed | None:

@@ -123,10 +123,18 @@ def checkpoint_of(run: Run) -> str:
 
 
 def practise(
-    arena: Arena, folder: Path, arm: str, seed: int, settings: Mapping[str, Any], say: Say, **options: Any
+    arena: Arena,
+    folder: Path,
+    arm: str,
+    seed: int,
+    settings: Mapping[str, Any],
+    say: Say,
+    measured: Sequence[str] = (),
+    **options: Any,
 ) -> Numbers:
     """One run, for its course: {"curves": metric -> Curve, "held_out": accuracy, before and after}.
 
+    `measured`: metrics besides `METRICS`.
     `settings` needs steps, prompts, group, lr, minibatches and max_tokens; `options` are those of `posttrain rl`.
     """
     chosen = {name: settings[name] for name in ("steps", "prompts", "group", "lr", "minibatches", "max_tokens")}
@@ -134,7 +142,7 @@ def practise(
     begin = time.perf_counter()
     run = learn(arena, folder / arm, seed, **{**chosen, **common, **options})
     metrics = run.metrics
-    curves: dict[str, Curve] = {m: [line.get(m) for line in metrics if line["step"] > 0] for m in METRICS}
+    curves: dict[str, Curve] = {m: [line.get(m) for line in metrics if line["step"] > 0] for m in (*METRICS, *measured)}
     curves |= from_rollouts(run.path)
     evaluated = [line[HELD_OUT] for line in metrics if line.get(HELD_OUT) is not None]
     seconds = time.perf_counter() - begin

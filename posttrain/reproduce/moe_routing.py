@@ -1,7 +1,7 @@
 """GSPO's claim about mixtures of experts: token ratios (grpo) need the experts that sampled, ratios of sequences do not.
 
-A mixture of 8 experts of which each token takes 2, some of whose choices change with every update; rollouts are one step old
-and serve several updates.
+A mixture of 16 experts of which each token takes 4, some of whose choices change with every update; rollouts are one step
+old and serve several updates.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MEASURED = ("sampler/kl", "sampler/ess", "routing/moved", "routing/entropy")
 CONTEXT = 32
 MODEL: dict[str, Any] = {
     "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1, "max_position_embeddings": CONTEXT,
+    "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1, "max_position_embeddings": CONTEXT,
     "tie_word_embeddings": True,
 }  # fmt: skip
 
@@ -108,7 +108,9 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
     near = settings["near"]
     comparisons = [
         Comparison("share of choices that the router would make otherwise by now", moved, at_least=0.01),
-        Comparison("grpo: KL to the sampler, replay minus none", end("sampler/kl", "grpo, replay", "grpo"), at_most=0.0),
+        Comparison(
+            "grpo: KL to the sampler, replay minus none", end("sampler/kl", "grpo, replay", "grpo"), at_most=0.0
+        ),
         Comparison(
             "grpo: effective sample size, replay minus none", end("sampler/ess", "grpo, replay", "grpo"), at_least=0.0
         ),
@@ -141,7 +143,7 @@ EXPERIMENT = Experiment(
     "In a mixture of experts some experts of the same tokens change with every update, so that token ratios are noise: "
     "grpo needs the experts that sampled to be taken again, gspo does not.",
     "GSPO, arXiv 2507.18071, section 5.3",
-    {"steps": 80, "prompts": 32, "group": 8, "epochs": 1, "minibatches": 4, "ahead": 1, "lr": 1e-3, "max_tokens": 4,
+    {"steps": 120, "prompts": 32, "group": 8, "epochs": 1, "minibatches": 4, "ahead": 1, "lr": 3e-4, "max_tokens": 4,
      "imitation_epochs": 4.0, "balance": 0.01, "near": 0.05},
     measure,
     conclude,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import tiny
 from feeding import ROWS, WORDS, board, credit, feed, new_case
+from models_table import BEGIN, DOCUMENT, END, rows
 from safetensors.torch import load_file, save_file
 from sampled import complete, ragged
 from tiny_models import KINDS, InDouble, make
@@ -383,3 +384,10 @@ def test_engine_of_another_process_takes_over_weights_and_samples_alike(
             for id, completion in here.items():
                 assert there[id].tokens == completion.tokens and there[id].version == version
                 assert there[id].logp == pytest.approx(completion.logp, abs=1e-4)
+
+
+def test_table_of_models_is_what_trying_them_gives() -> None:
+    text = DOCUMENT.read_text().split(BEGIN)[1].split(END)[0].splitlines()
+    assert [line.split("`")[1] for line in text] == [kind for kind in KINDS if kind != "qwen3"]
+    assert all(line.split("|")[2].strip() == KINDS[line.split("`")[1]][0] for line in text)
+    assert set(rows(("granite", "gemma2"))) <= set(text)

@@ -171,10 +171,7 @@ class BackedEngine(UncachedEngine):
 
         Rows are `length` long with these tokens.
         """
-        if cache is None:
-            from transformers import DynamicCache
-
-            cache = DynamicCache(config=self.model.inner.config)
+        cache = self.model.new_cache() if cache is None else cache
         more: dict[str, Any] = {self._cache_name: cache}
         place = torch.arange(length, device=tokens.device)
         if padding.any():

@@ -121,6 +121,12 @@ class Backed(nn.Module):
         """Choose one of the attentions that transformers knows by name."""
         self.inner.set_attn_implementation(name)
 
+    def new_cache(self) -> Any:
+        """An empty cache of transformers, with layers of the model's kinds."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.inner.config)
+
     @contextmanager
     def decoding(self) -> Iterator[None]:
         """Within it the model may be called with a cache, row by row."""

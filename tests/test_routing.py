@@ -33,6 +33,7 @@ from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import save_model
 from posttrain.models.likelihood import token_logp
+from posttrain.models.linear import compute_apart
 from posttrain.models.routing import find_routers, watching
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.models.transformers_folder import load_backed, replay_routing
@@ -378,6 +379,7 @@ def test_gradient_of_the_routers_losses_is_that_of_the_whole_batch_however_it_is
     models = [opened(folders(kind), torch.float64) for _ in range(2)]
 
     def each(rank: int) -> None:
+        compute_apart()
         try:
             answers[rank] = gradients(models[rank], batches, world.of(rank))
         except BaseException as error:

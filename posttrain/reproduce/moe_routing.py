@@ -91,11 +91,12 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
     rows = [
         [
             arm,
-            *(str(ends(numbers, arm, metric)) for metric in ("sampler/kl", "sampler/ess", "routing/moved")),
+            *(str(ends(numbers, arm, metric)) for metric in ("sampler/kl", "sampler/ess")),
+            str(ends(numbers, arm, "routing/moved")) if "routing_replay" in options else "-",
             str(ends(numbers, arm, "accuracy")),
             str(held_out(numbers, arm)),
         ]
-        for arm in ARMS
+        for arm, options in ARMS.items()
     ]
 
     def end(metric: str, one: str, other: str) -> Any:

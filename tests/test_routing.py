@@ -234,7 +234,7 @@ def test_a_copy_routes_by_its_own_weights(folders: Callable[[str], Path]) -> Non
             router.weight.neg_()
         found = []
         for one in (model, copy):
-            with watching(one) as routed:
+            with watching(one, scored=True) as routed:
                 one.hidden(batch.layout, batch.at)
             found.append(routed.scores[0])
     assert torch.allclose(found[0][:, 0], -found[1][:, 0], atol=1e-5)

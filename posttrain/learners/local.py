@@ -208,7 +208,7 @@ class LocalLearner:
     ) -> None:
         """The same of a mixture of experts, with the losses of its routers."""
         for batch in batches:
-            with watching(routing.model) as routed:
+            with watching(routing.model, scored=bool(routing.losses)) as routed:
                 outputs = self._outputs(self.model, batch, objective.wants)
             loss = objective(outputs, batch, stats)
             of_routers = routing.loss(routed)

@@ -82,7 +82,6 @@ class Routing:
             self.moved += float((own[..., None] != forced[..., None, :]).all(-1).sum())
         if not self.losses or not taken:
             return None
-        assert len(routed.scores) == len(taken), "a router's scores were not seen"
         scores, shares = torch.cat(routed.scores), torch.cat(routed.shares)
         if not len(scores):
             return None

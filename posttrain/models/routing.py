@@ -50,16 +50,18 @@ class Routed:
     """What routers did in forward passes of one model, at the tokens whose hidden states were asked for."""
 
     model: nn.Module
+    scored: bool = False  # whether scores and shares are kept, for which a backward pass needs memory
     taken: list[Tensor] = field(default_factory=list)  # int64 [n, M, k] of each call: the experts that were computed
     own: list[Tensor] = field(default_factory=list)  # int64 [n, M, k]: those that the router chose by itself
-    scores: list[Tensor] = field(default_factory=list)  # [n, M, E] logits; empty where none were seen
+    scores: list[Tensor] = field(default_factory=list)  # [n, M, E] logits
     shares: list[Tensor] = field(default_factory=list)  # [n, M, E] probabilities of each expert: they sum to 1
 
     def keep(self, call: Call, at: Tensor) -> None:
         """Note what happened at these tokens of a call, int64 [n]."""
         self.taken.append(torch.stack(call.taken, 1).index_select(0, at))
         self.own.append(torch.stack(call.own, 1).index_select(0, at))
-        if len(call.scores) == len(call.taken):
+        if self.scored:
+            assert len(call.scores) == len(call.taken), "a router's scores were not seen"
             self.scores.append(torch.stack(call.scores, 1).index_select(0, at))
             self.shares.append(torch.stack(call.shares, 1).index_select(0, at))
 
@@ -76,6 +78,7 @@ class Call:
 
     experts: int
     given: Tensor | None  # int64 [n, M, k]; UNKNOWN: the router chooses
+    scored: bool = False
     taken: list[Tensor] = field(default_factory=list)  # of each layer so far
     own: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
@@ -88,9 +91,9 @@ _watch: ContextVar[Routed | None] = ContextVar("routing that is watched", defaul
 
 
 @contextmanager
-def watching(model: nn.Module) -> Iterator[Routed]:
+def watching(model: nn.Module, scored: bool = False) -> Iterator[Routed]:
     """What the routers of this model do within it, in this thread."""
-    routed = Routed(model)
+    routed = Routed(model, scored)
     token = _watch.set(routed)
     try:
         yield routed
@@ -98,18 +101,24 @@ def watching(model: nn.Module) -> Iterator[Routed]:
         _watch.reset(token)
 
 
+def watched(model: nn.Module) -> Routed | None:
+    """Who watches this model in this thread."""
+    watch = _watch.get()
+    return watch if watch is not None and watch.model is model else None
+
+
 @contextmanager
 def calling(model: nn.Module, routers: Routers | None, given: Tensor | None) -> Iterator[Callable[[Tensor], None]]:
     """Around one call of the model; what is yielded is told which of its tokens [n] matter. `given`: [n, M, k]."""
-    watch = _watch.get()
-    watched = watch is not None and watch.model is model
-    if routers is None or (given is None and not watched):
+    watch = watched(model)
+    if routers is None or (given is None and watch is None):
         yield lambda at: None
         return
-    call = Call(routers.experts, None if given is None else given.long())
+    scored = watch is not None and watch.scored
+    call = Call(routers.experts, None if given is None else given.long(), scored)
     token = _call.set(call)
     try:
-        yield lambda at: watch.keep(call, at) if watch is not None and watched else None
+        yield lambda at: watch.keep(call, at) if watch is not None else None
     finally:
         _call.reset(token)
 
@@ -119,11 +128,11 @@ def repeating() -> Callable[[], AbstractContextManager[None]]:
     call = _call.get()
     if call is None:
         return nullcontext
-    experts, given = call.experts, call.given  # not the call: what it has noted leads to all that was computed
+    known = call.experts, call.given, call.scored  # not the call: what it has noted leads to all that was computed
 
     @contextmanager
     def again() -> Iterator[None]:
-        token = None if _call.get() is not None else _call.set(Call(experts, given))  # at first it is still the present
+        token = None if _call.get() is not None else _call.set(Call(*known))  # at first it is still the present
         try:
             yield
         finally:
@@ -131,12 +140,6 @@ def repeating() -> Callable[[], AbstractContextManager[None]]:
                 _call.reset(token)
 
     return again
-
-
-def watched(model: nn.Module) -> Routed | None:
-    """Who watches this model in this thread."""
-    watch = _watch.get()
-    return watch if watch is not None and watch.model is model else None
 
 
 # -- within a router ---------------------------------------------------------------------------------------------------
@@ -171,7 +174,7 @@ class _Choosing(TorchFunctionMode):
             taken = torch.where(given == UNKNOWN, taken, given)
             found = torch.return_types.topk((values.gather(-1, taken), taken))
         call.taken.append(taken)
-        if self.scores is not None:
+        if call.scored and self.scores is not None:
             scores = self.scores.to(torch.promote_types(self.scores.dtype, torch.float32))
             call.scores.append(scores)
             call.shares.append(_normal(scores.sigmoid()) if self.sigmoid else scores.softmax(-1))

@@ -77,6 +77,20 @@ class TrainingOptions(DataOptions, total=False):
     optimizer batch."""
     router_z: float
     """Mixtures of experts: coefficient of the loss that keeps the router's logits small (ST-MoE: 0.001)."""
+    lora: int | None
+    """Train low-rank adapters of this rank (LoRA) instead of the weights, which stay as they are: a fraction of the
+    memory of gradients and moments. Checkpoints hold the adapters, in PEFT's form. A run that begins with an adapter
+    goes on with that."""
+    lora_alpha: float | None
+    """What the adapters add is multiplied by alpha / rank; default: twice the rank (arXiv 2405.09673)."""
+    lora_targets: tuple[str, ...]
+    """The matrices that are adapted: all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
+    down_proj."""
+    quantize: Literal["nf4", "int8"] | None
+    """With --lora: hold the frozen weights of the layers in four bits (NF4, as QLoRA does) or eight, and unpack them
+    for each product."""
+    rslora: bool
+    """Divide alpha by the square root of the rank instead (rsLoRA): large ranks then learn as fast as small ones."""
     precision: Literal["float32", "bfloat16"]
     """Arithmetic of forward and backward passes; weights and moments stay in float32."""
     device: str

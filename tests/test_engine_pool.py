@@ -36,7 +36,7 @@ from posttrain.engines.pool import Pool
 from posttrain.engines.replicas import Many, host_and_port, open_pool
 from posttrain.engines.transfer import CardToCard
 from posttrain.engines.vllm import laid_for_vllm
-from posttrain.engines.weights import own_copy
+from posttrain.engines.weights import named_weights, own_copy
 from posttrain.engines.wire import TOKEN, Gone, Wire, completion_read, prove, read_token
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import save_model
@@ -343,7 +343,7 @@ def test_the_canary_hears_weights_that_were_handed_over_and_reached_nothing(toke
 
 def test_weights_arrive_to_the_bit_by_memory_and_by_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     first, second = tiny(tokenizer), tiny(tokenizer, seed=1)
-    laid = Laid(first, torch.float32)
+    laid = Laid(first, torch.float32, named_weights)
     files, memory = Files(tmp_path / "weights", 0, laid), SharedMemory(laid)
     for way in (memory, files):
         for version, model in enumerate((first, second)):

@@ -24,6 +24,7 @@ from trees import grown
 
 import posttrain
 from posttrain.batch import Batch, Outputs, Stats
+from posttrain.config import RL
 from posttrain.engines.backed_engine import BackedEngine
 from posttrain.engines.weights import own_copy
 from posttrain.learners.dealing import DealingLearner
@@ -40,6 +41,7 @@ from posttrain.models.transformers_folder import load_backed, replay_routing
 from posttrain.protocols import Alone, World
 from posttrain.runs.health import Health
 from posttrain.sources.packing import collate, split_microbatches
+from posttrain.training.learning import policy, reference, replay_experts
 from posttrain.types import Completion, Sampling, StopReason, Transcript, UserError
 
 pytest.importorskip("transformers")
@@ -476,6 +478,23 @@ def test_run_that_replays_goes_on_exactly_and_samples_alike_elsewhere(tmp_path: 
     for row, other in zip(whole, apart, strict=False):
         assert other["routing/moved"] == pytest.approx(row["routing/moved"], abs=1e-3)
         assert other["reward"] == pytest.approx(row["reward"], abs=1e-6)
+
+
+@pytest.mark.parametrize("lora", [None, 2])
+def test_policy_replays_and_its_reference_routes_by_itself(lora: int | None, folders: Callable[[str], Path]) -> None:
+    config = RL(model=str(folders("qwen3_moe")), routing_replay=True, lora=lora, engine="local")
+    model: Any = policy(config, folders("qwen3_moe"), torch.device("cpu"), Alone())
+    replay_experts(config, model)
+    others: Any = reference(config, model, folders("qwen3_moe"), Alone())
+    transcripts = [t for t in grown(5, 2, 3) if t.n_scored]
+    told(transcripts, model)
+    for batch in micro_batches(transcripts, 30):
+        assert batch.layout.experts is not None
+        for one, forced in ((model, True), (others, False)):
+            with torch.no_grad(), watching(one) as routed:
+                one.hidden(batch.layout, batch.at)
+            assert torch.equal(routed.taken[0], batch.layout.experts[batch.at].long()) == forced
+            assert torch.equal(routed.taken[0], routed.own[0]) != forced
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import signal
@@ -278,6 +279,22 @@ def test_hand_over_that_goes_wrong_stops_the_run(
         with pytest.raises(UserError, match="the vLLM process"):
             engine.poll()
         log.unlink()
+
+
+@needs_vllm
+def test_hand_over_that_binds_nothing_stops_the_run(
+    policy: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = copy.deepcopy(policy)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.mul_(1.2)
+    with closing(VLLMEngine(policy, tokenizer, slots=4)) as engine:
+        assert 0 < engine.counts()["canary"] < GAP
+        laid = engine.shared.laid.write
+        monkeypatch.setattr(engine.shared.laid.__class__, "write", lambda self, weights, memory: laid(policy, memory))
+        with pytest.raises(UserError, match="nats off the learner's log-probabilities.* after it took over version 1"):
+            engine.load(moved, 1)
 
 
 @needs_vllm

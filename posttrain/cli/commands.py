@@ -257,6 +257,22 @@ def chat(model: str, *, config: Annotated[Chat, Options] = Chat()) -> int:  # no
     return 0
 
 
+def merge(adapter: str, *, out: str) -> int:
+    """Put a low-rank adapter into the weights of its base: a whole checkpoint, which needs neither.
+
+    Parameters
+    ----------
+    adapter
+        Folder of an adapter, of ours or of PEFT, or of a run with --lora.
+    out
+        The folder to make.
+    """
+    from posttrain.cli.merging import merge_adapter
+
+    merge_adapter(adapter, Path(out))
+    return 0
+
+
 def serve_policy(*, config: Annotated[ServePolicy, Options] = ServePolicy()) -> int:  # noqa: B008
     """Answer requests over HTTP with what a checkpoint samples: token ids in and out, and OpenAI's forms on top."""
     from posttrain.cli.serving import serve_policy as serve

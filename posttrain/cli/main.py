@@ -30,6 +30,7 @@ TEMPLATES = ("--prompt-template", "--response-template", "--teacher-prompt-templ
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}
 """What stands after a backslash in a template on the command line; any other backslash stays as it is."""
 BY_POSITION = {
+    "adapter": "the folder of an adapter, or of a run with --lora",
     "index": "the folder of an index, as posttrain retriever build makes it",
     "model": "the folder of a checkpoint or of a run",
     "run": "the folder of a run, or a file of rollouts",
@@ -62,6 +63,7 @@ for _name, _function, _help in (
         "Label responses by a reward model, a judge, a function or a person; write best ones, or pairs.",
     ),
     ("chat", "chat", "Talk to a checkpoint (to one without a chat template: give it text to continue)."),
+    ("merge", "merge", "Put a low-rank adapter into the weights of its base: a whole checkpoint, for any program."),
     ("serve-policy", "serve_policy", "Serve a checkpoint over HTTP: token ids, OpenAI's chat and completions."),
     ("engine", "serve_engine", "Sample for runs on other machines, with the weights that they hand over."),
     ("algorithms", "algorithms", "The algorithms and the idea of each, or one of them in plain mathematics."),

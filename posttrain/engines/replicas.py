@@ -28,6 +28,7 @@ from posttrain.engines.vllm import (
     prepare,
     require_vllm,
 )
+from posttrain.engines.weights import named_weights
 from posttrain.engines.wire import PROOF_SECONDS, Gone, Wire, prove, read_token
 from posttrain.kernels import build
 from posttrain.messages import one_line
@@ -246,7 +247,7 @@ def open_pool(
         own = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-engines-")))
         alive = min(ALIVE_SECONDS, seconds / 4)
         dtype = dtype_of(precision) if kind == "vllm" else model.head.dtype
-        laid = laid_for_vllm(model, dtype) if kind == "vllm" else Laid(model, dtype)
+        laid = laid_for_vllm(model, dtype) if kind == "vllm" else Laid(model, dtype, named_weights)
         files = Files(many.folder or own / "weights", many.rank, laid)
         places: list[Place] = [Listening(address, token, files, alive) for address in many.addresses]
         if many.replicas:

@@ -35,6 +35,9 @@ from posttrain.models.routing import Routers, calling, repeating, watched
 from posttrain.models.segments import Forest
 from posttrain.protocols import Model
 
+if TYPE_CHECKING:
+    from posttrain.models.lora import LoRA
+
 Way = Literal["flat", "rows"]
 NAME = "posttrain"  # of our attention among those of transformers
 FULLER = 0.8  # rows of one call are at least so long, measured by the longest
@@ -64,6 +67,7 @@ class Backed(nn.Module):
         self.kept_per_token = 0.0  # ... and how many of them each token does; beyond that, layers are computed twice
         self.rows_attention = "sdpa"  # the attention of rows, and of what samples with a cache
         self.eos_ids: tuple[int, ...] = ()
+        self.lora: LoRA | None = None  # how it is adapted; the weights themselves are then frozen
         self.generation: dict[str, Any] = {}  # its generation_config.json
         self.scale = 1.0  # of the head: see `Head`
         self.cap: float | None = None
@@ -112,7 +116,14 @@ class Backed(nn.Module):
                 layer.gradient_checkpointing = layer.training = False
 
     def save(self, folder: Path) -> None:
-        """Write the folder that `from_pretrained` reads, with tensors under the names in which they are stored."""
+        """Write the folder that `from_pretrained` reads, with tensors under the names in which they are stored.
+
+        Of an adapted model the adapters alone.
+        """
+        if self.lora is not None:
+            from posttrain.models.adapter_folder import save_adapter
+
+            return save_adapter(self, folder)
         from posttrain.models.transformers_folder import save_backed
 
         save_backed(self, folder)

@@ -23,6 +23,7 @@ from posttrain.models.backed import NAME, Backed, NotFlatError, Way, attending, 
 from posttrain.models.config_json import read_eos_ids
 from posttrain.models.head import Head
 from posttrain.models.json_files import read_json, shown, write_json
+from posttrain.models.lora import plain_weights
 from posttrain.models.memory import available_memory, in_gib
 from posttrain.models.outline import context_of
 from posttrain.models.routing import attach, find_routers, watching
@@ -104,7 +105,7 @@ def stored_tensors(model: Backed) -> Iterator[tuple[str, Tensor]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.no_grad():
-        state = {name: p.detach() for name, p in model.inner.named_parameters()}
+        state = {name.removeprefix("inner."): p.detach() for name, p in plain_weights(model)}
         yield from revert_weight_conversion(model.inner, state).items()
 
 

@@ -16,6 +16,7 @@ from posttrain.reproduce import (
     gspo_variance,
     kl_estimators,
     length_bias,
+    lora_rl,
     moe_routing,
     over_optimisation,
     overlong,
@@ -45,6 +46,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         arpo,
         code_rl,
         code_choice,
+        lora_rl,
         moe_routing,
     )
 }

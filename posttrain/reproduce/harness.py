@@ -30,7 +30,8 @@ from posttrain.types import Reply, Task
 Curve = list[float | None]
 """A metric of steps 1, 2, ...; None where it was not measured."""
 
-METRICS = ("accuracy", "entropy", "length", "truncated", "ratio/clipped_high", "grad_norm")
+METRICS = ("accuracy", "entropy", "length", "truncated", "ratio/clipped_high", "grad_norm", "sampler/kl", "sampler/ess",
+           "routing/moved")  # fmt: skip
 HELD_OUT = "eval/accuracy"
 LATE = 0.2  # share of the steps, the last ones, whose mean is called "at the end"
 MODEL: dict[str, Any] = {"hidden": 64, "layers": 2, "heads": 4, "tokenizer": "characters"}
@@ -123,18 +124,10 @@ def checkpoint_of(run: Run) -> str:
 
 
 def practise(
-    arena: Arena,
-    folder: Path,
-    arm: str,
-    seed: int,
-    settings: Mapping[str, Any],
-    say: Say,
-    measured: Sequence[str] = (),
-    **options: Any,
+    arena: Arena, folder: Path, arm: str, seed: int, settings: Mapping[str, Any], say: Say, **options: Any
 ) -> Numbers:
     """One run, for its course: {"curves": metric -> Curve, "held_out": accuracy, before and after}.
 
-    `measured`: metrics besides `METRICS`.
     `settings` needs steps, prompts, group, lr, minibatches and max_tokens; `options` are those of `posttrain rl`.
     """
     chosen = {name: settings[name] for name in ("steps", "prompts", "group", "lr", "minibatches", "max_tokens")}
@@ -142,7 +135,7 @@ def practise(
     begin = time.perf_counter()
     run = learn(arena, folder / arm, seed, **{**chosen, **common, **options})
     metrics = run.metrics
-    curves: dict[str, Curve] = {m: [line.get(m) for line in metrics if line["step"] > 0] for m in (*METRICS, *measured)}
+    curves: dict[str, Curve] = {m: [line.get(m) for line in metrics if line["step"] > 0] for m in METRICS}
     curves |= from_rollouts(run.path)
     evaluated = [line[HELD_OUT] for line in metrics if line.get(HELD_OUT) is not None]
     seconds = time.perf_counter() - begin

@@ -38,7 +38,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "gspo": {"algorithm": "gspo"},
     "gspo, replay": {"algorithm": "gspo", "routing_replay": True},
 }
-MEASURED = ("sampler/kl", "sampler/ess", "routing/moved", "routing/entropy")
 CONTEXT = 32
 MODEL: dict[str, Any] = {
     "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -80,7 +79,7 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
     common = {"aggregate": "token-mean", "ahead": settings["ahead"], "epochs": settings["epochs"]}
     return {
         arm: practise(
-            arena, folder, arm.replace(", ", "-"), seed, settings, say, MEASURED,
+            arena, folder, arm.replace(", ", "-"), seed, settings, say,
             **(common if options["algorithm"] == "grpo" else {**common, "aggregate": "sequence-mean"}), **options,
         )
         for arm, options in ARMS.items()

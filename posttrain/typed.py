@@ -72,6 +72,11 @@ class TrainingOptions(DataOptions, total=False):
     """AdamW's moment decay rates."""
     max_grad_norm: float
     """Gradients are clipped to this norm (0: no clipping)."""
+    router_balance: float
+    """Mixtures of experts: coefficient of the loss that balances the load of experts (Switch: 0.01). It is of the whole
+    optimizer batch."""
+    router_z: float
+    """Mixtures of experts: coefficient of the loss that keeps the router's logits small (ST-MoE: 0.001)."""
     lora: int | None
     """Train low-rank adapters of this rank (LoRA) instead of the weights, which stay as they are: a fraction of the
     memory of gradients and moments. Checkpoints hold the adapters, in PEFT's form. A run that begins with an adapter
@@ -297,6 +302,9 @@ class RLOptions(TrainingOptions, total=False):
     tokens_per_step: int
     """Most tokens of a reply that one step samples; an unfinished one goes on in the next step, with newer weights, and
     its group is learned from when the last of its replies is whole (0: no limit). For environments of one reply."""
+    routing_replay: bool
+    """Mixtures of experts: tokens are learned from with the experts that sampled them, whatever the router would choose
+    by now. With the embedded engine."""
     temperature: float
     """Of sampling; log-probabilities are taken under the same temperature."""
     stop: tuple[str, ...]

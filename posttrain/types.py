@@ -220,6 +220,7 @@ class Completion:
     version: int  # of the weights that sampled it; of the oldest ones, where there are several
     experts: NDArray[np.int16] | None = None  # [n, layers, k] where the model routes tokens: the experts that each took
     runs: tuple[tuple[int, int], ...] = ()  # (tokens, version) in order, where weights changed within it
+    prompt_experts: NDArray[np.int16] | None = None  # [tokens of the prompt, layers, k]
 
     def continued(self, more: Completion) -> Completion:
         """This and what was sampled behind it, whose text is already that of both."""
@@ -306,6 +307,8 @@ class Transcript:
         """Append what the policy sampled. Without `learn`, none of it is scored."""
         assert len(completion.tokens) == len(completion.logp), "one log-probability per sampled token"
         self.logp.extend(completion.logp)
+        if completion.prompt_experts is not None and len(completion.prompt_experts) == len(self.tokens):
+            self._routed(completion.prompt_experts)
         if not completion.runs:
             return self._append(completion.tokens, SpanKind.SAMPLED, learn, completion.version, completion.experts)
         assert completion.experts is None, "experts are of one weights' tokens"
@@ -314,6 +317,16 @@ class Transcript:
             self._append(completion.tokens[start : start + count], SpanKind.SAMPLED, learn, version)
             start += count
         assert start == len(completion.tokens), "every token has its weights"
+
+    def _routed(self, experts: NDArray[np.int16]) -> None:
+        """Note the experts [L, layers, k] of all that stands here; what was told before stays."""
+        import numpy as np
+
+        for place, span in enumerate(self.spans):
+            told = experts[span.start : span.start + span.length]
+            if span.experts is not None:
+                told = np.where(span.experts < 0, told, span.experts)
+            self.spans[place] = replace(span, experts=told)
 
     def imitate(self, tokens: Iterable[int]) -> None:
         """Append what the policy is to imitate."""

@@ -386,6 +386,7 @@ def test_messages_are_of_two_lines_and_name_options_that_exist() -> None:
     found += find(rows({**STUCK, "updates": [2] * 60, "ratio/clipped_high": [0.01] * 60}))
     found += find(rows({"accuracy": [], "reward": noisy([0.1] * 20, 0.1), "groups/no_signal": [0.99] * 20}))
     found += find(rows(BOTH_FALL))
+    found += find(rows({"routing/entropy": [0.9**n for n in range(20)], "routing/busiest": [0.9] * 20}))
     assert {finding.name for finding in found} == CHECKS.keys() - {"held_out"}
     options = {field.name for field in (*fields(RL), *fields(Prefer))} | set(flags(Algorithm)) | set(flags(Preference))
     for finding in found:
@@ -410,5 +411,8 @@ def test_a_real_run_reports_what_the_checks_read_and_its_constant_reward_is_name
         lr=1e-4, kl=0.04, success=1.0, env_workers=0, **small,
     )  # fmt: skip
     others = {"explained_variance", "invalid/timeout", "divergence", "logp_per_token/chosen", "logp_per_token/rejected"}
-    assert READ - run.metrics[-1].keys() <= others, "of a critic, of slow rewards, of a teacher, of preferences"
+    others |= {"routing/entropy", "routing/busiest"}
+    assert READ - run.metrics[-1].keys() <= others, (
+        "of a critic, of slow rewards, of a teacher, of preferences, of experts"
+    )
     assert [(f.step, f.name) for f in find(run.metrics)] == [(10, "signal")]

@@ -87,6 +87,7 @@ def test_registry_holds_every_experiment_with_a_claim_and_a_paper() -> None:
         "kl-estimators", "baseline-variance", "gspo-variance", "clip-higher", "dynamic-sampling", "overlong",
         "length-bias", "ppo-vs-grpo", "entropy-collapse", "decoupled-approval", "over-optimisation",
         "search-r1", "retrieved-token-masking", "arpo", "code-rl", "code-choice", "lora-rl",
+        "moe-routing",
     }  # fmt: skip
     for name, experiment in EXPERIMENTS.items():
         assert experiment.name == name and experiment.claim.endswith(".") and experiment.paper and experiment.settings

@@ -53,6 +53,11 @@ class Training(Data):
     """AdamW's moment decay rates."""
     max_grad_norm: float = option(1.0, least=0)
     """Gradients are clipped to this norm (0: no clipping)."""
+    router_balance: float = option(0.0, least=0)
+    """Mixtures of experts: coefficient of the loss that balances the load of experts (Switch: 0.01). It is of the whole
+    optimizer batch."""
+    router_z: float = option(0.0, least=0)
+    """Mixtures of experts: coefficient of the loss that keeps the router's logits small (ST-MoE: 0.001)."""
     lora: int | None = option(None, above=0, most=65_536)
     """Train low-rank adapters of this rank (LoRA) instead of the weights, which stay as they are: a fraction of the memory
     of gradients and moments. Checkpoints hold the adapters, in PEFT's form. A run that begins with an adapter goes on with
@@ -228,6 +233,9 @@ class RL(Training):
     tokens_per_step: int = option(0, least=0)
     """Most tokens of a reply that one step samples; an unfinished one goes on in the next step, with newer weights, and its
     group is learned from when the last of its replies is whole (0: no limit). For environments of one reply."""
+    routing_replay: bool = False
+    """Mixtures of experts: tokens are learned from with the experts that sampled them, whatever the router would choose by
+    now. With the embedded engine."""
     temperature: float = option(1.0, least=0)
     """Of sampling; log-probabilities are taken under the same temperature."""
     stop: tuple[str, ...] = ()

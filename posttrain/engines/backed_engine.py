@@ -5,21 +5,28 @@ and its keys, values and states are copied for the replies of its group. Prompts
 left where that changes nothing, which is tried on the model itself; else each length is a cohort of its own.
 
     B    rows of a cohort    P    its distinct prompts    L    tokens of the longest
+    M    layers that route   k    experts that each takes
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from posttrain.engines.request import Request
 from posttrain.engines.uncached import Running, UncachedEngine
 from posttrain.models.backed import Backed
+from posttrain.models.routing import UNKNOWN, Routed, calling, watching
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.types import Completion
 
 PREFILL = 16_384  # tokens of prompts that are computed at once
 SPARSE = 0.75  # rows of a cohort are moved together when fewer than this share of them still run
@@ -27,11 +34,18 @@ TOLERANCE = 1e-3  # nats, of padded rows beside unpadded ones
 
 
 @dataclass
+class _Begun(Running):
+    """With the experts that its tokens took."""
+
+    experts: list[NDArray[np.int16]] = field(default_factory=list)  # [prompt, M, k], then [1, M, k] of each token
+
+
+@dataclass
 class _Cohort:
     """Requests that began together."""
 
     cache: Any
-    rows: list[Running | None]  # [B]; None: it has ended, and its row is computed for nothing until it is removed
+    rows: list[_Begun | None]  # [B]; None: it has ended, and its row is computed for nothing until it is removed
     padding: Tensor  # int64 [B], tokens to the left that stand for nothing
     length: int  # of every row, with its padding
 
@@ -65,6 +79,17 @@ class BackedEngine(UncachedEngine):
         super().close()
         self._cohorts.clear()
 
+    def _began(self, request: Request) -> Running:
+        return _Begun(request)
+
+    def _completion(self, running: Running, stopped: bool) -> Completion:
+        done = super()._completion(running, stopped)
+        if not isinstance(running, _Begun) or not running.experts:
+            return done
+        prompt, *others = running.experts
+        last = np.full((1, *prompt.shape[1:]), UNKNOWN, np.int16)  # nothing was sampled behind it
+        return replace(done, prompt_experts=prompt, experts=np.concatenate([*others, last]))
+
     def _admits(self) -> bool:
         """Not one by one: each would be a cohort of its own."""
         return self.slots - len(self._running) >= max(1, self.slots // 4)
@@ -79,7 +104,7 @@ class BackedEngine(UncachedEngine):
         with self.model.decoding():
             for cohort in self._cohorts:
                 self._note(found, place, cohort, self._decoded(cohort))
-            for some in self._beginning([r for r in self._running if id(r) not in place]):
+            for some in self._beginning([r for r in self._running if isinstance(r, _Begun) and id(r) not in place]):
                 cohort, states = self._prefilled(some)
                 self._cohorts.append(cohort)
                 self._note(found, place, cohort, states)
@@ -91,16 +116,16 @@ class BackedEngine(UncachedEngine):
         place.update({id(r): before + row for row, r in enumerate(cohort.rows) if r is not None})
         found.append(states)
 
-    def _beginning(self, new: Sequence[Running]) -> list[list[Running]]:
+    def _beginning(self, new: Sequence[_Begun]) -> list[list[_Begun]]:
         """New requests, dealt to cohorts."""
         if self._pads or not new:
             return [list(new)] if new else []
-        by_length: dict[int, list[Running]] = {}
+        by_length: dict[int, list[_Begun]] = {}
         for running in new:
             by_length.setdefault(len(running.request.prompt), []).append(running)
         return list(by_length.values())
 
-    def _prefilled(self, some: list[Running]) -> tuple[_Cohort, Tensor]:
+    def _prefilled(self, some: list[_Begun]) -> tuple[_Cohort, Tensor]:
         """A cohort of these, and the hidden states [B, D] of which their first tokens are sampled."""
         prompts = list(dict.fromkeys(r.request.prompt for r in some))
         longest, device = max(map(len, prompts)), self.model.head.device
@@ -111,10 +136,14 @@ class BackedEngine(UncachedEngine):
             self._computed(tokens[k : k + many], None, padding[k : k + many], longest)
             for k in range(0, len(prompts), many)
         ]
-        cache, states = parts[0][1], torch.cat([states for states, _ in parts])
+        cache, states = parts[0][1], torch.cat([states for states, _, _ in parts])
         if len(parts) > 1:
-            cache = _joined([cache for _, cache in parts])
+            cache = _joined([cache for _, cache, _ in parts])
         number = {prompt: k for k, prompt in enumerate(prompts)}
+        routes = [own for _, _, experts in parts if experts is not None for own in experts]
+        for running in some if routes else ():
+            prompt = running.request.prompt
+            running.experts.append(routes[number[prompt]][longest - len(prompt) :])
         row = torch.tensor([number[r.request.prompt] for r in some], device=device)
         cache.reorder_cache(row)
         return _Cohort(cache, list(some), padding[row], longest), states[row]
@@ -129,11 +158,19 @@ class BackedEngine(UncachedEngine):
         last = [0 if r is None else r.tokens[-1] for r in cohort.rows]
         tokens = torch.tensor(last, device=cohort.padding.device)[:, None]
         cohort.length += 1
-        states, cohort.cache = self._computed(tokens, cohort.cache, cohort.padding, cohort.length)
+        states, cohort.cache, experts = self._computed(tokens, cohort.cache, cohort.padding, cohort.length)
+        for running, own in zip(cohort.rows, experts, strict=True) if experts is not None else ():
+            if running is not None:
+                running.experts.append(own)
         return states
 
-    def _computed(self, tokens: Tensor, cache: Any, padding: Tensor, length: int) -> tuple[Tensor, Any]:
-        """(hidden states [B, D] of the last of tokens [B, n], the cache): rows are `length` long with these tokens."""
+    def _computed(
+        self, tokens: Tensor, cache: Any, padding: Tensor, length: int
+    ) -> tuple[Tensor, Any, NDArray[np.int16] | None]:
+        """(hidden states [B, D] of the last of tokens [B, n], the cache, [B, n, M, k] experts of the tokens if recorded).
+
+        Rows are `length` long with these tokens.
+        """
         cache = self.model.new_cache() if cache is None else cache
         more: dict[str, Any] = {self._cache_name: cache}
         place = torch.arange(length, device=tokens.device)
@@ -141,8 +178,18 @@ class BackedEngine(UncachedEngine):
             more["attention_mask"] = (place[None, :] >= padding[:, None]).long()
         if self._positions:
             more["position_ids"] = (place[None, -tokens.shape[1] :] - padding[:, None]).clamp_min(0)
-        out = self.model.inner.base_model(input_ids=tokens, use_cache=True, **more)
-        return out.last_hidden_state[:, -1], cache
+        with self._recording() as (routed, every):
+            out = self.model.inner.base_model(input_ids=tokens, use_cache=True, **more)
+            every(torch.arange(tokens.numel(), device=tokens.device))
+        experts = routed.taken[0].unflatten(0, tokens.shape).short().cpu().numpy() if routed.taken else None
+        return out.last_hidden_state[:, -1], cache, experts
+
+    @contextmanager
+    def _recording(self) -> Iterator[tuple[Routed, Any]]:
+        """Around a call of the model: which experts its tokens take, where the model is to replay them later."""
+        model = self.model
+        with watching(model) as routed, calling(model, model.routers if model.replays else None, None) as matter:
+            yield routed, matter
 
     def _padding_is_free(self) -> bool:
         """Whether padded rows give the states of unpadded ones, for a prompt and for a token behind it."""
@@ -153,8 +200,8 @@ class BackedEngine(UncachedEngine):
         with self.model.decoding():
             found = []
             for tokens, padding in ((short, zero), ([short[0]] * 4 + short, four)):
-                states, cache = self._computed(torch.tensor([tokens], device=device), None, padding, len(tokens))
-                more, _ = self._computed(next_token, cache, padding, len(tokens) + 1)
+                states, cache, _ = self._computed(torch.tensor([tokens], device=device), None, padding, len(tokens))
+                more, _, _ = self._computed(next_token, cache, padding, len(tokens) + 1)
                 found.append(self.model.head.logits(torch.cat([states, more])).log_softmax(-1))
         apart = (found[0] - found[1]).abs().max()
         return bool(apart <= TOLERANCE)

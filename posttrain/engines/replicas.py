@@ -105,7 +105,8 @@ def how(model: Model) -> dict[str, Any] | None:
     """What was found out of a model of transformers when it was loaded."""
     if not isinstance(model, Backed):
         return None
-    return {"scale": model.scale, "cap": model.cap, "attention": model.rows_attention}
+    own = {"scale": model.scale, "cap": model.cap, "attention": model.rows_attention}
+    return {**own, "replays": model.replays}
 
 
 def environment_of(setup: dict[str, Any]) -> dict[str, str]:

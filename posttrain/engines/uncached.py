@@ -87,7 +87,7 @@ class UncachedEngine:
         """One token of every running request; the replies that ended with it."""
         if self._admits():
             while self._waiting and len(self._running) < self.slots:
-                self._running.append(Running(self._waiting.popleft()))
+                self._running.append(self._began(self._waiting.popleft()))
         if not self._running:
             return []
         with torch.no_grad(), self._autocast():
@@ -104,6 +104,9 @@ class UncachedEngine:
     def close(self) -> None:
         self._waiting.clear()
         self._running.clear()
+
+    def _began(self, request: Request) -> Running:
+        return Running(request)
 
     def _admits(self) -> bool:
         """Whether requests that wait may begin, as far as there are slots."""

@@ -19,6 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from posttrain.messages import one_line
 from posttrain.types import Completion, Sampling, StopReason, UserError
 
@@ -128,13 +131,16 @@ def sampling_read(said: dict[str, Any]) -> Sampling:
 
 
 def completion_said(done: Completion) -> Message:
-    return [list(done.tokens), list(done.logp), done.text, str(done.stop), done.version]
+    said: Message = [list(done.tokens), list(done.logp), done.text, str(done.stop), done.version]
+    if done.experts is None or done.prompt_experts is None:
+        return said
+    return [*said, done.experts.tolist(), done.prompt_experts.tolist()]
 
 
 def completion_read(id: int, said: Any, vocab: int, most: int) -> Completion:
     """Raises Gone for what is no completion of at most so many tokens."""
     try:
-        tokens, logp, text, stop, version = said
+        tokens, logp, text, stop, version, *routed = said
         right = (
             isinstance(text, str)
             and type(version) is int
@@ -143,10 +149,20 @@ def completion_read(id: int, said: Any, vocab: int, most: int) -> Completion:
             and all(type(value) is float and value <= 1e-3 for value in logp)
         )
         if right:
-            return Completion(id, tokens, logp, text, StopReason(stop), version)
-    except (ValueError, TypeError):
+            experts, before = map(_routes_read, routed) if routed else (None, None)
+            if experts is None or len(experts) == len(tokens):
+                return Completion(id, tokens, logp, text, StopReason(stop), version, experts, prompt_experts=before)
+    except (ValueError, TypeError, OverflowError):
         pass
     raise Gone("it gave a reply that is none")
+
+
+def _routes_read(said: Any) -> NDArray[np.int16]:
+    """[tokens, layers, k]. Raises ValueError, TypeError or OverflowError for anything else."""
+    found = np.array(said, dtype=np.int16)
+    if found.ndim != 3:
+        raise ValueError("experts are of tokens and layers")
+    return found
 
 
 # -- who may ask -------------------------------------------------------------------------------------------------------

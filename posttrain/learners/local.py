@@ -20,6 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from posttrain.batch import Batch, Outputs, Packed, Stats
 from posttrain.learners.adamw import AdamW
 from posttrain.learners.natural import TrustRegion, search
+from posttrain.learners.routing import RouterLosses, Routing
+from posttrain.models.backed import Backed
 from posttrain.models.critic import STORED, ActionValueModel, Critic, ValueModel
 from posttrain.models.divergence import FORWARD, REVERSE, token_logp_divergence
 from posttrain.models.likelihood import (
@@ -33,6 +35,7 @@ from posttrain.models.likelihood import (
 from posttrain.models.linear import accumulating
 from posttrain.models.lora import frozen_copy
 from posttrain.models.reward import RewardModel
+from posttrain.models.routing import watching
 from posttrain.models.tensor_files import open_tensors, read_rows, read_state, write_state
 from posttrain.protocols import TRAINING, Alone, Learner, Model, Objective, World
 from posttrain.types import UserError
@@ -109,6 +112,7 @@ class LocalLearner:
         critic_lr: float | None = None,
         trust_region: TrustRegion | None = None,
         follow: float = 0.0,
+        router_losses: RouterLosses | None = None,
         world: World | None = None,
     ) -> None:
         """`others`: models that are asked and not trained, by name; all but the reference are teachers.
@@ -122,6 +126,7 @@ class LocalLearner:
         self.teaching = teaching
         self.optimization, self.temperature, self.precision = optimization, temperature, precision
         self.trust_region, self.follow = trust_region, follow
+        self.router_losses = router_losses or RouterLosses()
         self.version = 0
         self.device = model.head.device
         self.reference_moved = False
@@ -154,8 +159,15 @@ class LocalLearner:
         self.optimizer.zero_grad()
         if self.trust_region is not None:
             batches = self._with_old(batches)
+        routed = self._mixture()
+        routing = None if routed is None else Routing(routed, self.router_losses, self.world, batches)
         with accumulating(keeps=self._keeps):
-            self._accumulate(batches, objective, stats)
+            if routing is None:
+                self._accumulate(batches, objective, stats)
+            else:
+                routing.count(batches, self._autocast())
+                self._accumulate_routed(batches, objective, stats, routing)
+                routing.measure(stats)
         stats.add("loss", 0.0, 1 / self.world.size)  # of one update, however many processes merge what they counted
         self._share_gradients()
         norms = self._clip()
@@ -185,6 +197,24 @@ class LocalLearner:
             loss = objective(self._outputs(self.model, batch, objective.wants), batch, stats)
             loss.backward()
             stats.add("loss", loss.item(), 0)
+
+    def _mixture(self) -> Backed | None:
+        """The decoder that learns, if it is a mixture of experts."""
+        model = self.model
+        return model if isinstance(model, Backed) and model.routers is not None else None
+
+    def _accumulate_routed(
+        self, batches: Sequence[Batch], objective: Objective, stats: Stats, routing: Routing
+    ) -> None:
+        """The same of a mixture of experts, with the losses of its routers."""
+        for batch in batches:
+            with watching(routing.model, scored=bool(routing.losses)) as routed:
+                outputs = self._outputs(self.model, batch, objective.wants)
+            loss = objective(outputs, batch, stats)
+            of_routers = routing.loss(routed)
+            whole = loss if of_routers is None else loss + of_routers.to(loss.dtype)
+            whole.backward()
+            stats.add("loss", whole.item(), 0)
 
     def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:
         found = []

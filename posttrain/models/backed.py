@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.batch import Layout
 from posttrain.models.attention import SegmentAttention
 from posttrain.models.head import Head
+from posttrain.models.routing import Routers, calling, repeating, watched
 from posttrain.models.segments import Forest
 from posttrain.protocols import Model
 
@@ -70,6 +71,8 @@ class Backed(nn.Module):
         self.generation: dict[str, Any] = {}  # its generation_config.json
         self.scale = 1.0  # of the head: see `Head`
         self.cap: float | None = None
+        self.routers: Routers | None = None  # of a mixture of experts
+        self.replays = False  # whether tokens take the experts that a layout names, and an engine records them
         weight = inner.get_output_embeddings().weight
         self.config = Sizes(weight.shape[0], weight.shape[1], context)
 
@@ -148,10 +151,11 @@ class Backed(nn.Module):
             self.attend(NAME)
 
     def _flat(self, layout: Layout, at: Tensor) -> Tensor:
-        with attending(SegmentAttention(layout)):
+        with attending(SegmentAttention(layout)), calling(self, self.routers, self._experts(layout)) as matter:
             out = self.inner.base_model(
                 input_ids=layout.tokens[None], position_ids=layout.position[None], use_cache=False
             )
+            matter(at)
         states: Tensor = out.last_hidden_state[0]
         return states.index_select(0, at)
 
@@ -160,13 +164,24 @@ class Backed(nn.Module):
             return self.head.weight.new_zeros(0, self.config.hidden)
         wanted = at.cpu().numpy()
         rows, place = _rows_of(layout, wanted)
-        found = []
+        order = torch.from_numpy(place).to(at.device)
+        experts, routed = self._experts(layout), watched(self)
+        before, found = len(routed.taken) if routed else 0, []
         for tokens, ends in _together(rows):
             index = torch.from_numpy(tokens).to(at.device)
-            out = self.inner.base_model(input_ids=layout.tokens[index], use_cache=False)
             kept = np.concatenate([np.arange(end) + k * tokens.shape[1] for k, end in enumerate(ends)])
-            found.append(out.last_hidden_state.flatten(0, 1).index_select(0, torch.from_numpy(kept).to(at.device)))
-        return torch.cat(found).index_select(0, torch.from_numpy(place).to(at.device))
+            real = torch.from_numpy(kept).to(at.device)
+            with calling(self, self.routers, None if experts is None else experts[index].flatten(0, 1)) as matter:
+                out = self.inner.base_model(input_ids=layout.tokens[index], use_cache=False)
+                matter(real)
+            found.append(out.last_hidden_state.flatten(0, 1).index_select(0, real))
+        if routed:
+            routed.reorder(before, order)
+        return torch.cat(found).index_select(0, order)
+
+    def _experts(self, layout: Layout) -> Tensor | None:
+        """Those that the tokens [T] are to take, where they are known and were asked for."""
+        return layout.experts if self.replays else None
 
 
 if TYPE_CHECKING:
@@ -208,11 +223,11 @@ def _together(rows: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, list[int
 
 
 def _again(function: Callable[..., Any], *given: Any) -> Any:
-    """Checkpointing of a layer: the attention of now is that of then, whichever thread computes the gradient."""
-    attend = _current.get(None)
+    """Checkpointing of a layer: attention and experts of now are those of then, whichever thread computes the gradient."""
+    attend, routed = _current.get(None), repeating()
 
     def computed(*given: Any) -> Any:
-        with nullcontext() if attend is None else attending(attend):
+        with routed(), nullcontext() if attend is None else attending(attend):
             return function(*given)
 
     return checkpoint(computed, *given, use_reentrant=False, preserve_rng_state=False)

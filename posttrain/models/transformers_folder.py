@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from posttrain.models.json_files import read_json, shown, write_json
 from posttrain.models.lora import plain_weights
 from posttrain.models.memory import available_memory, in_gib
 from posttrain.models.outline import context_of
+from posttrain.models.routing import attach, find_routers, watching
 from posttrain.types import UserError
 
 ACTIVATIONS = 0.5  # of the memory that is free behind the weights, for what a backward pass needs
@@ -67,6 +69,7 @@ def load_backed(
     choose_way(model, folder)
     model.activation_room = available_memory(model.head.device) * ACTIVATIONS
     model.kept_per_token = _kept_per_token(model)
+    _find_routers(model)
     return model
 
 
@@ -83,6 +86,8 @@ def empty_backed(
     model = Backed(inner.to(device), context)
     model.scale, model.cap, model.rows_attention = how["scale"], how["cap"], how["attention"]
     model.attend(model.rows_attention)
+    _find_routers(model)
+    model.replays = how["replays"]
     return model
 
 
@@ -301,6 +306,51 @@ def _is_flat(model: Backed) -> bool:
     except (NotFlatError, ValueError, NotImplementedError):
         return False
     return len(calls) == model.inner.config.get_text_config().num_hidden_layers
+
+
+# -- mixtures of experts -----------------------------------------------------------------------------------------------
+
+
+def _find_routers(model: Backed) -> None:
+    ids = torch.tensor([_ids(model, (*BEGINNING, *PROBES[0]))], device=model.head.device)
+
+    def run() -> None:
+        with model.decoding():
+            model.inner.base_model(input_ids=ids, use_cache=False)
+
+    model.routers = find_routers(model.inner, run)
+    if model.routers is not None:
+        attach(model.inner, model.routers)
+
+
+def replay_routing(model: Backed) -> None:
+    """Let the model take the experts that layouts name, if that is proven to do what it says. Raises UserError if not.
+
+    Its own experts, named in another order, must give its own log-probabilities; other experts must be taken, and give
+    others.
+    """
+    kind = type(model.inner).__name__
+    if model.routers is None:
+        raise UserError(f"--routing-replay: no router was found in {kind}: leave it out")
+    layout, at = _probe(model)
+    with torch.no_grad(), watching(model) as routed:
+        own = model.head.logits(model.hidden(layout, at))
+    chosen = routed.taken[0]
+    experts = torch.full((layout.tokens.numel(), *chosen.shape[1:]), -1, dtype=torch.int16, device=at.device)
+    experts[at] = chosen.short()
+    model.replays = True
+    same, other = experts.flip(-1), (experts + 1) % model.routers.experts
+    found = []
+    for given in (same, other):
+        with torch.no_grad(), watching(model) as routed:
+            found.append(model.head.logits(model.hidden(replace(layout, experts=given), at)))
+        taken = bool((routed.taken[0] == given[at]).all())
+        if not taken:
+            break
+    limit = TOLERANCE if model.head.dtype in (torch.float32, torch.float64) else COARSE
+    if not taken or not _difference(found[0], own) <= limit or torch.equal(found[1], own):
+        model.replays = False
+        raise UserError(f"--routing-replay: {kind} does not follow the experts that it is given: leave it out")
 
 
 def _register() -> None:

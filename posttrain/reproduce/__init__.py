@@ -17,6 +17,7 @@ from posttrain.reproduce import (
     kl_estimators,
     length_bias,
     lora_rl,
+    moe_routing,
     over_optimisation,
     overlong,
     ppo_vs_grpo,
@@ -46,6 +47,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         code_rl,
         code_choice,
         lora_rl,
+        moe_routing,
     )
 }
 """Name -> experiment, in the order in which they are listed."""

@@ -30,7 +30,8 @@ from posttrain.types import Reply, Task
 Curve = list[float | None]
 """A metric of steps 1, 2, ...; None where it was not measured."""
 
-METRICS = ("accuracy", "entropy", "length", "truncated", "ratio/clipped_high", "grad_norm")
+METRICS = ("accuracy", "entropy", "length", "truncated", "ratio/clipped_high", "grad_norm", "sampler/kl", "sampler/ess",
+           "routing/moved")  # fmt: skip
 HELD_OUT = "eval/accuracy"
 LATE = 0.2  # share of the steps, the last ones, whose mean is called "at the end"
 MODEL: dict[str, Any] = {"hidden": 64, "layers": 2, "heads": 4, "tokenizer": "characters"}

@@ -256,7 +256,24 @@ def likelihood(history: History) -> str | None:
     )
 
 
-_ALL = (stalled, skipped, drop, jump, entropy, length, kl, invalid, signal, solved, held_out, critic, likelihood)
+def routing(history: History) -> str | None:
+    """A mixture of experts has stopped using most of them."""
+    series, busiest = history.of("routing/entropy"), history.of("routing/busiest")
+    if series is None or busiest is None or series.start <= 0:
+        return None
+    if series.now >= history.limits.routing * series.start:
+        return None
+    return (
+        f"the load of the experts has become unequal: its entropy fell from {series.start:.2f} to {series.now:.2f} of what "
+        f"an equal load has, and {busiest.now:.0%} of the tokens take the busiest expert\n"
+        "usual causes: a learning rate that is too high for the routers, or data of one kind; try --router-balance 0.01, "
+        "or a lower --lr"
+    )
+
+
+_ALL = (
+    stalled, skipped, drop, jump, entropy, length, kl, invalid, signal, solved, held_out, critic, likelihood, routing,
+)  # fmt: skip
 CHECKS: dict[str, Check] = {check.__name__: check for check in _ALL}
 """Name of the finding -> its message, or None as long as all is well."""
 

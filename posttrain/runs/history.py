@@ -16,6 +16,7 @@ READ = frozenset((
     "reward", "accuracy", "eval/accuracy", "entropy", "length", "truncated", "invalid", "invalid/timeout",
     "groups/no_signal", "advantage/abs", "kl", "grad_norm", "skipped", "explained_variance", "updates",
     "ratio/clipped_high", "divergence", "logp_per_token/chosen", "logp_per_token/rejected",
+    "routing/entropy", "routing/busiest",
 ))  # fmt: skip
 """The metrics that the checks read."""
 
@@ -75,6 +76,8 @@ class Limits:
     """By how much the share of invalid rewards may rise."""
     likelihood: float = 0.3
     """Nats per token that responses which are preferred may lose, while those that are not lose too."""
+    routing: float = 0.5
+    """Routers have collapsed below this share of the entropy that the load of the experts had at the start."""
     critic: float = -0.1
     """Explained variance below which the critic does harm; 0 is what a constant explains."""
     critic_after: int = 30

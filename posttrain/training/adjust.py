@@ -130,6 +130,10 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         baselined is not None and (baselined.baseline, baselined.scale) == ("none", "batch"),
         "without a baseline equal rewards would be divided by nothing: set --scale none, or choose a --baseline",
     )
+    yield (
+        row.trust_region is not None and bool(run.router_balance or run.router_z),
+        "its line search knows nothing of the routers' losses: leave out --router-balance and --router-z",
+    )
     yield from _of_staleness(row, run)
     yield from _of_penalty(row, run)
     yield from _of_teacher(row, run)

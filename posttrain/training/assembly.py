@@ -41,7 +41,7 @@ from posttrain.sources.rl import Experience
 from posttrain.sources.sft import Transcripts
 from posttrain.training.adjust import adjust
 from posttrain.training.evaluation import measured, repeated
-from posttrain.training.learning import new_learner, policy, reference
+from posttrain.training.learning import new_learner, policy, reference, replay_experts
 from posttrain.training.playground import open_playground
 from posttrain.training.setup import (
     amount,
@@ -90,6 +90,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
         )
         pool = ground.pool
         model, tokenizer = policy(config, folder, device, run.world), ground.models[0].tokenizer
+        replay_experts(config, model)
         end_tokens(model, tokenizer)  # there must be one, or no reply would end
         mind_unknown(tokenizer, train_tasks)
         too_long = watch_lengths(config, model.config.context)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from posttrain.config import Training
+from posttrain.config import RL, Training
 from posttrain.learners.dealing import DealingLearner
 from posttrain.learners.local import Optimization
+from posttrain.learners.routing import RouterLosses
 from posttrain.models.adapter_config import is_adapter
 from posttrain.models.adapter_folder import base_named, fingerprint, read_adapter
 from posttrain.models.backed import Backed
@@ -88,6 +89,13 @@ def reference(config: Training, model: Model, start: Path, world: World, moves: 
     """
     if not isinstance(model, Decoder | Backed) or model.lora is None:
         return held_model(config, start, model.head.device, world).requires_grad_(False)
+    other = _beside_adapters(config, model, start, moves)
+    if isinstance(other, Backed):
+        other.replays = False  # it routes by itself
+    return other
+
+
+def _beside_adapters(config: Training, model: Adaptable, start: Path, moves: bool) -> Adaptable:
     if not is_adapter(start):
         if not moves:
             return sharing(model)
@@ -145,8 +153,13 @@ def new_learner(
     config: Training, model: Model, optimization: Optimization, world: World, **options: Any
 ) -> DealingLearner:
     """`options`: what else a learner takes."""
+    losses = RouterLosses(config.router_balance, config.router_z)
+    if losses and (not isinstance(model, Backed) or model.routers is None):
+        raise UserError("--router-balance and --router-z are of mixtures of experts, which this model is not")
     if not config.shard:
-        return DealingLearner(model, optimization, precision=config.precision, world=world, **options)
+        return DealingLearner(
+            model, optimization, precision=config.precision, world=world, router_losses=losses, **options
+        )
     for held in (model, *options.get("others", {}).values()):
         if not isinstance(held, Decoder | RewardModel):
             raise UserError(
@@ -157,3 +170,18 @@ def new_learner(
 
     assert isinstance(world, Processes), "one process alone was refused"
     return ShardingLearner(model, optimization, precision=config.precision, world=world, **options)
+
+
+def replay_experts(config: RL, model: Model) -> None:
+    """Prepare a policy for `--routing-replay`. Raises UserError where nobody records, or nothing could follow."""
+    if not config.routing_replay:
+        return
+    if not isinstance(model, Backed):
+        raise UserError("--routing-replay is of mixtures of experts, which this model is not: leave it out")
+    if config.engine != "local":
+        raise UserError("--routing-replay needs an engine that records experts: leave out --engine vllm")
+    if config.tokens_per_step:
+        raise UserError("--routing-replay is of replies that one step samples: leave out --tokens-per-step")
+    from posttrain.models.transformers_folder import replay_routing
+
+    replay_routing(model)

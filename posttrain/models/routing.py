@@ -1,0 +1,278 @@
+"""The routers of a mixture of experts that transformers backs: found, watched, and made to choose again what was chosen.
+
+A router is where the result of a top-k call becomes the experts that another module is given. Within a forward pass that
+call is answered in its place: with experts that were recorded, and the model's own numbers for them, through which the
+gradient goes. What the model makes of these numbers (a softmax before or after, a scale) stays its own code.
+
+    n    tokens of one call of the model    M    layers that route    E    experts of each    k    that each token takes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+TOPK = (torch.topk, Tensor.topk)
+SIGMOID = (torch.sigmoid, Tensor.sigmoid, torch.special.expit)
+UNKNOWN = -1  # in place of an expert
+
+
+@dataclass(frozen=True)
+class Router:
+    """Where one layer chooses."""
+
+    module: str  # by its name in the model
+    call: int  # which of the module's top-k calls it is: 0, 1, ...
+
+
+@dataclass(frozen=True)
+class Routers:
+    """Those of a model, in the order in which tokens pass them."""
+
+    found: tuple[Router, ...]
+    experts: int  # E
+    taken: int  # k
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+
+@dataclass
+class Routed:
+    """What routers did in forward passes of one model, at the tokens whose hidden states were asked for."""
+
+    model: nn.Module
+    scored: bool = False  # whether scores and shares are kept, for which a backward pass needs memory
+    taken: list[Tensor] = field(default_factory=list)  # int64 [n, M, k] of each call: the experts that were computed
+    own: list[Tensor] = field(default_factory=list)  # int64 [n, M, k]: those that the router chose by itself
+    scores: list[Tensor] = field(default_factory=list)  # [n, M, E] logits
+    shares: list[Tensor] = field(default_factory=list)  # [n, M, E] probabilities of each expert: they sum to 1
+
+    def keep(self, call: Call, at: Tensor) -> None:
+        """Note what happened at these tokens of a call, int64 [n]."""
+        self.taken.append(torch.stack(call.taken, 1).index_select(0, at))
+        self.own.append(torch.stack(call.own, 1).index_select(0, at))
+        if self.scored:
+            assert len(call.scores) == len(call.taken), "a router's scores were not seen"
+            self.scores.append(torch.stack(call.scores, 1).index_select(0, at))
+            self.shares.append(torch.stack(call.shares, 1).index_select(0, at))
+
+    def reorder(self, first: int, place: Tensor) -> None:
+        """Make one of the calls from the first on, their tokens in this order, int64 [n]; each may repeat."""
+        for kept in (self.taken, self.own, self.scores, self.shares):
+            if kept[first:]:
+                kept[first:] = [torch.cat(kept[first:]).index_select(0, place)]
+
+
+@dataclass
+class Call:
+    """One call of a model, while it runs."""
+
+    experts: int
+    given: Tensor | None  # int64 [n, M, k]; UNKNOWN: the router chooses
+    scored: bool = False
+    taken: list[Tensor] = field(default_factory=list)  # of each layer so far
+    own: list[Tensor] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
+    shares: list[Tensor] = field(default_factory=list)
+    within: list[_Choosing] = field(default_factory=list)
+
+
+_call: ContextVar[Call | None] = ContextVar("call of a model with experts", default=None)
+_watch: ContextVar[Routed | None] = ContextVar("routing that is watched", default=None)
+
+
+@contextmanager
+def watching(model: nn.Module, scored: bool = False) -> Iterator[Routed]:
+    """What the routers of this model do within it, in this thread."""
+    routed = Routed(model, scored)
+    token = _watch.set(routed)
+    try:
+        yield routed
+    finally:
+        _watch.reset(token)
+
+
+def watched(model: nn.Module) -> Routed | None:
+    """Who watches this model in this thread."""
+    watch = _watch.get()
+    return watch if watch is not None and watch.model is model else None
+
+
+@contextmanager
+def calling(model: nn.Module, routers: Routers | None, given: Tensor | None) -> Iterator[Callable[[Tensor], None]]:
+    """Around one call of the model; what is yielded is told which of its tokens [n] matter. `given`: [n, M, k]."""
+    watch = watched(model)
+    if routers is None or (given is None and watch is None):
+        yield lambda at: None
+        return
+    scored = watch is not None and watch.scored
+    call = Call(routers.experts, None if given is None else given.long(), scored)
+    token = _call.set(call)
+    try:
+        yield lambda at: watch.keep(call, at) if watch is not None else None
+    finally:
+        _call.reset(token)
+
+
+def repeating() -> Callable[[], AbstractContextManager[None]]:
+    """Within what this gives, a part of the present call is computed once more, later, and nothing of it is noted."""
+    call = _call.get()
+    if call is None:
+        return nullcontext
+    known = call.experts, call.given, call.scored  # not the call: what it has noted leads to all that was computed
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        token = None if _call.get() is not None else _call.set(Call(*known))  # at first it is still the present
+        try:
+            yield
+        finally:
+            if token is not None:
+                _call.reset(token)
+
+    return again
+
+
+# -- within a router ---------------------------------------------------------------------------------------------------
+
+
+class _Choosing(TorchFunctionMode):
+    """While one router runs: answers the top-k call by which it chooses."""
+
+    def __init__(self, call: Call, layer: int, choice: int) -> None:
+        super().__init__()
+        self.call, self.layer, self.choice = call, layer, choice
+        self.seen, self.sigmoid = 0, False
+        self.scores: Tensor | None = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function in TOPK:
+            self.seen += 1
+            return self._chosen(args[0], found) if self.seen == self.choice + 1 else found
+        if function is nn.functional.linear and found.shape[-1] == self.call.experts:
+            self.scores = found.flatten(0, -2)
+        elif function in SIGMOID and found.shape[-1] == self.call.experts:
+            self.sigmoid = True
+        return found
+
+    def _chosen(self, values: Tensor, found: Any) -> Any:
+        call = self.call
+        call.own.append(found.indices)
+        taken = found.indices
+        if call.given is not None:
+            given = call.given[:, self.layer]
+            taken = torch.where(given == UNKNOWN, taken, given)
+            found = torch.return_types.topk((values.gather(-1, taken), taken))
+        call.taken.append(taken)
+        if call.scored and self.scores is not None:
+            scores = self.scores.to(torch.promote_types(self.scores.dtype, torch.float32))
+            call.scores.append(scores)
+            call.shares.append(_normal(scores.sigmoid()) if self.sigmoid else scores.softmax(-1))
+        return found
+
+
+def _normal(x: Tensor) -> Tensor:
+    return x / x.sum(-1, keepdim=True)
+
+
+def _enter(layer: int, choice: int, module: nn.Module, arguments: Any) -> None:
+    call = _call.get()
+    if call is not None:
+        call.within.append(_Choosing(call, layer, choice))
+        call.within[-1].__enter__()
+
+
+def _leave(module: nn.Module, arguments: Any, result: Any) -> None:
+    call = _call.get()
+    if call is not None and call.within:
+        call.within.pop().__exit__(None, None, None)
+
+
+def attach(inner: nn.Module, routers: Routers) -> None:
+    """Let the routers of a model be watched and told. Hooks know no module, so they are right in a copy as well."""
+    modules = dict(inner.named_modules())
+    for layer, router in enumerate(routers.found):
+        modules[router.module].register_forward_pre_hook(partial(_enter, layer, router.call))
+        modules[router.module].register_forward_hook(_leave, always_call=True)
+
+
+# -- finding them ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Choice:
+    """A top-k call that was seen."""
+
+    router: Router
+    indices: Tensor
+    experts: int
+
+
+class _Looking(TorchFunctionMode):
+    """Notes every top-k call over rows, with the innermost module that makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.calls: dict[str, int] = {}  # of each module, since it was entered last
+        self.choices: list[_Choice] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function in TOPK and self.stack:
+            name = self.stack[-1]
+            number = self.calls[name] = self.calls.get(name, -1) + 1
+            if found.indices.ndim == 2:
+                self.choices.append(_Choice(Router(name, number), found.indices, args[0].shape[-1]))
+        return found
+
+    def enter(self, name: str, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Router | None:
+        """The router whose choice this module is given."""
+        self.stack.append(name)
+        self.calls.pop(name, None)
+        given = [x for x in (*arguments, *named.values()) if isinstance(x, Tensor) and x.dtype == torch.int64]
+        for choice in reversed(self.choices):
+            if any(x.shape == choice.indices.shape and torch.equal(x, choice.indices) for x in given):
+                return choice.router
+        return None
+
+
+def find_routers(inner: nn.Module, run: Callable[[], Any]) -> Routers | None:
+    """The routers that a forward pass goes through. None: there are none, or layers differ in their experts."""
+    look = _Looking()
+    found: dict[str, Router] = {}  # module that is given experts -> who chose them
+
+    def before(name: str, module: nn.Module, arguments: Any, named: Any) -> None:
+        router = look.enter(name, module, arguments, named)
+        if router is not None:
+            found[name] = router
+
+    def behind(module: nn.Module, arguments: Any, result: Any) -> None:
+        look.stack.pop()
+
+    hooks = []
+    for name, module in inner.named_modules():
+        hooks.append(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+        hooks.append(module.register_forward_hook(behind, always_call=True))
+    try:
+        with torch.no_grad(), look:
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    routers = tuple(dict.fromkeys(found.values()))
+    sizes = {(c.experts, c.indices.shape[-1]) for c in look.choices if c.router in routers}
+    if len(sizes) != 1:
+        return None
+    [(experts, taken)] = sizes
+    return Routers(routers, experts, taken)

@@ -30,7 +30,9 @@ from posttrain.batch import Layout
 from posttrain.models.attention import SegmentAttention
 from posttrain.models.head import Head
 from posttrain.models.segments import Forest
+from posttrain.models.vision import Features, Vision
 from posttrain.protocols import Model
+from posttrain.types import Media, UserError
 
 Way = Literal["flat", "rows"]
 NAME = "posttrain"  # of our attention among those of transformers
@@ -53,10 +55,11 @@ class Sizes:
 class Backed(nn.Module):
     """A model of transformers. Made by `models.transformers_folder.load_backed`."""
 
-    def __init__(self, inner: Any, context: int, way: Way = "rows") -> None:
+    def __init__(self, inner: Any, context: int, way: Way = "rows", vision: Vision | None = None) -> None:
         super().__init__()
         self.inner = inner.eval()  # no dropout: log-probabilities are functions of weights and tokens
         self.way = way
+        self.vision = vision  # None: it reads text alone
         self.rows_attention = "sdpa"  # the attention of rows, and of what samples with a cache
         self.eos_ids: tuple[int, ...] = ()
         self.generation: dict[str, Any] = {}  # its generation_config.json
@@ -68,11 +71,15 @@ class Backed(nn.Module):
     @property
     def head(self) -> Head:
         output = self.inner.get_output_embeddings()
-        return Head(output.weight, getattr(output, "bias", None), self.scale, self.cap)
+        bias = getattr(output, "bias", None)
+        if self.vision is not None:  # what stands for a picture is no word: nobody says it, and nobody learns to
+            bias = self.vision.forbidden if bias is None else bias + self.vision.forbidden
+        return Head(output.weight, bias, self.scale, self.cap)
 
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
         """See `posttrain.protocols.Model`."""
-        assert layout.position.ndim == 1, "positions in time, height and width are for models that see pictures"
+        if self.vision is None and layout.media:
+            raise UserError(f"{type(self.inner).__name__} reads text alone, and is given a picture: take one that sees")
         return self._flat(layout, at) if self.way == "flat" else self._rows(layout, at)
 
     def save(self, folder: Path) -> None:
@@ -82,8 +89,14 @@ class Backed(nn.Module):
         save_backed(self, folder)
 
     def attend(self, name: str) -> None:
-        """Choose one of the attentions that transformers knows by name."""
-        self.inner.set_attn_implementation(name)
+        """Choose one of the attentions that transformers knows by name, for text: a picture's is left as it is."""
+        self.inner.set_attn_implementation(name if self.vision is None else {"text_config": name})
+
+    @property
+    def attention(self) -> str:
+        """Its name."""
+        name: str = self.inner.config.get_text_config()._attn_implementation
+        return name
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -97,11 +110,26 @@ class Backed(nn.Module):
         finally:
             self.attend(NAME)
 
+    @contextmanager
+    def shown(self, digests: Sequence[str], features: Features | None) -> Iterator[dict[str, Any]]:
+        """Within it the base model, called with what this gives besides, sees these pictures, in the order of its tokens."""
+        if self.vision is None or features is None:
+            yield {}
+            return
+        with self.vision.shown(features, digests) as more:
+            yield more
+
+    def features(self, media: Iterable[Media]) -> Features | None:
+        """Of the pictures, each computed once; None where there are none."""
+        digests = [m.digest for m in media]
+        return self.vision.features(digests) if self.vision is not None and digests else None
+
     def _flat(self, layout: Layout, at: Tensor) -> Tensor:
-        with attending(SegmentAttention(layout)):
-            out = self.inner.base_model(
-                input_ids=layout.tokens[None], position_ids=layout.position[None], use_cache=False
-            )
+        pictures = sorted(layout.media, key=lambda m: m.start)
+        features = self.features(pictures)
+        place = layout.position[None] if layout.position.ndim == 1 else layout.position[:, None]
+        with attending(SegmentAttention(layout)), self.shown([m.digest for m in pictures], features) as more:
+            out = self.inner.base_model(input_ids=layout.tokens[None], position_ids=place, use_cache=False, **more)
         states: Tensor = out.last_hidden_state[0]
         return states.index_select(0, at)
 
@@ -110,13 +138,38 @@ class Backed(nn.Module):
             return self.head.weight.new_zeros(0, self.config.hidden)
         wanted = at.cpu().numpy()
         rows, place = _rows_of(layout, wanted)
+        features, begins = self.features(layout.media), {m.start: m.digest for m in layout.media}
         found = []
         for tokens, ends in _together(rows):
             index = torch.from_numpy(tokens).to(at.device)
-            out = self.inner.base_model(input_ids=layout.tokens[index], use_cache=False)
+            digests = [
+                begins[token]
+                for row, end in zip(tokens.tolist(), ends, strict=True)
+                for token in row[:end]
+                if token in begins
+            ]
+            with self.shown(digests, features) as more:
+                if layout.position.ndim == 2:
+                    more["position_ids"] = layout.position[:, index]
+                out = self.inner.base_model(input_ids=self._filled(layout, index, ends), use_cache=False, **more)
             kept = np.concatenate([np.arange(end) + k * tokens.shape[1] for k, end in enumerate(ends)])
             found.append(out.last_hidden_state.flatten(0, 1).index_select(0, torch.from_numpy(kept).to(at.device)))
         return torch.cat(found).index_select(0, torch.from_numpy(place).to(at.device))
+
+    def _filled(self, layout: Layout, index: Tensor, ends: Sequence[int]) -> Tensor:
+        """The tokens of rows, which may be filled up with any but one that stands for a picture."""
+        tokens = layout.tokens[index]
+        if layout.media:
+            column = torch.arange(tokens.shape[1], device=tokens.device)
+            behind = column[None, :] >= torch.tensor(ends, device=tokens.device)[:, None]
+            tokens = tokens.masked_fill(behind, self.filler)
+        return tokens
+
+    @property
+    def filler(self) -> int:
+        """A token that stands for itself."""
+        taken = self.vision.placeholders if self.vision is not None else ()
+        return next(id for id in range(self.config.vocab) if id not in taken)
 
 
 if TYPE_CHECKING:

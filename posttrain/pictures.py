@@ -38,7 +38,7 @@ class PictureError(UserError):
 
 
 class Pictures:
-    """Where pictures lie. A name is "sha256:" and the hash of the file's bytes in hexadecimal; `digest` is the hash alone."""
+    """Where pictures lie. A name is "sha256:" and the digest: the hash of the file's bytes in hexadecimal."""
 
     def __init__(self) -> None:
         self._held: dict[str, bytes | Path] = {}  # digest -> the file's content, or where it is
@@ -52,9 +52,8 @@ class Pictures:
 
         Raises PictureError for a file that is missing, damaged at its beginning, too large, or of another format.
         """
-        if isinstance(image, str) and (known := _NAME.fullmatch(image)):
-            self.read(known[1])
-            return image
+        if is_name(image):
+            return str.__str__(image)  # whether it is here is seen where it is looked at
         path = Path(image) if isinstance(image, str | os.PathLike) else None
         data = _read(path) if path is not None else _encoded(image)
         check(data, "the picture" if path is None else str(path))
@@ -78,14 +77,16 @@ class Pictures:
         """The bytes of the file. Raises PictureError if they are not what they were."""
         with self._lock:
             held = self._held.get(digest)
-            if held is None:
-                held = next((p for f in self._others if (p := f / digest).is_file()), None)
-        if held is None:
-            raise PictureError(f"there is no picture sha256:{digest[:12]}...: give its file, or put the run's folder back")
-        data = held if isinstance(held, bytes) else _read(held)
-        if held is not data and hashlib.sha256(data).hexdigest() != digest:
-            raise PictureError(f"{held} is not the picture that it was when its hash was taken: put that back")
-        return data
+            places = [held, *(folder / digest for folder in self._others)]
+        if isinstance(held, bytes):
+            return held
+        there = [place for place in places if isinstance(place, Path) and place.is_file()]
+        for place in there:
+            if hashlib.sha256(data := _read(place)).hexdigest() == digest:
+                return data
+        if there:
+            raise PictureError(f"{there[0]} is not the picture that it was when its hash was taken: put that back")
+        raise PictureError(f"there is no picture sha256:{digest[:12]}...: give its file, or put the run's folder back")
 
     def take(self, name: str) -> bytes | None:
         """The bytes of a picture that was put here as such, which is then let go: for who sends them on."""
@@ -141,7 +142,9 @@ def opened(data: bytes, what: str = "the picture") -> Image:
         except Image.DecompressionBombError:
             raise PictureError(f"{what} has more than {MOST_PIXELS:,} pixels: make it smaller") from None
         except Exception as error:  # decoders raise whatever bytes drive them to
-            raise PictureError(f"{what} is no picture that can be read ({', '.join(FORMATS)}): {_said(error)}") from None
+            raise PictureError(
+                f"{what} is no picture that can be read ({', '.join(FORMATS)}): {_said(error)}"
+            ) from None
     width, height = image.size
     if width * height > MOST_PIXELS or not width * height:
         raise PictureError(f"{what} has {width:,} x {height:,} pixels, {MOST_PIXELS:,} are the most: make it smaller")
@@ -193,11 +196,27 @@ def parts(content: Sequence[Any]) -> list[dict[str, Any]]:
     return found
 
 
+def has_parts(content: Any) -> bool:
+    """Whether a message's content is a list with more than text in it."""
+    kinds = (
+        (isinstance(part, Mapping) and part.get("type") for part in content)
+        if isinstance(content, list | tuple)
+        else ()
+    )
+    return any(isinstance(kind, str) and kind != "text" for kind in kinds)
+
+
+def is_name(image: Any) -> bool:
+    return isinstance(image, str) and _NAME.fullmatch(image) is not None
+
+
 def digests(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """The hashes of the pictures in these messages, in order."""
     contents = [message.get("content") for message in messages]
     pieces = [part for content in contents if isinstance(content, list) for part in content]
-    return [str(p["image"]).removeprefix("sha256:") for p in pieces if isinstance(p, Mapping) and p.get("type") == "image"]
+    return [
+        str(p["image"]).removeprefix("sha256:") for p in pieces if isinstance(p, Mapping) and p.get("type") == "image"
+    ]
 
 
 def _said(error: BaseException) -> str:
@@ -212,7 +231,9 @@ def _read(path: Path) -> bytes:
     except (OSError, ValueError) as error:
         if isinstance(error, PictureError):
             raise
-        raise PictureError(f"the picture {str(path)[:80]} cannot be read: {getattr(error, 'strerror', error)}") from None
+        raise PictureError(
+            f"the picture {str(path)[:80]} cannot be read: {getattr(error, 'strerror', error)}"
+        ) from None
 
 
 def _encoded(image: Any) -> bytes:
@@ -223,7 +244,9 @@ def _encoded(image: Any) -> bytes:
         raise PictureError(f"an image is {short(image)}; expected a path, the bytes of a file, or a PIL image")
     width, height = image.size
     if width * height > MOST_PIXELS:
-        raise PictureError(f"the picture has {width:,} x {height:,} pixels, {MOST_PIXELS:,} are the most: make it smaller")
+        raise PictureError(
+            f"the picture has {width:,} x {height:,} pixels, {MOST_PIXELS:,} are the most: make it smaller"
+        )
     into = io.BytesIO()
     try:
         image.convert("RGB").save(into, format="PNG")

@@ -426,7 +426,9 @@ class Transcript:
             routed = None if routes is None else np.array(routes, dtype=np.int16)
             found.spans.append(Span(SpanKind(kind), start, length, bool(learned), version, routed))
             start += length
-        found.media = [Media(start, length, digest, tuple(grid)) for start, length, digest, grid in plain.get("media", ())]
+        found.media = [
+            Media(start, length, digest, tuple(grid)) for start, length, digest, grid in plain.get("media", ())
+        ]
         found.forks = tuple(plain.get("forks", ()))
         return found
 

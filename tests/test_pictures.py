@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from test_backed import opened
 from tiny_models import SEEING, InDouble, make_seeing
 from torch import Tensor
 
+from posttrain.engines.backed_engine import BackedEngine
+from posttrain.engines.uncached import UncachedEngine
 from posttrain.models.backed import Backed
 from posttrain.models.likelihood import token_logp_entropy
 from posttrain.models.vision import Vision
 from posttrain.pictures import PICTURES, png
 from posttrain.sources.packing import collate, split_microbatches
-from posttrain.types import Completion, Media, SpanKind, StopReason, Transcript, positions_of
+from posttrain.types import Completion, Media, Sampling, SpanKind, StopReason, Transcript, positions_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,9 +44,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 # -- layouts -----------------------------------------------------------------------------------------------------------
 
 
-def noise(rng: random.Random) -> str:
+def noise(rng: random.Random, shape: tuple[int, int] | None = None) -> str:
     """The digest of a picture of a few pixels more or less."""
-    shape = rng.choice([(16, 16), (24, 16), (16, 32), (9, 21)])
+    shape = shape or rng.choice([(16, 16), (24, 16), (16, 32), (9, 21)])
     pixels = np.array([rng.randrange(256) for _ in range(3 * shape[0] * shape[1])], dtype=np.uint8)
     return PICTURES.hold(png(pixels.reshape(*shape, 3)))
 
@@ -53,9 +55,15 @@ def words(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(7, WORDS.vocab_size) for _ in range(count)]
 
 
-def observe(transcript: Transcript, rng: random.Random, vision: Vision, digest: str, kind: SpanKind | None = None) -> None:
+def observe(
+    transcript: Transcript, rng: random.Random, vision: Vision, digest: str, kind: SpanKind | None = None
+) -> None:
     """Words, a picture, words."""
-    pixels, before, after = vision.processor.pixels(digest), words(rng, rng.randint(0, 3)), words(rng, rng.randint(1, 3))
+    pixels, before, after = (
+        vision.processor.pixels(digest),
+        words(rng, rng.randint(0, 3)),
+        words(rng, rng.randint(1, 3)),
+    )
     tokens = [*before, *[vision.placeholders[0]] * pixels.count, *after]
     media = [Media(len(transcript) + len(before), pixels.count, digest, pixels.grid)]
     transcript.observe(tokens, kind, media)
@@ -189,3 +197,57 @@ def test_each_picture_of_a_micro_batch_goes_through_the_tower_once(
         model.attend(attention)
         model.hidden(batch.layout, batch.at)
         assert counted == [len(pictures)]
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_engine_with_a_cache_samples_what_the_one_without_does(
+    kind: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.engines.backed_engine.PREFILL", 40)
+    model = opened(folders(kind))
+    assert model.vision is not None
+    rng, prompts = random.Random(3), list[Transcript]()
+    for _ in range(4):
+        one = Transcript()
+        observe(one, rng, model.vision, noise(rng))
+        prompts += [one, one]
+    alike = [noise(rng, (16, 16)) for _ in range(2)]  # the same tokens, and not the same picture
+    observe(first := Transcript(), rng, model.vision, alike[0])
+    (second := Transcript()).observe(first.tokens, media=[replace(first.media[0], digest=alike[1])])
+    (plain := Transcript()).observe(words(rng, 5))
+    prompts += [first, second, plain]
+    found = []
+    for make in (UncachedEngine, BackedEngine):
+        engine = make(model, WORDS, slots=6)
+        for id, prompt in enumerate(prompts):
+            sampling = Sampling(max_tokens=3 + id, seed=min(id, 8))
+            engine.submit_seen(id, prompt.tokens, prompt.media, sampling)
+        done: dict[int, Completion] = {}
+        while len(done) < len(prompts):
+            done |= {c.id: c for c in engine.poll()}
+        found.append(done)
+    assert found[0][8].logp[0] != found[0][9].logp[0]
+    for id, completion in found[0].items():
+        assert found[1][id].tokens == completion.tokens
+        assert found[1][id].logp == pytest.approx(completion.logp, abs=2e-3)
+        assert not set(model.vision.placeholders) & set(completion.tokens)
+
+
+def test_what_stands_for_a_picture_is_never_sampled_and_is_counted(folders: Callable[[str], Path]) -> None:
+    model = opened(folders("smolvlm"))
+    with torch.no_grad():  # all that the model would say is the placeholder
+        model.inner.lm_head.weight[:] = 0.01 * model.inner.lm_head.weight
+        model.inner.model.text_model.norm.weight[:] = 0.0
+        model.inner.lm_head.weight[5] += 1.0
+        model.inner.model.text_model.norm.register_forward_hook(lambda *_: torch.ones(()) + _[-1])
+    for how in ({}, {"temperature": 0.0}):
+        engine = BackedEngine(model, WORDS)
+        engine.submit(0, [9, 10], Sampling(max_tokens=6, **how))
+        done = []
+        while not done:
+            done = engine.poll()
+        assert 5 not in done[0].tokens
+        assert engine.counts()["placeholders"] == len(done[0].tokens)

@@ -21,7 +21,7 @@ from posttrain.models.image_processor import ImageProcessor
 from posttrain.types import UserError
 
 MASKED = -1e4
-"""Added to the logits of placeholders: no probability in any type, and no NaN in an entropy, as minus infinity would give."""
+"""Added to the logits of placeholders: no probability in any type, and no NaN in an entropy, as of minus infinity."""
 
 
 class Vision(nn.Module):

@@ -14,9 +14,10 @@ from typing import Any, Generic, Self
 
 from posttrain.config import RL, SERVICES, Training, named_services
 from posttrain.options import AnyTraining, as_dict, continued, own_judge
+from posttrain.pictures import PICTURES
 from posttrain.protocols import Alone, Lasting, World
 from posttrain.runs import checkpoint as checkpoints
-from posttrain.runs import fingerprint
+from posttrain.runs import files, fingerprint
 from posttrain.runs.files import CHECKPOINTS, RUN, delete_run, holds_run, made_by_run, writing
 from posttrain.runs.fingerprint import Print
 from posttrain.runs.lock import Lock
@@ -98,6 +99,7 @@ class RunFolder(Generic[AnyTraining]):
             raise
 
     def __enter__(self) -> Self:
+        PICTURES.begin(self.path / files.PICTURES)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -105,6 +107,7 @@ class RunFolder(Generic[AnyTraining]):
 
     def close(self) -> None:
         """Let another process write the folder. May be called twice."""
+        PICTURES.end()
         if self._lock is not None:
             self._lock.release()
 
@@ -124,6 +127,7 @@ class RunFolder(Generic[AnyTraining]):
         `told`: what else run.json should say.
         """
         if self.world.rank:
+            PICTURES.keep(self.path / files.PICTURES)
             return Unwritten()
         told = {"initial": str(self.start) if self.start else None, **told, "inputs": self._inputs}
         options = as_dict(self.config)
@@ -132,13 +136,16 @@ class RunFolder(Generic[AnyTraining]):
         with writing(self.path):
             if self.checkpoint is not None:
                 step = checkpoints.step_of(self.checkpoint)
+                PICTURES.keep(self.path / files.PICTURES)
                 return Record.resume(self.path, step, options, told, self._noted)
             if self._lock is None:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock = Lock(self.path)
             if self.config.overwrite:
                 delete_run(self.path)
-            return Record.create(self.path, options, self.config.verb, told)
+            record = Record.create(self.path, options, self.config.verb, told)
+            PICTURES.keep(self.path / files.PICTURES)
+            return record
 
     def _begun(self, config: AnyTraining) -> AnyTraining:
         if holds_run(self.path) and not config.overwrite:

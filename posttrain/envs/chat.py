@@ -96,7 +96,8 @@ class Conversation:
         sampled = [] if last is None or last.stop.truncated else list(last.tokens)
         longest = min(len(sampled), len(tokens))
         said = next((n for n in range(longest, 0, -1) if sampled[-n:] == tokens[:n]), 0)
-        self.seen = tuple(replace(m, start=m.start - said) for m in self.seen)
+        seen: Sequence[Media] = self.seen
+        self.seen = tuple(replace(m, start=m.start - said) for m in seen)
         return tokens[said:]
 
     def _encoded(self, text: str, messages: Sequence[Mapping[str, Any]], start: bool = False) -> list[int]:

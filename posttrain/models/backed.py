@@ -82,6 +82,11 @@ class Backed(nn.Module):
             raise UserError(f"{type(self.inner).__name__} reads text alone, and is given a picture: take one that sees")
         return self._flat(layout, at) if self.way == "flat" else self._rows(layout, at)
 
+    def freeze_vision(self) -> None:
+        """What makes features of pictures stays as it is."""
+        for parameter in self.vision.weights() if self.vision is not None else ():
+            parameter.requires_grad_(False)
+
     def save(self, folder: Path) -> None:
         """Write the folder that `from_pretrained` reads, with tensors under the names in which they are stored."""
         from posttrain.models.transformers_folder import save_backed

@@ -11,6 +11,7 @@ import torch
 from posttrain.config import Training
 from posttrain.learners.dealing import DealingLearner
 from posttrain.learners.local import Optimization
+from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import load_model
 from posttrain.models.reward import RewardModel
@@ -21,7 +22,10 @@ from posttrain.types import UserError
 def held_model(config: Training, folder: Path, device: torch.device, world: World) -> Model:
     """The model of a folder, for the learner: with `--shard`, this process's rows of it, and no more is ever read."""
     if not config.shard:
-        return load_model(folder, device=device)
+        model = load_model(folder, device=device)
+        if isinstance(model, Backed) and not config.train_vision:
+            model.freeze_vision()
+        return model
     from posttrain.learners.sharding import shard  # it brings half of torch.distributed
 
     return load_model(folder, device=device, shard=partial(shard, size=world.size, device=device), shares=world.size)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Layout
+from posttrain.messages import one_line
 from posttrain.models.backed import NAME, Backed, NotFlatError, Way, attending, segment_attention
 from posttrain.models.config_json import read_eos_ids
 from posttrain.models.head import Head
@@ -171,7 +172,7 @@ def choose_way(model: Backed, folder: Path) -> None:
     _register()
     limit = TOLERANCE if model.head.dtype in (torch.float32, torch.float64) else COARSE
     with torch.no_grad(), _quiet():
-        own, states = _own_forward(model)
+        own, states = _own_forward(model, folder)
         model.scale, model.cap = _head_of(model, states, own)
         apart = _difference(model.head.logits(states), own)
         if not apart <= limit:
@@ -241,7 +242,7 @@ def _probe(model: Backed) -> tuple[Layout, Tensor]:
     return layout, torch.tensor(both, device=device)
 
 
-def _own_forward(model: Backed) -> tuple[Tensor, Tensor]:
+def _own_forward(model: Backed, folder: Path) -> tuple[Tensor, Tensor]:
     """(logits, last hidden states) of the probes, each text in a call of its own."""
     if model.attention != "eager":
         model.attend("eager")
@@ -249,7 +250,15 @@ def _own_forward(model: Backed) -> tuple[Tensor, Tensor]:
     for text in PROBES:
         ids = torch.tensor([[*first.tokens, *_ids(model, text)]], device=model.head.device)
         more = _seen(model, ids, first.media)
-        out = model.inner(input_ids=ids, use_cache=False, **more).logits[0]
+        try:
+            out = model.inner(input_ids=ids, use_cache=False, **more).logits[0]
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if not more:
+                raise
+            raise UserError(
+                f"{folder}: the model cannot take the picture that its image processor makes: copy the "
+                f"preprocessor_config.json that belongs to it ({one_line(error):.120})"
+            ) from None
         logits.append(out if model.vision is None else out + model.vision.forbidden)
         states.append(model.inner.base_model(input_ids=ids, use_cache=False, **more).last_hidden_state[0])
     if hasattr(model.inner.base_model, "rope_deltas"):

@@ -202,6 +202,22 @@ def test_rewards_of_rows_with_pictures_are_learned_from(tmp_path: Path, folders:
     assert len(list((tmp_path / "pictures").iterdir())) == 4 and run.metrics
 
 
+def test_preferences_about_a_picture_are_learned(tmp_path: Path, folders: Callable[[str], Path]) -> None:
+    rows = [{"messages": [message((drawn(n),), "?")], "chosen": "yes", "rejected": "no"} for n in range(4)]
+    run = posttrain.prefer(rows, str(folders("qwen3_vl")), steps=2, rows=2, out=str(tmp_path), **HOW)
+    assert len(list((tmp_path / "pictures").iterdir())) == 4 and run.metrics[0]["loss"] == pytest.approx(np.log(2))
+
+
+def test_model_of_text_is_not_asked_about_pictures(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    rows = [{"id": str(n), "messages": [message((drawn(n),), "?")]} for n in range(4)]
+    blind = tmp_path / "blind"
+    make("qwen3", blind, vocab_size=Tokenizer.load(folders("smolvlm")).vocab_size)
+    Tokenizer.load(folders("smolvlm")).save(blind)
+    how = dict(teacher=str(blind), steps=1, prompts=2, max_tokens=3, env_workers=0, out=str(tmp_path / "out"), **HOW)
+    with pytest.raises(UserError, match="reads text alone, and here are pictures"):
+        posttrain.distill(rows, model=str(folders("smolvlm")), **how)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.reproduce.experiment import student_interval
 
 ROWS, ASKED = 6000, 300
-EPOCHS, STEPS = 5, 200
+EPOCHS, STEPS = 8, 100
 SMALL: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True, "env_workers": 0}
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"

@@ -76,7 +76,8 @@ def test_tokens_of_tiles_are_those_of_their_processor(kind: str, folders: Callab
     folder = folders(kind)
     own = Tokenizer.load(folder)
     theirs_tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    assert own.pictures is not None
+    images = own.pictures._opened()
     theirs = transformers.Idefics3Processor(images, theirs_tokenizer, image_seq_len=4)
     for size in ((16, 16), (32, 20)):
         data, text = drawn(1, *size), "look <image> and <image>?"

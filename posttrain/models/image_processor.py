@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,19 +152,33 @@ def _known(source: str, files: tuple[tuple[str, str], ...]) -> ImageProcessor:
 
 def _of_transformers(source: Mapping[str, Any], files: Mapping[str, str]) -> Any:
     """Their image processor on PIL: torchvision is not needed, and pixels are the same on every machine."""
-    from transformers import AutoImageProcessor
+    # not from the package itself: of some versions that one wants torchvision, whatever backend is asked for
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for file, text in {**files, "config.json": json.dumps(source)}.items():
             (folder / file).write_text(text, encoding="utf-8")
         try:
-            try:
-                return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
-            except (TypeError, ImportError):  # versions that name it otherwise
-                return AutoImageProcessor.from_pretrained(folder, use_fast=False, local_files_only=True)
+            return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
         except Exception as error:
+            if (found := _by_its_own_name(folder, source, files)) is not None:
+                return found
             raise UserError(f"transformers cannot open {' or '.join(files)}: {one_line(error)}") from None
+
+
+def _by_its_own_name(folder: Path, source: Mapping[str, Any], files: Mapping[str, str]) -> Any:
+    """transformers 5.17 takes those of Idefics3 and SmolVLM for ones that need torchvision: they do not."""
+    kind = source.get("model_type")
+    try:
+        told = [json.loads(text) for text in files.values()]
+        named = next(
+            name for t in told for s in (t, t.get("image_processor", {})) if (name := s.get("image_processor_type"))
+        )
+        module = import_module(f"transformers.models.{kind}.image_processing_pil_{kind}")
+        return getattr(module, f"{named.removesuffix('Fast')}Pil").from_pretrained(folder, local_files_only=True)
+    except Exception:  # what it was refused for at first is told
+        return None
 
 
 def _size(pixels: Pixels) -> int:

@@ -127,7 +127,6 @@ class RunFolder(Generic[AnyTraining]):
         `told`: what else run.json should say.
         """
         if self.world.rank:
-            PICTURES.keep(self.path / files.PICTURES)
             return Unwritten()
         told = {"initial": str(self.start) if self.start else None, **told, "inputs": self._inputs}
         options = as_dict(self.config)
@@ -136,16 +135,13 @@ class RunFolder(Generic[AnyTraining]):
         with writing(self.path):
             if self.checkpoint is not None:
                 step = checkpoints.step_of(self.checkpoint)
-                PICTURES.keep(self.path / files.PICTURES)
                 return Record.resume(self.path, step, options, told, self._noted)
             if self._lock is None:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock = Lock(self.path)
             if self.config.overwrite:
                 delete_run(self.path)
-            record = Record.create(self.path, options, self.config.verb, told)
-            PICTURES.keep(self.path / files.PICTURES)
-            return record
+            return Record.create(self.path, options, self.config.verb, told)
 
     def _begun(self, config: AnyTraining) -> AnyTraining:
         if holds_run(self.path) and not config.overwrite:

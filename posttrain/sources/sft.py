@@ -95,7 +95,7 @@ def _all_imitated(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
                 yield _Piece(piece.tokens[m.start : m.start + m.length], False, [replace(m, start=0)])
                 done = m.start + m.length
         yield _Piece(piece.tokens[done:], True)
-        first = False
+        first = first and not piece.tokens
 
 
 def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterator[_Piece]:

@@ -72,6 +72,17 @@ class TrainingOptions(DataOptions, total=False):
     """AdamW's moment decay rates."""
     max_grad_norm: float
     """Gradients are clipped to this norm (0: no clipping)."""
+    lora: int | None
+    """Train low-rank adapters of this rank (LoRA) instead of the weights, which stay as they are: a fraction of the
+    memory of gradients and moments. Checkpoints hold the adapters, in PEFT's form. A run that begins with an adapter
+    goes on with that."""
+    lora_alpha: float | None
+    """What the adapters add is multiplied by alpha / rank; default: twice the rank (arXiv 2405.09673)."""
+    lora_targets: tuple[str, ...]
+    """The matrices that are adapted: all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
+    down_proj."""
+    rslora: bool
+    """Divide alpha by the square root of the rank instead (rsLoRA): large ranks then learn as fast as small ones."""
     precision: Literal["float32", "bfloat16"]
     """Arithmetic of forward and backward passes; weights and moments stay in float32."""
     device: str
@@ -385,7 +396,8 @@ class RLOptions(TrainingOptions, total=False):
     """Whose log-probabilities the ratio divides by: those of the weights at the start of the step, or those that the
     tokens were sampled with."""
     correction: Literal["truncate", "icepop", "sequence", "none"]
-    """Weight for an engine whose log-probabilities differ from the learner's (none: no weight)."""
+    """Weight for an engine whose log-probabilities differ from the learner's, or whose weights lag behind, as with
+    --ahead (none: no weight)."""
     correction_cap: float
     """Bound of that weight, above 1."""
     kl_estimator: Literal["k1", "k2", "k3", "exact", "forward"]

@@ -12,7 +12,8 @@ import torch
 
 from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.training import loop
+from posttrain.runs.curves import curves
+from posttrain.training import loop, trainer
 from posttrain.types import Completion, Rollout, StopReason, Transcript
 
 CHATML = (
@@ -25,13 +26,23 @@ torch.set_num_threads(1)  # the models are tiny, and several tests run at once
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
+def bare(patch: pytest.MonkeyPatch) -> None:
+    """Trainings without what takes longer than most of them do here and changes none: curves, and full collections."""
+    patch.setattr(loop, "gc", SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze))
+    patch.setattr(trainer, "curves", lambda folder: None)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def no_full_collection_before_each_training() -> Iterator[None]:
-    """One takes longer, with all that tests import, than most of the trainings here; no result depends on it."""
+def bare_trainings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        lazy = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
-        patch.setattr(loop, "gc", lazy)
+        bare(patch)
         yield
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings draw their curves, as they do outside of tests."""
+    monkeypatch.setattr(trainer, "curves", curves)
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from torch.multiprocessing.spawn import start_processes
+
+FORKS = multiprocessing.get_context("forkserver")
+"""Processes that are forked from one with the imports behind it, which take longer than most tests, and with no state."""
+FORKS.set_forkserver_preload(
+    [
+        *("torch", "torch.distributed.fsdp", "safetensors.torch", "pytest", "hypothesis", "posttrain.cli.commands"),
+        *(f"posttrain.training.{name}" for name in ("assembly", "imitating", "preferring", "rewarding")),
+        *("posttrain.learners.sharding", "posttrain.algorithms.table"),
+    ]
+)
+
+
+def in_processes(each: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
+    """Call a function of (rank, *arguments) in so many new processes; raises what one of them raises."""
+    start_processes(each, arguments, count, start_method="forkserver")
 
 
 def is_running(pid: int) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from conftest import tiny
 from feeding import ROWS, WORDS, board, credit, feed, new_case
+from models_table import BEGIN, DOCUMENT, END, rows
 from safetensors.torch import load_file, save_file
 from sampled import complete, ragged
 from tiny_models import KINDS, InDouble, make
@@ -23,13 +26,15 @@ from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.batch import Layout
 from posttrain.engines.backed_engine import BackedEngine
 from posttrain.engines.local import LocalEngine
+from posttrain.engines.opening import open_engine
+from posttrain.engines.replicas import Many
 from posttrain.engines.uncached import UncachedEngine
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models import transformers_folder
 from posttrain.models.backed import NAME, Backed
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import checkpoint_tensors, load_model, save_model
-from posttrain.models.likelihood import token_logp_entropy
+from posttrain.models.likelihood import token_logp, token_logp_entropy
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.models.transformers_folder import load_backed, stored_tensors
 from posttrain.sources.packing import collate, split_microbatches
@@ -100,6 +105,43 @@ def compared(model: Backed, within: float) -> None:
         for own, other in zip(torch.autograd.grad(total, parameters, allow_unused=True), expected, strict=True):
             own, other = (torch.zeros(1) if x is None else x for x in (own, other))
             assert (own - other).abs().max() < within * max(1.0, other.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_that_are_computed_twice_have_the_same_gradients_and_keep_less(
+    kind: str, folders: Callable[[str], Path]
+) -> None:
+    model, transcripts = opened(folders(kind)), grown(0, 3, 3)
+    batch = collate([[t] for t in transcripts], range(len(transcripts)), weight=torch.ones(len(transcripts)))
+    found, kept = [], []
+    for room in (math.inf, 0.0):
+        model.activation_room, total = room, 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal total
+            total += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            logp = token_logp(model.hidden(batch.layout, batch.at), model.head, batch.target)
+        kept.append(total)
+        found.append(torch.autograd.grad(logp.sum(), list(model.parameters()), allow_unused=True))
+    assert kept[1] < 0.7 * kept[0] and model.kept_per_token > 4 * 32 * 2
+    assert not any(m.training for m in model.inner.modules())
+    for one, two in zip(*found, strict=True):
+        assert (one is None) == (two is None)
+        assert one is None or two is None or torch.allclose(one, two, atol=1e-5 * float(one.abs().max()))
+
+
+@pytest.mark.parametrize("row", ["ppo", "sac"])
+def test_critic_of_a_backed_model_learns(row: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    start = make("granite", tmp_path / "start", vocab_size=tokenizer.vocab_size)
+    tokenizer.save(start)
+    run = posttrain.rl(
+        TASKS, digits, model=str(start), algorithm=row, prompts=3, group=2, max_tokens=4, lr=1e-3, threads=1, steps=2,
+        env_workers=0, quiet=True, out=str(tmp_path / "run"), save_every=2, critic_warmup=0,
+    )  # fmt: skip
+    assert len(run.metrics) == 2 and run.metrics[1]["grad_norm/critic"] > 0
 
 
 def test_no_token_asked_for_is_no_state(folders: Callable[[str], Path]) -> None:
@@ -232,7 +274,7 @@ def test_backed_model_learns_and_goes_on_exactly(kind: str, tmp_path: Path, toke
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder with a decoder"),
         ({"model_type": "nobody"}, "model_type .nobody. is unknown, here and to the installed transformers"),
-        ({"model_type": "nobody", "auto_map": {"AutoModelForCausalLM": "m.M"}}, "--trust-remote-code"),
+        ({"model_type": "nobody", "auto_map": {"AutoModelForCausalLM": "m.M"}}, "POSTTRAIN_TRUST_REMOTE_CODE=1"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights cannot be trained"),
         ({"num_hidden_layers": 3}, "lacks tensors"),
         ({"num_hidden_layers": 1}, "holds unknown tensors"),
@@ -323,3 +365,29 @@ def test_engine_with_a_cache_samples_what_the_one_without_does(
         assert cached[id].tokens == completion.tokens
         assert cached[id].logp == pytest.approx(completion.logp, abs=2e-3)
     assert model.attention == (NAME if model.way == "flat" else model.rows_attention)
+
+
+@pytest.mark.parametrize("kind", ["granite", "gemma2"])
+def test_engine_of_another_process_takes_over_weights_and_samples_alike(
+    kind: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    model = opened(make(kind, tmp_path / kind, vocab_size=tokenizer.vocab_size))
+    prompts, sampling = ragged(6)
+    with closing(open_engine("local", model, tokenizer, 8, "float32", many=Many(1))) as pool:
+        for version in (1, 2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.05)
+            pool.load(model, version)
+            here = complete(BackedEngine(model, tokenizer), prompts, sampling)
+            there = complete(pool, prompts, sampling)
+            for id, completion in here.items():
+                assert there[id].tokens == completion.tokens and there[id].version == version
+                assert there[id].logp == pytest.approx(completion.logp, abs=1e-4)
+
+
+def test_table_of_models_is_what_trying_them_gives() -> None:
+    text = DOCUMENT.read_text().split(BEGIN)[1].split(END)[0].splitlines()
+    assert [line.split("`")[1] for line in text] == [kind for kind in KINDS if kind != "qwen3"]
+    assert all(line.split("|")[2].strip() == KINDS[line.split("`")[1]][0] for line in text)
+    assert set(rows(("granite", "gemma2"))) <= set(text)

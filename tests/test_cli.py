@@ -159,6 +159,7 @@ def place(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch)
     return tmp_path
 
 
+@pytest.mark.usefixtures("drawn")
 def test_rl_records_options_sizes_and_objective_and_tells_where_everything_is(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +181,7 @@ def test_rl_records_options_sizes_and_objective_and_tells_where_everything_is(
         assert str(Path("run") / path) in said and (place / "run" / path).exists()
 
 
+@pytest.mark.usefixtures("drawn")
 def test_only_what_a_run_has_written_is_named_at_its_end(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
     assert main("prefer --tasks pairs.jsonl --model start --steps 1 --threads 1 --out preferred".split()) == 0

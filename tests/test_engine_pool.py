@@ -27,15 +27,16 @@ from pools import Put, Score, Somewhere, World, pool_of
 from processes import descendants, gone
 
 import posttrain
+from posttrain.cli.main import main
 from posttrain.engines.canary import LIMIT, Canary
 from posttrain.engines.handover import Files, Laid, Received, SharedMemory, checksum_of, checksum_of_names, offered
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.members import Member, State
 from posttrain.engines.pool import Pool
-from posttrain.engines.replicas import Many, open_pool
+from posttrain.engines.replicas import Many, host_and_port, open_pool
 from posttrain.engines.transfer import CardToCard
 from posttrain.engines.vllm import laid_for_vllm
-from posttrain.engines.weights import own_copy
+from posttrain.engines.weights import named_weights, own_copy
 from posttrain.engines.wire import TOKEN, Gone, Wire, completion_read, prove, read_token
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import save_model
@@ -342,7 +343,7 @@ def test_the_canary_hears_weights_that_were_handed_over_and_reached_nothing(toke
 
 def test_weights_arrive_to_the_bit_by_memory_and_by_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     first, second = tiny(tokenizer), tiny(tokenizer, seed=1)
-    laid = Laid(first, torch.float32)
+    laid = Laid(first, torch.float32, named_weights)
     files, memory = Files(tmp_path / "weights", 0, laid), SharedMemory(laid)
     for way in (memory, files):
         for version, model in enumerate((first, second)):
@@ -471,6 +472,24 @@ def test_only_who_has_the_token_is_heard(tmp_path: Path, monkeypatch: pytest.Mon
         read_token(None)
     (tmp_path / "token").write_text("0123456789abcdef\n")
     assert read_token(str(tmp_path / "token")) == b"0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("http://a:7000/v1", "it is no http that is spoken there: give a:7000 alone"),
+        ("tcp://", "it is no tcp that is spoken there: give 127.0.0.1:7000 alone"),
+        ("a", "give a machine and a port"),
+        ("a:70000", "give a machine and a port"),
+    ],
+)
+def test_what_is_no_address_of_an_engine_is_refused(
+    address: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match=re.escape(f"--engines {address}: {said}")):
+        host_and_port(address, "--engines")
+    assert main(["engine", "--engines", address]) == 2
+    assert "an engine listens at --listen HOST:PORT" in " ".join(capsys.readouterr().err.split())
 
 
 def test_several_processes_share_the_engines_out() -> None:

@@ -63,6 +63,7 @@ def test_every_kind_of_run_says_what_its_tokenizer_cannot_read(
     assert any(said in note for note in found.notes)
 
 
+@pytest.mark.usefixtures("drawn")
 def test_function_as_reward_gives_a_run_that_can_be_read(imitated: Run, tmp_path: Path) -> None:
     bonus = 0.25
 

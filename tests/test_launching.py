@@ -169,6 +169,12 @@ def test_directives_say_what_was_asked_in_the_quotes_that_sbatch_reads(
     [
         (["--", *COMMAND], "say for what: posttrain launch --slurm"),
         (["--slurm"], "the command that is to be launched follows two dashes"),
+        (["--slurm", *COMMAND], "follows two dashes: posttrain launch --slurm -- rl ..."),
+        (["--slurm", "--nodes", "2", "posttrain", "rl", "--tasks", "x"], "posttrain launch --slurm -- rl ..."),
+        (["--slurm", "--", "posttrain", *COMMAND], "leave out the word posttrain behind the two dashes: -- rl ..."),
+        (["--slurm", "--time", "2", "--", *COMMAND], "--time 2 is over before the run could be told to save, 120 s"),
+        (["--slurm", "--time", "0:59:59", "--save-seconds", "3599", "--", *COMMAND], "a shorter --save-seconds"),
+        (["--slurm", "--nods", "2", "--", *COMMAND], "unknown option --nods"),
         (["--slurm", "--", "chat", "runs/rl"], "the command that is to be launched follows two dashes"),
         (["--slurm", "--", "rl", "--taks", "x"], "posttrain rl: Unknown option: --taks"),
         (["--slurm", "--", "rl", "--tasks", "x"], "--env is missing"),

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from comparisons import DRIFT, LOSSES, SHIFT, Asked, Said
 from conftest import tiny
 from feeding import WORDS, clear, gathered
+from processes import in_processes
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 from posttrain.algorithms.compared import PerComparison, PerPrompt
 from posttrain.algorithms.links import LINKS, Pairs, PlackettLuce, Sigmoid
@@ -352,7 +352,7 @@ def one_of_two(rank: int, folder: str) -> None:
 
 
 def test_update_of_two_processes_is_that_of_one_for_every_row(tmp_path: Path) -> None:
-    spawn(one_of_two, (str(tmp_path),), nprocs=2)
+    in_processes(one_of_two, (str(tmp_path),), 2)
     two = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     for number, row in enumerate(CUT):
         alone = updated(row, None, lambda batches: batches)

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny
+from conftest import bare, tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.multiprocessing.spawn import spawn
+from processes import in_processes
 
 import posttrain
 from posttrain.cli import launching
+from posttrain.cli.main import main
 from posttrain.config import RL
 from posttrain.engines.local import LocalEngine
 from posttrain.envs.journal import Journal
@@ -39,7 +40,7 @@ PAIRS = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "7"} f
 SMALL: dict[str, Any] = {"hidden": 16, "layers": 1, "heads": 2, "context": 32, "tokenizer": "characters"}
 QUICK: dict[str, Any] = {"threads": 1, "quiet": True, "held_out": 0.2, "tokens_per_microbatch": 24}
 PLAYED: dict[str, Any] = {"steps": 3, "prompts": 5, "group": 3, "max_tokens": 4, "lr": 1e-3, "eval_every": 2,
-                          "env_workers": 1}  # fmt: skip
+                          "env_workers": 0}  # fmt: skip
 RUNS = ("sft", "grpo", "ahead", "dapo", "ppo", "dpo", "reward-model", "distill", "asked")
 
 
@@ -52,8 +53,9 @@ def everything(out: Path) -> None:
     """A run of each kind."""
     start = posttrain.sft(SUMS, out=str(out / "sft"), steps=10, rows=8, lr=3e-3, **SMALL, **QUICK)
     model = str(start.path)
-    for row in ("grpo", "dapo", "ppo"):
-        posttrain.rl(SUMS, nearness, model, out=str(out / row), algorithm=row, **PLAYED, **QUICK)
+    for row, workers in (("grpo", 1), ("dapo", 0), ("ppo", 0)):
+        played = {**PLAYED, "env_workers": workers}
+        posttrain.rl(SUMS, nearness, model, out=str(out / row), algorithm=row, **played, **QUICK)
     posttrain.rl(
         SUMS, nearness, model, out=str(out / "ahead"), algorithm="grpo", ahead=1, tokens_per_step=3, **PLAYED, **QUICK
     )
@@ -73,6 +75,7 @@ def joined(rank: int, port: int, size: int = 2) -> None:
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in own.items()}, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
+    bare(pytest.MonkeyPatch())
 
 
 def free_port() -> int:
@@ -95,7 +98,7 @@ def forbidden(path: Path, content: bytes) -> None:
 
 def test_every_kind_of_run_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
     everything(tmp_path / "one")
-    spawn(one_of_two, (free_port(), str(tmp_path / "two")), nprocs=2)
+    in_processes(one_of_two, (free_port(), str(tmp_path / "two")), 2)
     for name in RUNS:
         one, two = (read_metrics(tmp_path / of / name) for of in ("one", "two"))
         assert [row.keys() for row in one] == [row.keys() for row in two], name
@@ -173,7 +176,7 @@ def fails_in_the_second(rank: int, port: int, out: str, error: Exception) -> Non
 def test_what_ends_one_process_ends_all_in_words_with_the_last_whole_step_saved(
     tmp_path: Path, error: Exception, said: str
 ) -> None:
-    spawn(fails_in_the_second, (free_port(), str(tmp_path / "run"), error), nprocs=2)
+    in_processes(fails_in_the_second, (free_port(), str(tmp_path / "run"), error), 2)
     told = [Path(f"{tmp_path}/run.{rank}").read_text() for rank in (0, 1)]
     assert told[0].startswith(f"{said}; fix it and continue after step 2 with posttrain sft")
     assert str(error) in told[1]
@@ -244,29 +247,61 @@ def test_a_restart_goes_on_with_the_run_that_was_begun_and_touches_no_other(
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+STEPS = 6
+SLOW = """
+import os, time
+def reward(task, reply):
+    time.sleep(float(os.environ.get("SECONDS_OF_REWARD", "0")))
+    return len(set(reply)) / 4
+"""
+LAUNCHER = """
+from posttrain.cli import launching, main
+launching.GRACE, launching.DYING = 3.0, 0.5  # what is stopped does not end by itself however long it is waited for
+main.entry()
+"""
+
+
+def prepared(folder: Path) -> Path:
+    """A folder with what a run needs."""
+    folder.mkdir(exist_ok=True)
+    (folder / "slow.py").write_text(SLOW)
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))
+    posttrain.sft(SUMS, out=str(folder / "start"), steps=2, rows=4, **SMALL, threads=1, quiet=True)
+    return folder
+
+
+def at_once(folder: Path) -> posttrain.Run:
+    """The run of `Command`, undisturbed and with rewards that take no time, in this process, or as one of several."""
+    os.chdir(folder)
+    return posttrain.rl(
+        "sums.jsonl", "slow.py:reward", "start", out="run", steps=STEPS, prompts=4, group=4, max_tokens=4, lr=1e-3,
+        save_every=1, env_workers=0, quiet=True, threads=1,
+    )  # fmt: skip
+
+
+def one_of_two_at_once(rank: int, port: int, folder: Path) -> None:
+    joined(rank, port)
+    at_once(folder)
+
+
 class Command:
     """A run of two processes that takes its time."""
 
     def __init__(self, folder: Path, *words: str) -> None:
-        self.out = folder / "run"
-        (folder / "slow.py").write_text(
-            "import time\ndef reward(task, reply):\n    time.sleep(0.05)\n    return len(set(reply)) / 4\n"
-        )
-        (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))
-        start = posttrain.sft(SUMS, out=str(folder / "start"), steps=2, rows=4, **SMALL, threads=1, quiet=True)
+        self.folder, self.out = prepared(folder), folder / "run"
         options = (
-            "--steps 8 --prompts 4 --group 4 --max-tokens 4 --lr 1e-3 --save-every 1 --processes 2 --quiet --threads 1"
+            f"--steps {STEPS} --prompts 4 --group 4 --max-tokens 4 --lr 1e-3 --save-every 1 --processes 2 --quiet "
+            "--threads 1 --env-workers 1"
         )
         self.command = [
-            *(sys.executable, "-m", "posttrain", "rl", "--tasks", "sums.jsonl", "--env", "slow.py:reward"),
-            *("--model", str(start.path), "--out", "run", *options.split(), *words),
+            *(sys.executable, "-c", LAUNCHER, "rl", "--tasks", "sums.jsonl", "--env", "slow.py:reward"),
+            *("--model", "start", "--out", "run", *options.split(), *words),
         ]
-        self.folder = folder
 
     def start(self) -> None:
         self.process = subprocess.Popen(
             self.command, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "SECONDS_OF_REWARD": "0.05"}, start_new_session=True,
         )  # fmt: skip
 
     def wait(self) -> tuple[int, str]:
@@ -301,44 +336,39 @@ class Command:
 @pytest.mark.timeout(300)
 def test_a_run_whose_processes_are_killed_and_stopped_goes_on_to_the_same_end(tmp_path: Path) -> None:
     calm, hit = (tmp_path / name for name in ("calm", "hit"))
-    for folder in (calm, hit):
-        folder.mkdir()
-    undisturbed = Command(calm)
-    undisturbed.start()
-    assert undisturbed.wait()[0] == 0
+    in_processes(one_of_two_at_once, (free_port(), prepared(calm)), 2)
     run = Command(hit, "--restarts", "2", "--patience", "4")
     run.start()
-    run.saved(2)
+    run.saved(1)
     os.kill(run.rank(1), signal.SIGKILL)
-    run.saved(5)
+    run.saved(3)
     os.kill(run.rank(1), signal.SIGSTOP)
     code, said = run.wait()
     assert code == 0, said
     assert "process 1 was ended by SIGKILL" in said and "process 1 has said nothing for 4 s (--patience)" in said
     assert said.count("started again from the newest checkpoint") == 2
     assert (hit / "run" / "metrics.jsonl").read_bytes() == (calm / "run" / "metrics.jsonl").read_bytes()
-    for path in sorted((calm / "run" / "checkpoints" / "step-000008").glob("*.safetensors")):
-        assert path.read_bytes() == (hit / "run" / "checkpoints" / "step-000008" / path.name).read_bytes()
+    for path in sorted((calm / "run" / "checkpoints" / f"step-{STEPS:06d}").glob("*.safetensors")):
+        assert path.read_bytes() == (hit / "run" / "checkpoints" / f"step-{STEPS:06d}" / path.name).read_bytes()
     assert run.left() == [] and said.count("done: ") == 1
     resumed = json.loads((hit / "run" / "run.json").read_text())["resumes"]
-    assert [again["step"] >= least for again, least in zip(resumed, (2, 5), strict=True)] == [True, True]
+    assert [again["step"] >= least for again, least in zip(resumed, (1, 3), strict=True)] == [True, True]
 
 
 @pytest.mark.timeout(200)
-def test_an_interruption_of_one_process_ends_all_after_the_same_step_and_any_number_goes_on(tmp_path: Path) -> None:
+def test_an_interruption_of_one_process_ends_all_after_the_same_step_and_any_number_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     run = Command(tmp_path)
     run.start()
     run.saved(1)
     os.kill(run.rank(1), signal.SIGINT)
     code, said = run.wait()
     assert code == 130 and "interrupted" in said and run.left() == [], said
-    whole = posttrain.rl(
-        str(tmp_path / "sums.jsonl"), f"{tmp_path}/slow.py:reward", str(tmp_path / "start"), out=str(tmp_path / "again"),
-        steps=8, prompts=4, group=4, max_tokens=4, lr=1e-3, quiet=True, threads=1,
-    )  # fmt: skip
-    one = [word for word in run.command if word not in ("--processes", "2")]
-    assert subprocess.run([*one, "--resume"], cwd=tmp_path).returncode == 0
+    assert main(["rl", "--out", str(run.out), "--resume", "--quiet"]) == 0
+    whole = at_once(prepared(tmp_path / "whole"))
     found = read_metrics(run.out)
-    assert [row["step"] for row in found] == list(range(1, 9))
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     for mine, theirs in zip(found, whole.metrics, strict=True):
         assert mine["reward"] == theirs["reward"] and mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)

@@ -69,7 +69,7 @@ def test_every_block_runs_in_its_order(name: str, tmp_path: Path, monkeypatch: p
         if str(getattr(sys.modules[made], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[made]
     runs = {
-        "README.md": 20,
+        "README.md": 23,
         "docs/environments.md": 18,
         "docs/retrieval.md": 7,
         "docs/serving.md": 5,

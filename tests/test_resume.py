@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny
 from judged import decoder, eos_alone
+from processes import FORKS
 
-from posttrain.cli.main import main
+from posttrain.cli.main import entry, main
 from posttrain.envs import arithmetic
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
@@ -105,20 +107,31 @@ def traces(run: Path) -> dict[str, str]:
     return {str(p.relative_to(run)): sha256(p.read_bytes()).hexdigest() for p in files if p.is_file()}
 
 
-def begin(*words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "posttrain", *words, "--quiet"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def begin(*words: str) -> BaseProcess:
+    """The command, as a process of its own."""
+    process = FORKS.Process(target=command, args=([*words, "--quiet"], Path.cwd()))
+    process.start()
+    return process
 
 
-def disturb(process: subprocess.Popen[str], due: Callable[[], bool], delay: float, number: signal.Signals) -> int:
+def command(words: list[str], folder: Path) -> None:
+    os.chdir(folder)
+    sys.argv = ["posttrain", *words]
+    entry()
+
+
+def disturb(process: BaseProcess, due: Callable[[], bool], delay: float, number: signal.Signals) -> int:
     """Send a signal a little after `due`; returns the exit code. A process that is done before is left alone."""
     end = time.monotonic() + 60
-    while not due() and process.poll() is None and time.monotonic() < end:
+    while not due() and process.is_alive() and time.monotonic() < end:
         time.sleep(0.001)
     time.sleep(delay)
-    process.send_signal(number)
-    process.communicate(timeout=60)
-    return process.returncode
+    assert process.pid is not None
+    if process.is_alive():
+        os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode is not None
+    return process.exitcode
 
 
 def lines(run: Path, count: int) -> Callable[[], bool]:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from conftest import tiny
 from feeding import WORDS, gathered
 from layouts import segments
+from processes import in_processes
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from posttrain.algorithms.compared import PerPrompt
 from posttrain.algorithms.links import Pairs
@@ -296,7 +296,7 @@ def one_of_two(rank: int, folder: str) -> None:
 
 def test_two_processes_give_the_gradient_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    spawn(one_of_two, (str(tmp_path),), nprocs=2)
+    in_processes(one_of_two, (str(tmp_path),), 2)
     both = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     for name, (row, rows, _) in CASES.items():
         _, gradient = learned(row, rows, Shape(), None, 17, Alone())

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from processes import in_processes
 from recurrent import Recurrent, Sizes
 from safetensors.torch import load_file
 from test_processes import PAIRS, SMALL, SUMS, free_port, joined, nearness
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 import posttrain
 from posttrain.batch import Batch, Outputs, Stats
 from posttrain.config import SFT
+from posttrain.engines.canary import LIMIT, Canary
 from posttrain.engines.weights import own_copy
 from posttrain.learners import sharding, world
 from posttrain.learners.local import LocalLearner, Optimization
@@ -36,7 +35,6 @@ from posttrain.models.rows import is_sharded, whole
 from posttrain.protocols import Alone, Objective
 from posttrain.runs.reading import read_metrics, read_rollouts
 from posttrain.sources.sft import Demonstrations, Likelihood
-from posttrain.training import loop, trainer
 from posttrain.training.learning import new_learner
 from posttrain.types import Transcript, UserError
 
@@ -86,16 +84,9 @@ def all_kinds(out: Path, start: Path, **options: Any) -> None:
     posttrain.distill(SUMS, model=str(start), teacher=teacher, out=str(out / "distill"), **played)
 
 
-def undrawn() -> None:
-    """No curves, and no collection of garbage, which take longer than the runs."""
-    trainer.curves = lambda folder: None  # type: ignore[attr-defined]
-    loop.gc = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)  # type: ignore[attr-defined]
-
-
 def ranks(rank: int, port: int, size: int, out: Path) -> None:
     """All that so many processes do together in these tests."""
     joined(rank, port, size)
-    undrawn()
     together = world.joined("cpu", SFT().patience)
     for part in PARTS[size]:
         part(out, rank, together)
@@ -136,16 +127,9 @@ def fails_within(out: Path, rank: int, together: Processes) -> None:
 
 
 @pytest.fixture(scope="module")
-def monkeypatch_of_module() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, monkeypatch_of_module: pytest.MonkeyPatch) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, and halves of it gone on with, by one process, two and three."""
     out = tmp_path_factory.mktemp("runs")
-    monkeypatch_of_module.setattr(trainer, "curves", lambda folder: None)
     start = posttrain.sft(SUMS, out=str(out / "first"), steps=10, rows=8, lr=3e-3, **SMALL, **QUICK)
     assert start.checkpoint
     shutil.copytree(start.checkpoint, out / "start")
@@ -153,7 +137,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, monkeypatch_of_module: pytest
     play(out / "half of one", out / "start", HALF)
     all_kinds(out / "kinds of one", out / "start")
     for size in PARTS:
-        spawn(ranks, (free_port(), size, out), nprocs=size)
+        in_processes(ranks, (free_port(), size, out), size)
     go_on(out / "half", out / "half, in one", shard=False)
     return out
 
@@ -401,6 +385,22 @@ PARTS: dict[int, list[Callable[[Path, int, Processes], None]]] = {
     2: [runs_of_two, kinds_of_two, learners, saves, fails_within],
     3: [learners, runs_of_three],
 }
+
+
+def one_is_lost(rank: int, port: int, out: Path) -> None:
+    joined(rank, port)
+    sharded = learner(ShardingLearner, True, world.joined("cpu", 20.0))
+    if rank:
+        with sharded.world.meeting():
+            os._exit(0)
+    with pytest.raises(UserError) as caught:
+        Canary(sharded.model, LIMIT).look(sharded.weights())
+    (out / "said").write_text(f"{caught.value.code} {caught.value}")
+
+
+def test_a_process_that_is_lost_while_the_canary_is_told_what_to_hear_is_told_in_words(tmp_path: Path) -> None:
+    in_processes(one_is_lost, (free_port(), tmp_path), 2)
+    assert (tmp_path / "said").read_text().startswith("1 another process of the run is gone")
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from feeding import ROWS, Case, board, chosen_row, credit, feed, gathered, new_case
+from processes import in_processes
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.table import find
@@ -88,11 +88,15 @@ def one_of_two(rank: int, folder: str) -> None:
 
 
 def test_update_of_two_processes_is_that_of_one_for_every_row(tmp_path: Path) -> None:
-    spawn(one_of_two, (str(tmp_path),), nprocs=2)  # one pair of processes runs all cases
+    in_processes(one_of_two, (str(tmp_path),), 2)  # one pair of processes runs all cases
     two = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     assert list(two[0]) == [name for name, *_ in cases()]
-    for name, row, end, warm in cases():
-        alone = updated(row, Alone(), end, warm)
+    every = {
+        (row.name, warm): row for _, row, _, warm in cases()
+    }  # one process has all rollouts, however others split them
+    of_one = {(name, warm): updated(row, Alone(), 0, warm) for (name, warm), row in every.items()}
+    for name, row, _, warm in cases():
+        alone = of_one[row.name, warm]
         for process in two:
             assert (process[name]["gradient"] - alone["gradient"]).abs().max() < 1e-10, name
             assert (process[name]["weights"] - alone["weights"]).abs().max() < 1e-8, name

@@ -14,6 +14,7 @@ import pytest
 import torch
 from processes import descendants, is_running
 from served import served
+from tiny_models import make
 
 import posttrain
 from posttrain.engines.local import LocalEngine
@@ -421,3 +422,31 @@ def test_a_pool_of_two_of_which_one_is_killed_samples_what_the_learner_scores(
         ]
         with pytest.raises(UserError, match="temperature 0 or 0.01"):
             pool.submit(0, [5], Sampling(0.001))
+
+
+@needs_vllm
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma3_text", "gpt2"])
+def test_models_of_transformers_are_sampled_with_their_newest_weights(
+    kind: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": tokenizer.vocab_size, "hidden_size": 64, "head_dim": 32, "max_position_embeddings": 64}
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "moe_intermediate_size": 32,
+        "tie_word_embeddings": True,
+    }
+    model = load_model(make(kind, tmp_path, **sizes, **heads))
+    prompts, how = ragged(12)
+    many = Many(1)
+    with closing(open_pool("vllm", model, tokenizer, 16, "float32", many, cache_gib=0.5, seconds=300.0)) as pool:
+        for version in range(1, 6):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(
+                        0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
+                    )
+            pool.load(model, version)
+            assert pool.counts()["canary"] < 0.01
+        done = complete(pool, prompts, how)
+        assert {c.version for c in done} == {5} and gap(model, prompts, done, 1.0).abs().max() < 1e-3

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from alone import growth, memory, peak, profile, start
-from beside import distill, dpo, grpo, reward, sampling, sft
+from beside import backed, distill, dpo, grpo, reward, sampling, sft
 from plan import QUICK, WHOLE, Plan
 from rich.console import Console
 from sides import HERE, ROOT, Failed, Machine
@@ -36,6 +36,7 @@ PARTS: dict[str, Callable[[Machine, Plan], list[Table]]] = {
     "sampling": sampling,
     "grpo": grpo,
     "sft": sft,
+    "backed": backed,
     "dpo": dpo,
     "reward": reward,
     "distill": distill,

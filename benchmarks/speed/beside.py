@@ -13,6 +13,7 @@ from plan import Plan, Rival
 from sides import Failed, Machine, Side, Sides
 from tables import Figure, Goal, Table, number
 from work import (
+    BACKED_TOKENS,
     BUDGETS,
     CASES,
     DISTILLED,
@@ -171,6 +172,52 @@ def sft(machine: Machine, plan: Plan) -> list[Table]:
         table.add(rival.name, *figures.values(), ratio, Goal(4).judge(ratio.median))
     table.notes.append(f"TRL packs into rows of 1,024 tokens, {packed} of them a step: about {SFT_ROWS} rows of GSM8K.")
     return [table]
+
+
+# -- models of transformers -------------------------------------------------------------------------------------------
+
+
+def backed(machine: Machine, plan: Plan) -> list[Table]:
+    """GRPO and SFT of models that transformers computes on both sides."""
+    speed = Table(
+        f"Models that transformers computes on both sides: GRPO, 8 prompts x 8 rollouts of {BACKED_TOKENS} tokens",
+        ("model", "posttrain", "TRL", "ratio", "goal", "posttrain s/step", "of it update", "TRL s/step"),
+    )
+    memory = Table(
+        "Most memory in these steps, MiB",
+        ("model", "posttrain, added", "TRL, added", "ratio", "goal", "posttrain, all", "TRL, all", "ratio"),
+    )
+    learned = Table(
+        f"The same models: SFT, {SFT_ROWS} rows of GSM8K a step, learned tokens per second",
+        ("model", "posttrain", "TRL, padded", "ratio", "goal"),
+    )
+    for model in plan.backed:
+        common = {"model": machine.model(model), "precision": "float32", "max_tokens": BACKED_TOKENS, "backed": True}
+        found: dict[str, list[dict[str, Any]]] = {"posttrain": [], "trl": []}
+        with Sides(machine) as sides:
+            running = {
+                "posttrain": sides.start("posttrain", "grpo", reward="signal", **common),
+                "trl": sides.start("trl", "grpo", way="8", **common),
+            }
+            for _ in range(plan.backed_rounds):
+                for name, side in running.items():
+                    found[name].append(side.ask())
+        _add_step(speed, model, found["posttrain"], found["trl"], Goal(2))
+        _add_memory(memory, model, found["posttrain"][-1], found["trl"][-1])
+        rates: dict[str, list[float]] = {"posttrain": [], "trl": []}
+        with Sides(machine) as sides:
+            running = {
+                "posttrain": sides.start("posttrain", "sft", rows=200, **common),
+                "trl": sides.start("trl", "sft", packed=False, batch=SFT_ROWS, rows=200, **common),
+            }
+            for _ in range(plan.backed_rounds):
+                for name, side in running.items():
+                    lap = side.ask(steps=1)
+                    rates[name].append(lap["tokens"] / lap["seconds"])
+        mine, peer = (Figure.of(values) for values in rates.values())
+        ratio = mine.over(peer)
+        learned.add(model, mine, peer, ratio, Goal(1.5).judge(ratio.median))
+    return [speed, memory, learned]
 
 
 # -- pairs -------------------------------------------------------------------------------------------------------------

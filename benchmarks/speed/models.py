@@ -7,6 +7,7 @@ python benchmarks/speed/models.py PLACE
 long      random, the 5 M shape with a context of 4,096; replies never end
 vocab-*   random, the 5 M trunk under vocabularies of several sizes; replies never end
 tiny      random, 0.1 M parameters, for the start of a run
+smollm, gemma   random, shaped as SmolLM2-135M and Gemma-3-270M, made by transformers; replies hardly ever end
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from flops import config_of
@@ -28,6 +30,23 @@ from posttrain.models.tokenizer import Tokenizer
 TRAINED = DATA / "models" / "gsm8k-5m"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 NEVER = 1e-12
+BACKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm": (
+        "llama",
+        {
+            "vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
+            "num_key_value_heads": 3, "intermediate_size": 1536, "tie_word_embeddings": True,
+        },
+    ),
+    "gemma": (
+        "gemma3_text",
+        {
+            "vocab_size": 262144, "hidden_size": 640, "num_hidden_layers": 18, "num_attention_heads": 4,
+            "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 2048, "sliding_window": 512,
+            "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
+        },
+    ),
+}  # fmt: skip
 
 
 def make(place: Path) -> None:
@@ -41,6 +60,8 @@ def make(place: Path) -> None:
     for vocabulary in VOCABULARIES:
         _random(place / f"vocab-{vocabulary}", replace(small, vocab=vocabulary), NEVER)
     _tiny(place / "tiny")
+    for name, (kind, shape) in BACKED.items():
+        _backed(place / name, kind, shape)
 
 
 def _random(folder: Path, config: DecoderConfig, ends: float) -> None:
@@ -52,6 +73,17 @@ def _random(folder: Path, config: DecoderConfig, ends: float) -> None:
 
 def _store(model: Decoder, folder: Path) -> None:
     save_model(model, folder, dtype=torch.float32)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(TRAINED / name, folder / name)
+
+
+def _backed(folder: Path, kind: str, shape: dict[str, Any]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    ids = {"bos_token_id": None, "pad_token_id": None, "eos_token_id": load_model(TRAINED).eos_ids[0]}
+    config = AutoConfig.for_model(kind, **shape, **ids, max_position_embeddings=1024)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     for name in TOKENIZER_FILES:
         shutil.copyfile(TRAINED / name, folder / name)
 

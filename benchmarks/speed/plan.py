@@ -53,6 +53,8 @@ class Plan:
     pair_ways: dict[str, tuple[int, ...]]  # model -> pairs that go through TRL's model at once; the fastest counts
     passes: dict[str, int]  # model -> passes over the pairs in a round
     lessons: tuple[Lesson, ...]
+    backed: tuple[str, ...]  # models that transformers computes
+    backed_rounds: int
     lesson_ways: tuple[int, ...]  # replies that go through TRL's models at once; the fastest counts
 
 
@@ -86,6 +88,8 @@ WHOLE = Plan(
         Lesson("5m", MAX_TOKENS["5m"]),
         Lesson("long", FIXED, divergence="jsd"),
     ),
+    backed=("smollm", "gemma"),
+    backed_rounds=2,
     lesson_ways=(16, 8, 4),
 )
 QUICK = Plan(
@@ -104,5 +108,7 @@ QUICK = Plan(
     pair_ways={"5m": (8, 4)},
     passes={"5m": 1},
     lessons=(Lesson("5m", 16), Lesson("long", 8, divergence="jsd")),
+    backed=("smollm",),
+    backed_rounds=1,
     lesson_ways=(16, 8),
 )

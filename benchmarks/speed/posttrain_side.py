@@ -30,7 +30,7 @@ from posttrain.engines.compiled import KINDS as KINDS_OF_STEP
 from posttrain.engines.local import LocalEngine
 from posttrain.kernels import build
 from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models.folder import load_model
+from posttrain.models.folder import LOADERS, load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.sources.packing import collate, split_microbatches
 from posttrain.training import assembly, imitating, preferring, rewarding, setup
@@ -348,4 +348,7 @@ def leave(wanted: bool) -> None:
 
 if __name__ == "__main__":
     parts = {"serve": serve, "grpo": grpo, "distill": distill, "sft": sft, "dpo": dpo, "reward": reward}
-    parts[sys.argv[1]](Line(), json.loads(sys.argv[2]))
+    given = json.loads(sys.argv[2])
+    if given.get("backed"):
+        LOADERS.clear()  # nothing is native any more
+    parts[sys.argv[1]](Line(), given)

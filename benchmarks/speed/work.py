@@ -20,6 +20,7 @@ FIXED = 128  # new tokens per request, where all replies have the same length
 SFT_ROWS = 16  # per step
 PAIRS = 8  # per step: 16 responses, as many as SFT has rows
 KINDS_OF_PAIRS = {"gsm8k": 16, "short": 16}  # how many there are of each; a pass over them is two steps
+BACKED_TOKENS = 48  # of each reply of models that transformers computes
 DISTILLED = 16  # prompts of a step of distillation, a reply each
 LEARNING_RATE = 1e-6
 VOCABULARIES = (4096, 32768, 131072)

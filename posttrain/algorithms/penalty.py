@@ -79,11 +79,16 @@ class KL(Part):
     `exact` sums over the vocabulary at every sampled token; `forward` = exp(x) x - (exp(x) - 1) estimates the other
     direction, KL(ref || policy).
 
+    All this holds at tokens that the policy itself has sampled. In a step's later updates, and of rollouts that lag behind
+    (`ahead`, `tokens_per_step`), older weights have sampled them, and nothing makes up for that in the loss: ratio and
+    correction weigh the gain alone. `exact` is the true KL at each token then too, but where the older weights went.
+
     `loss`: beta k is subtracted from what is maximised, token by token. `reward`: beta times the sum of k over the
     response is subtracted from the rollout's reward, before advantages.
 
     against   `reference`: the frozen starting model. `old`: the policy before the step's updates, from which the tokens
               were sampled, so that the estimators stand for KL(old || policy) (PPO's penalty, arXiv 1707.06347, eq. 8).
+              Of rollouts that lag behind, it has sampled them only under --old-policy sampler.
     control   what changes beta from step to step; None: it is fixed.
     """
 

@@ -108,7 +108,7 @@ class Causal(RatioStep):
 
 @dataclass(frozen=True)
 class Correction(Part):
-    """Accounts for an engine whose log-probabilities differ from the learner's, such as vLLM's.
+    """Accounts for an engine whose log-probabilities differ from the learner's: vLLM's, or older weights (`ahead`).
 
     A weight without a gradient, c = pi_old / mu per token. This gap is not the ratio's (pi / pi_old); the weight multiplies
     what is maximised, outside any clip.
@@ -122,7 +122,8 @@ class Correction(Part):
     kind: Literal["truncate", "icepop", "sequence"] = knob(
         "truncate",
         "correction",
-        "Weight for an engine whose log-probabilities differ from the learner's (none: no weight).",
+        "Weight for an engine whose log-probabilities differ from the learner's, or whose weights lag behind, as with "
+        "--ahead (none: no weight).",
         absent="none",
     )
     cap: float = knob(2.0, "correction-cap", "Bound of that weight, above 1.", above=1)

@@ -257,6 +257,22 @@ def chat(model: str, *, config: Annotated[Chat, Options] = Chat()) -> int:  # no
     return 0
 
 
+def merge(adapter: str, *, out: str) -> int:
+    """Put a low-rank adapter into the weights of its base: a whole checkpoint, which needs neither.
+
+    Parameters
+    ----------
+    adapter
+        Folder of an adapter, of ours or of PEFT, or of a run with --lora.
+    out
+        The folder to make.
+    """
+    from posttrain.cli.merging import merge_adapter
+
+    merge_adapter(adapter, Path(out))
+    return 0
+
+
 def serve_policy(*, config: Annotated[ServePolicy, Options] = ServePolicy()) -> int:  # noqa: B008
     """Answer requests over HTTP with what a checkpoint samples: token ids in and out, and OpenAI's forms on top."""
     from posttrain.cli.serving import serve_policy as serve
@@ -443,6 +459,10 @@ def _training_of(command: list[str]) -> Training:
     from posttrain.cli import main
 
     kinds = [name for name, kind in VERBS.items() if issubclass(kind, Training)]
+    if command and command[0] == "posttrain":
+        raise UserError(
+            f"leave out the word posttrain behind the two dashes: -- {' '.join(command[1:2] or kinds[:1])} ..."
+        )
     if not command or command[0] not in kinds:
         raise UserError(
             f"the command that is to be launched follows two dashes: posttrain launch --slurm -- {kinds[0]} ..., "

@@ -17,6 +17,7 @@ from posttrain.engines.replicas import setup_of
 from posttrain.engines.vllm import environment
 from posttrain.engines.wire import read_token
 from posttrain.kernels import build
+from posttrain.models.adapter_config import described_in
 from posttrain.models.config_json import read_config, read_eos_ids
 from posttrain.models.decoder import Decoder
 from posttrain.models.json_files import read_json
@@ -35,7 +36,8 @@ def serve_engine(config: ServeEngine, say: Callable[[str], None] = _say) -> None
     use_threads(config.threads)
     build.use(config.compiled)
     folder, device = resolve(config.model), choose_device(config.device)
-    tokenizer, source = Tokenizer.load(folder), read_json(folder / "config.json")
+    tokenizer, folder = Tokenizer.load(folder), described_in(folder)
+    source = read_json(folder / "config.json")
     with torch.device("meta"):  # its sizes are of interest, its weights come over
         model = Decoder(read_config(folder, source))
     generation = read_json(folder / "generation_config.json", optional=True)

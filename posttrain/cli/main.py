@@ -30,6 +30,7 @@ TEMPLATES = ("--prompt-template", "--response-template", "--teacher-prompt-templ
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}
 """What stands after a backslash in a template on the command line; any other backslash stays as it is."""
 BY_POSITION = {
+    "adapter": "the folder of an adapter, or of a run with --lora",
     "index": "the folder of an index, as posttrain retriever build makes it",
     "model": "the folder of a checkpoint or of a run",
     "run": "the folder of a run, or a file of rollouts",
@@ -62,6 +63,7 @@ for _name, _function, _help in (
         "Label responses by a reward model, a judge, a function or a person; write best ones, or pairs.",
     ),
     ("chat", "chat", "Talk to a checkpoint (to one without a chat template: give it text to continue)."),
+    ("merge", "merge", "Put a low-rank adapter into the weights of its base: a whole checkpoint, for any program."),
     ("serve-policy", "serve_policy", "Serve a checkpoint over HTTP: token ids, OpenAI's chat and completions."),
     ("engine", "serve_engine", "Sample for runs on other machines, with the weights that they hand over."),
     ("algorithms", "algorithms", "The algorithms and the idea of each, or one of them in plain mathematics."),
@@ -100,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (UserError, CycloptsError) as error:
         said = " ".join(str(error).split())
         if isinstance(error, UnknownOptionError) and error.token is not None and words:
-            said = f"unknown option {error.token.keyword}{_suggested(str(error.token.keyword), words[0])}"
+            said = _unknown(error.token.keyword or error.token.value, words)
         if isinstance(error, MissingArgumentError) and error.argument is not None:
             said = _missing(error, words)
         if isinstance(error, CoercionError) and get_origin(error.target_type) is dict and error.token is not None:
@@ -128,6 +130,18 @@ def prepared(words: list[str]) -> list[str]:
     """The words with what is ours to read in them done: recipes, numbers, escapes. What follows -- is another command's."""
     end = words.index("--") if "--" in words else len(words)
     return [*_unescaped(_refuse_fractions(_recipe(words[:end]))), *words[end:]]
+
+
+def _unknown(option: str, words: list[str]) -> str:
+    """What is said of an option that a command does not have."""
+    from posttrain.config import VERBS
+
+    verb, *rest = words
+    if verb == "launch" and "--" not in rest and (command := next((word for word in rest if word in VERBS), None)):
+        return f"the command that is to be launched follows two dashes: posttrain launch --slurm -- {command} ..."
+    if verb == "engine" and option == "--engines":
+        return "--engines is of the runs that sample here: an engine listens at --listen HOST:PORT"
+    return f"unknown option {option}{_suggested(option, verb)}"
 
 
 def _missing(error: MissingArgumentError, words: list[str]) -> str:

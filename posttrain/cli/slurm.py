@@ -72,6 +72,11 @@ def script(launch: Launch, command: Sequence[str], training: Training) -> str:
         raise UserError(
             f"--time {clip(launch.time)} is not a time of Slurm: 30 (minutes), 12:00:00, or 2-00:00:00 (with days)"
         )
+    if launch.time is not None and 0 < _seconds(launch.time) <= launch.save_seconds:  # 0: no limit
+        raise UserError(
+            f"--time {launch.time} is over before the run could be told to save, {launch.save_seconds} s before its end: "
+            "give a longer --time, or a shorter --save-seconds"
+        )
     local = launch.processes_per_node or launch.gpus_per_node or 1
     head = [f"#SBATCH {directive}" for directive in _directives(launch, local)]
     body = BODY.format(
@@ -83,6 +88,23 @@ def script(launch: Launch, command: Sequence[str], training: Training) -> str:
         late=LATE,
     )
     return "\n".join(["#!/bin/bash", *head]) + "\n" + body
+
+
+def _seconds(time: str) -> int:
+    """Of a time of Slurm: minutes, minutes:seconds, hours:minutes:seconds; behind days: hours, hours:minutes ...
+
+    >>> [_seconds(time) for time in ("2", "2:30", "1:00:00", "1-1", "1-0:30")]
+    [120, 150, 3600, 90000, 88200]
+    """
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, minutes, seconds = 0, *[*parts, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _directives(launch: Launch, local: int) -> Iterator[str]:

@@ -53,6 +53,17 @@ class Training(Data):
     """AdamW's moment decay rates."""
     max_grad_norm: float = option(1.0, least=0)
     """Gradients are clipped to this norm (0: no clipping)."""
+    lora: int | None = option(None, above=0, most=65_536)
+    """Train low-rank adapters of this rank (LoRA) instead of the weights, which stay as they are: a fraction of the memory
+    of gradients and moments. Checkpoints hold the adapters, in PEFT's form. A run that begins with an adapter goes on with
+    that."""
+    lora_alpha: float | None = option(None, above=0, most=1e6)
+    """What the adapters add is multiplied by alpha / rank; default: twice the rank (arXiv 2405.09673)."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """The matrices that are adapted: all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
+    down_proj."""
+    rslora: bool = False
+    """Divide alpha by the square root of the rank instead (rsLoRA): large ranks then learn as fast as small ones."""
     precision: Precision = "float32"
     """Arithmetic of forward and backward passes; weights and moments stay in float32."""
     device: str = "auto"

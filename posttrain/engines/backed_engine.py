@@ -162,10 +162,7 @@ class BackedEngine(UncachedEngine):
 
         `places` [B, n], or [3, B, n] where they are places in time, height and width; `more`: what the model takes besides.
         """
-        if cache is None:
-            from transformers import DynamicCache
-
-            cache = DynamicCache(config=self.model.inner.config)
+        cache = self.model.new_cache() if cache is None else cache
         more = {**more, self._cache_name: cache}
         if padding.any():
             column = torch.arange(length, device=tokens.device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Layout
+from posttrain.models.rows import asked_by_all
 from posttrain.protocols import Model
 from posttrain.seeds import seed_of
 from posttrain.types import Completion, Sampling, UserError
@@ -35,12 +36,16 @@ class Canary:
         self._before: Tensor | None = None  # of the version before
 
     def look(self, weights: Model) -> None:
-        """The learner's side of it. Reads the weights, and keeps none of them. Raises UserError if they are damaged."""
+        """The learner's side of it. Reads the weights, and keeps none of them.
+
+        Raises UserError if they are damaged, or another process that holds some of them is lost.
+        """
         device, count = weights.head.device, len(self.text)
         place = torch.arange(count, device=device)
         layout = Layout(torch.tensor(self.text, device=device), place, (0,), (count,), (-1,))
-        with torch.no_grad():
-            logits = weights.head.logits(weights.hidden(layout, place))
+        with asked_by_all(weights), torch.no_grad():
+            hidden = weights.hidden(layout, place)  # a sharded head is there only behind this
+            logits = weights.head.logits(hidden)
         if not logits.isfinite().all():
             raise UserError(
                 "the model's probabilities are not finite: its weights are damaged or too large, or training drove them "

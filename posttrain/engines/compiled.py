@@ -79,7 +79,7 @@ def interleaved(gate_up: Tensor, lanes: int) -> Tensor:
 
 
 class PackedModel:
-    """Copies of a model's weights as decode.c reads them, in products of `dtype`."""
+    """Copies of a model's weights as decode.c reads them, in products of `dtype`; adapters are merged."""
 
     @torch.no_grad()
     def __init__(self, decoder: Decoder, dtype: torch.dtype, lanes: int) -> None:
@@ -119,7 +119,7 @@ class PackedModel:
 
     def _layer(self, layer: Layer) -> binder.Layer:
         def linear(part: Linear) -> binder.Linear:
-            return self._linear(part.weight, part.bias, self._dtype)
+            return self._linear(part.merged(), part.bias, self._dtype)
 
         gate_up, bias = layer.gate_up, layer.gate_up.bias
         return binder.Layer(
@@ -129,7 +129,7 @@ class PackedModel:
             qkv=linear(layer.qkv),
             o=linear(layer.o),
             gate_up=self._linear(
-                interleaved(gate_up.weight, self._lanes),
+                interleaved(gate_up.merged(), self._lanes),
                 None if bias is None else interleaved(bias, self._lanes),
                 self._dtype,
             ),

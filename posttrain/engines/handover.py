@@ -64,7 +64,7 @@ class Laid:
         self,
         model: Any,
         dtype: torch.dtype,
-        named: Callable[[Any], Named] = lambda model: model.named_parameters(),
+        named: Callable[[Any], Named],
         same: tuple[str, str] | None = None,
     ) -> None:
         """`named`: the tensors, in their order. `same`: of two names, the second lies where the first does."""

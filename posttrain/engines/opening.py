@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+from posttrain.engines.announced import announced
 from posttrain.engines.embedded import embedded
 from posttrain.engines.kept import KEPT_BYTES
 from posttrain.engines.replicas import Many, open_pool
 from posttrain.engines.vllm import VLLMEngine
 from posttrain.engines.vllm_worker import POLL_STEPS
-from posttrain.models.decoder import Decoder
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine, Model
-from posttrain.types import UserError
 
 
 def open_engine(
@@ -35,8 +34,7 @@ def open_engine(
     """
     if kind == "local" and not many:
         return embedded(model, tokenizer, slots, precision, cache_gib, rests=not serving, own=own)
-    if not isinstance(model, Decoder):
-        raise UserError(f"engines in other processes cannot take over the weights of a {type(model).__name__}")
+    announced(model)
     if many:
         return open_pool(kind, model, tokenizer, slots, precision, many, cache_gib=cache_gib, seconds=seconds)
     return VLLMEngine(

@@ -20,11 +20,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from posttrain.engines.backed_engine import BackedEngine
 from posttrain.engines.handover import Offer, Received, checksum_of, offered, shared_memory
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.wire import Gone, Message, Wire, completion_said, sampling_read, wait
 from posttrain.kernels import build
+from posttrain.models.backed import Backed
 from posttrain.models.config_json import read_config
+from posttrain.models.decoder import Decoder
 from posttrain.models.folder import allocate
 from posttrain.models.json_files import read_json
 from posttrain.models.tokenizer import Tokenizer
@@ -52,17 +55,25 @@ class LocalHost:
         torch.set_num_threads(setup["threads"])
         build.use(setup["compiled"])
         folder, self.memory, self.layout = Path(setup["folder"]), memory, setup["layout"]
-        config = read_config(folder, read_json(folder / "config.json"))
-        dtype = getattr(torch, setup["layout"]["dtype"])
-        self.model = allocate(folder, config, dtype, torch.device(setup["device"])).requires_grad_(False)
+        dtype, device = getattr(torch, setup["layout"]["dtype"]), torch.device(setup["device"])
+        self.model: Decoder | Backed
+        if setup["backed"] is None:
+            config = read_config(folder, read_json(folder / "config.json"))
+            self.model = allocate(folder, config, dtype, device).requires_grad_(False)
+        else:
+            from posttrain.models.transformers_folder import empty_backed
+
+            self.model = empty_backed(folder, dtype, device, setup["context"], setup["backed"]).requires_grad_(False)
         own = {name: list(p.shape) for name, p in self.model.named_parameters()}
         if own != {s["name"]: s["shape"] for s in self.layout["stored"]}:
             raise UserError("it holds another kind of model than the run trains: start it with the run's --model")
         self.model.eos_ids = tuple(setup["eos_ids"])
         self.slots, kept = setup["slots"], int(setup["cache_gib"] * 2**30)
-        self.engine: Engine = LocalEngine(
-            self.model, Tokenizer.load(folder), self.slots, setup["precision"], kept, own=True
-        )
+        tokenizer, precision = Tokenizer.load(folder), setup["precision"]
+        if isinstance(self.model, Decoder):
+            self.engine: Engine = LocalEngine(self.model, tokenizer, self.slots, precision, kept, own=True)
+        else:
+            self.engine = BackedEngine(self.model, tokenizer, self.slots, precision, own=True)
 
     def hello(self) -> dict[str, Any]:
         return {"coldest": 0.0, "slots": self.slots, "context": self.model.config.context}

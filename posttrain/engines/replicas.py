@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from posttrain.engines.announced import announced
 from posttrain.engines.canary import LIMIT, LIMIT_BFLOAT16, Canary
 from posttrain.engines.handover import Files, Laid, SharedMemory, Transport
 from posttrain.engines.members import Link, Place
@@ -27,14 +28,14 @@ from posttrain.engines.vllm import (
     prepare,
     require_vllm,
 )
+from posttrain.engines.weights import named_weights
 from posttrain.engines.wire import PROOF_SECONDS, Gone, Wire, prove, read_token
 from posttrain.kernels import build
 from posttrain.messages import one_line
-from posttrain.models.config_json import written_config
-from posttrain.models.decoder import Decoder
+from posttrain.models.backed import Backed
 from posttrain.models.json_files import write_json
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import World
+from posttrain.protocols import Model, World
 from posttrain.types import UserError
 
 ALIVE_SECONDS = 1.0  # between two signs of life of an engine that works, at most
@@ -76,7 +77,7 @@ class Many:
 
 def setup_of(
     kind: Kind,
-    model: Decoder,
+    model: Model,
     tokenizer: Tokenizer,
     folder: Path,
     slots: int,
@@ -90,14 +91,21 @@ def setup_of(
         eos = prepare(str(folder), model, tokenizer)
     else:
         tokenizer.save(folder)
-        write_json(folder / "config.json", dict(model.source) or written_config(model.config))
+        write_json(folder / "config.json", announced(model).config)
         eos = model.eos_ids
-    cache = cache_bytes(model.config, slots, dtype_of(precision), cache_gib)
+    cache = cache_bytes(model, slots, dtype_of(precision), cache_gib)
     return {
         "engine": kind, "folder": str(folder), "context": model.config.context, "eos_ids": list(eos), "slots": slots,
         "precision": precision, "cache_gib": cache_gib, "cache_bytes": cache, "threads": threads,
-        "compiled": build.used(), "device": str(model.head.device),
+        "compiled": build.used(), "device": str(model.head.device), "backed": how(model),
     }  # fmt: skip
+
+
+def how(model: Model) -> dict[str, Any] | None:
+    """What was found out of a model of transformers when it was loaded."""
+    if not isinstance(model, Backed):
+        return None
+    return {"scale": model.scale, "cap": model.cap, "attention": model.rows_attention}
 
 
 def environment_of(setup: dict[str, Any]) -> dict[str, str]:
@@ -206,6 +214,10 @@ def keep_alive(end: socket.socket) -> None:
 
 def host_and_port(address: str, option: str) -> tuple[str, int]:
     """Raises UserError for what is no address."""
+    scheme, found, rest = address.partition("://")
+    if found:
+        there = rest.partition("/")[0] or "127.0.0.1:7000"
+        raise UserError(f"{option} {address}: it is no {scheme} that is spoken there: give {there} alone")
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
         raise UserError(f"{option} {address}: give a machine and a port, such as 127.0.0.1:7000")
@@ -214,7 +226,7 @@ def host_and_port(address: str, option: str) -> tuple[str, int]:
 
 def open_pool(
     kind: Kind,
-    model: Decoder,
+    model: Model,
     tokenizer: Tokenizer,
     slots: int,
     precision: str,
@@ -234,7 +246,7 @@ def open_pool(
         own = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-engines-")))
         alive = min(ALIVE_SECONDS, seconds / 4)
         dtype = dtype_of(precision) if kind == "vllm" else model.head.dtype
-        laid = laid_for_vllm(model, dtype) if kind == "vllm" else Laid(model, dtype)
+        laid = laid_for_vllm(model, dtype) if kind == "vllm" else Laid(model, dtype, named_weights)
         files = Files(many.folder or own / "weights", many.rank, laid)
         places: list[Place] = [Listening(address, token, files, alive) for address in many.addresses]
         if many.replicas:

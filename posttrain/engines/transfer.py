@@ -22,7 +22,6 @@ from posttrain.engines.handover import Call, Copied, Laid, Transport, checksum_o
 from posttrain.engines.vllm import handed_over
 from posttrain.engines.wire import Gone
 from posttrain.messages import one_line
-from posttrain.models.decoder import Decoder
 
 Backend = Literal["nccl", "ipc"]
 
@@ -55,7 +54,7 @@ class CardToCard(Copied):
     def __init__(self, backend: Backend, laid: Laid, seconds: float) -> None:
         super().__init__(laid)
         self.backend, self.seconds = backend, seconds
-        self._weights: Decoder | None = None
+        self._weights: Any = None
         self._senders: dict[str, Any] = {}  # vLLM's trainer side, by the engine's name
 
     def put(self, weights: Any, version: int) -> None:
@@ -98,7 +97,7 @@ class CardToCard(Copied):
                 return [ParamMeta(s.name, transport.laid.dtype, s.shape) for s in transport.laid.stored]
 
             def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-                for name, tensor in handed_over(transport._weights):  # type: ignore[arg-type]
+                for name, tensor in handed_over(transport._weights):
                     yield name, tensor.to(transport.laid.dtype).contiguous()
 
         if self.backend == "ipc":

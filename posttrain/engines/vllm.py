@@ -25,21 +25,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from posttrain.engines.announced import HEAD, announced
 from posttrain.engines.handover import Laid, SharedMemory
 from posttrain.engines.process import Process
 from posttrain.engines.request import Request
 from posttrain.engines.vllm_worker import COLDEST, Setup
-from posttrain.models.config_json import written_config
-from posttrain.models.decoder import Decoder, DecoderConfig
-from posttrain.models.folder import checkpoint_tensors
 from posttrain.models.json_files import write_json
-from posttrain.models.rows import whole
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine, Paced
+from posttrain.protocols import Engine, Model, Paced
 from posttrain.types import Completion, Sampling, UserError
 
 WORKER = "posttrain.engines.vllm_worker:main"
-SAME = ("model.embed_tokens.weight", "lm_head.weight")  # where embeddings are tied
 BLOCK = 128  # tokens in a block of vLLM's cache on processors, the largest of its sizes
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is the separation: no further one
@@ -64,7 +60,7 @@ class VLLMEngine:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         tokenizer: Tokenizer,
         slots: int = 256,
         precision: str = "float32",
@@ -85,7 +81,7 @@ class VLLMEngine:
         self._pace: dict[str, float] = {}
         with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
             eos, dtype = prepare(folder, model, tokenizer), self.shared.laid.dtype
-            cache = cache_bytes(model.config, slots, dtype, cache_gib)
+            cache = cache_bytes(model, slots, dtype, cache_gib)
             setup = Setup(folder, dtype, self.context, slots, cache, eos, tuple(self.shared.laid.stored))
             try:
                 self.process = _Process(self.shared.descriptor)
@@ -99,7 +95,7 @@ class VLLMEngine:
                 raise
 
     def load(self, weights: Any, version: int) -> None:
-        """Hand over the weights of a `Decoder`. Returns when vLLM has them and says so with version and checksum."""
+        """Hand over weights. Returns when vLLM has them and says so with version and checksum."""
         assert not self._submitted and not self._owed, "weights change between batches of rollouts, not within one"
         checksum = self.shared.laid.write(weights, self.shared.memory)
         answer = self.process.ask(("load", version), f"taking over weights of version {version}", self.load_seconds)
@@ -210,34 +206,32 @@ def environment() -> dict[str, str]:
     return {**ENVIRONMENT, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
-def prepare(folder: str, model: Decoder, tokenizer: Tokenizer) -> tuple[int, ...]:
+def prepare(folder: str, model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Write into a folder what vLLM reads before it gets weights; returns the ids that end a reply."""
     tokenizer.save(folder)
-    config = dict(model.source) or written_config(model.config)
-    write_json(Path(folder) / "config.json", {**config, "tie_word_embeddings": False})
+    write_json(Path(folder) / "config.json", {**announced(model).config, "tie_word_embeddings": False})
     return tuple(model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ()))
 
 
-def laid_for_vllm(model: Decoder, dtype: torch.dtype) -> Laid:
+def laid_for_vllm(model: Model, dtype: torch.dtype) -> Laid:
     """A tied head lies where the embedding does."""
-    return Laid(model, dtype, handed_over, SAME if model.config.tied else None)
+    told = announced(model)
+    return Laid(model, dtype, handed_over, (told.embedding, HEAD) if told.tied else None)
 
 
 def dtype_of(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
-def handed_over(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+def handed_over(model: Model) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint, with the output head even where it is the embedding (see `vllm_worker`)."""
-    yield from checkpoint_tensors(model)
-    if model.config.tied:
-        yield "lm_head.weight", whole(model.head.weight)
+    return announced(model).with_head()
 
 
-def cache_bytes(config: DecoderConfig, slots: int, dtype: torch.dtype, most_gib: float) -> int:
+def cache_bytes(model: Model, slots: int, dtype: torch.dtype, most_gib: float) -> int:
     """Keys and values of as many full contexts as run at once, in whole blocks, and one block that vLLM keeps free."""
-    token = 2 * config.layers * config.kv_heads * config.head_size * dtype.itemsize
-    return min(token * BLOCK * (slots * -(-config.context // BLOCK) + 1), int(most_gib * 2**30))
+    token = announced(model).kept * dtype.itemsize
+    return min(token * BLOCK * (slots * -(-model.config.context // BLOCK) + 1), int(most_gib * 2**30))
 
 
 if TYPE_CHECKING:

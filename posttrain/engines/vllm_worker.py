@@ -12,11 +12,13 @@ from timing.
 
 vLLM keeps a tied output head packed for itself on processors and does not renew it when weights are reloaded
 (seen in 0.32). The model is therefore announced as untied, and the embedding is handed over a second time as its head.
+Experts it leaves unpacked there, and would multiply with numbers in the wrong places: they are packed here.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ ALIVE_SECONDS = 1.0  # between two signs of life
 PREFILL_TOKENS = 2048  # of prompts that a processor computes at once, or one longer prompt
 POLL_STEPS = 8  # in a pool, after which new requests join those that run
 COLDEST = 0.01  # vLLM raises lower temperatures to this one in silence
+FIRST_EXPERT = re.compile(r"\.experts\.0\.(gate_proj|w1)\.weight$")
 TRANSFER = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; what it takes is weights + cache_bytes
 
@@ -60,6 +63,17 @@ class _Running:
     request: Request
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
+
+
+def pack_experts(model: Any, gates: Sequence[Tensor]) -> None:
+    """Have experts packed that lie in vLLM's model as they are stored. `gates`: of the first expert of each layer."""
+    for layer in model.modules() if gates else ():
+        impl = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "impl", None)
+        experts, weight = getattr(impl, "fused_experts", None), getattr(layer, "w13_weight", None)
+        if experts is None or weight is None:
+            continue
+        if any(torch.equal(weight[0, : len(gate)], gate) for gate in gates):  # packed, the numbers are elsewhere
+            experts.process_weights_after_loading(layer)
 
 
 class Worker:
@@ -125,6 +139,9 @@ class Worker:
                 yield stored.name, stored.tensor_in(self.memory, dtype)
 
         self.engine.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=weights()))
+        if not torch.cuda.is_available():
+            gates = [s.tensor_in(self.memory, dtype) for s in self.setup.weights if FIRST_EXPERT.search(s.name)]
+            self.engine.collective_rpc(lambda worker: pack_experts(worker.model_runner.get_model(), gates))
         self.renewed(version)
         return version, checksum
 

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
+from posttrain.models.lora import is_adapted, merge, plain_weights
 from posttrain.models.rows import is_sharded, whole
 from posttrain.protocols import Model
 
 
 def own_copy(model: Model) -> Model:
-    """A copy that no update moves. Of weights that lie in several processes each of them makes one, at the same time."""
-    if not any(map(is_sharded, model.parameters())):
+    """A copy that no update moves, with adapters merged.
+
+    Of weights that lie in several processes each of them makes one, at the same time.
+    """
+    if not any(map(is_sharded, model.parameters())) and not is_adapted(model):
         copied: Model = copy.deepcopy(model)
         return copied.requires_grad_(False)
-    assert isinstance(model, Decoder), "others are not sharded"
+    if isinstance(model, Backed):
+        own_one = copy.deepcopy(model)
+        merge(own_one)
+        return own_one.requires_grad_(False)
+    assert isinstance(model, Decoder), "others are neither sharded nor adapted"
     with torch.device("meta"):  # no memory is taken for weights that are about to be replaced
         own = Decoder(model.config).to(model.head.dtype)
     own = own.to_empty(device=model.head.device).requires_grad_(False)
@@ -25,10 +37,15 @@ def own_copy(model: Model) -> Model:
     return own
 
 
+def named_weights(weights: Any) -> Iterable[tuple[str, Tensor]]:
+    """What an engine samples with: of a model with adapters, these are merged; what was handed over is so already."""
+    return plain_weights(weights) if isinstance(weights, nn.Module) else weights.named_parameters()
+
+
 def take_over(own: Model, weights: Model) -> None:
     """Write these weights over those of a copy, in place."""
     mine = dict(own.named_parameters())
     with torch.no_grad():
-        for name, parameter in weights.named_parameters():
-            mine.pop(name).copy_(whole(parameter))
+        for name, weight in named_weights(weights):
+            mine.pop(name).copy_(whole(weight))
     assert not mine, f"weights that are not handed over: {', '.join(mine)}"

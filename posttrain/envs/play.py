@@ -300,7 +300,10 @@ class _Play:
             elif isinstance(self.engine, Seeing):
                 self.engine.submit_seen(request, tokens, p.context.transcript.media, sampling, keep=keep)
             else:
-                raise AssertionError("other engines sample from models that read text alone")
+                raise UserError(
+                    f"{self.engine.backend} samples behind text alone, and a prompt has a picture: leave out --engine and "
+                    "--replicas"
+                )
         except UserError as error:
             if turn.tokens is None:
                 raise

@@ -5,7 +5,6 @@ N    scored tokens of a micro-batch
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from posttrain.models.likelihood import (
     token_logp_entropy,
 )
 from posttrain.models.linear import accumulating
+from posttrain.models.lora import frozen_copy
 from posttrain.models.reward import RewardModel
 from posttrain.models.tensor_files import open_tensors, read_rows, read_state, write_state
 from posttrain.protocols import TRAINING, Alone, Learner, Model, Objective, World
@@ -196,8 +196,16 @@ class LocalLearner:
         return torch.tensor(found, dtype=torch.float64)
 
     def refresh_reference(self) -> None:
-        self.others[REFERENCE].load_state_dict(self.model.state_dict())
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self._of_reference().items():
+                parameter.copy_(own[name])
         self.reference_moved = True
+
+    def _of_reference(self) -> dict[str, Tensor]:
+        """What of the reference can move: not the frozen weights that it shares with an adapted policy."""
+        own = dict(self.model.named_parameters())
+        return {name: p for name, p in self.others[REFERENCE].named_parameters() if p is not own[name]}
 
     def weights(self) -> Model:
         return self.model
@@ -243,7 +251,7 @@ class LocalLearner:
         if self.critic is not None:
             yield STORED, dict(self.critic.named_parameters())
         if self.reference_moved:
-            yield MOVED, dict(self.others[REFERENCE].named_parameters())
+            yield MOVED, self._of_reference()
 
     def load(self, folder: Path) -> None:
         """The inverse of `save`, but for the policy's weights. Raises UserError if the files are not of this learner."""
@@ -255,7 +263,7 @@ class LocalLearner:
         if self.critic is not None:
             read_state(folder / STORED, dict(self.critic.named_parameters()))
         if REFERENCE in self.others and (folder / MOVED).exists():
-            read_state(folder / MOVED, dict(self.others[REFERENCE].named_parameters()))
+            read_state(folder / MOVED, self._of_reference())
             self.reference_moved = True
         if (folder / MOMENTS).exists():
             self._load_moments(folder / MOMENTS)
@@ -401,7 +409,7 @@ class LocalLearner:
         for parameter in parameters:
             parameter.grad = None
         start = nn.utils.parameters_to_vector(parameters).detach().clone()
-        before = copy.deepcopy(self.model).requires_grad_(False)
+        before = frozen_copy(self.model)
         world = self.world
         tokens = world.sum(torch.tensor(float(sum(b.target.numel() for b in batches)), device=self.device)).item()
 

@@ -33,7 +33,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.folder import checkpoint_tensors
 from posttrain.models.linear import collected
 from posttrain.models.reward import RewardModel
-from posttrain.models.rows import GATHER, here, whole
+from posttrain.models.rows import GATHER, MEETING, here, whole
 from posttrain.models.tensor_files import write_state
 from posttrain.protocols import Learner, Model, Objective
 
@@ -112,6 +112,7 @@ class ShardingLearner(DealingLearner):
                 if not isinstance(decoder, FSDPModule):
                     shard(decoder, world.size, decoder.head.device)
                 _state(decoder)._lazy_init()  # lays the rows out for good
+                setattr(decoder, MEETING, world.meeting)
                 for parameter in decoder.parameters():
                     setattr(parameter, GATHER, partial(_gathered, parameter, world))
         return decoders

@@ -15,8 +15,9 @@ A way is right where it gives the log-probabilities of the model's own forward. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from posttrain.batch import Layout
 from posttrain.models.attention import SegmentAttention
@@ -33,6 +35,9 @@ from posttrain.models.segments import Forest
 from posttrain.models.vision import Features, Vision
 from posttrain.protocols import Model
 from posttrain.types import Media, UserError
+
+if TYPE_CHECKING:
+    from posttrain.models.lora import LoRA
 
 Way = Literal["flat", "rows"]
 NAME = "posttrain"  # of our attention among those of transformers
@@ -60,8 +65,11 @@ class Backed(nn.Module):
         self.inner = inner.eval()  # no dropout: log-probabilities are functions of weights and tokens
         self.way = way
         self.vision = vision  # None: it reads text alone
+        self.activation_room = math.inf  # bytes that what is kept for a backward pass may take ...
+        self.kept_per_token = 0.0  # ... and how many of them each token does; beyond that, layers are computed twice
         self.rows_attention = "sdpa"  # the attention of rows, and of what samples with a cache
         self.eos_ids: tuple[int, ...] = ()
+        self.lora: LoRA | None = None  # how it is adapted; the weights themselves are then frozen
         self.generation: dict[str, Any] = {}  # its generation_config.json
         self.scale = 1.0  # of the head: see `Head`
         self.cap: float | None = None
@@ -76,11 +84,46 @@ class Backed(nn.Module):
             bias = self.vision.forbidden if bias is None else bias + self.vision.forbidden
         return Head(output.weight, bias, self.scale, self.cap)
 
+    @property
+    def tied(self) -> bool:
+        """Whether the output head is the embedding."""
+        return self.inner.get_output_embeddings().weight is self.inner.get_input_embeddings().weight
+
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
         """See `posttrain.protocols.Model`."""
         if self.vision is None and layout.media:
             raise UserError(f"{type(self.inner).__name__} reads text alone, and is given a picture: take one that sees")
-        return self._flat(layout, at) if self.way == "flat" else self._rows(layout, at)
+        graded = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        with self._computed_twice() if graded and self._too_much(layout) else nullcontext():
+            return self._flat(layout, at) if self.way == "flat" else self._rows(layout, at)
+
+    def _too_much(self, layout: Layout) -> bool:
+        """Whether what a backward pass needs of a micro-batch takes too much memory to be kept."""
+        tokens = layout.tokens.shape[0]
+        if self.way == "rows":  # shared prompts are repeated
+            forest = Forest(layout)
+            leaves = set(range(len(layout.length))) - set(forest.prefixes)
+            tokens = sum(forest.before[k] + layout.length[k] for k in leaves)
+        return tokens * self.kept_per_token > self.activation_room
+
+    @contextmanager
+    def _computed_twice(self) -> Iterator[None]:
+        """Within it layers keep what they are given alone, and are computed again in the backward pass."""
+        layers = [m for m in self.inner.modules() if hasattr(m, "gradient_checkpointing") and hasattr(m, "forward")]
+        for layer in layers:
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _again
+            layer.training = True  # of the layer itself, which asks for it; not of what is in it: no dropout
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.gradient_checkpointing = layer.training = False
+
+    def tower(self) -> set[str]:
+        """The names of the model's modules that make features of pictures."""
+        own = {id(p) for p in self.vision.weights()} if self.vision is not None else set()
+        modules = self.inner.named_modules()
+        return {name for name, module in modules if any(id(p) in own for p in module.parameters(recurse=False))}
 
     def freeze_vision(self) -> None:
         """What makes features of pictures stays as it is."""
@@ -88,7 +131,14 @@ class Backed(nn.Module):
             parameter.requires_grad_(False)
 
     def save(self, folder: Path) -> None:
-        """Write the folder that `from_pretrained` reads, with tensors under the names in which they are stored."""
+        """Write the folder that `from_pretrained` reads, with tensors under the names in which they are stored.
+
+        Of an adapted model the adapters alone.
+        """
+        if self.lora is not None:
+            from posttrain.models.adapter_folder import save_adapter
+
+            return save_adapter(self, folder)
         from posttrain.models.transformers_folder import save_backed
 
         save_backed(self, folder)
@@ -102,6 +152,12 @@ class Backed(nn.Module):
         """Its name."""
         name: str = self.inner.config.get_text_config()._attn_implementation
         return name
+
+    def new_cache(self) -> Any:
+        """An empty cache of transformers, with layers of the model's kinds."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.inner.config)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -213,6 +269,17 @@ def _together(rows: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, list[int
         tokens = np.stack([np.pad(row, (0, longest - len(row)), constant_values=row[0]) for row in some])
         yield tokens, [len(row) for row in some]
         at += len(some)
+
+
+def _again(function: Callable[..., Any], *given: Any) -> Any:
+    """Checkpointing of a layer: the attention of now is that of then, whichever thread computes the gradient."""
+    attend = _current.get(None)
+
+    def computed(*given: Any) -> Any:
+        with nullcontext() if attend is None else attending(attend):
+            return function(*given)
+
+    return checkpoint(computed, *given, use_reentrant=False, preserve_rng_state=False)
 
 
 # -- our attention inside the model's layers ---------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.batch import Packed
+from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import check_finite, load_backbone
 from posttrain.models.head import Head
@@ -31,7 +32,7 @@ NEAR_ZERO = 1e-3  # standard deviation of a new head's weights, times 1 / sqrt(D
 class ValueModel(nn.Module):
     """V of the state in which each scored token is chosen."""
 
-    def __init__(self, hidden: int, backbone: Decoder | None, seed: int) -> None:
+    def __init__(self, hidden: int, backbone: Decoder | Backed | None, seed: int) -> None:
         super().__init__()
         self.backbone = backbone  # None: the policy's hidden states are used
         self.weight = nn.Parameter(_near_zero((hidden,), hidden, seed))
@@ -49,7 +50,7 @@ class ValueModel(nn.Module):
 class ActionValueModel(nn.Module):
     """Twin soft action values over the vocabulary, with copies that follow slowly (arXiv 1812.05905, section 4.2)."""
 
-    def __init__(self, backbone: Decoder, seed: int) -> None:
+    def __init__(self, backbone: Decoder | Backed, seed: int) -> None:
         super().__init__()
         self.backbone = backbone
         config = backbone.config

@@ -28,6 +28,9 @@ from posttrain.models.memory import available_memory, in_gib
 from posttrain.protocols import Model
 from posttrain.types import UserError
 
+if TYPE_CHECKING:
+    from posttrain.models.lora import LoRA
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, head_size], k and v [T, kv_heads, head_size]) -> [T, heads, head_size]. q and k come rotated."""
 
@@ -171,6 +174,7 @@ class Decoder(nn.Module):
         self.source: dict[str, Any] = {}  # the config.json it came from, so that a save keeps what is unknown here
         self.generation: dict[str, Any] = {}  # its generation_config.json
         self.eos_ids: tuple[int, ...] = ()  # every token id that ends a reply
+        self.lora: LoRA | None = None  # how it is adapted; the weights themselves are then frozen
         self.embed = Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(Layer(config, number) for number in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
@@ -210,7 +214,14 @@ class Decoder(nn.Module):
         return hidden[:count]
 
     def save(self, folder: Path) -> None:
-        """Write config.json, generation_config.json and the weights, as `models.folder.load_model` reads them."""
+        """Write config.json, generation_config.json and the weights, as `models.folder.load_model` reads them.
+
+        Of an adapted model the adapters alone.
+        """
+        if self.lora is not None:
+            from posttrain.models.adapter_folder import save_adapter
+
+            return save_adapter(self, folder)
         from posttrain.models.folder import save_model
 
         save_model(self, folder)

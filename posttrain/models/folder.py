@@ -1,8 +1,7 @@
 """Hugging Face checkpoint folders in and out.
 
-It decides which checkpoints this library reads (`LOADERS`) and which of their tensors make up which parameter: q, k, v
-and gate, up are stored apart and computed together. A checkpoint is taken whole or refused: nothing missing, nothing left
-over, every shape as announced, every number finite, and room for it before anything is allocated.
+It decides which checkpoints this library reads (`LOADERS`). A checkpoint is taken whole or refused: nothing missing,
+nothing left over, every shape as announced, every number finite, and room for it before anything is allocated.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.models.adapter_config import ADAPTER, PREFIX, is_adapter
+from posttrain.models.backed import Backed
 from posttrain.models.config_json import (
     ARCHITECTURES,
     NotNativeError,
@@ -29,7 +30,9 @@ from posttrain.models.config_json import (
 )
 from posttrain.models.decoder import Decoder, DecoderConfig
 from posttrain.models.json_files import read_json, shown, write_json
+from posttrain.models.lora import plain_weights
 from posttrain.models.rows import here, whole
+from posttrain.models.stored import Pieces, stored_pieces
 from posttrain.models.tensor_files import open_tensors, size_of, write_tensors
 from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
 from posttrain.protocols import Model
@@ -42,9 +45,6 @@ BACKBONE = "posttrain_backbone"  # the model_type of its decoder
 INNER = "score.inner.weight"  # of its head, if that has two layers
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What weights may be stored as. Integers and 8-bit floats are quantized: their numbers mean nothing without scales."""
-
-Pieces = tuple[tuple[str, tuple[int, ...]], ...]
-"""The stored tensors (name, shape) that one after the other, along their first dimension, fill one parameter."""
 
 
 def load_model(
@@ -62,6 +62,12 @@ def load_model(
     damaged, of the wrong shape or unknown.
     """
     folder = checkpoint_folder(folder)
+    if is_adapter(folder):
+        from posttrain.models.adapter_folder import load_adapted
+
+        if shard is not None:
+            raise UserError(f"--shard deals out plain weights, and {folder} is an adapter: posttrain merge it first")
+        return load_adapted(folder, dtype, device)
     source = read_json(folder / "config.json")
     kind = source.get("model_type")
     if not isinstance(kind, str):
@@ -80,7 +86,7 @@ def load_model(
     return _load_decoder(folder, source, dtype, torch.device(device), shard, shares)
 
 
-def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Decoder, Tensor | None]:
+def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Decoder | Backed, Tensor | None]:
     """The decoder of a checkpoint without its output head, and the score head [hidden] of a reward model if it has one.
 
     For critics: reads causal language models and the sequence-classification checkpoints (`score.weight`, one label) of
@@ -88,7 +94,17 @@ def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tup
     UserError as `load_model` does.
     """
     folder = checkpoint_folder(folder)
-    config = read_config(folder, of_backbone(read_json(folder / "config.json")))
+    if is_adapter(folder):
+        from posttrain.models.adapter_folder import merged_backbone
+
+        return merged_backbone(folder, device)
+    source = of_backbone(read_json(folder / "config.json"))
+    if source.get("model_type") not in ARCHITECTURES:
+        other = _load_other(folder, source, torch.float32, torch.device(device))
+        if not other.tied:
+            other.head.weight.requires_grad_(False)  # nothing reads it
+        return other, None
+    config = read_config(folder, source)
     model = allocate(folder, replace(config, tied=True), torch.float32, torch.device(device))
     read = read_weights(model, folder, also=("lm_head.weight", SCORE, "score.bias", INNER))
     score = None if INNER in read else read.get(SCORE)
@@ -127,7 +143,7 @@ def save_model(
             old.unlink()
     also = also or {}
     pieces = stored_pieces(model.config)
-    shapes = {stored: shape for name, _ in model.named_parameters() for stored, shape in pieces[name]}
+    shapes = {stored: shape for name, _ in model.named_parameters() for stored, shape in pieces.get(name, ())}
     shapes |= {name: tuple(tensor.shape) for name, tensor in also.items()}
     _write_weights(shapes, chain(checkpoint_tensors(model), also.items()), folder, dtype, shard_bytes)
     write_json(folder / "generation_config.json", {**model.generation, **_ends(model, tokenizer)})
@@ -153,48 +169,16 @@ def _ends(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
 def checkpoint_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """The weights as a checkpoint stores them, name by name: what other programs call them. Views, no copies.
 
-    A parameter of which processes hold some rows each is gathered when it is its turn: all of them have to ask.
+    A parameter of which processes hold some rows each is gathered when it is its turn: all of them have to ask. Adapters
+    are merged, each when it is its turn.
     """
     pieces = stored_pieces(model.config)
-    for name, parameter in model.named_parameters():
+    for name, parameter in plain_weights(model):
         yield from _as_stored(whole(parameter), pieces[name])  # and keeps nothing of it
 
 
 def _as_stored(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor]]:
     return zip((stored for stored, _ in pieces), _split(parameter, pieces), strict=True)
-
-
-def stored_pieces(config: DecoderConfig) -> dict[str, Pieces]:
-    """For each parameter of `Decoder`, by name, the tensors of a checkpoint that it is made of."""
-    hidden, size = config.hidden, config.head_size
-    width, kv_width, intermediate = config.heads * size, config.kv_heads * size, config.intermediate
-    pieces: dict[str, Pieces] = {"embed.weight": (("model.embed_tokens.weight", (config.vocab, hidden)),)}
-    for number in range(config.layers):
-        ours, theirs = f"layers.{number}.", f"model.layers.{number}."
-        attention, mlp = theirs + "self_attn.", theirs + "mlp."
-        linear = {
-            "qkv": (
-                ((attention + "q_proj", width), (attention + "k_proj", kv_width), (attention + "v_proj", kv_width)),
-                hidden,
-            ),
-            "o": (((attention + "o_proj", hidden),), width),
-            "gate_up": (((mlp + "gate_proj", intermediate), (mlp + "up_proj", intermediate)), hidden),
-            "down": (((mlp + "down_proj", hidden),), intermediate),
-        }
-        biased = {"qkv": config.qkv_bias, "o": config.o_bias, "gate_up": config.mlp_bias, "down": config.mlp_bias}
-        for name, (outputs, inputs) in linear.items():
-            pieces[f"{ours}{name}.weight"] = tuple((f"{stored}.weight", (rows, inputs)) for stored, rows in outputs)
-            if biased[name]:
-                pieces[f"{ours}{name}.bias"] = tuple((f"{stored}.bias", (rows,)) for stored, rows in outputs)
-        pieces[ours + "attention_norm.weight"] = ((theirs + "input_layernorm.weight", (hidden,)),)
-        pieces[ours + "mlp_norm.weight"] = ((theirs + "post_attention_layernorm.weight", (hidden,)),)
-        if config.qk_norm:
-            norms = (attention + "q_norm.weight", attention + "k_norm.weight")
-            pieces[ours + "qk_norm"] = tuple((stored, (size,)) for stored in norms)
-    pieces["norm.weight"] = (("model.norm.weight", (hidden,)),)
-    if not config.tied:
-        pieces["output"] = (("lm_head.weight", (config.vocab, hidden)),)
-    return pieces
 
 
 def _load_decoder(
@@ -231,7 +215,7 @@ def allocate(
     return model.to_empty(device=device)
 
 
-def _load_other(folder: Path, source: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Model:
+def _load_other(folder: Path, source: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Backed:
     """By transformers, whose import takes seconds: only where it is needed."""
     from posttrain.models.transformers_folder import load_backed
 
@@ -264,7 +248,7 @@ def _pieces_here(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tenso
         at += shape[0]
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     if not (folder / INDEX).exists():
@@ -290,7 +274,7 @@ def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict
     expected = stored_pieces(model.config)
     with ExitStack() as opened:
         where: dict[str, tuple[Path, Any]] = {}  # by tensor, its file, closed and open
-        for file in _weight_files(folder):
+        for file in weight_files(folder):
             shard = opened.enter_context(open_tensors(file))
             where.update(dict.fromkeys(shard.keys(), (file, shard)))
         slices = {name: shard.get_slice(name) for name, (_, shard) in where.items()}
@@ -312,9 +296,10 @@ def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict
 
 def stored_names(folder: Path) -> set[str]:
     """The names of all tensors of a checkpoint folder. Raises UserError if its files are absent or damaged."""
+    files = [folder / ADAPTER] if is_adapter(folder) else weight_files(folder)
     with ExitStack() as opened:
-        shards = [opened.enter_context(open_tensors(file)) for file in _weight_files(folder)]
-        return {name for shard in shards for name in shard.keys()}  # noqa: SIM118  it is not a dict
+        shards = [opened.enter_context(open_tensors(file)) for file in files]
+        return {name.removeprefix(PREFIX) for shard in shards for name in shard.keys()}  # noqa: SIM118  it is not a dict
 
 
 def check_finite(file: Path, name: str, tensor: Tensor) -> None:

@@ -22,10 +22,12 @@ from posttrain.models.linear import (
     accumulates,
     add_product,
     collected,
-    collects,
+    learned,
+    multiplied,
     narrowed,
-    product,
+    of_learned,
     product_type,
+    written_out,
 )
 
 
@@ -118,7 +120,7 @@ def compiles() -> bool:
     return binder.layer() is not None
 
 
-def _covering(x: Tensor, float32: bool, *others: Tensor) -> binder.LayerLibrary | None:
+def _covering(x: Tensor, float32: bool, *others: Tensor | None) -> binder.LayerLibrary | None:
     """Compiled code, where it can do it: differentiable once at most, on a processor, in float32 or bfloat16.
 
     float32: x is so, whatever the type of products is.
@@ -129,7 +131,7 @@ def _covering(x: Tensor, float32: bool, *others: Tensor) -> binder.LayerLibrary 
         and x.is_contiguous()
         and product_type(x) in (torch.float32, torch.bfloat16)
         and x.dtype == (torch.float32 if float32 else product_type(x))
-        and all(y.dtype == torch.float32 for y in others)
+        and all(y is None or y.dtype == torch.float32 for y in others)
     ):
         return binder.layer()
     return None
@@ -143,16 +145,18 @@ def _library() -> binder.LayerLibrary:
 
 def norm_linear(x: Tensor, weight: Tensor, eps: float, linear: Linear) -> Tensor:
     """linear(rms_norm(x)): [T, inputs] -> [T, outputs]."""
-    if (collects(linear.weight) or not torch.is_grad_enabled()) and _covering(x, True, weight, linear.weight):
-        out: Tensor = _NormLinear.apply(x, weight, eps, linear.weight, linear.bias)
+    own = learned(linear)
+    if (written_out(linear) or not torch.is_grad_enabled()) and _covering(x, True, weight, *own):
+        out: Tensor = _NormLinear.apply(x, weight, eps, linear, *own)
         return out
     return linear(rms_norm(x, weight, eps))
 
 
 def swiglu_linear(x: Tensor, linear: Linear) -> Tensor:
     """linear(swiglu(x)): [T, 2 inputs] -> [T, outputs]."""
-    if (collects(linear.weight) or not torch.is_grad_enabled()) and _covering(x, False, linear.weight):
-        out: Tensor = _SwiGLULinear.apply(x, linear.weight, linear.bias)
+    own = learned(linear)
+    if (written_out(linear) or not torch.is_grad_enabled()) and _covering(x, False, *own):
+        out: Tensor = _SwiGLULinear.apply(x, linear, *own)
         return out
     return linear(swiglu(x))
 
@@ -180,51 +184,59 @@ class _NormLinear(torch.autograd.Function):
     """Keeps x and one number of each row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, linear: Linear, *learned: Tensor | None) -> Tensor:
         normed, rate = torch.empty_like(x, dtype=product_type(x)), x.new_empty(x.shape[0])
         _library().rms_norm(x, norm, eps, normed, rate, known=False)
-        narrow = narrowed(weight)
         ctx.save_for_backward(x, norm, rate)
-        ctx.weight, ctx.bias = weight, bias
-        return product(normed, narrow, None if bias is None else narrowed(bias))
+        ctx.linear = linear
+        return multiplied(normed, linear)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, norm, rate), narrow = ctx.saved_tensors, narrowed(ctx.weight, grad.dtype)
-        place = collected(ctx.weight)
-        assert place is not None
-        grad_normed = grad @ narrow
-        normed = torch.empty_like(grad_normed)
-        _library().rms_norm(x, norm, 0.0, normed, rate, known=True)
-        add_product(place, grad.t(), normed)
-        grad_x, grad_norm = torch.empty_like(x), x.new_zeros(torch.get_num_threads(), x.shape[1])
-        _library().rms_norm_backward(grad_normed, x, norm, rate, grad_x, grad_norm)
-        return grad_x, grad_norm.sum(0), None, None, None if ctx.bias is None else grad.sum(0, dtype=ctx.bias.dtype)
+        (x, norm, rate), weight, adapter = ctx.saved_tensors, ctx.linear.weight, ctx.linear.adapter
+        place = collected(weight)
+        to_normed = grad @ narrowed(weight, grad.dtype) if any(ctx.needs_input_grad[:2]) else None
+        to_inner = None if adapter is None else adapter.back(grad, to_normed)
+        if place is not None or adapter is not None:
+            normed = torch.empty_like(x, dtype=grad.dtype)
+            _library().rms_norm(x, norm, 0.0, normed, rate, known=True)
+            if place is not None:
+                add_product(place, grad.t(), normed)
+            if to_inner is not None:
+                adapter.collect(to_inner, grad, normed)
+        to_x = to_norm = None
+        if to_normed is not None:
+            to_x, norms = torch.empty_like(x), x.new_zeros(torch.get_num_threads(), x.shape[1])
+            _library().rms_norm_backward(to_normed, x, norm, rate, to_x, norms)
+            to_norm = norms.sum(0)
+        return to_x, to_norm, None, None, *of_learned(ctx, grad)
 
 
 class _SwiGLULinear(torch.autograd.Function):
     """Keeps x alone."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        inner, narrow = x.new_empty(x.shape[0], x.shape[1] // 2), narrowed(weight)
+    def forward(ctx: Any, x: Tensor, linear: Linear, *learned: Tensor | None) -> Tensor:
+        inner = x.new_empty(x.shape[0], x.shape[1] // 2)
         _library().swiglu(x, inner)
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias = weight, bias
-        return product(inner, narrow, None if bias is None else narrowed(bias))
+        ctx.linear = linear
+        return multiplied(inner, linear)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), narrow = ctx.saved_tensors, narrowed(ctx.weight, grad.dtype)
-        place = collected(ctx.weight)
-        assert place is not None
-        grad_inner = grad @ narrow
-        inner, grad_x = torch.empty_like(grad_inner), torch.empty_like(x)
-        _library().swiglu_backward(grad_inner, x, inner, grad_x)
-        add_product(place, grad.t(), inner)
-        return grad_x, None, None if ctx.bias is None else grad.sum(0, dtype=ctx.bias.dtype)
+        (x,), weight, adapter = ctx.saved_tensors, ctx.linear.weight, ctx.linear.adapter
+        to_inner = grad @ narrowed(weight, grad.dtype)
+        to_low = None if adapter is None else adapter.back(grad, to_inner)
+        inner, to_x = torch.empty_like(to_inner), torch.empty_like(x)
+        _library().swiglu_backward(to_inner, x, inner, to_x)
+        if (place := collected(weight)) is not None:
+            add_product(place, grad.t(), inner)
+        if to_low is not None:
+            adapter.collect(to_low, grad, inner)
+        return to_x, None, *of_learned(ctx, grad)
 
 
 class _RoPE(torch.autograd.Function):

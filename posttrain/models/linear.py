@@ -6,11 +6,11 @@ T    tokens
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,124 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.adapter: Adapter | None = None  # with one, the weight is frozen
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, inputs] -> [T, outputs]."""
-        if collects(self.weight) and torch.is_grad_enabled():
-            accumulated: Tensor = _Product.apply(x, self.weight, self.bias)
+        if written_out(self) and torch.is_grad_enabled():
+            accumulated: Tensor = _Product.apply(x, self, *learned(self))
             return accumulated
-        return product(x, self.weight, self.bias)
+        if self.adapter is None:
+            return product(x, self.weight, self.bias)
+        if torch.is_grad_enabled():
+            return product(x, self.weight, self.bias) + self.adapter(x)
+        return multiplied(x.to(product_type(x)), self)
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """The one weight that computes the same, [outputs, inputs]: without an adapter, the weight itself."""
+        return self.weight.detach() if self.adapter is None else self.adapter.merged(self.weight)
+
+
+class LinearOfRows(Linear):
+    """The same for rows of tokens, in the place of a layer of torch's whose tensors it takes."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.adapter = cast(nn.Parameter, layer.weight), None
+        self.bias = cast(nn.Parameter | None, layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
+class Place(NamedTuple):
+    """Where one adapted piece of a product lies."""
+
+    outputs: slice  # among the outputs of the product
+    rows: slice  # of B
+    inner: slice  # rows of A
+
+
+class Adapter(nn.Module):
+    """What a low-rank adapter adds to a product: scale * B A x (LoRA, arXiv 2106.09685, equation 3).
+
+    A product may compute several stored matrices at once (q, k, v), each of which has an A and a B of its own, or none.
+    All A lie on top of each other, [pieces * rank, inputs], for one product with x; so do all B, [their outputs, rank].
+    """
+
+    def __init__(self, inputs: int, outputs: int, pieces: Sequence[tuple[str, slice]], rank: int, scale: float) -> None:
+        """Uninitialised. `pieces`: the names of the adapted matrices, and which of the outputs each computes."""
+        super().__init__()
+        self.names = tuple(name for name, _ in pieces)
+        self.outputs, self.rank, self.scale = outputs, rank, scale
+        places, end = [], 0
+        for number, (_, rows) in enumerate(pieces):
+            begin, end = end, end + rows.stop - rows.start
+            places.append(Place(rows, slice(begin, end), slice(number * rank, (number + 1) * rank)))
+        self.places = tuple(places)
+        self.a = nn.Parameter(torch.empty(len(pieces) * rank, inputs))
+        self.b = nn.Parameter(torch.empty(end, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, inputs] -> [T, outputs], by operations that can be differentiated twice."""
+        inner = product(x, self.a, None) * self.scale
+        parts, end = [], 0
+        for place in self.places:
+            parts.append(inner.new_zeros(len(x), place.outputs.start - end))
+            parts.append(product(inner[:, place.inner], self.b[place.rows], None))
+            end = place.outputs.stop
+        parts.append(inner.new_zeros(len(x), self.outputs - end))
+        return torch.cat([part for part in parts if part.shape[1]], 1)
+
+    def shifted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with the weight and what is added to it, without a gradient; all of the type of products.
+
+        A sum of both weights, made anew for each micro-batch, would save one hundredth of an update, and be rounded where
+        products are narrower than weights: most of what an update adds would be lost.
+        """
+        out, inner, b = product(x, weight, bias), self.inner(x), narrowed(self.b)
+        for place in self.places:
+            if in_one_block():
+                out[:, place.outputs].addmm_(inner[:, place.inner], b[place.rows].t())
+            else:
+                out[:, place.outputs] += product(inner[:, place.inner].contiguous(), b[place.rows], None)
+        return out
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """A copy of the weight with the adapter in it."""
+        weight = weight.detach().clone()
+        for place in self.places:
+            weight[place.outputs].addmm_(self.b.detach()[place.rows], self.a.detach()[place.inner], alpha=self.scale)
+        return weight
+
+    def inner(self, x: Tensor) -> Tensor:
+        """scale * A x."""
+        return product(x, narrowed(self.a, x.dtype), None).mul_(self.scale)
+
+    def back(self, grad: Tensor, to_x: Tensor | None) -> Tensor:
+        """Adds what goes back through the adapter to the gradient of x. Returns the gradient of A x.
+
+        grad [T, outputs]: of the product; all of one type.
+        """
+        b = narrowed(self.b, grad.dtype)
+        to_inner = grad.new_empty(len(grad), len(self.a))
+        for place in self.places:
+            torch.mm(grad[:, place.outputs], b[place.rows], out=to_inner[:, place.inner])
+        to_inner.mul_(self.scale)
+        if to_x is not None:
+            to_x.addmm_(to_inner, narrowed(self.a, grad.dtype))
+        return to_inner
+
+    def collect(self, to_inner: Tensor, grad: Tensor, x: Tensor) -> None:
+        """Adds the gradients of A and B to theirs."""
+        to_a, to_b = collected(self.a), collected(self.b)
+        assert to_a is not None and to_b is not None
+        add_product(to_a, to_inner.t(), x)
+        inner = self.inner(x)
+        for place in self.places:
+            add_product(to_b[place.rows], grad[:, place.outputs].t(), inner[:, place.inner])
 
 
 class Embedding(nn.Module):
@@ -166,6 +277,21 @@ def collects(weight: Tensor) -> bool:
     return accumulates() and weight.is_leaf and weight.requires_grad
 
 
+def written_out(linear: Linear) -> bool:
+    """Whether the backward pass of this product is one of ours: of what is frozen, and of its adapter, too."""
+    return accumulates() and linear.weight.is_leaf
+
+
+def learned(linear: Linear) -> tuple[Tensor | None, ...]:
+    """The bias, and what else torch is to see that there is a gradient to be had."""
+    adapter = linear.adapter
+    return linear.bias, linear.weight, *(() if adapter is None else (adapter.a, adapter.b))
+
+
+def in_one_block() -> bool:
+    return _ways().block is None
+
+
 def product_type(x: Tensor) -> torch.dtype:
     """Of the products that x goes into: under autocast, its own."""
     device = x.device.type
@@ -199,25 +325,40 @@ def add_product(place: Tensor, one: Tensor, other: Tensor) -> None:
         place.add_(one @ other)
 
 
+def multiplied(x: Tensor, linear: Linear) -> Tensor:
+    """The product, without a gradient. x is of the type of products."""
+    weight, bias, adapter = narrowed(linear.weight), linear.bias, linear.adapter
+    shift = None if bias is None else narrowed(bias)
+    return product(x, weight, shift) if adapter is None else adapter.shifted(x, weight, shift)
+
+
 class _Product(torch.autograd.Function):
-    """functional.linear, also under autocast."""
+    """functional.linear, also under autocast; of a frozen weight only the gradient towards x is computed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.weight, ctx.bias, ctx.type = weight, bias, x.dtype
-        x, narrow, shift = x.to(product_type(x)), narrowed(weight), None if bias is None else narrowed(bias)
-        ctx.save_for_backward(x)
-        return functional.linear(x, narrow, shift)
+    def forward(ctx: Any, x: Tensor, linear: Linear, *learned: Tensor | None) -> Tensor:
+        ctx.linear, ctx.type = linear, x.dtype
+        x = x.to(product_type(x))
+        ctx.save_for_backward(x if linear.weight.requires_grad or linear.adapter is not None else None)
+        return multiplied(x, linear)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), narrow = ctx.saved_tensors, narrowed(ctx.weight, grad.dtype)
-        to_x = (grad @ narrow).to(ctx.type) if ctx.needs_input_grad[0] else None
-        place = collected(ctx.weight)
-        assert place is not None
-        add_product(place, grad.t(), x)
-        return to_x, None, None if ctx.bias is None else grad.sum(0, dtype=ctx.bias.dtype)
+        (x,), weight, adapter = ctx.saved_tensors, ctx.linear.weight, ctx.linear.adapter
+        to_x = grad @ narrowed(weight, grad.dtype) if ctx.needs_input_grad[0] else None
+        if (place := collected(weight)) is not None:
+            add_product(place, grad.t(), x)
+        if adapter is not None:
+            adapter.collect(adapter.back(grad, to_x), grad, x)
+        return None if to_x is None else to_x.to(ctx.type), None, *of_learned(ctx, grad)
+
+
+def of_learned(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """What a backward pass returns for `learned`: the others are collected."""
+    linear = ctx.linear
+    to_bias = grad.sum(0, dtype=linear.bias.dtype) if linear.bias is not None and linear.bias.requires_grad else None
+    return to_bias, *(None for _ in learned(linear)[1:])
 
 
 class _Rows(torch.autograd.Function):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from posttrain.models.adapter_config import described_in
 from posttrain.models.json_files import Fields, read_json
 from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
 
@@ -22,8 +23,9 @@ class Outline(NamedTuple):
 def outline(folder: str | Path, chat_template: str | None = None) -> Outline:
     """Of a checkpoint folder. `chat_template`: see `Tokenizer.load`. Raises UserError for one that is none."""
     folder = checkpoint_folder(folder)
-    source = read_json(folder / "config.json")
-    return Outline(Tokenizer.load(folder, chat_template), context_of(folder, source))
+    described = described_in(folder)
+    source = read_json(described / "config.json")
+    return Outline(Tokenizer.load(folder, chat_template), context_of(described, source))
 
 
 def context_of(folder: Path, source: Mapping[str, Any]) -> int:

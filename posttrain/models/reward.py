@@ -20,12 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.batch import Layout
+from posttrain.models.adapter_config import NOTE, is_adapter
+from posttrain.models.adapter_folder import checked_base, read_adapter, read_note, save_adapter
 from posttrain.models.config_json import read_config, read_eos_ids
 from posttrain.models.decoder import Decoder, DecoderConfig
 from posttrain.models.folder import BACKBONE, INNER, OURS, SCORE, allocate, of_backbone, read_weights, save_model
 from posttrain.models.head import Head
-from posttrain.models.json_files import read_json, shown
-from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
+from posttrain.models.json_files import Fields, is_whole, read_json, shown
+from posttrain.models.tokenizer import VOCAB_MOST, Tokenizer, checkpoint_folder
 from posttrain.protocols import Model
 from posttrain.types import UserError
 
@@ -102,8 +104,16 @@ class RewardModel(nn.Module):
             self.offset = self.measured()
 
     def save(self, folder: Path) -> None:
-        """Write config.json and weights, as `load_reward_model` reads them, and transformers where it can."""
+        """Write config.json and weights, as `load_reward_model` reads them, and transformers where it can.
+
+        Of an adapted model adapters and head, as PEFT has them for sequence classification.
+        """
         self.measure()
+        also = {SCORE: self.score.detach()}
+        if self.inner is not None:
+            also[INNER] = self.inner.detach()
+        if self.backbone.lora is not None:
+            return save_adapter(self.backbone, folder, also, self._noted())
         family, ends = self.config.family, self.eos_ids
         told: dict[str, Any] = {
             "architectures": [CLASSIFIERS[family]],
@@ -118,10 +128,18 @@ class RewardModel(nn.Module):
         if not self.shape.stored_by_transformers:
             told |= {"architectures": ["PosttrainRewardModel"], "model_type": OURS, BACKBONE: family}
             told |= {"posttrain_pooling": self.shape.pooling, "posttrain_head": self.shape.head}
-        also = {SCORE: self.score.detach()}
-        if self.inner is not None:
-            also[INNER] = self.inner.detach()
         save_model(self.backbone, folder, also=also, told=told)
+
+    def _noted(self) -> dict[str, Any]:
+        """What a folder of adapters remembers beside them and the head."""
+        return {
+            "posttrain_pooling": self.shape.pooling,
+            "posttrain_head": self.shape.head,
+            "vocab_size": self.config.vocab,
+            "eos_token_id": list(self.eos_ids),
+            "pad_token_id": self.pad,
+            OFFSET: self.offset,
+        }
 
 
 if TYPE_CHECKING:
@@ -138,11 +156,13 @@ def new_reward_model(folder: str | Path, shape: Shape, seed: int, device: str | 
 
 def load_reward_model(folder: str | Path, device: str | torch.device = "cpu") -> RewardModel:
     """The reward model of a folder. Raises UserError if it holds another kind of model, or a damaged one."""
-    source = read_json(checkpoint_folder(folder) / "config.json")
+    folder = checkpoint_folder(folder)
+    source = read_note(folder) if is_adapter(folder) else read_json(folder / "config.json")
     shape = Shape(source.get("posttrain_pooling", "last"), source.get("posttrain_head", "linear"))
     if shape.pooling not in ("last", "mean") or shape.head not in ("linear", "mlp"):
         raise UserError(
-            f"{folder}: config.json has an unknown form of reward model: {shown(shape.pooling)}, {shown(shape.head)}"
+            f"{folder}: {NOTE if is_adapter(folder) else 'config.json'} has an unknown form of reward model: "
+            f"{shown(shape.pooling)}, {shown(shape.head)}"
         )
     model, found = _read(folder, shape, 0, device)
     if SCORE not in found:
@@ -162,6 +182,8 @@ def _read(
     folder: str | Path, shape: Shape, seed: int, device: str | torch.device
 ) -> tuple[RewardModel, dict[str, Tensor]]:
     folder = checkpoint_folder(folder)
+    if is_adapter(folder):
+        return _read_adapted(folder, shape, seed, device)
     source = of_backbone(read_json(folder / "config.json"))
     config = read_config(folder, source)
     backbone = allocate(folder, replace(config, tied=True), torch.float32, torch.device(device))
@@ -173,6 +195,22 @@ def _read(
     backbone.source, backbone.generation = {k: v for k, v in source.items() if k not in FORM}, generation
     pad = source.get("pad_token_id")
     return RewardModel(backbone, shape, seed, pad if isinstance(pad, int) else None), found
+
+
+def _read_adapted(
+    folder: Path, shape: Shape, seed: int, device: str | torch.device
+) -> tuple[RewardModel, dict[str, Tensor]]:
+    """The base of a folder of adapters with these, and the head: the folder's, or else the base's."""
+    model, found = _read(checked_base(folder), shape, seed, device)
+    fields = Fields(folder / NOTE, read_note(folder))
+    vocab = model.config.vocab
+    _grow(model.backbone, fields.whole("vocab_size", vocab, VOCAB_MOST, vocab))
+    own = read_adapter(model.backbone, folder, (SCORE, INNER))
+    ends = fields.get("eos_token_id")
+    if isinstance(ends, list) and all(is_whole(end, 0, model.config.vocab - 1) for end in ends):
+        model.eos_ids = tuple(ends)
+    model.pad = fields.whole("pad_token_id", 0, model.config.vocab - 1, model.pad)
+    return model, own if SCORE in own else found
 
 
 def _take_over(model: RewardModel, found: dict[str, Tensor], folder: str | Path) -> None:
@@ -206,5 +244,5 @@ def _grow(backbone: Decoder, vocab: int) -> None:
         return
     old = backbone.embed.weight
     rows = old.new_zeros((vocab - len(old), old.shape[1]))
-    backbone.embed.weight = nn.Parameter(torch.cat((old.detach(), rows)))
+    backbone.embed.weight = nn.Parameter(torch.cat((old.detach(), rows)), old.requires_grad)
     backbone.config = replace(backbone.config, vocab=vocab)

@@ -6,11 +6,22 @@ Such a tensor is torch's DTensor. It is known here by what it can do, since only
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor
 
 GATHER = "gathered"
 """The attribute of a parameter by which it is gathered from all processes. Each of them has to ask for the same ones."""
+
+MEETING = "meeting"
+"""The attribute of a sharded model: a context in which all processes may ask it, and where one that is lost is told."""
+
+
+def asked_by_all(model: Any) -> AbstractContextManager[None]:
+    """Within it a model may be asked outside of its learner. Where it lies in several processes, each has to do that."""
+    meeting: Callable[[], AbstractContextManager[None]] | None = getattr(model, MEETING, None)
+    return nullcontext() if meeting is None else meeting()
 
 
 def whole(parameter: Tensor) -> Tensor:

@@ -133,6 +133,10 @@ class Tokenizer:
         folder = checkpoint_folder(folder)
         file = folder / "tokenizer.json"
         if not file.exists():
+            from posttrain.models.adapter_config import base_of, is_adapter
+
+            if is_adapter(folder):  # PEFT leaves it with the base
+                return cls.load(base_of(folder))
             return _load_with_transformers(folder)
         text = read_text(file)
         config = _read_special(folder / "tokenizer_config.json")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,14 +25,18 @@ from posttrain.models.config_json import read_eos_ids
 from posttrain.models.head import Head
 from posttrain.models.image_processor import ImageProcessor, placeholder_ids
 from posttrain.models.json_files import read_json, shown, write_json
+from posttrain.models.lora import plain_weights
 from posttrain.models.memory import available_memory, in_gib
 from posttrain.models.outline import context_of
 from posttrain.models.vision import Vision
 from posttrain.pictures import PICTURES, PictureError, png
 from posttrain.types import Media, Transcript, UserError, positions_of
 
+ACTIVATIONS = 0.5  # of the memory that is free behind the weights, for what a backward pass needs
 TOLERANCE = 1e-4  # nats, in float32
 COARSE = 0.1  # in narrower types
+TRUST = "POSTTRAIN_TRUST_REMOTE_CODE"
+"""Not an option: these may come from a recipe that somebody else wrote."""
 RECORDING = "posttrain_recording"  # our attention while a model is looked at
 PROBES = ((11, 3, 7, 2, 5, 1, 13), (4, 9))
 """Two texts behind one beginning: what tokens they are made of, before they are taken modulo the vocabulary."""
@@ -43,13 +48,13 @@ def load_backed(
     source: Mapping[str, Any],
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    trust: bool = False,
 ) -> Backed:
-    """The model of a folder. `trust`: whether code that lies in the folder may run.
+    """The model of a folder. Python code that lies in it is run where the environment says TRUST=1.
 
     Raises UserError if transformers does not know its architecture, if it is no decoder, if weights are missing or left
     over, or if its log-probabilities come out otherwise than by its own forward.
     """
+    trust = os.environ.get(TRUST) == "1"
     _check(folder, source, trust)
     inner = _opened(folder, source, dtype, trust).to(device)
     for name, parameter in inner.named_parameters():
@@ -65,6 +70,24 @@ def load_backed(
     ends = {**(text if isinstance(text, dict) else {}), **source}
     model.eos_ids = read_eos_ids(folder, ends, model.generation, model.config.vocab)
     choose_way(model, folder)
+    model.activation_room = available_memory(model.head.device) * ACTIVATIONS
+    model.kept_per_token = _kept_per_token(model)
+    return model
+
+
+def empty_backed(
+    folder: Path, dtype: torch.dtype, device: torch.device, context: int, how: Mapping[str, Any]
+) -> Backed:
+    """The model that a config.json describes, with weights yet to come. `how`: what was found out of it elsewhere."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _quiet():
+        inner: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    if dtype == torch.float64 and hasattr(inner, "set_experts_implementation"):
+        inner.set_experts_implementation("eager")
+    model = Backed(inner.to(device), context)
+    model.scale, model.cap, model.rows_attention = how["scale"], how["cap"], how["attention"]
+    model.attend(model.rows_attention)
     return model
 
 
@@ -90,7 +113,7 @@ def stored_tensors(model: Backed) -> Iterator[tuple[str, Tensor]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.no_grad():
-        state = {name: p.detach() for name, p in model.inner.named_parameters()}
+        state = {name.removeprefix("inner."): p.detach() for name, p in plain_weights(model)}
         yield from revert_weight_conversion(model.inner, state).items()
 
 
@@ -104,7 +127,7 @@ def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
             f"{file}: model_type {shown(kind)} needs transformers: pip install 'posttrain[transformers]'"
         ) from error
     if source.get("auto_map") and not trust and kind not in CONFIG_MAPPING:
-        raise UserError(f"{file}: this model is Python code of its own: read it, then give --trust-remote-code")
+        raise UserError(f"{file}: this model is Python code of its own: read it, then set {TRUST}=1")
     if kind not in CONFIG_MAPPING and not trust:
         raise UserError(f"{file}: model_type {shown(kind)} is unknown, here and to the installed transformers")
     if source.get("is_encoder_decoder"):
@@ -294,6 +317,25 @@ def _ways(model: Backed) -> Iterator[tuple[Way, str]]:
     if _is_flat(model):
         yield "flat", NAME
     yield from (("rows", "sdpa"), ("rows", "eager"))
+
+
+def _kept_per_token(model: Backed) -> float:
+    """Bytes that a forward pass keeps of each token for the backward pass, measured on the probes."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    layout, at = _probe(model)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = model.hidden(layout, at)  # held until they are counted: a freed address would be used again
+        count = sum(kept.values())
+    del found
+    return count / len(layout.tokens)
 
 
 def _for_rows(model: Backed) -> str:

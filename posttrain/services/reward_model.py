@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Layout
+from posttrain.models.adapter_config import described_in
 from posttrain.models.attention import each_alone, filled
 from posttrain.models.folder import SCORE, stored_names
 from posttrain.models.fused import compiles
@@ -56,7 +57,7 @@ class RewardModel:
     def __init__(self, folder: str | Path, device: str | torch.device = "cpu") -> None:
         """Raises UserError if there is no such folder, if it is of an unsupported family, or has no score head."""
         self.folder = checkpoint_folder(folder)
-        read_json(self.folder / "config.json")
+        read_json(described_in(self.folder) / "config.json")
         if SCORE not in stored_names(self.folder):  # told before all of it is read
             raise UserError(
                 f"--reward-model {folder} has no score head ({SCORE}): it is a language model, not a reward model; give a "

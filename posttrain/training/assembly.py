@@ -41,7 +41,7 @@ from posttrain.sources.rl import Experience
 from posttrain.sources.sft import Transcripts
 from posttrain.training.adjust import adjust
 from posttrain.training.evaluation import measured, repeated
-from posttrain.training.learning import held_model, new_learner
+from posttrain.training.learning import new_learner, policy, reference
 from posttrain.training.playground import open_playground
 from posttrain.training.setup import (
     amount,
@@ -52,8 +52,8 @@ from posttrain.training.setup import (
     microbatch_tokens,
     mind_unknown,
     optimization,
-    parameters,
     prepare,
+    size_of,
     split_tasks,
     watch_lengths,
 )
@@ -89,7 +89,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
             open_playground(config, env, train_tasks, device, run.path, resumed, [folder], run.world)
         )
         pool = ground.pool
-        model, tokenizer = held_model(config, folder, device, run.world), ground.models[0].tokenizer
+        model, tokenizer = policy(config, folder, device, run.world), ground.models[0].tokenizer
         end_tokens(model, tokenizer)  # there must be one, or no reply would end
         mind_unknown(tokenizer, train_tasks)
         too_long = watch_lengths(config, model.config.context)
@@ -173,7 +173,7 @@ def _learner(
     """The learner with what the row needs beside the policy."""
     others = dict(staff.models) if staff else {}
     if Need.REFERENCE in algorithm.needs:
-        others[REFERENCE] = held_model(config, start, model.head.device, world).requires_grad_(False)
+        others[REFERENCE] = reference(config, model, start, world, moves=bool(algorithm.refresh))
     teacher = algorithm.teacher
     return new_learner(
         config,
@@ -194,7 +194,7 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
     """What runs, in words."""
     rollouts = config.prompts * config.group
     return [
-        f"model {parameters(model):,} parameters, context {model.config.context}, vocabulary {model.config.vocab}",
+        f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         tasks,
         f"{config.steps} steps of {config.prompts} prompts x {config.group} rollouts = {rollouts} rollouts "
         f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, model.head.device)} tokens; "

@@ -26,7 +26,7 @@ from posttrain.protocols import Model
 from posttrain.runs.opening import RunFolder, begin
 from posttrain.sources.enacting import Enact, enacted_texts, enacting
 from posttrain.sources.sft import Demonstrations, Likelihood, Transcripts
-from posttrain.training.learning import held_model, new_learner
+from posttrain.training.learning import new_learner, policy
 from posttrain.training.passes import must_end, sizes, updates
 from posttrain.training.playground import open_services
 from posttrain.training.setup import (
@@ -73,7 +73,9 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     if folder:
         tokenizer = Tokenizer.load(folder, config.chat_template)
         mind_messages(tokenizer, tasks)
-        model = held_model(config, folder, device, run.world)
+        model = policy(config, folder, device, run.world)
+    elif config.lora is not None:
+        raise UserError("--lora adapts a model that is there, and a new one has to learn everything: give --model")
     else:
         model, tokenizer = _from_scratch(config, tasks, play, device)
     mind_unknown(tokenizer, tasks)

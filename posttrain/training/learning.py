@@ -11,10 +11,26 @@ import torch
 from posttrain.config import Training
 from posttrain.learners.dealing import DealingLearner
 from posttrain.learners.local import Optimization
+from posttrain.models.adapter_config import is_adapter
+from posttrain.models.adapter_folder import base_named, fingerprint, read_adapter
 from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import load_model
+from posttrain.models.lora import (
+    ALL,
+    Adaptable,
+    LoRA,
+    adapters,
+    attach,
+    begin,
+    decoder_of,
+    named_targets,
+    shared_copy,
+    sharing,
+    targets_of,
+)
 from posttrain.models.reward import RewardModel
+from posttrain.models.tokenizer import checkpoint_folder
 from posttrain.protocols import Model, World
 from posttrain.types import UserError
 
@@ -29,6 +45,96 @@ def held_model(config: Training, folder: Path, device: torch.device, world: Worl
     from posttrain.learners.sharding import shard  # it brings half of torch.distributed
 
     return load_model(folder, device=device, shard=partial(shard, size=world.size, device=device), shares=world.size)
+
+
+def policy(config: Training, folder: Path, device: torch.device, world: World) -> Model:
+    """The model of a folder as it is to be trained: whole, or its adapters, which are new with `--lora`.
+
+    Raises UserError where the options say something else than the adapter that is there.
+    """
+    if config.lora is None and not is_adapter(folder):
+        _refuse_without_lora(config)
+        return held_model(config, folder, device, world)
+    _refuse_shards(config)  # before anything is read
+    model = load_model(folder, device=device)
+    adapt(config, decoder_of(model), folder)
+    return model
+
+
+def adapt(config: Training, decoder: Adaptable, folder: Path) -> None:
+    """Freeze the weights of a decoder that was read from a folder, and let its adapters learn: those there, or new ones."""
+    if config.lora is None and decoder.lora is None:
+        return _refuse_without_lora(config)
+    _refuse_shards(config)
+    if decoder.lora is not None:
+        _refuse_other(config, decoder, folder)
+        return
+    assert config.lora is not None
+    targets = named_targets(config.lora_targets, targets_of(decoder))
+    alpha = 2.0 * config.lora if config.lora_alpha is None else config.lora_alpha
+    lora = LoRA(config.lora, alpha, config.rslora, base_named(folder), fingerprint(checkpoint_folder(folder)))
+    left = decoder.tower() if isinstance(decoder, Backed) and not config.train_vision else set()
+    attach(decoder, lora, lambda name: name.rpartition(".")[2] in targets and name not in left)
+    begin(decoder, config.seed)
+
+
+def reference(config: Training, model: Model, start: Path, world: World, moves: bool = False) -> Model:
+    """What the policy was when the run began, frozen. Beside adapters it is the same weights without them.
+
+    `moves`: the policy is to become it now and then.
+    """
+    if not isinstance(model, Decoder | Backed) or model.lora is None:
+        return held_model(config, start, model.head.device, world).requires_grad_(False)
+    if not is_adapter(start):
+        if not moves:
+            return sharing(model)
+        other = shared_copy(model)
+        begin(other, config.seed)
+        return other
+    other = sharing(model)
+    read_adapter(other, start)
+    return other.requires_grad_(False)
+
+
+def _refuse_without_lora(config: Training) -> None:
+    for name, value, default in _asked(config)[1:]:
+        if value != default:
+            raise UserError(f"{name} has no effect without --lora RANK: give it, or leave it out")
+
+
+def _asked(config: Training) -> list[tuple[str, Any, Any]]:
+    """(option, its value, its default) of what says how a model is adapted."""
+    return [
+        ("--lora", config.lora, None),
+        ("--lora-alpha", config.lora_alpha, None),
+        ("--lora-targets", config.lora_targets, (ALL,)),
+        ("--rslora", config.rslora, False),
+    ]
+
+
+def _refuse_shards(config: Training) -> None:
+    if config.shard:
+        raise UserError(
+            "--shard deals out weights that learn, and beside adapters they are frozen: leave it out, each process holds "
+            "them once"
+        )
+
+
+def _refuse_other(config: Training, decoder: Adaptable, folder: Path) -> None:
+    """Raise UserError where the options say something else than the adapter that is there, and goes on."""
+    lora = decoder.lora
+    assert lora is not None
+    names = {name.rpartition(".")[2] for adapter in adapters(decoder) for name in adapter.names}
+    known = targets_of(decoder)
+    there = (lora.rank, lora.alpha, tuple(name for name in known if name in names), lora.rslora)
+    for (option, value, default), own in zip(_asked(config), there, strict=True):
+        asked = named_targets(value, known) if option == "--lora-targets" else value
+        if value != default and asked != own:
+            told = " ".join(own) if isinstance(own, tuple) else f"{own:g}"
+            raise UserError(
+                f"{folder} is an adapter with {option} {told}, which goes on: leave the option out, or posttrain merge it "
+                "and begin a new one"
+            )
 
 
 def new_learner(

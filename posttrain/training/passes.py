@@ -18,7 +18,7 @@ from posttrain.sources.made import Made, steps_per_epoch
 from posttrain.training.setup import (
     amount,
     microbatch_tokens,
-    parameters,
+    size_of,
     split_tasks,
     warn,
 )
@@ -85,7 +85,7 @@ def sizes(
     """What runs, in words. `tasks`: to train on, and held out; `noun`: what a step has `--rows` of."""
     between = f", between products {build.backend(compiles())}" if device.type == "cpu" else ""
     return [
-        f"model {parameters(model):,} parameters, context {model.config.context}, vocabulary {model.config.vocab}",
+        f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         f"{amount(tasks[0])}, {len(tasks[1] or ())} held out",
         f"{steps} steps of {config.rows} {noun}, micro-batches of {microbatch_tokens(config, device)} tokens{between}",
     ]

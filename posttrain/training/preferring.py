@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from posttrain.data.items import to_compared, to_judged
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.kernels import build
 from posttrain.learners.local import LocalLearner
-from posttrain.models.folder import load_model
 from posttrain.models.fused import compiles
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import validate
@@ -27,7 +27,7 @@ from posttrain.runs.opening import RunFolder, begin
 from posttrain.sources.items import Comparisons, Items
 from posttrain.sources.made import visited
 from posttrain.sources.references import Reference, refer
-from posttrain.training.learning import held_model, new_learner
+from posttrain.training.learning import new_learner, policy, reference
 from posttrain.training.passes import check, compared_rows, must_end, sizes, updates
 from posttrain.training.setup import (
     end_tokens,
@@ -79,7 +79,7 @@ def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
     folder = run.checkpoint or run.start
     assert folder
     tokenizer = Tokenizer.load(folder, config.chat_template)
-    model = held_model(config, folder, device, run.world)
+    model = policy(config, folder, device, run.world)
     mind_unknown(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
@@ -139,9 +139,10 @@ class _Reference:
         if self.run.checkpoint is None:
             return self.learner.evaluate(batches)
         if self._own is None:
+            config = self.run.config
             assert self.run.start
-            model = load_model(self.run.start, device=self.device).requires_grad_(False)
-            self._own = LocalLearner(model, optimization(self.run.config, 1), precision=self.run.config.precision)
+            model = reference(replace(config, shard=False), self.learner.model, self.run.start, self.run.world)
+            self._own = LocalLearner(model, optimization(config, 1), precision=config.precision)
         return self._own.evaluate(batches)
 
 

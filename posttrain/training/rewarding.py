@@ -23,7 +23,7 @@ from posttrain.seeds import seed_of
 from posttrain.sources.items import Items
 from posttrain.sources.packing import Read
 from posttrain.sources.scored import Judgements
-from posttrain.training.learning import new_learner
+from posttrain.training.learning import adapt, new_learner
 from posttrain.training.passes import check, compared_rows, must_end, sizes, updates
 from posttrain.training.scores import Scored
 from posttrain.training.setup import (
@@ -96,7 +96,9 @@ def _started(run: RunFolder[RewardModelling], shape: Shape, device: Any) -> tupl
         model = load_reward_model(folder, device)
     else:
         model = new_reward_model(folder, shape, seed_of(run.config.seed, "score"), device)
-    return model, settle(model, tokenizer, end_tokens(model, tokenizer))
+    tokenizer = settle(model, tokenizer, end_tokens(model, tokenizer))
+    adapt(run.config, model.backbone, folder)
+    return model, tokenizer
 
 
 def _read(shape: Shape) -> Read:

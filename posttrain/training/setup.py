@@ -297,6 +297,12 @@ def parameters(model: Model) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def size_of(model: Model) -> str:
+    """How many parameters a model has, and how many of them learn, in words."""
+    count, learning = parameters(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return f"{count:,} parameters" + (f" of which {learning:,} learn" if learning < count else "")
+
+
 def beyond(max_tokens: int, context: int) -> list[str]:
     """A line for the user where no reply can be as long as --max-tokens allows; else []."""
     if max_tokens < context:

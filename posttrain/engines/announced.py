@@ -1,0 +1,83 @@
+"""What engines in other processes are told of a model: its config.json, its tensors by name, how much they have to keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from posttrain.models.backed import Backed
+from posttrain.models.config_json import written_config
+from posttrain.models.decoder import Decoder
+from posttrain.models.folder import checkpoint_tensors
+from posttrain.models.rows import whole
+from posttrain.protocols import Model
+from posttrain.types import UserError
+
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A model of either kind, as programs that read checkpoints know it."""
+
+    model: Decoder | Backed
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        if isinstance(self.model, Decoder):
+            return dict(self.model.source) or written_config(self.model.config)
+        found: dict[str, Any] = json.loads(self.model.inner.config.to_json_string())
+        return found
+
+    @property
+    def tied(self) -> bool:
+        if isinstance(self.model, Decoder):
+            return self.model.config.tied
+        return self.model.tied
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Under the names of a checkpoint."""
+        if isinstance(self.model, Decoder):
+            return checkpoint_tensors(self.model)
+        from posttrain.models.transformers_folder import stored_tensors
+
+        return stored_tensors(self.model)
+
+    def with_head(self) -> Iterator[tuple[str, Tensor]]:
+        """The same, with the output head even where it is the embedding."""
+        for name, tensor in self.tensors():
+            if name != HEAD or not self.tied:
+                yield name, tensor
+        if self.tied:
+            yield HEAD, whole(self.model.head.weight)
+
+    @property
+    def embedding(self) -> str:
+        """The name of the embedding's weight."""
+        if isinstance(self.model, Decoder):
+            return "model.embed_tokens.weight"
+        weight = self.model.inner.get_input_embeddings().weight
+        return next(name for name, tensor in self.tensors() if tensor.data_ptr() == weight.data_ptr())
+
+    @property
+    def kept(self) -> int:
+        """How many numbers are kept of each token, at most: keys and values of all layers."""
+        if isinstance(self.model, Decoder):
+            config = self.model.config
+            return 2 * config.layers * config.kv_heads * config.head_size
+        text = self.model.inner.config.get_text_config()
+        heads = getattr(text, "num_attention_heads", 1)
+        size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return int(2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * size)
+
+
+def announced(model: Model) -> Announced:
+    """Raises UserError for a kind of model that only this process knows."""
+    if not isinstance(model, Decoder | Backed):
+        raise UserError(f"engines in other processes cannot take over the weights of a {type(model).__name__}")
+    return Announced(model)

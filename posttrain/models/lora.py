@@ -1,0 +1,222 @@
+"""Low-rank adapters of a decoder (LoRA, arXiv 2106.09685): which products have one, how they begin, what they add up to.
+
+Decides what is shared. An adapted decoder's own weights are frozen, so a second decoder over the very same tensors, with
+other adapters or none, costs no memory: the model as it was before training is such a one.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.models.backed import Backed
+from posttrain.models.decoder import Decoder
+from posttrain.models.linear import Adapter, Linear, LinearOfRows
+from posttrain.models.stored import stored_pieces
+from posttrain.seeds import seed_of
+from posttrain.types import UserError
+
+if TYPE_CHECKING:
+    from posttrain.protocols import Model
+
+Adaptable = Decoder | Backed
+ALL = "all-linear"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""What a decoder's adapted matrices are called by PEFT."""
+
+
+EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Matrices of mixtures of experts: PEFT takes adapters of these names for those of the experts, also in dense layers."""
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """How a decoder is adapted."""
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    base: str = ""  # where the weights below lie: a folder, or a Hugging Face model's name
+    digest: str = ""  # a fingerprint of these
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def named_targets(targets: Sequence[str], there: Sequence[str] = TARGETS) -> tuple[str, ...]:
+    """The matrices that these words name, or several with commas between. Raises UserError for one that is not `there`."""
+    targets = [name for word in targets for name in word.split(",")]
+    if ALL in targets:
+        if len(targets) > 1:
+            raise UserError(f"--lora-targets {ALL} is all of them: leave out the others, or that")
+        return tuple(there)
+    if odd := [name for name in targets if name not in there]:
+        raise UserError(f"--lora-targets {odd[0]:.60} is none: there are {ALL}, {', '.join(there)}")
+    if not targets:  # a recipe may say so
+        raise UserError(f"--lora-targets is empty: give {ALL}, or some of {', '.join(there)}")
+    return tuple(name for name in there if name in targets)
+
+
+def targets_of(model: Adaptable) -> tuple[str, ...]:
+    """What the matrices of a model that can be adapted are called. Raises UserError if there are none."""
+    if isinstance(model, Decoder):
+        return TARGETS
+    found = tuple(dict.fromkeys(name.rpartition(".")[2] for name, _ in products(model)))
+    if not found:
+        raise UserError(f"--lora adapts linear layers, and {type(model.inner).__name__} has none: leave it out")
+    return found
+
+
+def decoder_of(model: Model) -> Adaptable:
+    """The decoder that a model is, or is built on. Raises UserError where there is none to be adapted."""
+    found = model if isinstance(model, Decoder | Backed) else getattr(model, "backbone", None)
+    if not isinstance(found, Decoder | Backed):
+        raise UserError(f"--lora adapts decoders, and a {type(model).__name__} is none: leave it out")
+    return found
+
+
+def is_adapted(model: Model) -> bool:
+    found = model if isinstance(model, Decoder | Backed) else getattr(model, "backbone", None)
+    return isinstance(found, Decoder | Backed) and found.lora is not None
+
+
+def attach(decoder: Adaptable, lora: LoRA, adapts: Callable[[str], bool]) -> None:
+    """Freeze a decoder and give it adapters, uninitialised, for the stored matrices of which `adapts` holds.
+
+    These are named as in a checkpoint, such as model.layers.0.self_attn.q_proj.
+    """
+    decoder.requires_grad_(False)
+    decoder.lora = lora
+    if isinstance(decoder, Backed):
+        for name, layer in list(products(decoder)):
+            if isinstance(layer, nn.Linear) and adapts(name):
+                decoder.inner.set_submodule(name, LinearOfRows(layer))
+    for _, linear, matrices in linears(decoder):
+        pieces, end = [], 0
+        for stored, rows in matrices:
+            begin, end = end, end + rows
+            if adapts(stored):
+                pieces.append((stored, slice(begin, end)))
+        outputs, inputs = linear.weight.shape
+        if pieces:
+            with torch.device(linear.weight.device):
+                linear.adapter = Adapter(inputs, outputs, pieces, lora.rank, lora.scale).to(linear.weight.dtype)
+
+
+def begin(decoder: Adaptable, seed: int) -> None:
+    """Adapters that change nothing yet: B is 0, and A as PEFT has it, kaiming_uniform with a = sqrt(5) (arXiv 1502.01852).
+
+    A matrix begins with the same A whichever others are adapted.
+    """
+    with torch.no_grad():
+        for adapter in adapters(decoder):
+            bound = 1 / math.sqrt(adapter.a.shape[1])  # sqrt(6 / ((1 + 5) inputs))
+            for name, place in zip(adapter.names, adapter.places, strict=True):
+                generator = torch.Generator().manual_seed(seed_of(seed, "lora", name))
+                drawn = torch.empty(adapter.rank, adapter.a.shape[1]).uniform_(-bound, bound, generator=generator)
+                adapter.a[place.inner].copy_(drawn)
+            adapter.b.zero_()
+
+
+def products(model: Backed) -> Iterator[tuple[str, nn.Linear | Linear]]:
+    """(name within transformers' model, module) of every linear layer that may be adapted: all but the output head."""
+    head, left = model.inner.get_output_embeddings(), set[str]()
+    if "mamba" in model.inner.config.get_text_config().model_type:
+        left.add("out_proj")  # fused kernels read its weight themselves, as PEFT knows too
+    if any("experts" in name and parameter.ndim == 3 for name, parameter in model.inner.named_parameters()):
+        left.update(EXPERTS)
+    for name, module in model.inner.named_modules():
+        if isinstance(module, nn.Linear | Linear) and module is not head and name.rpartition(".")[2] not in left:
+            yield name, module
+
+
+def stored_matrices(decoder: Adaptable) -> list[str]:
+    """The names of all matrices that could be adapted, as a checkpoint has them."""
+    if isinstance(decoder, Backed):
+        return [name for name, _ in products(decoder)]
+    return [stored for _, _, matrices in linears(decoder) for stored, _ in matrices]
+
+
+def linears(decoder: Adaptable) -> Iterator[tuple[str, Linear, list[tuple[str, int]]]]:
+    """(name, module, the stored matrices that it is made of: name and rows) of every product that may have an adapter."""
+    if isinstance(decoder, Backed):
+        ours = ((name, module) for name, module in products(decoder) if isinstance(module, Linear))
+        yield from ((name, module, [(name, module.weight.shape[0])]) for name, module in ours)
+        return
+    stored = stored_pieces(decoder.config)
+    for name, module in decoder.named_modules():
+        if isinstance(module, Linear):
+            pieces = stored[f"{name}.weight"]
+            yield name, module, [(piece.removesuffix(".weight"), shape[0]) for piece, shape in pieces]
+
+
+def adapters(decoder: Adaptable) -> Iterator[Adapter]:
+    return (module for module in decoder.modules() if isinstance(module, Adapter))
+
+
+def sharing(decoder: Adaptable) -> Adaptable:
+    """A decoder over the very same weights, without adapters."""
+    if isinstance(decoder, Backed):
+        shared = copy.deepcopy(decoder, {id(p): p for p in decoder.parameters()})
+        for _, linear, _ in linears(shared):
+            linear.adapter = None
+        shared.lora = None
+        return shared
+    with torch.device("meta"):
+        other = Decoder(decoder.config)
+    for name, module in other.named_modules():
+        own = decoder.get_submodule(name)
+        for key, _ in list(module.named_parameters(recurse=False)):
+            setattr(module, key, getattr(own, key))
+    other.source, other.generation, other.eos_ids = decoder.source, decoder.generation, decoder.eos_ids
+    return other
+
+
+def shared_copy(decoder: Adaptable) -> Adaptable:
+    """A decoder over the very same weights, with a copy of the adapters as they are, all frozen."""
+    assert decoder.lora is not None
+    other, names = sharing(decoder), {name for adapter in adapters(decoder) for name in adapter.names}
+    attach(other, decoder.lora, lambda name: name in names)
+    with torch.no_grad():
+        for mine, theirs in zip(adapters(other), adapters(decoder), strict=True):
+            mine.a.copy_(theirs.a)
+            mine.b.copy_(theirs.b)
+    return other.requires_grad_(False)
+
+
+def frozen_copy(model: Model) -> Model:
+    """The model as it is, which no update of the other moves. What is frozen in that is shared where it is a decoder's."""
+    if isinstance(model, Decoder | Backed) and model.lora is not None:
+        return shared_copy(model)
+    copied: Model = copy.deepcopy(model)
+    return copied.requires_grad_(False)
+
+
+def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters as the same model has them without adapters, each merged when it is its turn.
+
+    One of which processes hold some rows each comes as it lies: `whole` gathers it.
+    """
+    merged = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, Linear) and m.adapter is not None}
+    inside = {id(p) for module in model.modules() if isinstance(module, Adapter) for p in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in inside:
+            yield name, merged[name].merged() if name in merged else parameter
+
+
+def merge(decoder: Adaptable) -> None:
+    """Put the adapters into the weights."""
+    with torch.no_grad():
+        for _, linear, _ in linears(decoder):
+            if linear.adapter is not None:
+                linear.weight.copy_(linear.merged())
+                linear.adapter = None
+    decoder.lora = None

@@ -1,0 +1,72 @@
+"""Writes docs/models.md: every architecture that is tried, and what came out of trying it.
+
+    python tests/models_table.py
+
+Each row is a small random model made by transformers, opened, sampled from and trained for a step. A test compares the
+document with what this finds.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tiny_models import KINDS, make
+
+import posttrain
+from posttrain.engines.backed_engine import BackedEngine
+from posttrain.models.backed import Backed
+from posttrain.models.folder import load_model
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.types import Task
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- rows -->\n", "<!-- end of rows -->\n"
+VLLM = ("qwen3_moe", "gemma3_text", "gpt2")
+"""What `tests/test_vllm.py` has vLLM sample, with heads of 32."""
+
+
+def digits(task: Task, reply: str) -> float:
+    return sum(c.isdigit() for c in reply) / max(1, len(reply))
+
+
+def row(kind: str, place: Path, tokenizer: Tokenizer) -> str:
+    """A line of the table, of a model that has learned for a step."""
+    folder = make(kind, place / kind, vocab_size=tokenizer.vocab_size)
+    tokenizer.save(folder)
+    model = load_model(folder)
+    assert isinstance(model, Backed)
+    out = place / f"{kind}-run"
+    tasks = [{"prompt": f"{i}+{i}="} for i in range(4)]
+    run = posttrain.rl(
+        tasks, digits, model=str(folder), out=str(out), steps=1, prompts=2, group=2, max_tokens=3, threads=1,
+        env_workers=0, quiet=True,
+    )  # fmt: skip
+    assert len(run.metrics) == 1
+    engine = BackedEngine(model, tokenizer)
+    prompts = "prompts of any length together" if engine._pads else "prompts of one length together"
+    head = [f"scale {model.scale:g}"] if model.scale != 1.0 else []
+    head += [f"soft cap {model.cap:g}"] if model.cap is not None else []
+    head += ["bias"] if model.head.bias is not None else []
+    attention = "ours" if model.way == "flat" else model.rows_attention
+    vllm = ", vLLM" if kind in VLLM else ""
+    return f"| `{kind}` | {model.way} | {attention} | {', '.join(head)} | embedded ({prompts}){vllm} |"
+
+
+def rows(kinds: Iterable[str] = KINDS) -> list[str]:
+    tokenizer = Tokenizer.train(["0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>"], 64, "characters")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as place:
+        return [row(kind, Path(place), tokenizer) for kind in kinds if kind != "qwen3"]
+
+
+def main() -> None:
+    text = DOCUMENT.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    DOCUMENT.write_text(before + BEGIN + "".join(f"{line}\n" for line in rows()) + END + after)
+
+
+if __name__ == "__main__":
+    main()

@@ -420,3 +420,27 @@ def test_pool_of_workers_brings_pictures_home() -> None:
         image = Image.open(io.BytesIO(PICTURES.read(name.removeprefix("sha256:"))))
         assert image.size == (16, 16) and image.getpixel((3, 3)) == (75, 75, 75)
         pool.drop(0)
+
+
+@pytest.mark.parametrize("train_vision", [False, True])
+def test_adapters_of_a_model_that_sees_leave_its_tower_alone_unless_that_is_asked_for(
+    train_vision: bool, tmp_path: Path, folders: Callable[[str], Path]
+) -> None:
+    rows = [{"id": str(n), "messages": [message((drawn(n),), "?")]} for n in range(4)]
+    run = posttrain.rl(
+        rows, lambda task, reply: float("1" in reply), str(folders("smolvlm")), steps=2, prompts=2, group=4, max_tokens=4,
+        lora=2, kl=0.01, train_vision=train_vision, env_workers=0, out=str(tmp_path), **HOW,
+    )  # fmt: skip
+    names = set(load_file(run.path / "checkpoints/step-000002/adapter_model.safetensors"))
+    assert any("text_model" in name for name in names)
+    assert any("vision_model" in name for name in names) == train_vision
+    assert load_model(run.path / "checkpoints/step-000002").vision.processor.files  # type: ignore[attr-defined]
+
+
+def test_engines_of_other_processes_are_not_shown_pictures(tmp_path: Path, folders: Callable[[str], Path]) -> None:
+    rows = [{"id": str(n), "messages": [message((drawn(n),), "?")]} for n in range(2)]
+    with pytest.raises(UserError, match="samples behind text alone, and a prompt has a picture: leave out"):
+        posttrain.rl(
+            rows, lambda task, reply: 0.0, str(folders("qwen2_5_vl")), steps=1, prompts=2, group=2, max_tokens=3,
+            replicas=1, env_workers=0, out=str(tmp_path), **HOW,
+        )  # fmt: skip

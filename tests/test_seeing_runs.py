@@ -439,7 +439,7 @@ def test_adapters_of_a_model_that_sees_leave_its_tower_alone_unless_that_is_aske
 
 def test_engines_of_other_processes_are_not_shown_pictures(tmp_path: Path, folders: Callable[[str], Path]) -> None:
     rows = [{"id": str(n), "messages": [message((drawn(n),), "?")]} for n in range(2)]
-    with pytest.raises(UserError, match="samples behind text alone, and a prompt has a picture: leave out"):
+    with pytest.raises(UserError, match="sees: leave out --replicas"):
         posttrain.rl(
             rows, lambda task, reply: 0.0, str(folders("qwen2_5_vl")), steps=1, prompts=2, group=2, max_tokens=3,
             replicas=1, env_workers=0, out=str(tmp_path), **HOW,

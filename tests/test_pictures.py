@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from torch import Tensor
 from posttrain.engines.backed_engine import BackedEngine
 from posttrain.engines.uncached import UncachedEngine
 from posttrain.models.backed import Backed
-from posttrain.models.likelihood import token_logp_entropy
+from posttrain.models.likelihood import token_logp, token_logp_entropy
 from posttrain.models.vision import Vision
 from posttrain.pictures import PICTURES, png
 from posttrain.sources.packing import collate, split_microbatches
@@ -155,6 +156,27 @@ def test_log_probabilities_entropies_and_gradients_are_those_of_each_transcript_
             assert (own - other).abs().max() < 1e-9 * max(1.0, other.abs().max().item())
             moved += id(parameter) in tower and bool(other.any())
         assert moved > len(tower) / 2, "the picture reaches what is said of it"
+
+
+@pytest.mark.parametrize("way", ["flat", "rows"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "smolvlm"])
+def test_gradients_are_the_same_where_layers_are_computed_twice(
+    kind: str, way: str, folders: Callable[[str], Path]
+) -> None:
+    model = opened(folders(kind))
+    assert model.vision is not None
+    transcripts, found = grown(2, model.vision), []
+    if way == "rows":
+        model.way = "rows"
+        model.attend("sdpa")
+    batch = collate([[t] for t in transcripts], range(len(transcripts)), weight=torch.ones(len(transcripts)))
+    for room in (math.inf, 0.0):
+        model.activation_room = room
+        logp = token_logp(model.hidden(batch.layout, batch.at), model.head, batch.target)
+        found.append(torch.autograd.grad(logp.sum(), list(model.parameters()), allow_unused=True))
+    for one, two in zip(*found, strict=True):
+        assert (one is None) == (two is None)
+        assert one is None or two is None or torch.allclose(one, two, atol=1e-5 * float(one.abs().max()))
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])

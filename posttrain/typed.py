@@ -81,6 +81,9 @@ class TrainingOptions(DataOptions, total=False):
     lora_targets: tuple[str, ...]
     """The matrices that are adapted: all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
     down_proj."""
+    quantize: Literal["nf4", "int8"] | None
+    """With --lora: hold the frozen weights of the layers in four bits (NF4, as QLoRA does) or eight, and unpack them
+    for each product."""
     rslora: bool
     """Divide alpha by the square root of the rank instead (rsLoRA): large ranks then learn as fast as small ones."""
     precision: Literal["float32", "bfloat16"]

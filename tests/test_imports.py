@@ -33,6 +33,7 @@ RANKS = (
 
 HOMES = {
     "transformers": ("models/",),
+    "bitsandbytes": ("models/quantized.py",),
     "huggingface_hub": ("models/",),
     "tokenizers": ("models/",),
     "jinja2": ("models/",),

@@ -23,6 +23,7 @@ from posttrain.reproduce import (
     find,
     harness,
     kl_estimators,
+    lora_rl,
     over_optimisation,
     proxies,
     reader,
@@ -85,7 +86,7 @@ def test_registry_holds_every_experiment_with_a_claim_and_a_paper() -> None:
     assert set(EXPERIMENTS) == {
         "kl-estimators", "baseline-variance", "gspo-variance", "clip-higher", "dynamic-sampling", "overlong",
         "length-bias", "ppo-vs-grpo", "entropy-collapse", "decoupled-approval", "over-optimisation",
-        "search-r1", "retrieved-token-masking", "arpo", "code-rl", "code-choice",
+        "search-r1", "retrieved-token-masking", "arpo", "code-rl", "code-choice", "lora-rl",
     }  # fmt: skip
     for name, experiment in EXPERIMENTS.items():
         assert experiment.name == name and experiment.claim.endswith(".") and experiment.paper and experiment.settings
@@ -459,3 +460,17 @@ def test_verb_runs_an_experiment_with_changed_settings(tmp_path: Path, capsys: p
     shown = capsys.readouterr().out
     assert "verdict" in shown and str(tmp_path / "kl-estimators" / "figure.png") in shown
     assert json.loads((tmp_path / "kl-estimators" / "result.json").read_text())["settings"]["samples"] == 400_000
+
+
+def test_rates_of_a_seed_are_chosen_on_the_others() -> None:
+    settings = lora_rl.EXPERIMENT.settings
+    low, middle, high = lora_rl.rates("rank 1", settings)
+
+    def seed(*accuracies: float) -> Numbers:
+        found = zip((low, middle, high), accuracies, strict=True)
+        return {f"rank 1, {rate:g}": {"held_out": [0.0, accuracy]} for rate, accuracy in found}
+
+    numbers = {0: seed(0.9, 0.1, 0.1), 1: seed(0.1, 0.2, 0.7), 2: seed(0.1, 0.6, 0.3)}
+    assert [lora_rl.chosen("rank 1", own, numbers, settings) for own in numbers] == [high, low, low]
+    assert lora_rl.chosen("rank 1", 1, {1: numbers[1]}, settings) == high  # alone, its own
+    assert lora_rl.rates(lora_rl.ALL, settings)[1] * 10 == pytest.approx(middle)

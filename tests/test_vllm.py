@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import signal
@@ -212,7 +213,7 @@ def test_what_a_turn_continues_is_not_computed_again(tokenizer: Tokenizer) -> No
             before = len(tokens) - 1
             tokens += [5 + (n + turn) % 40 for n in range(shown)]
         assert needed <= engine.computed <= needed + 3 * BLOCK < needed * 1.6
-        anew, engine.computed = engine.computed, 0
+        anew = engine.computed
         engine.load(small(tokenizer, context=context), 1)  # weights may have changed: nothing is kept over them
         engine.submit(0, tokens[: context // 2], Sampling(max_tokens=2))
         while not engine.poll():
@@ -278,6 +279,22 @@ def test_hand_over_that_goes_wrong_stops_the_run(
         with pytest.raises(UserError, match="the vLLM process"):
             engine.poll()
         log.unlink()
+
+
+@needs_vllm
+def test_hand_over_that_binds_nothing_stops_the_run(
+    policy: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = copy.deepcopy(policy)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.mul_(1.2)
+    with closing(VLLMEngine(policy, tokenizer, slots=4)) as engine:
+        assert 0 < engine.counts()["canary"] < GAP
+        laid = engine.shared.laid.write
+        monkeypatch.setattr(engine.shared.laid.__class__, "write", lambda self, weights, memory: laid(policy, memory))
+        with pytest.raises(UserError, match="nats off the learner's log-probabilities.* after it took over version 1"):
+            engine.load(moved, 1)
 
 
 @needs_vllm

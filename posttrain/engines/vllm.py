@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 
 from posttrain.engines.announced import HEAD, announced
+from posttrain.engines.canary import LIMIT, LIMIT_BFLOAT16, Canary
 from posttrain.engines.handover import Laid, SharedMemory
 from posttrain.engines.process import Process
 from posttrain.engines.request import Request
 from posttrain.engines.vllm_worker import COLDEST, Setup
 from posttrain.models.json_files import write_json
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine, Model, Paced
+from posttrain.protocols import Counting, Engine, Model, Paced
 from posttrain.types import Completion, Sampling, UserError
 
 WORKER = "posttrain.engines.vllm_worker:main"
@@ -79,6 +80,8 @@ class VLLMEngine:
         self._owed = 0  # requests that the process has
         self.computed = 0  # tokens that went through the model: without those that vLLM's prefix cache had
         self._pace: dict[str, float] = {}
+        self.canary = Canary(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
+        self.deviation, self._sung = 0.0, 0  # tokens that went through the model for the canary alone
         with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
             eos, dtype = prepare(folder, model, tokenizer), self.shared.laid.dtype
             cache = cache_bytes(model, slots, dtype, cache_gib)
@@ -102,6 +105,25 @@ class VLLMEngine:
         if answer != (version, checksum):
             self.process.fail(f"took over version {answer[0]} with checksum {answer[1]:08x}, not {checksum:08x}")
         self.version = version
+        self._sing(weights)
+
+    def _sing(self, weights: Any) -> None:
+        """Compare what is sampled with what the learner says: a checksum is of bytes that arrived, not of what is used."""
+        self.canary.look(weights)
+        before = self.computed
+        for place, (prompt, sampling) in enumerate(self.canary.requests()):
+            self.submit(place, prompt, sampling)
+        found: dict[int, Completion] = {}
+        while self._owed or self._submitted:
+            found.update({completion.id: completion for completion in self.poll()})
+        self._sung, self.computed = self._sung + self.computed - before, before
+        self.deviation, wrong = self.canary.deviation(found, knew=self.version > 0)
+        if wrong:
+            self.process.fail(f"{wrong}, after it took over version {self.version}")
+
+    def counts(self) -> dict[str, float]:
+        """`canary`: most nats off the learner, of the last hand-over."""
+        return {"canary": self.deviation}
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
         """Queue one request. Raises UserError if the prompt leaves no room for a reply. vLLM's own prefix cache keeps."""
@@ -129,9 +151,10 @@ class VLLMEngine:
         if not self._owed:
             return []
         done: list[Completion]
-        done, self.computed, self._pace = self.process.ask(
+        done, computed, self._pace = self.process.ask(
             ("poll", (requests, self.poll_steps)), "sampling", self.step_seconds
         )
+        self.computed = computed - self._sung
         if other := {c.version for c in done} - {self.version}:
             self.process.fail(f"sampled with weights of version {other.pop()}, not {self.version}")
         self._owed -= len(done)
@@ -237,3 +260,4 @@ def cache_bytes(model: Model, slots: int, dtype: torch.dtype, most_gib: float) -
 if TYPE_CHECKING:
     _proof: Callable[..., Engine] = VLLMEngine
     _paced: Callable[..., Paced] = VLLMEngine
+    _counting: Callable[..., Counting] = VLLMEngine

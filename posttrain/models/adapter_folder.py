@@ -31,8 +31,9 @@ from posttrain.models.adapter_config import (
 from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import INNER, SCORE, check_finite, load_model, weight_files
-from posttrain.models.json_files import read_json, write_json
+from posttrain.models.json_files import Fields, read_json, write_json
 from posttrain.models.lora import TARGETS, Adaptable, LoRA, adapters, attach, merge, stored_matrices
+from posttrain.models.quantized import KINDS
 from posttrain.models.tensor_files import open_tensors, write_tensors
 from posttrain.types import UserError
 
@@ -56,7 +57,8 @@ def save_adapter(
     task, saved = (CLASSIFIER, SCORES) if also else (LANGUAGE_MODEL, ())
     config = AdapterConfig(lora.rank, lora.alpha, lora.rslora, lora.base, task, saved)
     write_adapter_config(folder, config, _targets(decoder))
-    write_json(folder / NOTE, {"base": lora.digest, **(note or {})})
+    packed = {"quantize": lora.quantize} if lora.quantize else {}
+    write_json(folder / NOTE, {"base": lora.digest, **packed, **(note or {})})
 
 
 def _targets(decoder: Adaptable) -> list[str]:
@@ -107,11 +109,12 @@ def read_adapter(decoder: Adaptable, folder: Path, heads: Iterable[str] = ()) ->
         there = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
         beside = {f"{PREFIX}{name}": name for name in heads if f"{PREFIX}{name}" in there}
         names = {name.rpartition(".lora_")[0].removeprefix(PREFIX) for name in there if name not in beside}
-        noted = read_note(folder).get("base")
-        digest = noted if isinstance(noted, str) else ""
-        attach(
-            decoder, LoRA(config.rank, config.alpha, config.rslora, base_named(config.base), digest), names.__contains__
-        )
+        fields = Fields(folder / NOTE, read_note(folder))
+        digest, packed = fields.text("base", ""), fields.text("quantize", "")
+        if packed and packed not in KINDS:
+            raise fields.refuse("quantize", " or ".join(KINDS))
+        lora = LoRA(config.rank, config.alpha, config.rslora, base_named(config.base), digest, packed)
+        attach(decoder, lora, names.__contains__)
         places = _places(decoder)
         odd = [name for name in there if name not in places and name not in beside]
         lacking = [name for name in places if name not in there]

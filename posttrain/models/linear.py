@@ -32,6 +32,11 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.adapter: Adapter | None = None  # with one, the weight is frozen
 
+    @property
+    def parameter(self) -> Tensor | None:
+        """The weight, if it is one that could learn."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         """[T, inputs] -> [T, outputs]."""
         if written_out(self) and torch.is_grad_enabled():
@@ -279,13 +284,14 @@ def collects(weight: Tensor) -> bool:
 
 def written_out(linear: Linear) -> bool:
     """Whether the backward pass of this product is one of ours: of what is frozen, and of its adapter, too."""
-    return accumulates() and linear.weight.is_leaf
+    own = linear.parameter
+    return accumulates() and (own is None or own.is_leaf)
 
 
 def learned(linear: Linear) -> tuple[Tensor | None, ...]:
     """The bias, and what else torch is to see that there is a gradient to be had."""
     adapter = linear.adapter
-    return linear.bias, linear.weight, *(() if adapter is None else (adapter.a, adapter.b))
+    return linear.bias, linear.parameter, *(() if adapter is None else (adapter.a, adapter.b))
 
 
 def in_one_block() -> bool:
@@ -301,7 +307,7 @@ def product_type(x: Tensor) -> torch.dtype:
 def narrowed(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A weight in the type of products, cast once for all that is accumulated. `dtype`: theirs, where autocast is over."""
     dtype, known = dtype or product_type(weight), _ways().narrowed
-    if weight.dtype == dtype or known is None or not _ways().keeps:
+    if weight.dtype == dtype or known is None or not _ways().keeps or not isinstance(weight, nn.Parameter):
         return weight.to(dtype)
     if weight not in known:
         known[weight] = weight.to(dtype)
@@ -339,7 +345,9 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, linear: Linear, *learned: Tensor | None) -> Tensor:
         ctx.linear, ctx.type = linear, x.dtype
         x = x.to(product_type(x))
-        ctx.save_for_backward(x if linear.weight.requires_grad or linear.adapter is not None else None)
+        own = linear.parameter
+        learns = linear.adapter is not None or (own is not None and own.requires_grad)
+        ctx.save_for_backward(x if learns else None)
         return multiplied(x, linear)
 
     @staticmethod

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
 from posttrain.models.linear import Adapter, Linear, LinearOfRows
+from posttrain.models.quantized import QuantizedLinear, require
 from posttrain.models.stored import stored_pieces
 from posttrain.seeds import seed_of
 from posttrain.types import UserError
@@ -44,6 +45,7 @@ class LoRA:
     rslora: bool = False
     base: str = ""  # where the weights below lie: a folder, or a Hugging Face model's name
     digest: str = ""  # a fingerprint of these
+    quantize: str = ""  # how they are packed, if they are: see `quantized`
 
     @property
     def scale(self) -> float:
@@ -97,7 +99,7 @@ def attach(decoder: Adaptable, lora: LoRA, adapts: Callable[[str], bool]) -> Non
     decoder.lora = lora
     if isinstance(decoder, Backed):
         for name, layer in list(products(decoder)):
-            if isinstance(layer, nn.Linear) and adapts(name):
+            if isinstance(layer, nn.Linear) and (adapts(name) or lora.quantize):
                 decoder.inner.set_submodule(name, LinearOfRows(layer))
     for _, linear, matrices in linears(decoder):
         pieces, end = [], 0
@@ -109,6 +111,15 @@ def attach(decoder: Adaptable, lora: LoRA, adapts: Callable[[str], bool]) -> Non
         if pieces:
             with torch.device(linear.weight.device):
                 linear.adapter = Adapter(inputs, outputs, pieces, lora.rank, lora.scale).to(linear.weight.dtype)
+    if lora.quantize:
+        require(lora.quantize)
+        for name, linear, _ in list(linears(decoder)):
+            if not isinstance(linear, QuantizedLinear):
+                _put(decoder, name, QuantizedLinear(linear, lora.quantize))
+
+
+def _put(decoder: Adaptable, name: str, module: nn.Module) -> None:
+    (decoder.inner if isinstance(decoder, Backed) else decoder).set_submodule(name, module)
 
 
 def begin(decoder: Adaptable, seed: int) -> None:
@@ -165,15 +176,18 @@ def adapters(decoder: Adaptable) -> Iterator[Adapter]:
 def sharing(decoder: Adaptable) -> Adaptable:
     """A decoder over the very same weights, without adapters."""
     if isinstance(decoder, Backed):
-        shared = copy.deepcopy(decoder, {id(p): p for p in decoder.parameters()})
+        shared = copy.deepcopy(decoder, {id(t): t for t in (*decoder.parameters(), *decoder.buffers())})
         for _, linear, _ in linears(shared):
             linear.adapter = None
         shared.lora = None
         return shared
     with torch.device("meta"):
         other = Decoder(decoder.config)
-    for name, module in other.named_modules():
+    for name, module in list(other.named_modules()):
         own = decoder.get_submodule(name)
+        if isinstance(own, QuantizedLinear):
+            other.set_submodule(name, own.shared())
+            continue
         for key, _ in list(module.named_parameters(recurse=False)):
             setattr(module, key, getattr(own, key))
     other.source, other.generation, other.eos_ids = decoder.source, decoder.generation, decoder.eos_ids
@@ -205,18 +219,27 @@ def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     One of which processes hold some rows each comes as it lies: `whole` gathers it.
     """
-    merged = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, Linear) and m.adapter is not None}
-    inside = {id(p) for module in model.modules() if isinstance(module, Adapter) for p in module.parameters()}
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in inside:
-            yield name, merged[name].merged() if name in merged else parameter
+    seen: set[int] = set()
+    for place, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if isinstance(module, Adapter) or (not own and not isinstance(module, QuantizedLinear)):
+            continue
+        if isinstance(module, Linear) and (module.adapter is not None or module.parameter is None):
+            own.pop("weight", None)
+            yield f"{place}.weight", module.merged()
+        for key, parameter in own.items():
+            if id(parameter) not in seen:  # tied ones come once
+                seen.add(id(parameter))
+                yield f"{place}.{key}".lstrip("."), parameter
 
 
 def merge(decoder: Adaptable) -> None:
     """Put the adapters into the weights."""
     with torch.no_grad():
-        for _, linear, _ in linears(decoder):
-            if linear.adapter is not None:
+        for name, linear, _ in list(linears(decoder)):
+            if isinstance(linear, QuantizedLinear):
+                _put(decoder, name, linear.restored())
+            elif linear.adapter is not None:
                 linear.weight.copy_(linear.merged())
                 linear.adapter = None
     decoder.lora = None

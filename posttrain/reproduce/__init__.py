@@ -16,6 +16,7 @@ from posttrain.reproduce import (
     gspo_variance,
     kl_estimators,
     length_bias,
+    lora_rl,
     over_optimisation,
     overlong,
     ppo_vs_grpo,
@@ -44,6 +45,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         arpo,
         code_rl,
         code_choice,
+        lora_rl,
     )
 }
 """Name -> experiment, in the order in which they are listed."""

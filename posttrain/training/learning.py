@@ -72,7 +72,14 @@ def adapt(config: Training, decoder: Adaptable, folder: Path) -> None:
     assert config.lora is not None
     targets = named_targets(config.lora_targets, targets_of(decoder))
     alpha = 2.0 * config.lora if config.lora_alpha is None else config.lora_alpha
-    lora = LoRA(config.lora, alpha, config.rslora, base_named(folder), fingerprint(checkpoint_folder(folder)))
+    lora = LoRA(
+        config.lora,
+        alpha,
+        config.rslora,
+        base_named(folder),
+        fingerprint(checkpoint_folder(folder)),
+        config.quantize or "",
+    )
     left = decoder.tower() if isinstance(decoder, Backed) and not config.train_vision else set()
     attach(decoder, lora, lambda name: name.rpartition(".")[2] in targets and name not in left)
     begin(decoder, config.seed)
@@ -109,6 +116,7 @@ def _asked(config: Training) -> list[tuple[str, Any, Any]]:
         ("--lora-alpha", config.lora_alpha, None),
         ("--lora-targets", config.lora_targets, (ALL,)),
         ("--rslora", config.rslora, False),
+        ("--quantize", config.quantize, None),
     ]
 
 
@@ -126,11 +134,11 @@ def _refuse_other(config: Training, decoder: Adaptable, folder: Path) -> None:
     assert lora is not None
     names = {name.rpartition(".")[2] for adapter in adapters(decoder) for name in adapter.names}
     known = targets_of(decoder)
-    there = (lora.rank, lora.alpha, tuple(name for name in known if name in names), lora.rslora)
+    there = (lora.rank, lora.alpha, tuple(name for name in known if name in names), lora.rslora, lora.quantize)
     for (option, value, default), own in zip(_asked(config), there, strict=True):
         asked = named_targets(value, known) if option == "--lora-targets" else value
         if value != default and asked != own:
-            told = " ".join(own) if isinstance(own, tuple) else f"{own:g}"
+            told = " ".join(own) if isinstance(own, tuple) else own if isinstance(own, str) else f"{own:g}"
             raise UserError(
                 f"{folder} is an adapter with {option} {told}, which goes on: leave the option out, or posttrain merge it "
                 "and begin a new one"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from posttrain.batch import Batch, Layout, Outputs, Packed, Stats, Step
-from posttrain.types import Completion, Sampling
+from posttrain.types import Completion, Media, Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -173,6 +173,17 @@ class Paced(Protocol):
     """An engine that counts what its work takes: see `posttrain.engines.pace`."""
 
     def pace(self) -> Mapping[str, float]: ...  # counts since the beginning, by name
+
+
+@runtime_checkable
+class Seeing(Protocol):
+    """An engine whose prompts may hold pictures."""
+
+    def submit_seen(
+        self, id: int, prompt: Sequence[int], media: Sequence[Media], sampling: Sampling, keep: bool = False
+    ) -> None:
+        """As `Engine.submit`. `media`: what stands in the prompt."""
+        ...
 
 
 class Service(Protocol):

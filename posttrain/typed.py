@@ -105,6 +105,9 @@ class TrainingOptions(DataOptions, total=False):
     were all skipped because their gradients were not finite, the run stops, unless this is off."""
     quiet: bool
     """No progress display."""
+    train_vision: bool
+    """Of a model that sees: train what makes features of pictures too (the tower, and what brings them to the width of
+    the text); by default it stays as it is."""
     processes: int
     """Processes of this machine that share the run: each plays and computes its share, and holds the whole model.
     Several machines: start one process each with torchrun."""

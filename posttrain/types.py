@@ -274,6 +274,31 @@ class Media:
     start: int  # place of the first of these tokens
     length: int  # how many they are
     digest: str  # hash of the content, in hexadecimal
+    grid: tuple[int, ...] = ()  # its tokens in time, height and width, for models that place them so
+
+
+def positions_of(length: int, media: Sequence[Media]) -> NDArray[np.int64] | None:
+    """[3, length]: places in time, height and width. None where no picture has a grid, and all tokens stand in one line.
+
+    Text advances in all three alike. A picture stands where the text has come, each of its tokens at its row and column,
+    and text goes on behind the longest of its sides (M-RoPE, Wang et al. 2024, arXiv 2409.12191, section 2.1).
+    """
+    import numpy as np
+
+    gridded = sorted((m for m in media if m.grid), key=lambda m: m.start)
+    if not gridded:
+        return None
+    found = np.empty((3, length), dtype=np.int64)
+    done, place = 0, 0
+    for m in gridded:
+        assert m.start >= done and np.prod(m.grid) == m.length, "a picture's tokens fill its grid"
+        found[:, done : m.start] = place + np.arange(m.start - done)
+        place += m.start - done
+        end = min(m.start + m.length, length)
+        found[:, m.start : end] = (place + np.indices(m.grid).reshape(3, -1))[:, : end - m.start]
+        place, done = place + max(m.grid), end
+    found[:, done:] = place + np.arange(length - done)
+    return found
 
 
 class Transcript:
@@ -288,9 +313,6 @@ class Transcript:
         self.spans: list[Span] = []  # of all tokens, in order
         self.logp: list[float] = []  # the engine's, of each sampled token
         self.media: list[Media] = []
-        self.positions: NDArray[np.int64] | None = (
-            None  # [3, L], for models that place tokens in time, height and width
-        )
         self.forks: tuple[int, ...] = ()  # numbers of tokens at which this transcript or the one before it branched off
 
     def observe(self, tokens: Iterable[int], kind: SpanKind | None = None, media: Iterable[Media] = ()) -> None:
@@ -336,14 +358,14 @@ class Transcript:
         """Another transcript that begins with all that stands here so far. What both share is computed once."""
         other = Transcript()
         other.tokens, other.spans, other.logp = list(self.tokens), list(self.spans), list(self.logp)
-        other.media, other.positions = list(self.media), self.positions
+        other.media = list(self.media)
         other.forks = (*self.forks, len(self.tokens))
         return other
 
     def behind(self, prompt: Sequence[int]) -> Transcript:
         """All of this behind another prompt: as a reader sees it who was told something else at first."""
         first, *others = self.spans
-        assert first.kind is SpanKind.PROMPT and self.positions is None, "what was said first is replaced"
+        assert first.kind is SpanKind.PROMPT, "what was said first is replaced"
         moved, other = len(prompt) - first.length, Transcript()
         other.observe(prompt, SpanKind.PROMPT)
         other.tokens += self.tokens[first.length :]
@@ -355,6 +377,11 @@ class Transcript:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def positions(self) -> NDArray[np.int64] | None:
+        """[3, L], for models that place tokens in time, height and width: see `positions_of`."""
+        return positions_of(len(self), self.media)
 
     @property
     def scored(self) -> NDArray[np.int64]:
@@ -394,9 +421,7 @@ class Transcript:
         if any(s.experts is not None for s in self.spans):
             plain["experts"] = [None if s.experts is None else s.experts.tolist() for s in self.spans]
         if self.media:
-            plain["media"] = [[m.start, m.length, m.digest] for m in self.media]
-        if self.positions is not None:
-            plain["positions"] = self.positions.tolist()
+            plain["media"] = [[m.start, m.length, m.digest, list(m.grid)] for m in self.media]
         if self.forks:
             plain["forks"] = list(self.forks)
         return plain
@@ -414,9 +439,9 @@ class Transcript:
             routed = None if routes is None else np.array(routes, dtype=np.int16)
             found.spans.append(Span(SpanKind(kind), start, length, bool(learned), version, routed))
             start += length
-        found.media = [Media(*m) for m in plain.get("media", ())]
-        if "positions" in plain:
-            found.positions = np.array(plain["positions"], dtype=np.int64)
+        found.media = [
+            Media(start, length, digest, tuple(grid)) for start, length, digest, grid in plain.get("media", ())
+        ]
         found.forks = tuple(plain.get("forks", ()))
         return found
 

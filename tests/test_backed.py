@@ -82,7 +82,7 @@ def compared(model: Backed, within: float) -> None:
     for seed, budget in ((0, 30), (1, 7)):
         transcripts = grown(seed, 2, 3)
         weights = [torch.linspace(-1, 1 + i, t.n_scored, dtype=torch.float64) for i, t in enumerate(transcripts)]
-        way, attention = model.way, model.inner.config._attn_implementation
+        way, attention = model.way, model.attention
         model.attend("eager")
         plain = torch.zeros((), dtype=torch.float64)
         for transcript, weight in zip(transcripts, weights, strict=True):
@@ -364,7 +364,7 @@ def test_engine_with_a_cache_samples_what_the_one_without_does(
     for id, completion in plain.items():
         assert cached[id].tokens == completion.tokens
         assert cached[id].logp == pytest.approx(completion.logp, abs=2e-3)
-    assert model.inner.config._attn_implementation == (NAME if model.way == "flat" else model.rows_attention)
+    assert model.attention == (NAME if model.way == "flat" else model.rows_attention)
 
 
 @pytest.mark.parametrize("kind", ["granite", "gemma2"])

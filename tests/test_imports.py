@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "posttrain"
 RANKS = (
     {"types", "deferred", "messages"},
-    {"values"},
+    {"values", "pictures"},
     {"names"},
     {"user_code", "user_folders", "seeds", "part", "batch", "children", "connections", "endpoint", "beside"},
     {"protocols"},
@@ -37,6 +37,7 @@ HOMES = {
     "huggingface_hub": ("models/",),
     "tokenizers": ("models/",),
     "jinja2": ("models/",),
+    "PIL": ("pictures.py",),
     "safetensors": ("models/",),
     "datasets": ("data/",),
     "pyarrow": ("data/",),

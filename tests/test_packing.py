@@ -162,13 +162,12 @@ def test_every_span_knows_where_it_comes_from_and_which_weights_sampled_it() -> 
 def with_everything(seed: int) -> Transcript:
     rng = random.Random(seed)
     transcript = Transcript()
-    transcript.observe([5, 3, 3, 6], media=[Media(1, 2, "c0ffee")])
+    transcript.observe([5, 3, 3, 6], media=[Media(1, 2, "c0ffee", (1, 2, 1))])
     transcript.sample(said(rng, 3, experts=True))
     transcript = transcript.branch()
-    transcript.observe([9, 3, 9], SpanKind.TOOL, media=[Media(8, 1, f"{seed:x}")])
+    transcript.observe([9, 3, 9], SpanKind.TOOL, media=[Media(8, 1, f"{seed:x}", (1, 1, 1))])
     transcript.sample(said(rng, 2, experts=True), learn=False)
     transcript.sample(said(rng, 2, experts=True))
-    transcript.positions = np.stack([np.arange(14) + row for row in range(3)])
     return transcript
 
 
@@ -193,7 +192,7 @@ def test_media_positions_and_experts_lie_where_their_tokens_lie() -> None:
     assert seen.positions is not None
     assert np.array_equal(layout.position[:, 3:].numpy(), seen.positions[:, :13])
     assert layout.position[:, :3].tolist() == [[0, 1, 2]] * 3, "text alone has the same place in all rows"
-    assert layout.media == (Media(3 + 1, 2, "c0ffee"), Media(3 + 8, 1, "1"))
+    assert layout.media == (Media(3 + 1, 2, "c0ffee", (1, 2, 1)), Media(3 + 8, 1, "1", (1, 1, 1)))
     assert layout.experts is not None and layout.experts.shape == (16, 2, 2)
     expected = np.full((14, 2, 2), -1)
     for span in seen.spans:

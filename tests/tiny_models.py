@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,32 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """model_type -> (the way it goes, what its configuration has besides `SIZES`)."""
 
+_PLACES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4,
+          "spatial_merge_size": 2}  # fmt: skip
+_GRID = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
+         "size": {"shortest_edge": 64, "longest_edge": 4096}}  # fmt: skip
+_TILES = {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 32}, "do_image_splitting": True,
+          "max_image_size": {"longest_edge": 16}}  # fmt: skip
+_TOKENS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 3, "vision_end_token_id": 4}
+
+SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        {"rope_parameters": _PLACES}, {**_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}, _TOKENS, _GRID
+    ),
+    "qwen3_vl": (
+        {"rope_parameters": {**_PLACES, "mrope_interleaved": True}},
+        {**_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}, _TOKENS, _GRID
+    ),
+    "smolvlm": (
+        {"model_type": "llama"},
+        {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16,
+         "patch_size": 4}, {"image_token_id": 5, "scale_factor": 2, "tie_word_embeddings": False}, _TILES
+    ),
+}  # fmt: skip
+SEEING["idefics3"] = (*SEEING["smolvlm"][:3], {**_TILES, "image_processor_type": "Idefics3ImageProcessor"})
+"""model_type -> what the configurations of text, of vision and of both have; the image processor's."""
+
 
 class InDouble(TorchFunctionMode):
     """Within it nothing is cast to float32: transformers does that for norms and softmax, whatever the weights are.
@@ -82,4 +109,21 @@ def make(kind: str, folder: Path, seed: int = 0, **changed: Any) -> Path:
             if parameter.ndim >= 2 or name.endswith(("bias", "sinks")):
                 parameter.normal_(0.0, 0.2)
     model.save_pretrained(folder)
+    return folder
+
+
+def make_seeing(kind: str, folder: Path, seed: int = 0, **changed: Any) -> Path:
+    """The same of a model that sees, with its image processor. `changed`: of the text's configuration."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text, vision, both, processor = SEEING[kind]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, text_config={**SIZES, **text, **changed}, vision_config=vision, **both)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 or name.endswith("bias"):
+                parameter.normal_(0.0, 0.2)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder

@@ -86,6 +86,9 @@ class Training(Data):
     skipped because their gradients were not finite, the run stops, unless this is off."""
     quiet: bool = False
     """No progress display."""
+    train_vision: bool = False
+    """Of a model that sees: train what makes features of pictures too (the tower, and what brings them to the width of the
+    text); by default it stays as it is."""
     processes: int = option(1, above=0, most=1024)
     """Processes of this machine that share the run: each plays and computes its share, and holds the whole model. Several
     machines: start one process each with torchrun."""

@@ -24,6 +24,7 @@ from posttrain.data.files import Row
 from posttrain.data.rows import no_column
 from posttrain.data.store import digest
 from posttrain.messages import one_line
+from posttrain.pictures import PictureError, parts
 from posttrain.types import ROLES, Task, UserError
 
 Pattern = list[tuple[str, str | None]]  # a template: literal text, and the column to put after it
@@ -307,10 +308,25 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
             raise UserError(f"message {number}: tool_calls must be a list of objects, as OpenAI's API has them")
         content = "" if message["content"] is None and calls else message["content"]
-        message = {**message, "content": _text(content, f"message {number}: content")}
+        message = {**message, "content": _content(content, message["role"], f"message {number}: content")}
         # Table formats give every message the keys of all; templates ask whether a key is there, so nulls must go.
         checked.append({key: value for key, value in message.items() if value is not None})
     return checked
+
+
+def _content(content: Any, role: str, name: str) -> str | list[dict[str, Any]]:
+    """Text, or parts where there is a picture among them."""
+    if not isinstance(content, list):
+        return _text(content, name)
+    try:  # table formats give every part the keys of all
+        found = parts([{k: v for k, v in p.items() if v is not None} if isinstance(p, dict) else p for p in content])
+    except PictureError as error:
+        raise UserError(f"{name}: {error}") from None
+    if all(part["type"] == "text" for part in found):
+        return _text("".join(part["text"] for part in found), name)
+    if role == "assistant":
+        raise UserError(f"{name} has a picture: a model that reads them writes text, so give them to another role")
+    return [{**part, "text": _text(part["text"], name)} if part["type"] == "text" else part for part in found]
 
 
 def _check_stop(stop: Any) -> None:

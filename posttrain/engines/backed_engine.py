@@ -26,7 +26,7 @@ from posttrain.engines.uncached import Running, UncachedEngine
 from posttrain.models.backed import Backed
 from posttrain.models.routing import UNKNOWN, Routed, calling, watching
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Completion
+from posttrain.types import Completion, Media, positions_of
 
 PREFILL = 16_384  # tokens of prompts that are computed at once
 SPARSE = 0.75  # rows of a cohort are moved together when fewer than this share of them still run
@@ -47,6 +47,7 @@ class _Cohort:
     cache: Any
     rows: list[_Begun | None]  # [B]; None: it has ended, and its row is computed for nothing until it is removed
     padding: Tensor  # int64 [B], tokens to the left that stand for nothing
+    place: Tensor  # int64 [B], of the next token: fewer than stand before it where pictures' tokens lie side by side
     length: int  # of every row, with its padding
 
     @property
@@ -64,6 +65,7 @@ class BackedEngine(UncachedEngine):
     ) -> None:
         super().__init__(model, tokenizer, slots, precision, own)
         self._cohorts: list[_Cohort] = []
+        self._placeholders = 0  # times that what stands for a picture would have been sampled
         known = inspect.signature(model.inner.base_model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in known else "past_key_values"
         self._positions = "position_ids" in known
@@ -74,6 +76,10 @@ class BackedEngine(UncachedEngine):
     def backend(self) -> str:
         """What computes, in words."""
         return f"{type(self.model.inner).__name__} of transformers, with its cache"
+
+    def counts(self) -> dict[str, float]:
+        """See `posttrain.protocols.Counting`."""
+        return {} if self.model.vision is None else {"placeholders": float(self._placeholders)}
 
     def close(self) -> None:
         super().close()
@@ -111,6 +117,14 @@ class BackedEngine(UncachedEngine):
         order = torch.tensor([place[id(r)] for r in self._running], device=found[0].device)
         return self.model.head.logits(torch.cat(found).index_select(0, order))
 
+    def _drawn(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """What stands for a picture is not said; how often it would have been is counted."""
+        vision = self.model.vision
+        if vision is not None:
+            free, _ = super()._drawn(logits - self.model.scale * vision.forbidden)
+            self._placeholders += int(torch.isin(free, torch.tensor(vision.placeholders, device=free.device)).sum())
+        return super()._drawn(logits)
+
     def _note(self, found: list[Tensor], place: dict[int, int], cohort: _Cohort, states: Tensor) -> None:
         before = sum(len(x) for x in found)
         place.update({id(r): before + row for row, r in enumerate(cohort.rows) if r is not None})
@@ -127,26 +141,30 @@ class BackedEngine(UncachedEngine):
 
     def _prefilled(self, some: list[_Begun]) -> tuple[_Cohort, Tensor]:
         """A cohort of these, and the hidden states [B, D] of which their first tokens are sampled."""
-        prompts = list(dict.fromkeys(r.request.prompt for r in some))
+        asked = {_key(r): r.request for r in some}
+        prompts, seen = [request.prompt for request in asked.values()], [request.media for request in asked.values()]
         longest, device = max(map(len, prompts)), self.model.head.device
         padding = torch.tensor([longest - len(p) for p in prompts], device=device)
-        tokens = torch.tensor([[p[0]] * (longest - len(p)) + list(p) for p in prompts], device=device)
-        many = max(1, PREFILL // longest)
-        parts = [
-            self._computed(tokens[k : k + many], None, padding[k : k + many], longest)
-            for k in range(0, len(prompts), many)
-        ]
+        tokens = torch.tensor([[self.model.filler] * (longest - len(p)) + list(p) for p in prompts], device=device)
+        places = _places(prompts, seen, longest).to(device)
+        features = self.model.features(m for media in seen for m in media)
+        parts = []
+        for k in range(0, len(prompts), many := max(1, PREFILL // longest)):
+            own = slice(k, k + many)
+            digests = [m.digest for media in seen[own] for m in sorted(media, key=lambda m: m.start)]
+            with self.model.shown(digests, features) as more:
+                parts.append(self._computed(tokens[own], None, padding[own], longest, places[..., own, :], more))
         cache, states = parts[0][1], torch.cat([states for states, _, _ in parts])
         if len(parts) > 1:
             cache = _joined([cache for _, cache, _ in parts])
-        number = {prompt: k for k, prompt in enumerate(prompts)}
-        routes = [own for _, _, experts in parts if experts is not None for own in experts]
+        number = {key: k for k, key in enumerate(asked)}
+        routes = [taken for _, _, experts in parts if experts is not None for taken in experts]
         for running in some if routes else ():
-            prompt = running.request.prompt
-            running.experts.append(routes[number[prompt]][longest - len(prompt) :])
-        row = torch.tensor([number[r.request.prompt] for r in some], device=device)
+            running.experts.append(routes[number[_key(running)]][longest - len(running.request.prompt) :])
+        row = torch.tensor([number[_key(r)] for r in some], device=device)
         cache.reorder_cache(row)
-        return _Cohort(cache, list(some), padding[row], longest), states[row]
+        place = places[..., -1].reshape(-1, len(prompts))[0, row]
+        return _Cohort(cache, list(some), padding[row], place, longest), states[row]
 
     def _decoded(self, cohort: _Cohort) -> Tensor:
         """The hidden states [B, D] behind the last token of each row."""
@@ -154,30 +172,35 @@ class BackedEngine(UncachedEngine):
         if len(alive) < SPARSE * len(cohort.rows):
             index = torch.tensor(alive, device=cohort.padding.device)
             cohort.cache.reorder_cache(index)
-            cohort.rows, cohort.padding = [cohort.rows[row] for row in alive], cohort.padding[index]
+            cohort.rows = [cohort.rows[row] for row in alive]
+            cohort.padding, cohort.place = cohort.padding[index], cohort.place[index]
         last = [0 if r is None else r.tokens[-1] for r in cohort.rows]
         tokens = torch.tensor(last, device=cohort.padding.device)[:, None]
         cohort.length += 1
-        states, cohort.cache, experts = self._computed(tokens, cohort.cache, cohort.padding, cohort.length)
+        cohort.place = cohort.place + 1
+        place = cohort.place[:, None]
+        found = self._computed(tokens, cohort.cache, cohort.padding, cohort.length, place, {})
+        states, cohort.cache, experts = found
         for running, own in zip(cohort.rows, experts, strict=True) if experts is not None else ():
             if running is not None:
                 running.experts.append(own)
         return states
 
     def _computed(
-        self, tokens: Tensor, cache: Any, padding: Tensor, length: int
+        self, tokens: Tensor, cache: Any, padding: Tensor, length: int, places: Tensor, more: dict[str, Any]
     ) -> tuple[Tensor, Any, NDArray[np.int16] | None]:
         """(hidden states [B, D] of the last of tokens [B, n], the cache, [B, n, M, k] experts of the tokens if recorded).
 
-        Rows are `length` long with these tokens.
+        Rows are `length` long with these tokens. `places` [B, n], or [3, B, n] where they are places in time, height and
+        width; `more`: what the model takes besides.
         """
         cache = self.model.new_cache() if cache is None else cache
-        more: dict[str, Any] = {self._cache_name: cache}
-        place = torch.arange(length, device=tokens.device)
+        more = {**more, self._cache_name: cache}
         if padding.any():
-            more["attention_mask"] = (place[None, :] >= padding[:, None]).long()
+            column = torch.arange(length, device=tokens.device)
+            more["attention_mask"] = (column[None, :] >= padding[:, None]).long()
         if self._positions:
-            more["position_ids"] = (place[None, -tokens.shape[1] :] - padding[:, None]).clamp_min(0)
+            more["position_ids"] = places
         with self._recording() as (routed, every):
             out = self.model.inner.base_model(input_ids=tokens, use_cache=True, **more)
             every(torch.arange(tokens.numel(), device=tokens.device))
@@ -200,11 +223,31 @@ class BackedEngine(UncachedEngine):
         with self.model.decoding():
             found = []
             for tokens, padding in ((short, zero), ([short[0]] * 4 + short, four)):
-                states, cache, _ = self._computed(torch.tensor([tokens], device=device), None, padding, len(tokens))
-                more, _, _ = self._computed(next_token, cache, padding, len(tokens) + 1)
+                places = _places([short], [()], len(tokens)).to(device)
+                states, cache, _ = self._computed(
+                    torch.tensor([tokens], device=device), None, padding, len(tokens), places, {}
+                )
+                behind = places[:, -1:] + 1
+                more, _, _ = self._computed(next_token, cache, padding, len(tokens) + 1, behind, {})
                 found.append(self.model.head.logits(torch.cat([states, more])).log_softmax(-1))
         apart = (found[0] - found[1]).abs().max()
         return bool(apart <= TOLERANCE)
+
+
+def _key(running: Running) -> tuple[Any, ...]:
+    """Equal where prompts are, with the pictures in them."""
+    return running.request.prompt, running.request.media
+
+
+def _places(prompts: Sequence[Sequence[int]], seen: Sequence[Sequence[Media]], longest: int) -> Tensor:
+    """[B, longest], or [3, B, longest] where a picture has a height and a width: those of the padding are 0."""
+    rows = [
+        torch.arange(len(prompt)) if (found := positions_of(len(prompt), media)) is None else torch.from_numpy(found)
+        for prompt, media in zip(prompts, seen, strict=True)
+    ]
+    if any(row.ndim == 2 for row in rows):
+        rows = [row.expand(3, -1) for row in rows]
+    return torch.stack([torch.nn.functional.pad(row, (longest - row.shape[-1], 0)) for row in rows], -2)
 
 
 def _joined(caches: Sequence[Any]) -> Any:

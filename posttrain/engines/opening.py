@@ -10,8 +10,10 @@ from posttrain.engines.kept import KEPT_BYTES
 from posttrain.engines.replicas import Many, open_pool
 from posttrain.engines.vllm import VLLMEngine
 from posttrain.engines.vllm_worker import POLL_STEPS
+from posttrain.models.backed import Backed
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine, Model
+from posttrain.types import UserError
 
 
 def open_engine(
@@ -34,6 +36,11 @@ def open_engine(
     """
     if kind == "local" and not many:
         return embedded(model, tokenizer, slots, precision, cache_gib, rests=not serving, own=own)
+    if isinstance(model, Backed) and model.vision is not None:
+        raise UserError(
+            f"engines in other processes sample from models of text alone, and {type(model.inner).__name__} sees: leave out "
+            "--replicas, --engines and --engine"
+        )
     announced(model)
     if many:
         return open_pool(kind, model, tokenizer, slots, precision, many, cache_gib=cache_gib, seconds=seconds)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Completion, Sampling, StopReason, UserError
+from posttrain.types import Completion, Media, Sampling, StopReason, UserError
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Request:
     sampling: Sampling
     own: tuple[int, ...] = ()  # what follows the prompt and is given too, where an earlier request goes on
     keep: bool = False  # whether another one may go on from where this one ends
+    media: tuple[Media, ...] = ()  # what stands in the prompt
 
     def check(self, context: int, vocab: int) -> Request:
         """Itself. Raises UserError if the prompt leaves no room for a reply, or holds a token the model lacks."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.engines.request import Request, complete
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
-from posttrain.types import Completion, Sampling, UserError
+from posttrain.types import Completion, Media, Sampling, UserError
 
 
 class ScriptedEngine:
@@ -65,6 +65,12 @@ class ScriptedEngine:
                 version=0,
             )
         )
+
+    def submit_seen(
+        self, id: int, prompt: Sequence[int], media: Sequence[Media], sampling: Sampling, keep: bool = False
+    ) -> None:
+        """See `posttrain.protocols.Seeing`. What is written does not depend on what is seen."""
+        self.submit(id, prompt, sampling, keep)
 
     def forget(self, id: int) -> None:
         pass

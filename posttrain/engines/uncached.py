@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +21,8 @@ from posttrain.engines.request import Request, complete, reached_stop, stop_wind
 from posttrain.engines.sampler import sample, uniform
 from posttrain.engines.weights import take_over
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine, Model
-from posttrain.types import Completion, Sampling
+from posttrain.protocols import Engine, Model, Seeing
+from posttrain.types import Completion, Media, Sampling, positions_of
 
 
 @dataclass
@@ -73,6 +73,13 @@ class UncachedEngine:
         request = Request(id, tuple(prompt), sampling)
         self._waiting.append(request.check(self.model.config.context, self.model.config.vocab))
 
+    def submit_seen(
+        self, id: int, prompt: Sequence[int], media: Sequence[Media], sampling: Sampling, keep: bool = False
+    ) -> None:
+        """See `posttrain.protocols.Seeing`."""
+        request = Request(id, tuple(prompt), sampling, media=tuple(media))
+        self._waiting.append(request.check(self.model.config.context, self.model.config.vocab))
+
     def forget(self, id: int) -> None:
         pass
 
@@ -117,18 +124,30 @@ class UncachedEngine:
         device, sequences = self.model.head.device, [r.sequence for r in self._running]
         length = [len(s) for s in sequences]
         end = torch.tensor(length).cumsum(0)
+        start = (end - torch.tensor(length)).tolist()
+        seen = [r.request.media for r in self._running]
+        media = [replace(m, start=m.start + at) for own, at in zip(seen, start, strict=True) for m in own]
+        places = [positions_of(n, own) for own, n in zip(seen, length, strict=True)]
+        rows = [torch.arange(n) if p is None else torch.from_numpy(p) for p, n in zip(places, length, strict=True)]
+        if any(row.ndim == 2 for row in rows):
+            rows = [row.expand(3, -1) for row in rows]
         layout = Layout(
             torch.tensor([t for s in sequences for t in s], device=device),
-            torch.cat([torch.arange(n) for n in length]).to(device),
-            tuple((end - torch.tensor(length)).tolist()),
+            torch.cat(rows, -1).to(device),
+            tuple(start),
             tuple(length),
             (-1,) * len(length),
+            tuple(media),
         )
         return self.model.head.logits(self.model.hidden(layout, (end - 1).to(device)))
 
     def _next(self) -> tuple[Tensor, Tensor]:
         """The next token of each running request and its log-probability, [B] each."""
-        logits, device = self._logits(), self.model.head.device
+        return self._drawn(self._logits())
+
+    def _drawn(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of logits [B, V]."""
+        device = self.model.head.device
         asked = [r.request.sampling for r in self._running]
 
         def column(value: Callable[[Sampling], float], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -167,3 +186,4 @@ class UncachedEngine:
 
 if TYPE_CHECKING:
     _proof: Callable[..., Engine] = UncachedEngine
+    _seeing: Callable[..., Seeing] = UncachedEngine

@@ -8,7 +8,8 @@ from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol
 
-from posttrain.types import Completion, ToolCall, Turn, UserError
+from posttrain.pictures import digests
+from posttrain.types import Completion, Media, ToolCall, Turn, UserError
 
 MOST_IDS = 100_000  # that are numbered in nine letters and digits, far more than a context holds calls
 
@@ -37,6 +38,7 @@ class Texts(Protocol):
     unknown_id: int | None  # what stands for text that it has no token for
 
     def encode(self, text: str, start: bool = False) -> list[int]: ...
+    def check_tokens(self, tokens: Sequence[int]) -> None: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
     def render(
         self,
@@ -51,6 +53,7 @@ class Texts(Protocol):
         calls: Sequence[ToolCall] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Continued: ...
+    def encode_seen(self, text: str, digests: Sequence[str], start: bool = False) -> tuple[list[int], list[Media]]: ...
     @property
     def tool_format(self) -> ToolFormat | None: ...
 
@@ -65,6 +68,7 @@ class Conversation:
         self.chat = False  # whether it began with messages
         self.tools: Sequence[Mapping[str, Any]] | None = None  # that the model was told of
         self.last_calls: Sequence[ToolCall] = ()  # of the last reply
+        self.seen: Sequence[Media] = ()  # pictures of the last turn, places counted from its first token
         self._ids: set[str] = set()  # of all calls so far
 
     def branch(self) -> Conversation:
@@ -75,23 +79,33 @@ class Conversation:
 
     def show(self, turn: Turn, last: Completion | None) -> list[int]:
         """Tokens that put `turn` before the policy; `last` is what it sampled just before, if anything."""
-        first, self.first = self.first, False
+        first, self.first, self.seen = self.first, False, ()
         if turn.messages is None:
             return self.tokenizer.encode(turn.text or "", start=first)
         if first:
             self.messages, self.chat = self._taken(turn.messages), True
             self.tools = None if turn.tools is None else list(turn.tools)
-            return self.tokenizer.encode(self.tokenizer.render(self.messages, True, self.tools), start=True)
+            return self._encoded(self.tokenizer.render(self.messages, True, self.tools), self.messages, start=True)
         if turn.tools is not None and list(turn.tools) != self.tools:
             raise UserError("a chat template shows tools where a context begins: give its first turn all of them")
         new = self._taken(turn.messages)
         after = self.tokenizer.render_after(self.messages, new, self.last_calls, self.tools)
         self.messages = [*self.messages, after.reply, *new]
-        tokens = self.tokenizer.encode(after.text)
+        tokens = self._encoded(after.text, new)
         # what of it ends the reply, the policy has sampled: the end id, a stop string, what closes a call
         sampled = [] if last is None or last.stop.truncated else list(last.tokens)
         longest = min(len(sampled), len(tokens))
-        return tokens[next((n for n in range(longest, 0, -1) if sampled[-n:] == tokens[:n]), 0) :]
+        said = next((n for n in range(longest, 0, -1) if sampled[-n:] == tokens[:n]), 0)
+        seen: Sequence[Media] = self.seen
+        self.seen = tuple(replace(m, start=m.start - said) for m in seen)
+        return tokens[said:]
+
+    def _encoded(self, text: str, messages: Sequence[Mapping[str, Any]], start: bool = False) -> list[int]:
+        """The tokens of what the template made of messages; their pictures are noted."""
+        if not (pictures := digests(messages)):
+            return self.tokenizer.encode(text, start=start)
+        tokens, self.seen = self.tokenizer.encode_seen(text, pictures, start)
+        return tokens
 
     def calls(self, text: str) -> Sequence[ToolCall]:
         """The calls of tools in a reply."""

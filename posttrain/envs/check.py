@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from posttrain.envs.asking import OPTIONS, Services, made_up
+from posttrain.envs.playing import content_text
 from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.envs.seen import Seen, Viewer
 from posttrain.models.tool_reading import HERMES
@@ -358,7 +359,8 @@ def _text(turn: Turn) -> str:
         return f"{len(turn.tokens)} token ids"
     if turn.messages is None:
         return turn.text or ""
-    return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in turn.messages)
+    shown = [(message, content_text(message) if message.get("content") else "") for message in turn.messages]
+    return "\n".join(f"{message.get('role', '?')}: {text}" for message, text in shown)
 
 
 def _steps(case: Case) -> list[float]:

@@ -40,7 +40,11 @@ class Context:
     def read(self, turn: Turn) -> list[int]:
         """The tokens that put a turn before the policy."""
         self._earlier = vars(self.conversation).copy(), self.messages, self.text, self._stop
-        tokens = self.conversation.show(turn, self.last) if turn.tokens is None else list(turn.tokens)
+        if turn.tokens is not None:
+            tokens, self.conversation.seen = list(turn.tokens), ()
+            self.tokenizer.check_tokens(tokens)
+        else:
+            tokens = self.conversation.show(turn, self.last)
         self.shown(turn)
         return tokens
 

@@ -32,6 +32,7 @@ BUILTIN = {
     "guess": "posttrain.envs.guess:guess",
     "functions": "posttrain.envs.functions:functions",
     "nim": "posttrain.envs.nim:nim",
+    "shapes": "posttrain.envs.shapes:shapes",
     "adventure": "posttrain.envs.adventure:adventure",
     "reasoning-gym": "posttrain.envs.bridges.reasoning:reward",
     "gymnasium": "posttrain.envs.bridges.gym:play",

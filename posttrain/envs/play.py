@@ -23,7 +23,8 @@ from posttrain.envs.chat import Texts
 from posttrain.envs.playing import Episode, Playing, is_tool
 from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.envs.stage import DIVERGED
-from posttrain.protocols import Alone, Engine, World
+from posttrain.pictures import PictureError
+from posttrain.protocols import Alone, Engine, Seeing, World
 from posttrain.seeds import seed_of
 from posttrain.types import Ask, Completion, Invalid, InvalidKind, Rollout, Sampling, StopReason, Turn, UserError
 
@@ -254,12 +255,12 @@ class _Play:
         try:
             tokens = self._tokens(p, turn)
         except UserError as error:
-            if not turn.whole:
+            if not turn.whole and not isinstance(error, PictureError):
                 raise
             return self._end(index, f"yielded what the model cannot read: {error}")  # a program said it
         empty = not len(p.context.transcript)
         whole = len(tokens)
-        if not empty and turn.tokens is None and self.by.too_long == "truncate":
+        if not empty and turn.tokens is None and self.by.too_long == "truncate" and not p.context.conversation.seen:
             room = self.by.context - len(p.context.transcript)
             tokens = cut_observation(tokens, room, self._most_tokens(p, turn))
         problem = self._problem(p, turn, tokens) if empty else None
@@ -292,8 +293,17 @@ class _Play:
         sampling = replace(sampling, max_tokens=budget, stop=turn.stop or sampling.stop, seed=seed, begun=known)
         self.asked[index] = time.perf_counter()
         request = self._request(index, p.contexts.index(p.context))
+        keep = not self.pool.single_turn
         try:
-            self.engine.submit(request, tokens, sampling, keep=not self.pool.single_turn)
+            if not p.context.transcript.media:
+                self.engine.submit(request, tokens, sampling, keep=keep)
+            elif isinstance(self.engine, Seeing):
+                self.engine.submit_seen(request, tokens, p.context.transcript.media, sampling, keep=keep)
+            else:
+                raise UserError(
+                    f"{self.engine.backend} samples behind text alone, and a prompt has a picture: leave out --engine and "
+                    "--replicas"
+                )
         except UserError as error:
             if turn.tokens is None:
                 raise
@@ -329,7 +339,8 @@ class _Play:
             else:
                 self.prompts[turn.text] = p.read(turn)
             tokens = self.prompts[turn.text]
-        if len(tokens) >= self.by.context and turn.tokens is None and self.by.too_long == "truncate":
+        cuts = self.by.too_long == "truncate" and not p.context.conversation.seen  # a picture is whole or not there
+        if len(tokens) >= self.by.context and turn.tokens is None and cuts:
             sampling = p.episode.sampling or self.by.sampling
             return cut_prompt(tokens, self.by.context, sampling.max_tokens)
         return tokens

@@ -50,7 +50,11 @@ def content_text(message: Mapping[str, Any]) -> str:
     """The text of a chat message, whose content may be a list of parts."""
     content = message["content"]
     parts = content if isinstance(content, list) else [{"text": content}]
-    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))
+    return "".join(
+        f"[{part.get('image')}]" if part.get("type") == "image" else str(part.get("text") or "")
+        for part in parts
+        if isinstance(part, Mapping)
+    )
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,8 @@ class Playing:
         if turn.tokens is not None:
             text = self.tokenizer.decode(tokens)
         self._note(kind, text, len(tokens), turn.reward, seconds, cut if tokens else 0)
-        transcript.observe(tokens, kind)
+        before, seen = len(transcript), self.context.conversation.seen if tokens else ()
+        transcript.observe(tokens, kind, [replace(m, start=m.start + before) for m in seen])
         self._learn = turn.learn
 
     def reply(self, completion: Completion, seconds: float) -> Reply:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.messages import short
+from posttrain.pictures import PictureError, has_parts, parts
 from posttrain.types import ROLES, Ask, Graded, Invalid, InvalidKind, Sides, SpanReward, Turn, UserError
 
 MOST_REWARD = 1e6
@@ -244,7 +245,12 @@ def _read_messages(given: Any) -> list[dict[str, Any]] | Invalid | None:
     messages = []
     for message in given:
         try:
+            content = message.get("content")
+            if has_parts(content):
+                message = {**message, "content": parts(content)}
             plain = plain_data(message, size, 0)
+        except PictureError as problem:
+            return unreadable(f"yielded a Turn in which {problem}")
         except ValueError as problem:
             return unreadable(f"yielded a Turn with a message {problem}")
         if not isinstance(plain.get("role"), str) or "content" not in plain:

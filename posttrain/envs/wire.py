@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import struct
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, NoReturn
@@ -34,9 +35,12 @@ from posttrain.envs.reading import (
     read_turn,
 )
 from posttrain.envs.recording import MOST_RECORDS
+from posttrain.pictures import MOST_BYTES, PICTURES, PictureError, digests, has_parts, is_name
 from posttrain.types import Ask, Invalid, InvalidKind, SpanReward, Turn
 
-LONGEST_ANSWER = 8 * LONGEST_TEXT + (1 << 20)  # bytes: what a character takes in JSON, and all that stands beside
+LONGEST_PICTURES = 2 * MOST_BYTES  # characters of those of a turn, in base 64
+LONGEST_ANSWER = 8 * LONGEST_TEXT + LONGEST_PICTURES + (1 << 20)
+"""Bytes: what a character takes in JSON, pictures, and all that stands beside."""
 _LENGTH = struct.Struct(">Q")
 
 
@@ -135,7 +139,13 @@ def write_answer(number: int, event: Event | None) -> bytes:
     if event is None:
         return _written({"number": number})
     if isinstance(event, Turn):
-        return _written({"number": number, "turn": {f: getattr(event, f) for f in Turn.__dataclass_fields__}})
+        turn = {f: getattr(event, f) for f in Turn.__dataclass_fields__}
+        held = {digest: PICTURES.take(digest) for digest in digests(event.messages or ())}
+        pictures = {digest: b64encode(data).decode() for digest, data in held.items() if data is not None}
+        if sum(map(len, pictures.values())) > LONGEST_PICTURES:
+            problem = f"yielded a Turn with pictures of more than {LONGEST_PICTURES:,} bytes in base 64"
+            return write_answer(number, Done(Invalid(problem, InvalidKind.UNREADABLE)))
+        return _written({"number": number, "turn": turn, **({"pictures": pictures} if pictures else {})})
     if isinstance(event, Ask):
         return _written({"number": number, "ask": {"service": event.service, "content": event.content}})
     if event.sides:
@@ -174,9 +184,12 @@ def read_greeting(content: bytes) -> Greeting | str:
 def read_answer(content: bytes) -> Answer | Record:
     """Raises Garbled."""
     message = _read(content)
-    number, kinds = message.pop("number", None), set(message)
+    number, pictures = message.pop("number", None), message.pop("pictures", {})
+    kinds = set(message)
     if type(number) is int and kinds == {"record"}:
         return _read_record(number, message["record"])
+    if pictures and kinds != {"turn"}:
+        raise Garbled("pictures of no turn")
     if type(number) is not int or kinds not in ({"turn"}, {"ask"}, {"done"}, {"sides"}, set()):
         raise Garbled("an answer that is none")
     if not kinds:
@@ -195,10 +208,27 @@ def read_answer(content: bytes) -> Answer | Record:
     if fields.keys() != Turn.__dataclass_fields__.keys():
         raise Garbled("a turn that is none")
     try:
+        _take_pictures(_object(pictures), fields["messages"])
         turn = read_turn(Turn(**fields))
     except (TypeError, ValueError, AttributeError):
         raise Garbled("a turn that is none") from None
     return Answer(number, Done(turn) if isinstance(turn, Invalid) else turn)
+
+
+def _take_pictures(given: dict[str, Any], messages: Any) -> None:
+    """The pictures of a turn. What stands in its messages are names: a worker may not have a file of ours read."""
+    for digest, data in given.items():
+        try:
+            known = PICTURES.put(b64decode(data, validate=True))
+        except (PictureError, ValueError, TypeError):
+            raise Garbled("a picture that is none") from None
+        if known != f"sha256:{digest}":
+            raise Garbled("a picture under another name than its own")
+    contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    for content in contents:
+        for part in content if isinstance(content, list) and has_parts(content) else ():
+            if isinstance(part, dict) and part.get("type") == "image" and not is_name(part.get("image")):
+                raise Garbled("a picture without a name")
 
 
 def _read_record(number: int, record: Any) -> Record:

@@ -357,6 +357,8 @@ class LocalLearner:
         return outputs
 
     def _states(self, model: Model, batch: Packed) -> Tensor:
+        if batch.layout.media and getattr(model, "vision", None) is None:
+            raise UserError(f"a {type(model).__name__} reads text alone, and here are pictures: give one that sees")
         return model.hidden(batch.layout, batch.at)
 
     def _states_of_other(self, model: Model, batch: Packed) -> Tensor:

@@ -16,7 +16,7 @@ A way is right where it gives the log-probabilities of the model's own forward. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,7 +33,9 @@ from posttrain.models.attention import SegmentAttention
 from posttrain.models.head import Head
 from posttrain.models.routing import Routers, calling, repeating, watched
 from posttrain.models.segments import Forest
+from posttrain.models.vision import Features, Vision
 from posttrain.protocols import Model
+from posttrain.types import Media, UserError
 
 if TYPE_CHECKING:
     from posttrain.models.lora import LoRA
@@ -59,10 +61,11 @@ class Sizes:
 class Backed(nn.Module):
     """A model of transformers. Made by `models.transformers_folder.load_backed`."""
 
-    def __init__(self, inner: Any, context: int, way: Way = "rows") -> None:
+    def __init__(self, inner: Any, context: int, way: Way = "rows", vision: Vision | None = None) -> None:
         super().__init__()
         self.inner = inner.eval()  # no dropout: log-probabilities are functions of weights and tokens
         self.way = way
+        self.vision = vision  # None: it reads text alone
         self.activation_room = math.inf  # bytes that what is kept for a backward pass may take ...
         self.kept_per_token = 0.0  # ... and how many of them each token does; beyond that, layers are computed twice
         self.rows_attention = "sdpa"  # the attention of rows, and of what samples with a cache
@@ -79,7 +82,10 @@ class Backed(nn.Module):
     @property
     def head(self) -> Head:
         output = self.inner.get_output_embeddings()
-        return Head(output.weight, getattr(output, "bias", None), self.scale, self.cap)
+        bias = getattr(output, "bias", None)
+        if self.vision is not None:  # what stands for a picture is no word: nobody says it, and nobody learns to
+            bias = self.vision.forbidden if bias is None else bias + self.vision.forbidden
+        return Head(output.weight, bias, self.scale, self.cap)
 
     @property
     def tied(self) -> bool:
@@ -88,7 +94,8 @@ class Backed(nn.Module):
 
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
         """See `posttrain.protocols.Model`."""
-        assert layout.position.ndim == 1, "positions in time, height and width are for models that see pictures"
+        if self.vision is None and layout.media:
+            raise UserError(f"{type(self.inner).__name__} reads text alone, and is given a picture: take one that sees")
         graded = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         with self._computed_twice() if graded and self._too_much(layout) else nullcontext():
             return self._flat(layout, at) if self.way == "flat" else self._rows(layout, at)
@@ -115,6 +122,17 @@ class Backed(nn.Module):
             for layer in layers:
                 layer.gradient_checkpointing = layer.training = False
 
+    def tower(self) -> set[str]:
+        """The names of the model's modules that make features of pictures."""
+        own = {id(p) for p in self.vision.weights()} if self.vision is not None else set()
+        modules = self.inner.named_modules()
+        return {name for name, module in modules if any(id(p) in own for p in module.parameters(recurse=False))}
+
+    def freeze_vision(self) -> None:
+        """What makes features of pictures stays as it is."""
+        for parameter in self.vision.weights() if self.vision is not None else ():
+            parameter.requires_grad_(False)
+
     def save(self, folder: Path) -> None:
         """Write the folder that `from_pretrained` reads, with tensors under the names in which they are stored.
 
@@ -129,8 +147,14 @@ class Backed(nn.Module):
         save_backed(self, folder)
 
     def attend(self, name: str) -> None:
-        """Choose one of the attentions that transformers knows by name."""
-        self.inner.set_attn_implementation(name)
+        """Choose one of the attentions that transformers knows by name, for text: a picture's is left as it is."""
+        self.inner.set_attn_implementation(name if self.vision is None else {"text_config": name})
+
+    @property
+    def attention(self) -> str:
+        """Its name."""
+        name: str = self.inner.config.get_text_config()._attn_implementation
+        return name
 
     def new_cache(self) -> Any:
         """An empty cache of transformers, with layers of the model's kinds."""
@@ -150,11 +174,30 @@ class Backed(nn.Module):
         finally:
             self.attend(NAME)
 
+    @contextmanager
+    def shown(self, digests: Sequence[str], features: Features | None) -> Iterator[dict[str, Any]]:
+        """Within it the base model, called with what this gives besides, sees these pictures, in the order of its tokens."""
+        if self.vision is None or features is None:
+            yield {}
+            return
+        with self.vision.shown(features, digests) as more:
+            yield more
+
+    def features(self, media: Iterable[Media]) -> Features | None:
+        """Of the pictures, each computed once; None where there are none."""
+        digests = [m.digest for m in media]
+        return self.vision.features(digests) if self.vision is not None and digests else None
+
     def _flat(self, layout: Layout, at: Tensor) -> Tensor:
-        with attending(SegmentAttention(layout)), calling(self, self.routers, self._experts(layout)) as matter:
-            out = self.inner.base_model(
-                input_ids=layout.tokens[None], position_ids=layout.position[None], use_cache=False
-            )
+        pictures = sorted(layout.media, key=lambda m: m.start)
+        features = self.features(pictures)
+        place = layout.position[None] if layout.position.ndim == 1 else layout.position[:, None]
+        with (
+            attending(SegmentAttention(layout)),
+            calling(self, self.routers, self._experts(layout)) as matter,
+            self.shown([m.digest for m in pictures], features) as more,
+        ):
+            out = self.inner.base_model(input_ids=layout.tokens[None], position_ids=place, use_cache=False, **more)
             matter(at)
         states: Tensor = out.last_hidden_state[0]
         return states.index_select(0, at)
@@ -167,12 +210,22 @@ class Backed(nn.Module):
         order = torch.from_numpy(place).to(at.device)
         experts, routed = self._experts(layout), watched(self)
         before, found = len(routed.taken) if routed else 0, []
+        features, begins = self.features(layout.media), {m.start: m.digest for m in layout.media}
         for tokens, ends in _together(rows):
             index = torch.from_numpy(tokens).to(at.device)
+            digests = [
+                begins[token]
+                for row, end in zip(tokens.tolist(), ends, strict=True)
+                for token in row[:end]
+                if token in begins
+            ]
             kept = np.concatenate([np.arange(end) + k * tokens.shape[1] for k, end in enumerate(ends)])
             real = torch.from_numpy(kept).to(at.device)
-            with calling(self, self.routers, None if experts is None else experts[index].flatten(0, 1)) as matter:
-                out = self.inner.base_model(input_ids=layout.tokens[index], use_cache=False)
+            taken = None if experts is None else experts[index].flatten(0, 1)
+            with calling(self, self.routers, taken) as matter, self.shown(digests, features) as more:
+                if layout.position.ndim == 2:
+                    more["position_ids"] = layout.position[:, index]
+                out = self.inner.base_model(input_ids=self._filled(layout, index, ends), use_cache=False, **more)
                 matter(real)
             found.append(out.last_hidden_state.flatten(0, 1).index_select(0, real))
         if routed:
@@ -182,6 +235,21 @@ class Backed(nn.Module):
     def _experts(self, layout: Layout) -> Tensor | None:
         """Those that the tokens [T] are to take, where they are known and were asked for."""
         return layout.experts if self.replays else None
+
+    def _filled(self, layout: Layout, index: Tensor, ends: Sequence[int]) -> Tensor:
+        """The tokens of rows, which may be filled up with any but one that stands for a picture."""
+        tokens = layout.tokens[index]
+        if layout.media:
+            column = torch.arange(tokens.shape[1], device=tokens.device)
+            behind = column[None, :] >= torch.tensor(ends, device=tokens.device)[:, None]
+            tokens = tokens.masked_fill(behind, self.filler)
+        return tokens
+
+    @property
+    def filler(self) -> int:
+        """A token that stands for itself."""
+        taken = self.vision.placeholders if self.vision is not None else ()
+        return next(id for id in range(self.config.vocab) if id not in taken)
 
 
 if TYPE_CHECKING:

@@ -72,7 +72,10 @@ def render(template: str, variables: Mapping[str, Any], name: str = "the chat te
 
 
 def _characters(messages: Sequence[Mapping[str, Any]]) -> int:
-    return sum(len(text) for message in messages if type(text := message.get("content")) is str)
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    texts = [*contents, *(part.get("text") for part in parts)]
+    return sum(len(text) for text in texts if type(text) is str)
 
 
 def _said(error: Exception) -> str:

@@ -25,11 +25,13 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 
 from posttrain.messages import one_line
+from posttrain.models.image_processor import PLACE, ImageProcessor
 from posttrain.models.json_files import Fields, read_json, read_text, write_json
 from posttrain.models.own_template import read_template
 from posttrain.models.tool_format import format_of
 from posttrain.models.tool_reading import ToolFormat
-from posttrain.types import ToolCall, UserError
+from posttrain.pictures import PictureError, has_parts
+from posttrain.types import Media, ToolCall, UserError
 
 PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unk|>"
 # How a text is cut before byte pairs are merged: words with what precedes them, single digits, punctuation, line ends,
@@ -41,6 +43,7 @@ VOCAB_MOST = 2**24  # entries of a tokenizer to be trained: its trainer reserves
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+BLIND = "this model reads text alone, and a message has a picture: take a model that sees, or leave it out"
 _MARK = "\u2063reply\u2063"  # stands for a sampled reply when a template is asked what surrounds one
 _WORD = "Xyzzy"  # stands for what is to be shown
 
@@ -51,6 +54,14 @@ def _mark(messages: Sequence[Mapping[str, Any]]) -> str:
     while mark in shown:
         mark = f"\u2063{mark}\u2063"
     return mark
+
+
+def _in_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """For templates that show text: parts that are all text are one."""
+    content = message.get("content")
+    if not isinstance(content, list) or has_parts(content):
+        return dict(message)
+    return {**message, "content": "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))}
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,6 +98,7 @@ class Tokenizer:
         self.special = {name: _token_text(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.backend = backend
+        self.pictures: ImageProcessor | None = None  # of a model that sees
         self._parts: dict[str, bool] = {}  # of each chat template, see `_takes_parts`
         self._formats: dict[str, ToolFormat | None] = {}  # likewise
         self._continuation = _continuation(backend)
@@ -134,7 +146,9 @@ class Tokenizer:
         with _refusing(f"{file} is damaged, copy it again"):
             backend = tokenizers.Tokenizer.from_str(text)
             _check_ids(backend)
-            return _tried(cls(backend, config, template, name))
+            tokenizer = _tried(cls(backend, config, template, name))
+        source = read_json(folder / "config.json", optional=True)
+        return tokenizer._seeing(ImageProcessor.of(folder, source))
 
     @classmethod
     def train(
@@ -178,6 +192,65 @@ class Tokenizer:
 
         Raises UserError if the text has no tokens: half a surrogate pair, or a character that the tokenizer lacks.
         """
+        if self.pictures is not None and self._placeholder in text:
+            raise PictureError(
+                f"a text holds {self._placeholder}, which stands for a picture: give the picture as a part"
+            )
+        return self._encode(text, start)
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises PictureError for token ids, given as such, that stand for a picture which is not there."""
+        if self.pictures is not None and self.pictures.id in tokens:
+            raise PictureError(
+                f"token {self.pictures.id} stands for a picture: give messages, with the picture as a part"
+            )
+
+    def encode_seen(self, text: str, digests: Sequence[str], start: bool = False) -> tuple[list[int], list[Media]]:
+        """The same of what a template made of messages with pictures: ids, and which of them hold a picture's place.
+
+        Raises PictureError for a picture that cannot be shown, UserError if the model reads text alone, or if the template
+        shows no places for pictures.
+        """
+        if self.pictures is None:
+            raise UserError(BLIND)
+        found = text.count(self._placeholder)
+        if found > len(digests):
+            raise PictureError(
+                f"a text holds {self._placeholder}, which stands for a picture: give the picture as a part"
+            )
+        if found < len(digests):
+            raise UserError(
+                f"{self.template_name} shows {found} places for {len(digests)} pictures: use the one of a model that sees"
+            )
+        pixels = [self.pictures.pixels(digest) for digest in digests]
+        shown, *rest = text.split(self._placeholder)
+        for one, behind in zip(pixels, rest, strict=True):
+            shown += one.text.replace(PLACE, self._placeholder) + behind
+        tokens, id = self._encode(shown, start), self.pictures.id
+        places = [place for place, token in enumerate(tokens) if token == id]
+        if len(places) != (needed := sum(one.count for one in pixels)):
+            raise UserError(
+                f"the tokenizer gives {len(places)} placeholders for pictures that need {needed}: {self._placeholder!r} is "
+                f"not the token {id} that config.json names"
+            )
+        media, first = [], 0
+        for digest, one in zip(digests, pixels, strict=True):
+            begin, end = places[first], places[first + one.count - 1] + 1
+            media.append(Media(begin, end - begin, digest, one.grid))
+            first += one.count
+        return tokens, media
+
+    @property
+    def _placeholder(self) -> str:
+        assert self.pictures is not None
+        return self.backend.id_to_token(self.pictures.id) or PLACE
+
+    def _seeing(self, pictures: ImageProcessor | None) -> Tokenizer:
+        """Itself, for a model that sees."""
+        self.pictures = pictures
+        return self
+
+    def _encode(self, text: str, start: bool) -> list[int]:
         try:
             backend = self.backend if start else self._continuation
             ids: list[int] = backend.encode(text, add_special_tokens=False).ids
@@ -314,7 +387,9 @@ class Tokenizer:
         from posttrain.models.templates import render
 
         assert self.chat_template is not None
-        shown = [_in_parts(message) if parts else dict(message) for message in messages]
+        shown = [_in_parts(message) if parts else _in_text(message) for message in messages]
+        if self.pictures is None and any(has_parts(message.get("content")) for message in messages):
+            raise UserError(BLIND)
         variables: dict[str, Any] = {"messages": shown, **self.special}
         variables |= {"tools": tools and list(tools), "documents": None, "add_generation_prompt": generation}
         return render(self.chat_template, variables, self.template_name)
@@ -336,7 +411,7 @@ class Tokenizer:
     def templated(self, template: str, name: str) -> Tokenizer:
         """The same with another chat template. `name`: where it stands, for messages."""
         config = {key: value for key, value in self.config.items() if key != "chat_template"}
-        return Tokenizer(self.backend, config, template, name)
+        return Tokenizer(self.backend, config, template, name)._seeing(self.pictures)
 
     def padding(self, ends: Sequence[int]) -> Tokenizer:
         """The same with a token to pad with that is none of `ends`: a special one where there is one, or else a new one.
@@ -347,7 +422,8 @@ class Tokenizer:
         named = {} if self.eos_id is not None else {"eos_token": self.backend.id_to_token(ends[0])}
         if self.pad_id is not None and self.pad_id not in ends:
             config = {**self.config, **named}
-            return Tokenizer(self.backend, config, self.chat_template, self.template_name) if named else self
+            other = Tokenizer(self.backend, config, self.chat_template, self.template_name)
+            return other._seeing(self.pictures) if named else self
         usable = ("bos_token", "mask_token", "sep_token", "cls_token", "unk_token")  # last, what a reply may end with
         known = [self.special.get(name) for name in usable]
         others = [
@@ -356,16 +432,21 @@ class Tokenizer:
         if not others:
             self.backend.add_special_tokens([PAD])
         config = {**self.config, **named, "pad_token": [*others, PAD][0]}
-        return Tokenizer(self.backend, config, self.chat_template, self.template_name)
+        return Tokenizer(self.backend, config, self.chat_template, self.template_name)._seeing(self.pictures)
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, for transformers.AutoTokenizer too."""
+        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, for transformers.AutoTokenizer too.
+
+        Of a model that sees, what its image processor is made from as well.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = dict(self.config)
         if self.chat_template is not None:
             (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
             config.pop("chat_template", None)
+        for name, text in (self.pictures.files if self.pictures is not None else {}).items():
+            (folder / name).write_text(text, encoding="utf-8")
         self.backend.save(str(folder / "tokenizer.json"))
         write_json(folder / "tokenizer_config.json", config)
 

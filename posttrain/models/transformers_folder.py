@@ -6,10 +6,11 @@ refused. transformers is imported here and nowhere else (but for tokenizers that
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +20,19 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Layout
+from posttrain.messages import one_line
 from posttrain.models.backed import NAME, Backed, NotFlatError, Way, attending, segment_attention
 from posttrain.models.config_json import read_eos_ids
 from posttrain.models.head import Head
+from posttrain.models.image_processor import ImageProcessor, placeholder_ids
 from posttrain.models.json_files import read_json, shown, write_json
 from posttrain.models.lora import plain_weights
 from posttrain.models.memory import available_memory, in_gib
 from posttrain.models.outline import context_of
 from posttrain.models.routing import attach, find_routers, watching
-from posttrain.types import UserError
+from posttrain.models.vision import Vision
+from posttrain.pictures import PICTURES, PictureError, png
+from posttrain.types import Media, Transcript, UserError, positions_of
 
 ACTIVATIONS = 0.5  # of the memory that is free behind the weights, for what a backward pass needs
 TOLERANCE = 1e-4  # nats, in float32
@@ -53,7 +58,7 @@ def load_backed(
     """
     trust = os.environ.get(TRUST) == "1"
     _check(folder, source, trust)
-    inner = _opened(folder, dtype, trust).to(device)
+    inner = _opened(folder, source, dtype, trust).to(device)
     for name, parameter in inner.named_parameters():
         if not parameter.isfinite().all():
             raise UserError(
@@ -61,7 +66,7 @@ def load_backed(
             )
     if dtype == torch.float64 and hasattr(inner, "set_experts_implementation"):
         inner.set_experts_implementation("eager")  # products of all experts at once know no float64
-    model = Backed(inner, context_of(folder, source))
+    model = Backed(inner, context_of(folder, source), vision=_vision(inner, folder, source))
     model.generation = read_json(folder / "generation_config.json", optional=True)
     text = source.get("text_config")
     ends = {**(text if isinstance(text, dict) else {}), **source}
@@ -89,6 +94,14 @@ def empty_backed(
     _find_routers(model)
     model.replays = how["replays"]
     return model
+
+
+def _vision(inner: Any, folder: Path, source: Mapping[str, Any]) -> Vision | None:
+    """What sees, of a model that does."""
+    processor = ImageProcessor.of(folder, source)
+    if processor is None or not hasattr(inner.base_model, "get_image_features"):
+        return None
+    return Vision(inner, processor, placeholder_ids(source))
 
 
 def save_backed(model: Backed, folder: Path) -> None:
@@ -128,9 +141,13 @@ def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
         raise UserError(f"{file}: quantized weights cannot be trained; give the unquantized checkpoint")
 
 
-def _opened(folder: Path, dtype: torch.dtype, trust: bool) -> Any:
-    from transformers import AutoModelForCausalLM
+def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: bool) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
 
+    kind: Any = AutoModelForCausalLM
+    if source.get("model_type") in SEEING and isinstance(source.get("vision_config"), dict):
+        kind = AutoModelForImageTextToText
     files = list(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"{folder} holds no safetensors files: copy or convert the weights")
@@ -139,7 +156,7 @@ def _opened(folder: Path, dtype: torch.dtype, trust: bool) -> Any:
         raise UserError(f"{folder} holds {in_gib(needed)} of weights; {in_gib(room)} of memory are free")
     try:
         with _quiet():
-            opened: Any = AutoModelForCausalLM.from_pretrained(
+            opened: Any = kind.from_pretrained(
                 folder, dtype=dtype, trust_remote_code=trust, local_files_only=True, use_safetensors=True,
                 output_loading_info=True,
             )  # fmt: skip
@@ -183,7 +200,7 @@ def choose_way(model: Backed, folder: Path) -> None:
     _register()
     limit = TOLERANCE if model.head.dtype in (torch.float32, torch.float64) else COARSE
     with torch.no_grad(), _quiet():
-        own, states = _own_forward(model)
+        own, states = _own_forward(model, folder)
         model.scale, model.cap = _head_of(model, states, own)
         apart = _difference(model.head.logits(states), own)
         if not apart <= limit:
@@ -215,29 +232,76 @@ def _difference(logits: Tensor, own: Tensor) -> float:
 
 
 def _ids(model: Backed, numbers: tuple[int, ...]) -> list[int]:
-    return [(37 * number + 11) % model.config.vocab for number in numbers]
+    taken = model.vision.placeholders if model.vision is not None else ()
+    found = [(37 * number + 11) % model.config.vocab for number in numbers]
+    return [model.filler if id in taken else id for id in found]
+
+
+def _beginning(model: Backed) -> Transcript:
+    """What both texts begin with: a picture too, if the model sees and its folder tells how."""
+    found = Transcript()
+    found.observe(_ids(model, BEGINNING))
+    if model.vision is None or not model.vision.processor.files:
+        return found
+    rows, columns = torch.meshgrid(torch.arange(40), torch.arange(56), indexing="ij")
+    picture = torch.stack(((7 * rows + 3 * columns) % 256, (rows * columns) % 256, (5 * columns) % 256), -1)
+    digest = PICTURES.hold(png(picture.to(torch.uint8).numpy()))
+    try:
+        pixels = model.vision.processor.pixels(digest)
+    except PictureError:  # told where one is shown: the model may be wanted for text alone
+        return found
+    seen = Transcript()
+    tokens = [found.tokens[0], *[model.vision.placeholders[0]] * pixels.count, *found.tokens[1:]]
+    seen.observe(tokens, media=[Media(1, pixels.count, digest, pixels.grid)])
+    return seen if len(seen) + max(map(len, PROBES)) <= model.config.context else found
 
 
 def _probe(model: Backed) -> tuple[Layout, Tensor]:
     """Two texts that share their beginning, as a micro-batch; all tokens of the one, then all of the other."""
-    shared, one, other = len(BEGINNING), *map(len, PROBES)
-    tokens = torch.tensor(_ids(model, (*BEGINNING, *PROBES[0], *PROBES[1])), device=model.head.device)
-    position = torch.tensor([*range(shared + one), *range(shared, shared + other)], device=model.head.device)
-    layout = Layout(tokens, position, (0, shared, shared + one), (shared, one, other), (-1, 0, 0))
+    first, device = _beginning(model), model.head.device
+    shared, one, other = len(first), *map(len, PROBES)
+    tokens = torch.tensor([*first.tokens, *_ids(model, PROBES[0]), *_ids(model, PROBES[1])], device=device)
+    whole = positions_of(shared + one, first.media)
+    place = torch.arange(shared + one) if whole is None else torch.from_numpy(whole)
+    position = torch.cat([place, place[..., shared : shared + other]], -1).to(device)
+    media = tuple(first.media)
+    layout = Layout(tokens, position, (0, shared, shared + one), (shared, one, other), (-1, 0, 0), media)
     both = [*range(shared + one), *range(shared), *range(shared + one, shared + one + other)]
-    return layout, torch.tensor(both, device=model.head.device)
+    return layout, torch.tensor(both, device=device)
 
 
-def _own_forward(model: Backed) -> tuple[Tensor, Tensor]:
+def _own_forward(model: Backed, folder: Path) -> tuple[Tensor, Tensor]:
     """(logits, last hidden states) of the probes, each text in a call of its own."""
-    if model.inner.config._attn_implementation != "eager":
+    if model.attention != "eager":
         model.attend("eager")
-    logits, states = [], []
+    first, logits, states = _beginning(model), [], []
     for text in PROBES:
-        ids = torch.tensor([_ids(model, (*BEGINNING, *text))], device=model.head.device)
-        logits.append(model.inner(input_ids=ids, use_cache=False).logits[0])
-        states.append(model.inner.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
+        ids = torch.tensor([[*first.tokens, *_ids(model, text)]], device=model.head.device)
+        more = _seen(model, ids, first.media)
+        try:
+            out = model.inner(input_ids=ids, use_cache=False, **more).logits[0]
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if not more:
+                raise
+            raise UserError(
+                f"{folder}: the model cannot take the picture that its image processor makes: copy the "
+                f"preprocessor_config.json that belongs to it ({one_line(error):.120})"
+            ) from None
+        logits.append(out if model.vision is None else out + model.vision.forbidden)
+        states.append(model.inner.base_model(input_ids=ids, use_cache=False, **more).last_hidden_state[0])
+    if hasattr(model.inner.base_model, "rope_deltas"):
+        model.inner.base_model.rope_deltas = None  # of these texts
     return torch.cat(logits), torch.cat(states)
+
+
+def _seen(model: Backed, ids: Tensor, media: Sequence[Media]) -> dict[str, Tensor]:
+    """What the model's own forward takes of one picture at most."""
+    if model.vision is None or not media:
+        return {}
+    found = {name: x.to(ids.device) for name, x in model.vision.processor.pixels(media[0].digest).inputs.items()}
+    if "mm_token_type_ids" in inspect.signature(model.inner.forward).parameters:
+        found["mm_token_type_ids"] = (ids == model.vision.placeholders[0]).int()
+    return found
 
 
 def _head_of(model: Backed, states: Tensor, own: Tensor) -> tuple[float, float | None]:

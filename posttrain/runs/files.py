@@ -7,6 +7,7 @@ health.jsonl                what the health check found, and after which step
 answers.jsonl               what services answered: see `posttrain.envs.journal`
 rollouts/step-000012.jsonl  what was sampled in a step, and how it was rewarded
 seconds/step-000012.jsonl   a line for each of these rollouts: the seconds that each of its turns took, and its reward
+pictures/                   those of tasks and turns, each named by the hash of its content
 checkpoints/step-000012/    see `posttrain.runs.checkpoint`
 tensorboard/                metrics and timing as event files
 handover/weights-0-12       for engines that listen, while it runs: see `posttrain.engines.handover`
@@ -30,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.envs.journal import ANSWERS, EVERYBODYS
+from posttrain.pictures import FOLDER
 from posttrain.types import UserError
 
 Folder = str | os.PathLike[str]
@@ -38,9 +40,11 @@ RUN, METRICS, TIMING, HEALTH = "run.json", "metrics.jsonl", "timing.jsonl", "hea
 ROLLOUTS, SECONDS = "rollouts", "seconds"
 CHECKPOINTS, TENSORBOARD, CURVES = "checkpoints", "tensorboard", "curves.png"
 HANDED_OVER = "handover"
+PICTURES = FOLDER
 REPORT = "report.json"  # of a reward model: its figures on held-out rows, beside baselines
 
-MADE = (RUN, METRICS, TIMING, HEALTH, ANSWERS, CURVES, REPORT, ROLLOUTS, SECONDS, CHECKPOINTS, TENSORBOARD, HANDED_OVER)
+MADE = (RUN, METRICS, TIMING, HEALTH, ANSWERS, CURVES, REPORT, ROLLOUTS, SECONDS, CHECKPOINTS, TENSORBOARD, HANDED_OVER,
+        PICTURES)  # fmt: skip
 """What a run makes in its folder."""
 
 _STEP = re.compile(r"step-(\d{6,})")
@@ -50,6 +54,7 @@ _INSIDE = {
     CHECKPOINTS: re.compile(r"step-\d{6,}|\.step-\d{6,}\.draft"),
     TENSORBOARD: re.compile(r"events\..*"),
     HANDED_OVER: re.compile(r"weights-\d+-\d+(\.partial)?"),
+    PICTURES: re.compile(r"[0-9a-f]{64}(\.\d+\.tmp)?"),
 }
 """Folder of a run -> names of what the run puts into it."""
 

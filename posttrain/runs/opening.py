@@ -14,9 +14,10 @@ from typing import Any, Generic, Self
 
 from posttrain.config import RL, SERVICES, Training, named_services
 from posttrain.options import AnyTraining, as_dict, continued, own_judge
+from posttrain.pictures import PICTURES
 from posttrain.protocols import Alone, Lasting, World
 from posttrain.runs import checkpoint as checkpoints
-from posttrain.runs import fingerprint
+from posttrain.runs import files, fingerprint
 from posttrain.runs.files import CHECKPOINTS, RUN, delete_run, holds_run, made_by_run, writing
 from posttrain.runs.fingerprint import Print
 from posttrain.runs.lock import Lock
@@ -98,6 +99,7 @@ class RunFolder(Generic[AnyTraining]):
             raise
 
     def __enter__(self) -> Self:
+        PICTURES.begin(self.path / files.PICTURES)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -105,6 +107,7 @@ class RunFolder(Generic[AnyTraining]):
 
     def close(self) -> None:
         """Let another process write the folder. May be called twice."""
+        PICTURES.end()
         if self._lock is not None:
             self._lock.release()
 

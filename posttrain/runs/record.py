@@ -275,11 +275,11 @@ def _call(call: ToolCall) -> Row:
 
 
 def _transcript(transcript: Transcript) -> Row:
-    """As training state holds it, with log-probabilities of half the digits, and without routed experts and positions,
+    """As training state holds it, with log-probabilities of half the digits, and without routed experts,
     which are of no use to a reader. "sampled": [first, number] of each run of sampled tokens."""
     row = transcript.as_dict()
     sampled = [[s.start, s.length] for s in transcript.spans if s.kind is SpanKind.SAMPLED]
-    shown = {name: value for name, value in row.items() if name not in ("logp", "experts", "positions")}
+    shown = {name: value for name, value in row.items() if name not in ("logp", "experts")}
     return {**shown, "sampled": sampled, "logp": list(map(_short, transcript.logp))}
 
 

@@ -81,6 +81,7 @@ def imitated(transcripts: Sequence[Transcript]) -> list[Transcript]:
             else:
                 said = span.kind in (SpanKind.SAMPLED, SpanKind.IMITATED)
                 other.observe(tokens, SpanKind.OBSERVATION if said else span.kind)
+        other.media = list(transcript.media)
         if other.n_scored:
             found.append(other)
     if not found:
@@ -122,6 +123,7 @@ def cut(transcripts: Sequence[Transcript], length: int | None) -> list[Transcrip
                 other.imitate(tokens)
             else:
                 other.observe(tokens, span.kind)
+        other.media = [m for m in transcript.media if m.start + m.length <= length]
         if other.n_scored:
             found.append(other)
     if not found:

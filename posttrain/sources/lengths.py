@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from posttrain.data.tasks import ENDLESS
 from posttrain.envs.chat import Conversation, Texts
 from posttrain.envs.load import opening
+from posttrain.pictures import PictureError
 from posttrain.types import Task, UserError
 
 Policy = Literal["skip", "truncate", "refuse"]
@@ -59,7 +60,10 @@ class Prompts:
     too_long: TooLong
 
     def fits(self, place: int) -> bool:
-        length = len(Conversation(self.tokenizer).show(opening(self.tasks[place]), None))
+        try:
+            length = len(Conversation(self.tokenizer).show(opening(self.tasks[place]), None))
+        except PictureError as error:
+            raise UserError(f"{self.tasks.where(place)}: {error}") from None
         if length < self.too_long.context:
             return True
         cut = self.too_long.policy == "truncate"

@@ -6,8 +6,8 @@ N    scored tokens of a micro-batch: the tokens to imitate
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,13 @@ from posttrain.data.convert import is_script
 from posttrain.data.items import CUT
 from posttrain.envs.reading import read_schema
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.pictures import digests
 from posttrain.protocols import Objective, Source
 from posttrain.sources.enacting import Enact, cut, stored
 from posttrain.sources.lengths import Placed, TooLong
 from posttrain.sources.made import Made, Memoryless, progress, steps_per_epoch, visited
 from posttrain.sources.packing import collate, split_microbatches
-from posttrain.types import Task, ToolCall, Transcript, UserError
+from posttrain.types import Media, Task, ToolCall, Transcript, UserError
 
 
 class Likelihood:
@@ -47,25 +48,61 @@ def demonstrate(
     """
     pieces = list(_pieces(task, tokenizer, eos_ids))
     if task.get("response_stop") in CUT:
-        last = max(place for place, (_, imitated) in enumerate(pieces) if imitated)
-        pieces = [*pieces[:last], (pieces[last][0][:-1], True)]
+        last = max(place for place, piece in enumerate(pieces) if piece.imitated)
+        pieces = [*pieces[:last], _Piece(pieces[last].tokens[:-1], True)]
     if not mask_prompt:
-        tokens = [token for piece, _ in pieces for token in piece]
-        pieces = [(tokens[:1], False), (tokens[1:], True)]
+        pieces = list(_all_imitated(pieces))
     transcript = Transcript()
-    for tokens, imitated in pieces:
-        kept = tokens if length is None else tokens[: length - len(transcript)]
-        (transcript.imitate if imitated else transcript.observe)(kept)
+    for piece in pieces:
+        before = len(transcript)
+        kept = piece.tokens if length is None else piece.tokens[: length - before]
+        if piece.imitated:
+            transcript.imitate(kept)
+        else:
+            whole = [m for m in piece.media if m.start + m.length <= len(kept)]
+            transcript.observe(kept, media=[replace(m, start=m.start + before) for m in whole])
     if not transcript.n_scored or transcript.spans[0].learned:
         raise UserError("nothing to learn: no reply after a prompt of at least one token")
     return transcript
 
 
-def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterator[tuple[list[int], bool]]:
+class _Piece(NamedTuple):
+    """A run of tokens."""
+
+    tokens: list[int]
+    imitated: bool
+    media: Sequence[Media] = ()  # in it, counted from its first token
+
+
+def _shown(tokenizer: Tokenizer, text: str, messages: Sequence[Mapping[str, Any]], start: bool = False) -> _Piece:
+    """What a template made of messages."""
+    if not (pictures := digests(messages)):
+        return _Piece(tokenizer.encode(text, start=start), False)
+    tokens, media = tokenizer.encode_seen(text, pictures, start)
+    return _Piece(tokens, False, media)
+
+
+def _all_imitated(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
+    """Every token but the first and those that stand for pictures."""
+    first = True
+    for piece in pieces:
+        done = int(first)
+        if done:
+            yield _Piece(piece.tokens[:1], False, [m for m in piece.media if m.start == 0 and m.length == 1])
+        for m in piece.media:
+            if m.start >= done:
+                yield _Piece(piece.tokens[done : m.start], True)
+                yield _Piece(piece.tokens[m.start : m.start + m.length], False, [replace(m, start=0)])
+                done = m.start + m.length
+        yield _Piece(piece.tokens[done:], True)
+        first = first and not piece.tokens
+
+
+def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterator[_Piece]:
     """Runs of tokens in order, and whether they are imitated."""
     if "messages" not in task:
-        yield tokenizer.encode(task.get("prompt", ""), start=True), False
-        yield [*tokenizer.encode(task["response"]), eos_ids[0]], True
+        yield _Piece(tokenizer.encode(task.get("prompt", ""), start=True), False)
+        yield _Piece([*tokenizer.encode(task["response"]), eos_ids[0]], True)
         return
     said = -1  # place of the assistant's last message
     reply: list[int] = []
@@ -78,13 +115,13 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterato
         if not whole.startswith(shown):
             raise UserError("this chat template rewrites what opens a reply, so the reply's tokens are not known")
         if said < 0:
-            yield tokenizer.encode(shown, start=True), False
+            yield _shown(tokenizer, shown, task["messages"][:i], start=True)
         else:  # as a policy would see it: behind what it said stands what it said, however the template shows it later
             before, new = task["messages"][:said], task["messages"][said + 1 : i]
             calls = _calls(task["messages"][said])
-            after = tokenizer.encode(tokenizer.render_after(before, new, calls, tools).text)
+            after, _, media = _shown(tokenizer, tokenizer.render_after(before, new, calls, tools).text, new)
             ended = next((n for n in range(min(len(after), len(reply)), 0, -1) if reply[-n:] == after[:n]), 0)
-            yield after[ended:], False
+            yield _Piece(after[ended:], False, [replace(m, start=m.start - ended) for m in media])
         reply = tokenizer.encode(whole[len(shown) :])
         ends = [place for place, token in enumerate(reply) if token in eos_ids]
         content = "" if message.get("tool_calls") else str(message["content"]).strip()
@@ -92,7 +129,7 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterato
         behind = sum(token in eos_ids for token in tokenizer.encode(closing))  # several: a policy ends with the first
         end = ends[-max(behind, 1)] + 1 if ends else len(reply)  # what the template puts after it is not sampled
         said, reply = i, reply[:end]
-        yield reply if ends else [*reply, eos_ids[0]], True
+        yield _Piece(reply if ends else [*reply, eos_ids[0]], True)
 
 
 def _calls(message: Mapping[str, Any]) -> list[ToolCall]:

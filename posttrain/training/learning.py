@@ -39,7 +39,10 @@ from posttrain.types import UserError
 def held_model(config: Training, folder: Path, device: torch.device, world: World) -> Model:
     """The model of a folder, for the learner: with `--shard`, this process's rows of it, and no more is ever read."""
     if not config.shard:
-        return load_model(folder, device=device)
+        model = load_model(folder, device=device)
+        if isinstance(model, Backed) and not config.train_vision:
+            model.freeze_vision()
+        return model
     from posttrain.learners.sharding import shard  # it brings half of torch.distributed
 
     return load_model(folder, device=device, shard=partial(shard, size=world.size, device=device), shares=world.size)
@@ -78,7 +81,8 @@ def adapt(config: Training, decoder: Adaptable, folder: Path) -> None:
         fingerprint(checkpoint_folder(folder)),
         config.quantize or "",
     )
-    attach(decoder, lora, lambda name: name.rpartition(".")[2] in targets)
+    left = decoder.tower() if isinstance(decoder, Backed) and not config.train_vision else set()
+    attach(decoder, lora, lambda name: name.rpartition(".")[2] in targets and name not in left)
     begin(decoder, config.seed)
 
 

@@ -25,6 +25,7 @@ from posttrain.engines.opening import open_engine
 from posttrain.engines.replicas import Many
 from posttrain.envs.load import is_generator_env, load_converter, load_env
 from posttrain.envs.play import Episode, Player
+from posttrain.envs.playing import content_text
 from posttrain.models.folder import load_model
 from posttrain.names import suggestion
 from posttrain.options import own_judge, validate
@@ -295,8 +296,10 @@ class _Sampler:
             )
         if not rollout.turns:  # it failed before it showed anything
             return {}
+        if rollout.transcripts[0].media:
+            raise UserError("rows of samples hold no pictures: posttrain eval --out writes whole rollouts")
         asked, prompt = task.get("messages"), rollout.prompt
-        if asked is not None and prompt == "\n".join(message["content"] for message in asked):
+        if asked is not None and prompt == "\n".join(map(content_text, asked)):
             return {}
         if task.get("prompt") == prompt:
             return {}

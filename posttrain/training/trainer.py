@@ -20,6 +20,7 @@ from posttrain.beside import Beside
 from posttrain.config import Training
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import as_dict
+from posttrain.pictures import FOLDER, PICTURES
 from posttrain.protocols import TRAINING, Learner, Objective, Source
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs.curves import curves
@@ -94,6 +95,8 @@ class Trainer:
             self._restore(self.saved)
         self.record = self.opened.open({"sizes": sizes, "objective": formula})
         self.world.gather(None)  # what the record was before is gone for everybody
+        with writing(self.folder):
+            PICTURES.keep(self.folder / FOLDER)
         try:
             self._begin([*formula, *_options(self.config), *sizes])  # what scrolls away last is what matters most
             with interruptible(self.display.note) as interrupted:

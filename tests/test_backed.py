@@ -17,7 +17,7 @@ from feeding import ROWS, WORDS, board, credit, feed, new_case
 from models_table import BEGIN, DOCUMENT, END, rows
 from safetensors.torch import load_file, save_file
 from sampled import complete, ragged
-from tiny_models import KINDS, InDouble, make
+from tiny_models import DROPPING, KINDS, InDouble, make
 from torch import Tensor
 from trees import grown
 
@@ -131,6 +131,20 @@ def test_layers_that_are_computed_twice_have_the_same_gradients_and_keep_less(
     for one, two in zip(*found, strict=True):
         assert (one is None) == (two is None)
         assert one is None or two is None or torch.allclose(one, two, atol=1e-5 * float(one.abs().max()))
+
+
+@pytest.mark.parametrize("kind", DROPPING)
+def test_nothing_is_dropped_out_where_layers_are_computed_twice(kind: str, folders: Callable[[str], Path]) -> None:
+    model, transcripts = opened(folders(kind)), grown(0, 3, 3)
+    batch = collate([[t] for t in transcripts], range(len(transcripts)), weight=torch.ones(len(transcripts)))
+    found = []
+    for room in (math.inf, 0.0):
+        model.activation_room = room
+        logp = token_logp(model.hidden(batch.layout, batch.at), model.head, batch.target)
+        gradients = torch.autograd.grad(logp.sum(), list(model.parameters()), allow_unused=True)
+        found.append([logp.detach(), *(g for g in gradients if g is not None)])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
 
 
 @pytest.mark.parametrize("row", ["ppo", "sac"])

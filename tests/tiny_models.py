@@ -47,6 +47,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("rows", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
 }
 """model_type -> (the way it goes, what its configuration has besides `SIZES`)."""
+DROPPING: dict[str, dict[str, Any]] = {
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "xglm": {"ffn_dim": 48, "attention_heads": 4, "d_model": 32, "num_layers": 2},
+}
+"""The same of models that drop out numbers in the forward of a layer, or of the model, by its own flag."""
 
 
 class InDouble(TorchFunctionMode):
@@ -75,7 +80,7 @@ def make(kind: str, folder: Path, seed: int = 0, **changed: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind][1], **changed})
+    config = AutoConfig.for_model(kind, **{**SIZES, **(DROPPING.get(kind) or KINDS[kind][1]), **changed})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -187,9 +187,28 @@ def test_saved_folder_opens_here_and_in_transformers_with_equal_logits(
     stored = load_file(tmp_path / "model.safetensors")
     named = dict(stored_tensors(model))
     tied = {name for name in named if name not in stored}
-    buffers = {name for name in stored if name not in named}
-    assert tied <= {"lm_head.weight"} and all(name.endswith("e_score_correction_bias") for name in buffers)
-    assert all(torch.equal(named[name], tensor) for name, tensor in stored.items() if name not in buffers)
+    assert tied <= {"lm_head.weight"} and all(torch.equal(named[name], tensor) for name, tensor in stored.items())
+
+
+def stir_buffers(model: Backed) -> list[str]:
+    """Change what a checkpoint holds besides parameters; returns the names."""
+    stored, draw = model.inner.state_dict().keys(), torch.Generator().manual_seed(0)
+    found = {name: buffer for name, buffer in model.inner.named_buffers() if name in stored}
+    for buffer in found.values():
+        buffer.uniform_(0.3, 1.5, generator=draw)
+    return list(found)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("deepseek_v3", "e_score_correction_bias"), ("gemma4_text", "layer_scalar")])
+def test_what_a_checkpoint_holds_besides_parameters_is_handed_over_with_them(
+    kind: str, name: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = opened(folders(kind))
+    assert any(place.endswith(name) for place in stir_buffers(model))
+    model.save(tmp_path)
+    named, stored = dict(stored_tensors(model)), load_file(tmp_path / "model.safetensors")
+    assert named.keys() - stored.keys() <= {"lm_head.weight"}
+    assert all(torch.equal(named[place], tensor) for place, tensor in stored.items())
 
 
 @pytest.fixture(scope="module")
@@ -381,11 +400,12 @@ def test_engine_with_a_cache_samples_what_the_one_without_does(
     assert model.inner.config._attn_implementation == (NAME if model.way == "flat" else model.rows_attention)
 
 
-@pytest.mark.parametrize("kind", ["granite", "gemma2"])
+@pytest.mark.parametrize("kind", ["granite", "gemma2", "deepseek_v3", "gemma4_text"])
 def test_engine_of_another_process_takes_over_weights_and_samples_alike(
     kind: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     model = opened(make(kind, tmp_path / kind, vocab_size=tokenizer.vocab_size))
+    stir_buffers(model)
     prompts, sampling = ragged(6)
     with closing(open_engine("local", model, tokenizer, 8, "float32", many=Many(1))) as pool:
         for version in (1, 2):

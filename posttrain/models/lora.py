@@ -200,16 +200,27 @@ def frozen_copy(model: Model) -> Model:
     return copied.requires_grad_(False)
 
 
+def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model, and behind them what else its checkpoint holds: numbers that nothing learns, such as the
+    biases of a router (DeepSeek-V3) or the factors of layers (Gemma 4).
+    """
+    yield from model.named_parameters()
+    for place, module in model.named_modules():
+        for name, buffer in module.named_buffers(place, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
 def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters as the same model has them without adapters, each merged when it is its turn.
+    """What `held` gives of the same model without adapters, each matrix merged when it is its turn.
 
     One of which processes hold some rows each comes as it lies: `whole` gathers it.
     """
     merged = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, Linear) and m.adapter is not None}
     inside = {id(p) for module in model.modules() if isinstance(module, Adapter) for p in module.parameters()}
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in inside:
-            yield name, merged[name].merged() if name in merged else parameter
+    for name, tensor in held(model):
+        if id(tensor) not in inside:
+            yield name, merged[name].merged() if name in merged else tensor
 
 
 def merge(decoder: Adaptable) -> None:

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import tiny
@@ -31,7 +32,7 @@ from posttrain.engines.replicas import Many
 from posttrain.engines.uncached import UncachedEngine
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models import transformers_folder
-from posttrain.models.backed import NAME, Backed
+from posttrain.models.backed import NAME, Backed, _rows_of
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import checkpoint_tensors, load_model, save_model
 from posttrain.models.likelihood import token_logp, token_logp_entropy
@@ -158,6 +159,41 @@ def test_critic_of_a_backed_model_learns(row: str, tmp_path: Path, tokenizer: To
     assert len(run.metrics) == 2 and run.metrics[1]["grad_norm/critic"] > 0
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_each_wanted_token_stands_in_a_row_behind_its_own_ancestors_and_nothing_else(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    length = draw.integers(1, 7, 8).tolist()
+    prefix = [-1, *(int(draw.integers(-1, k)) for k in range(1, 8))]
+    start = np.cumsum([0, *length])[:-1].tolist()
+    tokens = torch.arange(sum(length))
+    wanted = draw.choice(len(tokens), min(10, len(tokens)), replace=False)
+    rows, place = _rows_of(Layout(tokens, tokens, tuple(start), tuple(length), tuple(prefix)), wanted)
+    assert [len(row) for row in rows] == sorted((len(row) for row in rows), reverse=True)
+    begins = np.cumsum([0, *(len(row) for row in rows)])
+    for token, at in zip(wanted.tolist(), place.tolist(), strict=True):
+        k = max(k for k in range(8) if start[k] <= token)
+        expected = list(range(start[k], token + 1))
+        while (k := prefix[k]) >= 0:
+            expected = [*range(start[k], start[k] + length[k]), *expected]
+        row = int(np.searchsorted(begins, at, side="right")) - 1
+        assert rows[row][: at - begins[row] + 1].tolist() == expected
+
+
+def test_biases_of_experts_are_not_decayed(folders: Callable[[str], Path]) -> None:
+    model = opened(folders("gpt_oss"))
+    learner = LocalLearner(model, Optimization(lr=0.1, weight_decay=0.5))
+    decayed = {id(p) for group in learner.optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert {n for n, p in model.named_parameters() if id(p) in decayed} == {
+        n for n, p in model.named_parameters() if p.ndim >= 2 and not n.endswith("bias")
+    }
+
+
+def test_texts_for_which_longrope_would_change_its_angles_are_too_long(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    make("phi3", tmp_path, rope_parameters={**rope, "factor": 16.0}, original_max_position_embeddings=16)
+    assert opened(tmp_path).config.context == 16
+
+
 def test_no_token_asked_for_is_no_state(folders: Callable[[str], Path]) -> None:
     layout = Layout(torch.arange(3, 8), torch.arange(5), (0,), (5,), (-1,))
     for kind in ("qwen3", "gemma2"):
@@ -169,7 +205,7 @@ def test_saved_folder_opens_here_and_in_transformers_with_equal_logits(
     kind: str, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = opened(folders(kind))
-    model.eos_ids = (5, 7)
+    model.eos_ids, model.generation = (5, 7), {"top_k": 20}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01)
@@ -178,7 +214,7 @@ def test_saved_folder_opens_here_and_in_transformers_with_equal_logits(
         tmp_path, dtype=torch.float32, attn_implementation="eager"
     )
     again, tokens = load_model(tmp_path), torch.arange(3, 15)
-    assert isinstance(again, Backed) and again.eos_ids == (5, 7)
+    assert isinstance(again, Backed) and again.eos_ids == (5, 7) and again.generation["top_k"] == 20
     layout = Layout(tokens, torch.arange(12), (0,), (12,), (-1,))
     with torch.no_grad():
         wanted = theirs.eval()(input_ids=tokens[None]).logits[0]
@@ -199,7 +235,9 @@ def stir_buffers(model: Backed) -> list[str]:
     return list(found)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("deepseek_v3", "e_score_correction_bias"), ("gemma4_text", "layer_scalar")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("deepseek_v3", "e_score_correction_bias"), ("gemma4_text", "layer_scalar")]
+)
 def test_what_a_checkpoint_holds_besides_parameters_is_handed_over_with_them(
     kind: str, name: str, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -398,6 +436,33 @@ def test_engine_with_a_cache_samples_what_the_one_without_does(
         assert cached[id].tokens == completion.tokens
         assert cached[id].logp == pytest.approx(completion.logp, abs=2e-3)
     assert model.inner.config._attn_implementation == (NAME if model.way == "flat" else model.rows_attention)
+
+
+def test_prompts_are_filled_up_where_that_changes_nothing_and_nowhere_else(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = opened(folders("qwen3")), [[5, 6, 7], [9, 4, 3, 8, 11], [20, 3]]
+    sampling = [Sampling(max_tokens=4, seed=n) for n in range(3)]
+    plain = complete(UncachedEngine(model, WORDS), prompts, sampling)
+    assert BackedEngine(model, WORDS)._pads
+    forward = model.inner.base_model.forward
+
+    def without_masks(
+        input_ids: Tensor,
+        past_key_values: Any = None,
+        position_ids: Any = None,
+        attention_mask: Any = None,
+        **more: Any,
+    ) -> Any:
+        return forward(input_ids=input_ids, past_key_values=past_key_values, **more)
+
+    monkeypatch.setattr(model.inner.base_model, "forward", without_masks)
+    engine = BackedEngine(model, WORDS)
+    cached = complete(engine, prompts, sampling)
+    assert not engine._pads
+    for id, completion in plain.items():
+        assert cached[id].tokens == completion.tokens
+        assert cached[id].logp == pytest.approx(completion.logp, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["granite", "gemma2", "deepseek_v3", "gemma4_text"])

@@ -22,7 +22,7 @@ from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
 from posttrain.models.folder import checkpoint_tensors, load_model, save_model
 from posttrain.models.likelihood import token_logp
 from posttrain.models.linear import Linear, accumulating
-from posttrain.models.lora import TARGETS, LoRA, adapters, attach, begin, plain_weights, sharing
+from posttrain.models.lora import TARGETS, LoRA, adapters, attach, begin, frozen_copy, plain_weights, sharing
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import UserError
 from tests.conftest import tiny
@@ -201,6 +201,18 @@ def test_a_decoder_that_shares_weights_is_the_one_before_adapters_and_holds_no_c
     merged = new_decoder(SHAPE, 9).to(torch.float64)
     merged.load_state_dict(dict(plain_weights(model)))
     torch.testing.assert_close(loss_of(merged, *laid()), loss_of(model, *laid()), rtol=1e-12, atol=0)
+
+
+def test_a_frozen_copy_computes_the_same_and_stays_while_the_adapters_move() -> None:
+    model = adapted()
+    copied = frozen_copy(model)
+    assert isinstance(copied, Decoder)
+    with torch.no_grad():
+        before = loss_of(model, *laid())
+        assert torch.equal(loss_of(copied, *laid()), before)
+        moved(model, 6)
+        assert torch.equal(loss_of(copied, *laid()), before) and not torch.equal(loss_of(model, *laid()), before)
+    assert not any(parameter.requires_grad for parameter in copied.parameters())
 
 
 def load_like(model: Decoder) -> Decoder:

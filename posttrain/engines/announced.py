@@ -72,7 +72,7 @@ class Announced:
             return 2 * config.layers * config.kv_heads * config.head_size
         text = self.model.inner.config.get_text_config()
         own = getattr(text, "per_layer_config", None)  # where layers differ, nothing is said of all (Gemma 4)
-        return sum(map(_kept_of, own.values() if isinstance(own, dict) else own or [text] * text.num_hidden_layers))
+        return sum(map(_kept_of, own or [text] * text.num_hidden_layers))
 
 
 def _kept_of(layer: Any) -> int:

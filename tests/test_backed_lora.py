@@ -95,6 +95,14 @@ def test_what_is_frozen_is_shared_with_the_model_before_and_has_no_gradient(tmp_
     assert not any(module.adapter for module in other.modules() if isinstance(module, Linear))
 
 
+def test_router_that_is_more_than_a_product_is_left_as_it_is(tmp_path: Path) -> None:
+    model = moved(make("phimoe", tmp_path / "base"))
+    assert targets_of(model) == ("q_proj", "k_proj", "v_proj", "o_proj")
+    before = logits(model)
+    merge(model)
+    assert torch.allclose(logits(model), before, atol=1e-4)
+
+
 def test_frozen_copy_computes_the_same_and_stays_while_the_adapters_move(tmp_path: Path) -> None:
     model = moved(make("gemma2", tmp_path / "base"))
     copied, before = frozen_copy(model), logits(model)

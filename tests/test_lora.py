@@ -19,7 +19,7 @@ from posttrain.models import fused
 from posttrain.models.adapter_folder import fingerprint
 from posttrain.models.attention import SegmentAttention
 from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
-from posttrain.models.folder import checkpoint_tensors, load_model, save_model
+from posttrain.models.folder import checkpoint_tensors, load_backbone, load_model, save_model
 from posttrain.models.likelihood import token_logp
 from posttrain.models.linear import Linear, accumulating
 from posttrain.models.lora import TARGETS, LoRA, adapters, attach, begin, frozen_copy, plain_weights, sharing
@@ -310,6 +310,16 @@ def test_stored_tensors_of_an_adapted_model_are_those_of_the_merged_one(base: Pa
     a, b = (stored[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
     torch.testing.assert_close(found[f"{name}.weight"], before[f"{name}.weight"] + 6 / 4 * b @ a)
     assert torch.equal(found["model.norm.weight"], before["model.norm.weight"])
+
+
+def test_a_critic_begins_from_an_adapted_model_with_the_merged_weights_all_of_which_learn(
+    base: Path, tmp_path: Path
+) -> None:
+    model = saved(base, tmp_path / "adapter")
+    backbone, _ = load_backbone(tmp_path / "adapter")
+    assert isinstance(backbone, Decoder) and backbone.lora is None and not list(adapters(backbone))
+    assert all(parameter.requires_grad for parameter in backbone.parameters())
+    torch.testing.assert_close(logits(backbone, TOKENS), logits(model, TOKENS), rtol=1e-4, atol=1e-4)
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:

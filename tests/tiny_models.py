@@ -52,6 +52,8 @@ DROPPING: dict[str, dict[str, Any]] = {
     "xglm": {"ffn_dim": 48, "attention_heads": 4, "d_model": 32, "num_layers": 2},
 }
 """The same of models that drop out numbers in the forward of a layer, or of the model, by its own flag."""
+OTHERS: dict[str, dict[str, Any]] = {**DROPPING, "phimoe": {**MOE, "router_jitter_noise": 0.01}}
+"""What the table of models does not list."""
 
 
 class InDouble(TorchFunctionMode):
@@ -80,7 +82,7 @@ def make(kind: str, folder: Path, seed: int = 0, **changed: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **{**SIZES, **(DROPPING.get(kind) or KINDS[kind][1]), **changed})
+    config = AutoConfig.for_model(kind, **{**SIZES, **(OTHERS.get(kind) or KINDS[kind][1]), **changed})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -10,10 +10,11 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
@@ -134,8 +135,20 @@ def products(model: Backed) -> Iterator[tuple[str, nn.Linear | Linear]]:
     if any("experts" in name and parameter.ndim == 3 for name, parameter in model.inner.named_parameters()):
         left.update(EXPERTS)
     for name, module in model.inner.named_modules():
-        if isinstance(module, nn.Linear | Linear) and module is not head and name.rpartition(".")[2] not in left:
+        if module is not head and name.rpartition(".")[2] not in left and _is_a_product(module):
             yield name, module
+
+
+def _is_a_product(module: nn.Module) -> TypeGuard[nn.Linear | Linear]:
+    """Whether a layer is linear and no more: routers of some mixtures are made of one, and choose experts with it."""
+    if type(module) is nn.Linear or isinstance(module, Linear):
+        return True
+    if not isinstance(module, nn.Linear):
+        return False
+    with torch.no_grad():
+        x = torch.ones_like(module.weight[:1])
+        found = module(x)
+    return isinstance(found, Tensor) and torch.allclose(found, functional.linear(x, module.weight, module.bias))
 
 
 def stored_matrices(decoder: Adaptable) -> list[str]:

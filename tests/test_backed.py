@@ -459,7 +459,7 @@ def test_prompts_are_filled_up_where_that_changes_nothing_and_nowhere_else(
     monkeypatch.setattr(model.inner.base_model, "forward", without_masks)
     engine = BackedEngine(model, WORDS)
     cached = complete(engine, prompts, sampling)
-    assert not engine._pads
+    assert not engine._pads and not engine._cohorts, "nothing runs: no cache is held"
     for id, completion in plain.items():
         assert cached[id].tokens == completion.tokens
         assert cached[id].logp == pytest.approx(completion.logp, abs=1e-4)

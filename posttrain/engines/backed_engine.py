@@ -20,6 +20,7 @@ from torch import Tensor
 from posttrain.engines.uncached import Running, UncachedEngine
 from posttrain.models.backed import Backed
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.types import Completion
 
 PREFILL = 16_384  # tokens of prompts that are computed at once
 SPARSE = 0.75  # rows of a cohort are moved together when fewer than this share of them still run
@@ -60,6 +61,12 @@ class BackedEngine(UncachedEngine):
     def backend(self) -> str:
         """What computes, in words."""
         return f"{type(self.model.inner).__name__} of transformers, with its cache"
+
+    def poll(self) -> list[Completion]:
+        done = super().poll()
+        if not self._running:
+            self._cohorts.clear()  # an update comes next, which needs the memory
+        return done
 
     def close(self) -> None:
         super().close()

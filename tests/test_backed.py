@@ -441,7 +441,7 @@ def test_engine_with_a_cache_samples_what_the_one_without_does(
 def test_prompts_are_filled_up_where_that_changes_nothing_and_nowhere_else(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, prompts = opened(folders("qwen3")), [[5, 6, 7], [9, 4, 3, 8, 11], [20, 3]]
+    model, prompts = opened(folders("gpt2")), [[5, 6, 7], [9, 4, 3, 8, 11], [20, 3]]
     sampling = [Sampling(max_tokens=4, seed=n) for n in range(3)]
     plain = complete(UncachedEngine(model, WORDS), prompts, sampling)
     assert BackedEngine(model, WORDS)._pads

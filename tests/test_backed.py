@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import tiny
@@ -17,7 +18,7 @@ from feeding import ROWS, WORDS, board, credit, feed, new_case
 from models_table import BEGIN, DOCUMENT, END, rows
 from safetensors.torch import load_file, save_file
 from sampled import complete, ragged
-from tiny_models import KINDS, InDouble, make
+from tiny_models import DROPPING, KINDS, InDouble, make
 from torch import Tensor
 from trees import grown
 
@@ -31,7 +32,7 @@ from posttrain.engines.replicas import Many
 from posttrain.engines.uncached import UncachedEngine
 from posttrain.learners.local import LocalLearner, Optimization
 from posttrain.models import transformers_folder
-from posttrain.models.backed import NAME, Backed
+from posttrain.models.backed import NAME, Backed, _rows_of
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import checkpoint_tensors, load_model, save_model
 from posttrain.models.likelihood import token_logp, token_logp_entropy
@@ -133,6 +134,20 @@ def test_layers_that_are_computed_twice_have_the_same_gradients_and_keep_less(
         assert one is None or two is None or torch.allclose(one, two, atol=1e-5 * float(one.abs().max()))
 
 
+@pytest.mark.parametrize("kind", DROPPING)
+def test_nothing_is_dropped_out_where_layers_are_computed_twice(kind: str, folders: Callable[[str], Path]) -> None:
+    model, transcripts = opened(folders(kind)), grown(0, 3, 3)
+    batch = collate([[t] for t in transcripts], range(len(transcripts)), weight=torch.ones(len(transcripts)))
+    found = []
+    for room in (math.inf, 0.0):
+        model.activation_room = room
+        logp = token_logp(model.hidden(batch.layout, batch.at), model.head, batch.target)
+        gradients = torch.autograd.grad(logp.sum(), list(model.parameters()), allow_unused=True)
+        found.append([logp.detach(), *(g for g in gradients if g is not None)])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
+
+
 @pytest.mark.parametrize("row", ["ppo", "sac"])
 def test_critic_of_a_backed_model_learns(row: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
     start = make("granite", tmp_path / "start", vocab_size=tokenizer.vocab_size)
@@ -142,6 +157,41 @@ def test_critic_of_a_backed_model_learns(row: str, tmp_path: Path, tokenizer: To
         env_workers=0, quiet=True, out=str(tmp_path / "run"), save_every=2, critic_warmup=0,
     )  # fmt: skip
     assert len(run.metrics) == 2 and run.metrics[1]["grad_norm/critic"] > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_wanted_token_stands_in_a_row_behind_its_own_ancestors_and_nothing_else(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    length = draw.integers(1, 7, 8).tolist()
+    prefix = [-1, *(int(draw.integers(-1, k)) for k in range(1, 8))]
+    start = np.cumsum([0, *length])[:-1].tolist()
+    tokens = torch.arange(sum(length))
+    wanted = draw.choice(len(tokens), min(10, len(tokens)), replace=False)
+    rows, place = _rows_of(Layout(tokens, tokens, tuple(start), tuple(length), tuple(prefix)), wanted)
+    assert [len(row) for row in rows] == sorted((len(row) for row in rows), reverse=True)
+    begins = np.cumsum([0, *(len(row) for row in rows)])
+    for token, at in zip(wanted.tolist(), place.tolist(), strict=True):
+        k = max(k for k in range(8) if start[k] <= token)
+        expected = list(range(start[k], token + 1))
+        while (k := prefix[k]) >= 0:
+            expected = [*range(start[k], start[k] + length[k]), *expected]
+        row = int(np.searchsorted(begins, at, side="right")) - 1
+        assert rows[row][: at - begins[row] + 1].tolist() == expected
+
+
+def test_biases_of_experts_are_not_decayed(folders: Callable[[str], Path]) -> None:
+    model = opened(folders("gpt_oss"))
+    learner = LocalLearner(model, Optimization(lr=0.1, weight_decay=0.5))
+    decayed = {id(p) for group in learner.optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert {n for n, p in model.named_parameters() if id(p) in decayed} == {
+        n for n, p in model.named_parameters() if p.ndim >= 2 and not n.endswith("bias")
+    }
+
+
+def test_texts_for_which_longrope_would_change_its_angles_are_too_long(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    make("phi3", tmp_path, rope_parameters={**rope, "factor": 16.0}, original_max_position_embeddings=16)
+    assert opened(tmp_path).config.context == 16
 
 
 def test_no_token_asked_for_is_no_state(folders: Callable[[str], Path]) -> None:
@@ -155,7 +205,7 @@ def test_saved_folder_opens_here_and_in_transformers_with_equal_logits(
     kind: str, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = opened(folders(kind))
-    model.eos_ids = (5, 7)
+    model.eos_ids, model.generation = (5, 7), {"top_k": 20}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01)
@@ -164,7 +214,7 @@ def test_saved_folder_opens_here_and_in_transformers_with_equal_logits(
         tmp_path, dtype=torch.float32, attn_implementation="eager"
     )
     again, tokens = load_model(tmp_path), torch.arange(3, 15)
-    assert isinstance(again, Backed) and again.eos_ids == (5, 7)
+    assert isinstance(again, Backed) and again.eos_ids == (5, 7) and again.generation["top_k"] == 20
     layout = Layout(tokens, torch.arange(12), (0,), (12,), (-1,))
     with torch.no_grad():
         wanted = theirs.eval()(input_ids=tokens[None]).logits[0]
@@ -173,9 +223,30 @@ def test_saved_folder_opens_here_and_in_transformers_with_equal_logits(
     stored = load_file(tmp_path / "model.safetensors")
     named = dict(stored_tensors(model))
     tied = {name for name in named if name not in stored}
-    buffers = {name for name in stored if name not in named}
-    assert tied <= {"lm_head.weight"} and all(name.endswith("e_score_correction_bias") for name in buffers)
-    assert all(torch.equal(named[name], tensor) for name, tensor in stored.items() if name not in buffers)
+    assert tied <= {"lm_head.weight"} and all(torch.equal(named[name], tensor) for name, tensor in stored.items())
+
+
+def stir_buffers(model: Backed) -> list[str]:
+    """Change what a checkpoint holds besides parameters; returns the names."""
+    stored, draw = model.inner.state_dict().keys(), torch.Generator().manual_seed(0)
+    found = {name: buffer for name, buffer in model.inner.named_buffers() if name in stored}
+    for buffer in found.values():
+        buffer.uniform_(0.3, 1.5, generator=draw)
+    return list(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("deepseek_v3", "e_score_correction_bias"), ("gemma4_text", "layer_scalar")]
+)
+def test_what_a_checkpoint_holds_besides_parameters_is_handed_over_with_them(
+    kind: str, name: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = opened(folders(kind))
+    assert any(place.endswith(name) for place in stir_buffers(model))
+    model.save(tmp_path)
+    named, stored = dict(stored_tensors(model)), load_file(tmp_path / "model.safetensors")
+    assert named.keys() - stored.keys() <= {"lm_head.weight"}
+    assert all(torch.equal(named[place], tensor) for place, tensor in stored.items())
 
 
 @pytest.fixture(scope="module")
@@ -367,11 +438,39 @@ def test_engine_with_a_cache_samples_what_the_one_without_does(
     assert model.attention == (NAME if model.way == "flat" else model.rows_attention)
 
 
-@pytest.mark.parametrize("kind", ["granite", "gemma2"])
+def test_prompts_are_filled_up_where_that_changes_nothing_and_nowhere_else(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = opened(folders("gpt2")), [[5, 6, 7], [9, 4, 3, 8, 11], [20, 3]]
+    sampling = [Sampling(max_tokens=4, seed=n) for n in range(3)]
+    plain = complete(UncachedEngine(model, WORDS), prompts, sampling)
+    assert BackedEngine(model, WORDS)._pads
+    forward = model.inner.base_model.forward
+
+    def without_masks(
+        input_ids: Tensor,
+        past_key_values: Any = None,
+        position_ids: Any = None,
+        attention_mask: Any = None,
+        **more: Any,
+    ) -> Any:
+        return forward(input_ids=input_ids, past_key_values=past_key_values, **more)
+
+    monkeypatch.setattr(model.inner.base_model, "forward", without_masks)
+    engine = BackedEngine(model, WORDS)
+    cached = complete(engine, prompts, sampling)
+    assert not engine._pads and not engine._cohorts, "nothing runs: no cache is held"
+    for id, completion in plain.items():
+        assert cached[id].tokens == completion.tokens
+        assert cached[id].logp == pytest.approx(completion.logp, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["granite", "gemma2", "deepseek_v3", "gemma4_text"])
 def test_engine_of_another_process_takes_over_weights_and_samples_alike(
     kind: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     model = opened(make(kind, tmp_path / kind, vocab_size=tokenizer.vocab_size))
+    stir_buffers(model)
     prompts, sampling = ragged(6)
     with closing(open_engine("local", model, tokenizer, 8, "float32", many=Many(1))) as pool:
         for version in (1, 2):

@@ -19,13 +19,13 @@ from posttrain.engines.weights import own_copy
 from posttrain.models.backed import Backed
 from posttrain.models.folder import load_model
 from posttrain.models.linear import Linear
-from posttrain.models.lora import LoRA, attach, begin, merge, sharing, targets_of
+from posttrain.models.lora import LoRA, attach, begin, frozen_copy, merge, sharing, targets_of
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.models.transformers_folder import stored_tensors
 from posttrain.types import Sampling, Task
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-WITH = ("phi3", "gemma3_text", "qwen3_moe", "mamba2", "deepseek_v3", "lfm2")
+WITH = ("phi", "phi3", "gemma3_text", "qwen3_moe", "mamba2", "deepseek_v3", "lfm2")
 TASKS = [{"prompt": f"{i}+{j}="} for i in range(5) for j in range(4)]
 
 
@@ -86,13 +86,33 @@ def test_what_is_frozen_is_shared_with_the_model_before_and_has_no_gradient(tmp_
     base = make("gemma3_text", tmp_path / "base")
     model, plain = moved(base), load_model(base)
     other = sharing(model)
-    assert isinstance(other, Backed) and isinstance(plain, Backed)
+    assert isinstance(other, Backed) and isinstance(plain, Backed) and other.lora is None
     assert torch.equal(logits(other), logits(plain)) and not torch.allclose(logits(model), logits(plain), atol=0.1)
     own = {name: p for name, p in model.named_parameters() if "adapter" not in name}
     assert all(own[name] is p for name, p in other.named_parameters()) and not any(
         p.requires_grad for p in own.values()
     )
     assert not any(module.adapter for module in other.modules() if isinstance(module, Linear))
+
+
+def test_router_that_is_more_than_a_product_is_left_as_it_is(tmp_path: Path) -> None:
+    model = moved(make("phimoe", tmp_path / "base"))
+    assert targets_of(model) == ("q_proj", "k_proj", "v_proj", "o_proj")
+    before = logits(model)
+    merge(model)
+    assert torch.allclose(logits(model), before, atol=1e-4)
+
+
+def test_frozen_copy_computes_the_same_and_stays_while_the_adapters_move(tmp_path: Path) -> None:
+    model = moved(make("gemma2", tmp_path / "base"))
+    copied, before = frozen_copy(model), logits(model)
+    assert isinstance(copied, Backed) and torch.equal(logits(copied), before)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1.1)
+    assert torch.equal(logits(copied), before) and not torch.allclose(logits(model), before, atol=1e-2)
+    assert not any(parameter.requires_grad for parameter in copied.parameters())
 
 
 def test_engine_samples_with_the_adapter(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -19,10 +19,10 @@ from posttrain.models import fused
 from posttrain.models.adapter_folder import fingerprint
 from posttrain.models.attention import SegmentAttention
 from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
-from posttrain.models.folder import checkpoint_tensors, load_model, save_model
+from posttrain.models.folder import checkpoint_tensors, load_backbone, load_model, save_model
 from posttrain.models.likelihood import token_logp
 from posttrain.models.linear import Linear, accumulating
-from posttrain.models.lora import TARGETS, LoRA, adapters, attach, begin, plain_weights, sharing
+from posttrain.models.lora import TARGETS, LoRA, adapters, attach, begin, frozen_copy, plain_weights, sharing
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import UserError
 from tests.conftest import tiny
@@ -203,6 +203,18 @@ def test_a_decoder_that_shares_weights_is_the_one_before_adapters_and_holds_no_c
     torch.testing.assert_close(loss_of(merged, *laid()), loss_of(model, *laid()), rtol=1e-12, atol=0)
 
 
+def test_a_frozen_copy_computes_the_same_and_stays_while_the_adapters_move() -> None:
+    model = adapted()
+    copied = frozen_copy(model)
+    assert isinstance(copied, Decoder)
+    with torch.no_grad():
+        before = loss_of(model, *laid())
+        assert torch.equal(loss_of(copied, *laid()), before)
+        moved(model, 6)
+        assert torch.equal(loss_of(copied, *laid()), before) and not torch.equal(loss_of(model, *laid()), before)
+    assert not any(parameter.requires_grad for parameter in copied.parameters())
+
+
 def load_like(model: Decoder) -> Decoder:
     plain = new_decoder(model.config, 0).to(model.head.dtype)
     frozen = {name: p for name, p in model.named_parameters() if not name.endswith((".a", ".b"))}
@@ -298,6 +310,16 @@ def test_stored_tensors_of_an_adapted_model_are_those_of_the_merged_one(base: Pa
     a, b = (stored[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
     torch.testing.assert_close(found[f"{name}.weight"], before[f"{name}.weight"] + 6 / 4 * b @ a)
     assert torch.equal(found["model.norm.weight"], before["model.norm.weight"])
+
+
+def test_a_critic_begins_from_an_adapted_model_with_the_merged_weights_all_of_which_learn(
+    base: Path, tmp_path: Path
+) -> None:
+    model = saved(base, tmp_path / "adapter")
+    backbone, _ = load_backbone(tmp_path / "adapter")
+    assert isinstance(backbone, Decoder) and backbone.lora is None and not list(adapters(backbone))
+    assert all(parameter.requires_grad for parameter in backbone.parameters())
+    torch.testing.assert_close(logits(backbone, TOKENS), logits(model, TOKENS), rtol=1e-4, atol=1e-4)
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:

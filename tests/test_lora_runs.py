@@ -21,6 +21,7 @@ from posttrain.models.adapter_config import is_adapter
 from posttrain.models.decoder import Decoder, causal
 from posttrain.models.folder import load_model
 from posttrain.models.linear import Linear
+from posttrain.models.lora import adapters
 from posttrain.models.reward import load_reward_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Alone
@@ -245,6 +246,15 @@ def test_what_makes_no_adapter_is_refused_in_one_line(
     place: Path, capsys: pytest.CaptureFixture[str], words: str, told: str
 ) -> None:
     assert told in refused(capsys, *SFT, "--out", "run", *words.split())
+
+
+@pytest.mark.parametrize(("more", "alpha"), [({}, 6.0), ({"lora_alpha": 5.0}, 5.0)])
+def test_alpha_is_twice_the_rank_unless_it_is_given(place: Path, more: dict[str, float], alpha: float) -> None:
+    model = load_model("start")
+    assert isinstance(model, Decoder)
+    learning.adapt(SFT_OPTIONS(model="start", lora=3, **more), model, place / "start")  # type: ignore[arg-type]
+    assert model.lora is not None and (model.lora.alpha, model.lora.scale) == (alpha, alpha / 3)
+    assert {adapter.scale for adapter in adapters(model)} == {alpha / 3}
 
 
 def test_a_model_from_scratch_has_nothing_to_adapt(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("rows", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
 }
 """model_type -> (the way it goes, what its configuration has besides `SIZES`)."""
+DROPPING: dict[str, dict[str, Any]] = {
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "xglm": {"ffn_dim": 48, "attention_heads": 4, "d_model": 32, "num_layers": 2},
+}
+"""The same of models that drop out numbers in the forward of a layer, or of the model, by its own flag."""
+OTHERS: dict[str, dict[str, Any]] = {**DROPPING, "phimoe": {**MOE, "router_jitter_noise": 0.01}}
+"""What the table of models does not list."""
 
 _PLACES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4,
@@ -102,7 +109,7 @@ def make(kind: str, folder: Path, seed: int = 0, **changed: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind][1], **changed})
+    config = AutoConfig.for_model(kind, **{**SIZES, **(OTHERS.get(kind) or KINDS[kind][1]), **changed})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

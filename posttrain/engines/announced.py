@@ -71,9 +71,15 @@ class Announced:
             config = self.model.config
             return 2 * config.layers * config.kv_heads * config.head_size
         text = self.model.inner.config.get_text_config()
-        heads = getattr(text, "num_attention_heads", 1)
-        size = getattr(text, "head_dim", None) or text.hidden_size // heads
-        return int(2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * size)
+        own = getattr(text, "per_layer_config", None)  # where layers differ, nothing is said of all (Gemma 4)
+        return sum(map(_kept_of, own or [text] * text.num_hidden_layers))
+
+
+def _kept_of(layer: Any) -> int:
+    """Numbers that the layer of a configuration of transformers keeps of each token."""
+    heads = getattr(layer, "num_attention_heads", 1)
+    size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return int(2 * (getattr(layer, "num_key_value_heads", None) or heads) * size)
 
 
 def announced(model: Model) -> Announced:

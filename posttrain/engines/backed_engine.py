@@ -81,6 +81,12 @@ class BackedEngine(UncachedEngine):
         """See `posttrain.protocols.Counting`."""
         return {} if self.model.vision is None else {"placeholders": float(self._placeholders)}
 
+    def poll(self) -> list[Completion]:
+        done = super().poll()
+        if not self._running:
+            self._cohorts.clear()  # an update comes next, which needs the memory
+        return done
+
     def close(self) -> None:
         super().close()
         self._cohorts.clear()

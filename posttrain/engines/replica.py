@@ -30,6 +30,7 @@ from posttrain.models.config_json import read_config
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import allocate
 from posttrain.models.json_files import read_json
+from posttrain.models.lora import held
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
 from posttrain.types import UserError
@@ -55,7 +56,8 @@ class LocalHost:
         torch.set_num_threads(setup["threads"])
         build.use(setup["compiled"])
         folder, self.memory, self.layout = Path(setup["folder"]), memory, setup["layout"]
-        dtype, device = getattr(torch, setup["layout"]["dtype"]), torch.device(setup["device"])
+        self.dtype = dtype = getattr(torch, setup["layout"]["dtype"])
+        device = torch.device(setup["device"])
         self.model: Decoder | Backed
         if setup["backed"] is None:
             config = read_config(folder, read_json(folder / "config.json"))
@@ -64,7 +66,7 @@ class LocalHost:
             from posttrain.models.transformers_folder import empty_backed
 
             self.model = empty_backed(folder, dtype, device, setup["context"], setup["backed"]).requires_grad_(False)
-        own = {name: list(p.shape) for name, p in self.model.named_parameters()}
+        own = {name: list(tensor.shape) for name, tensor in held(self.model)}
         if own != {s["name"]: s["shape"] for s in self.layout["stored"]}:
             raise UserError("it holds another kind of model than the run trains: start it with the run's --model")
         self.model.eos_ids = tuple(setup["eos_ids"])
@@ -84,7 +86,7 @@ class LocalHost:
     def take(self, offer: Offer) -> tuple[int, int]:
         """The checksum is that of the engine's own weights, behind the hand-over."""
         self.engine.load(Received(self.layout, offered(offer, self.memory)), offer["version"])
-        return offer["version"], checksum_of(self.model.named_parameters())
+        return offer["version"], checksum_of((name, tensor.to(self.dtype)) for name, tensor in held(self.model))
 
 
 def attend(host: Host, wire: Wire, alive: float) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
-from posttrain.models.lora import is_adapted, merge, plain_weights
+from posttrain.models.lora import held, is_adapted, merge, plain_weights
 from posttrain.models.rows import is_sharded, whole
 from posttrain.protocols import Model
 
@@ -44,7 +44,7 @@ def named_weights(weights: Any) -> Iterable[tuple[str, Tensor]]:
 
 def take_over(own: Model, weights: Model) -> None:
     """Write these weights over those of a copy, in place."""
-    mine = dict(own.named_parameters())
+    mine = dict(held(own))  # type: ignore[arg-type]
     with torch.no_grad():
         for name, weight in named_weights(weights):
             mine.pop(name).copy_(whole(weight))

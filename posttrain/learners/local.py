@@ -500,8 +500,9 @@ def _fill(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
 
 def _groups(part: Trained, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups of the optimizer: matrices are decayed, norms and biases are not."""
-    matrices = [p for name, p in part.parameters.items() if p.ndim >= 2 and "norm" not in name]
-    vectors = [p for name, p in part.parameters.items() if p.ndim < 2 or "norm" in name]
+    decayed = {n for n, p in part.parameters.items() if p.ndim >= 2 and "norm" not in n and not n.endswith("bias")}
+    matrices = [p for name, p in part.parameters.items() if name in decayed]
+    vectors = [p for name, p in part.parameters.items() if name not in decayed]
     return [
         {"params": matrices, "weight_decay": weight_decay, "share": part.share},
         {"params": vectors, "weight_decay": 0.0, "share": part.share},

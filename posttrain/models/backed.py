@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -112,10 +113,10 @@ class Backed(nn.Module):
     @contextmanager
     def _computed_twice(self) -> Iterator[None]:
         """Within it layers keep what they are given alone, and are computed again in the backward pass."""
-        layers = [m for m in self.inner.modules() if hasattr(m, "gradient_checkpointing") and hasattr(m, "forward")]
+        layers = _that_can_compute_twice(self.inner)
         for layer in layers:
-            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _again
-            layer.training = True  # of the layer itself, which asks for it; not of what is in it: no dropout
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, partial(_again, layer)
+            layer.training = True  # of the layer alone, which asks for it, and not while it computes: no dropout
         try:
             yield
         finally:
@@ -290,13 +291,24 @@ def _together(rows: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, list[int
         at += len(some)
 
 
-def _again(function: Callable[..., Any], *given: Any) -> Any:
+def _that_can_compute_twice(inner: nn.Module) -> list[Any]:
+    """The innermost modules that can be computed again: a whole model, which could be, has dropout of its own."""
+    able = [m for m in inner.modules() if hasattr(m, "gradient_checkpointing") and hasattr(m, "forward")]
+    known = set(able)
+    return [module for module in able if not any(m in known and m is not module for m in module.modules())]
+
+
+def _again(layer: nn.Module, function: Callable[..., Any], *given: Any) -> Any:
     """Checkpointing of a layer: attention and experts of now are those of then, whichever thread computes the gradient."""
     attend, routed = _current.get(None), repeating()
 
     def computed(*given: Any) -> Any:
-        with routed(), nullcontext() if attend is None else attending(attend):
-            return function(*given)
+        before, layer.training = layer.training, False  # some drop out by this very flag (OPT)
+        try:
+            with routed(), nullcontext() if attend is None else attending(attend):
+                return function(*given)
+        finally:
+            layer.training = before
 
     return checkpoint(computed, *given, use_reentrant=False, preserve_rng_state=False)
 

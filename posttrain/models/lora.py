@@ -10,10 +10,11 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
@@ -145,8 +146,20 @@ def products(model: Backed) -> Iterator[tuple[str, nn.Linear | Linear]]:
     if any("experts" in name and parameter.ndim == 3 for name, parameter in model.inner.named_parameters()):
         left.update(EXPERTS)
     for name, module in model.inner.named_modules():
-        if isinstance(module, nn.Linear | Linear) and module is not head and name.rpartition(".")[2] not in left:
+        if module is not head and name.rpartition(".")[2] not in left and _is_a_product(module):
             yield name, module
+
+
+def _is_a_product(module: nn.Module) -> TypeGuard[nn.Linear | Linear]:
+    """Whether a layer is linear and no more: routers of some mixtures are made of one, and choose experts with it."""
+    if type(module) is nn.Linear or isinstance(module, Linear):
+        return True
+    if not isinstance(module, nn.Linear):
+        return False
+    with torch.no_grad():
+        x = torch.ones_like(module.weight[:1])
+        found = module(x)
+    return isinstance(found, Tensor) and torch.allclose(found, functional.linear(x, module.weight, module.bias))
 
 
 def stored_matrices(decoder: Adaptable) -> list[str]:
@@ -214,8 +227,26 @@ def frozen_copy(model: Model) -> Model:
     return copied.requires_grad_(False)
 
 
+def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model, and behind them what else its checkpoint holds: numbers that nothing learns, such as the
+    biases of a router (DeepSeek-V3) or the factors of layers (Gemma 4).
+    """
+    yield from model.named_parameters()
+    yield from _beside(model)
+
+
+def _beside(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The second of these; packed weights are not among them."""
+    for place, module in model.named_modules():
+        for name, buffer in (
+            module.named_buffers(place, recurse=False) if not isinstance(module, QuantizedLinear) else ()
+        ):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
 def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters as the same model has them without adapters, each merged when it is its turn.
+    """What `held` gives of the same model without adapters, each matrix merged when it is its turn.
 
     One of which processes hold some rows each comes as it lies: `whole` gathers it.
     """
@@ -231,6 +262,7 @@ def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if id(parameter) not in seen:  # tied ones come once
                 seen.add(id(parameter))
                 yield f"{place}.{key}".lstrip("."), parameter
+    yield from _beside(model)
 
 
 def merge(decoder: Adaptable) -> None:

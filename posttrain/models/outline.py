@@ -29,11 +29,24 @@ def outline(folder: str | Path, chat_template: str | None = None) -> Outline:
 
 
 def context_of(folder: Path, source: Mapping[str, Any]) -> int:
-    """Most tokens of one sequence, as config.json says under one of the names that are in use."""
+    """Most tokens of one sequence, as config.json says under one of the names that are in use.
+
+    LongRoPE (Phi-3) has other angles in a text longer than those it first learned from, for all of its tokens. What is
+    computed beside other texts, or sampled with a cache, cannot change at once: such texts are too long.
+    """
     text = source.get("text_config")
     for place in (source, text if isinstance(text, dict) else {}):
         for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
             if place.get(name) is not None:
-                found: int = Fields(folder / "config.json", place).whole(name, 1, 2**31, CONTEXT)
-                return found
+                fields = Fields(folder / "config.json", place)
+                found: int = fields.whole(name, 1, 2**31, CONTEXT)
+                scaling = place.get("rope_parameters") or place.get("rope_scaling")
+                if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) not in (
+                    "longrope",
+                    "su",
+                ):
+                    return found
+                first = "original_max_position_embeddings"
+                own = Fields(folder / "config.json", place if first in place else scaling)  # as transformers has it
+                return min(found, own.whole(first, 1, 2**31, found))
     return CONTEXT

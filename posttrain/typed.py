@@ -169,9 +169,9 @@ class SFTOptions(PassesOptions, total=False):
     env: str
     """What plays and scores: my.py:reward, package.module:name, or a built-in name, perhaps with options of its own:
     search-qa,topk=5. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions,
-    gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, textarena,
-    verdict and word-problems. In sft, rows with replies are played through it; for other rows its row_to_task makes the
-    demonstrations, if it has one."""
+    gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes,
+    textarena, verdict and word-problems. In sft, rows with replies are played through it; for other rows its
+    row_to_task makes the demonstrations, if it has one."""
 
 
 class PreferOptions(PassesOptions, total=False):

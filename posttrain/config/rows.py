@@ -64,8 +64,8 @@ class Data(FromRows):
     env: str = ""
     """What plays and scores: my.py:reward, package.module:name, or a built-in name, perhaps with options of its own:
     search-qa,topk=5. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions,
-    gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes, textarena, verdict
-    and word-problems. In sft, rows with replies are played through it; for other rows its row_to_task makes the
+    gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes, textarena,
+    verdict and word-problems. In sft, rows with replies are played through it; for other rows its row_to_task makes the
     demonstrations, if it has one."""
     chat_template: str | None = None
     """How messages and tools become text: a file of Jinja, or chatml. It takes the place of the model's own, and is written

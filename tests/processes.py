@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,15 @@ FORKS.set_forkserver_preload(
 def in_processes(each: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
     """Call a function of (rank, *arguments) in so many new processes; raises what one of them raises."""
     start_processes(each, arguments, count, start_method="forkserver")
+
+
+def commanded(words: list[str], folder: Path) -> None:
+    """What a process is told to do by these words of the command line. Of this module: a process that begins imports it."""
+    from posttrain.cli.main import entry
+
+    os.chdir(folder)
+    sys.argv = ["posttrain", *words]
+    entry()
 
 
 def is_running(pid: int) -> bool:

@@ -300,9 +300,11 @@ def truncate(folder: Path) -> None:
 
 
 BROKEN = {
-    'model_type "gpt2" is not supported; supported are llama, mistral': lambda f: edit(f, model_type="gpt2"),
-    'rope_type "yarn" is not supported': lambda f: edit(f, rope_parameters={"rope_type": "yarn", "factor": 2.0}),
-    'hidden_act "gelu" is not supported': lambda f: edit(f, hidden_act="gelu"),
+    "lacks tensors transformer.h.0": lambda f: edit(f, model_type="gpt2"),  # transformers would know it
+    'rope_type "nobody\'s" is not supported': lambda f: edit(
+        f, rope_parameters={"rope_type": "nobody's", "factor": 2.0}
+    ),
+    'hidden_act "nobody\'s" is not supported': lambda f: edit(f, hidden_act="nobody's"),
     "lacks tensors model.layers.2": lambda f: edit(f, num_hidden_layers=3),
     "holds unknown tensors model.layers.1": lambda f: edit(f, num_hidden_layers=1),
     "has shape": lambda f: edit(f, intermediate_size=40),

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 import torch
 from conftest import tiny
 from feeding import WORDS
-from test_resume import disturb, there, traces
+from test_resume import there, traces
 
 from posttrain.algorithms.preference_table import find_preference
 from posttrain.batch import Outputs, Packed
@@ -181,8 +182,12 @@ def test_run_killed_and_resumed_with_the_cache_emptied_is_identical(place: Path,
     assert main([*words, "--out", "whole"]) == 0
     command = [sys.executable, "-m", "posttrain", *words, "--out", "killed"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    code = disturb(process, there(place / "killed" / "checkpoints" / "step-000002"), 0.0, signal.SIGKILL)
-    assert code == -signal.SIGKILL, "killed before its end"
+    saved = there(place / "killed" / "checkpoints" / "step-000002")
+    while not saved() and process.poll() is None:
+        time.sleep(0.001)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "killed before its end"
     shutil.rmtree(cache, ignore_errors=True)
     assert main([*words, "--out", "killed", "--resume"]) == 0
     assert traces(place / "killed") == traces(place / "whole")
@@ -229,7 +234,7 @@ def test_no_second_model_is_in_memory_after_the_start(
     assert not resume or main([*SHORTER, "--out", "run"]) == 0
     shutil.rmtree(cache, ignore_errors=True)
     made: list[weakref.ref[Any]] = []
-    load, trainer = preferring.load_model, preferring.Trainer
+    load, trainer = learning.load_model, preferring.Trainer
 
     def noted(*given: Any, **options: Any) -> Any:
         model = load(*given, **options)
@@ -242,8 +247,7 @@ def test_no_second_model_is_in_memory_after_the_start(
         return trainer(*given)
 
     alive: list[int] = []
-    for module in (preferring, learning):
-        monkeypatch.setattr(module, "load_model", noted)
+    monkeypatch.setattr(learning, "load_model", noted)
     monkeypatch.setattr(preferring, "Trainer", counted)
     assert main([*WORDS_OF_RUN, "--out", "run", *["--resume"][: int(resume)]]) == 0
     assert alive == [1] and len(made) == (3 if resume else 1), "on resume: once for the rows, once for those held out"

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -18,9 +17,9 @@ import pytest
 import torch
 from conftest import tiny
 from judged import decoder, eos_alone
-from processes import FORKS
+from processes import FORKS, commanded
 
-from posttrain.cli.main import entry, main
+from posttrain.cli.main import main
 from posttrain.envs import arithmetic
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
@@ -109,15 +108,9 @@ def traces(run: Path) -> dict[str, str]:
 
 def begin(*words: str) -> BaseProcess:
     """The command, as a process of its own."""
-    process = FORKS.Process(target=command, args=([*words, "--quiet"], Path.cwd()))
+    process = FORKS.Process(target=commanded, args=([*words, "--quiet"], Path.cwd()))
     process.start()
     return process
-
-
-def command(words: list[str], folder: Path) -> None:
-    os.chdir(folder)
-    sys.argv = ["posttrain", *words]
-    entry()
 
 
 def disturb(process: BaseProcess, due: Callable[[], bool], delay: float, number: signal.Signals) -> int:

@@ -30,6 +30,7 @@ from conftest import tiny
 from posttrain.engines import vllm
 from posttrain.models.tokenizer import Tokenizer
 vllm.WORKER = "vllm_stub:main"
+vllm.VLLMEngine._sing = lambda engine, weights: None
 tokenizer = Tokenizer.train(["0123456789"], 64, "characters")
 engine = vllm.VLLMEngine(tiny(tokenizer), tokenizer)
 print("ready", flush=True)
@@ -43,6 +44,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(vllm, "WORKER", "vllm_stub:main")
+    monkeypatch.setattr(VLLMEngine, "_sing", lambda engine, weights: None)  # it knows no weights
 
 
 def test_weights_of_another_version_stop_the_run_in_one_line(

@@ -72,6 +72,8 @@ def load_model(
     kind = source.get("model_type")
     if not isinstance(kind, str):
         raise unsupported(folder, kind, LOADERS)
+    if kind == OURS:
+        raise _reward_model(folder, OURS)
     loader = LOADERS.get(kind, _load_other)
     if shard is None:
         try:
@@ -318,16 +320,20 @@ def _check_dtype(file: Path, name: str, dtype: str) -> None:
         )
 
 
+def _reward_model(folder: Path, sign: str) -> UserError:
+    return UserError(
+        f"{folder} is a reward model ({sign}), and a language model is needed here: give the one that it was made from, or "
+        "give this as --reward-model"
+    )
+
+
 def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Decoder) -> None:
     expected = {stored: shape for pieces in stored_pieces(model.config).values() for stored, shape in pieces}
     # older checkpoints store the frequencies of rotary embeddings, and the head of tied models beside the embedding
     known = {*expected, "lm_head.weight"} if model.config.tied else {*expected}
     left = [name for name in found if name not in known and "rotary_emb." not in name]
     if SCORE in left:
-        raise UserError(
-            f"{folder} is a reward model ({SCORE}), and a language model is needed here: give the one that it was made "
-            "from, or give this as --reward-model"
-        )
+        raise _reward_model(folder, SCORE)
     for names, problem in (([name for name in expected if name not in found], "lacks"), (left, "holds unknown")):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -146,7 +146,7 @@ def _about(pilot: Pilot, alone: Outcome) -> list[str]:
         f"replies   {sum(lengths) / most:,.0f} tokens, 95% up to {lengths[int(0.95 * (most - 1))]:,}, "
         f"longest {lengths[-1]:,}; {turns:.1f} turns; environment {pilot.waits:.2g} s",
         f"decoding  ms a step, by requests: {decoding}",
-        f"learner   {pilot.update_tokens:,.0f} tokens/s, {pilot.job.learning.step:.2g} s between steps; {handed}",
+        f"learner   {pilot.update_tokens:,.0f} tokens/s, {pilot.job.learning.step:.2g} s between; {handed}",
         f"as it ran {measured}{alone.steps_per_hour:,.0f} in the simulation{compared}",
     ]
 

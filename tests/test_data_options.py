@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import tiny
+from processes import FORKS, commanded
 from row_files import refused, write_jsonl
 
 import posttrain
@@ -73,8 +72,10 @@ def test_escapes_of_a_template_are_read_on_the_command_line(place: Path, joined:
     template = r"Question: {question}\n\tA\\n \{x\} \boxed"
     given = [f"--prompt-template={template}"] if joined else ["--prompt-template", template]
     words = ["rl", *PLAY, "--tasks", "rows.jsonl", "--env", "my.py:reward", "--steps", "1", "--out", "run", *given]
-    ran = subprocess.run([sys.executable, "-m", "posttrain", *words], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    process = FORKS.Process(target=commanded, args=(words, place))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
     assert prompts(place / "run") <= {f"Question: {row['question']}\n\tA\\n {{x}} \\boxed" for row in ROWS}
     assert read_run(place / "run")["config"]["prompt_template"] == "Question: {question}\n\tA\\n {{x}} \\boxed"
 

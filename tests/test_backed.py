@@ -18,7 +18,7 @@ from feeding import ROWS, WORDS, board, credit, feed, new_case
 from models_table import BEGIN, DOCUMENT, END, rows
 from safetensors.torch import load_file, save_file
 from sampled import complete, ragged
-from tiny_models import DROPPING, KINDS, InDouble, make
+from tiny_models import DROPPING, KINDS, Folders, InDouble, make, opened
 from torch import Tensor
 from trees import grown
 
@@ -37,7 +37,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.folder import checkpoint_tensors, load_model, save_model
 from posttrain.models.likelihood import token_logp, token_logp_entropy
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.transformers_folder import load_backed, stored_tensors
+from posttrain.models.transformers_folder import stored_tensors
 from posttrain.sources.packing import collate, split_microbatches
 from posttrain.types import Sampling, Task, Transcript, UserError
 
@@ -46,18 +46,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    place, made = tmp_path_factory.mktemp("models"), dict[str, Path]()
-
-    def folder(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = make(kind, place / kind, vocab_size=WORDS.vocab_size)
-        return made[kind]
-
-    return folder
-
-
-def opened(folder: Path, dtype: torch.dtype = torch.float32) -> Backed:
-    return load_backed(folder, json.loads((folder / "config.json").read_text()), dtype)
+    return Folders(tmp_path_factory.mktemp("models"), make, vocab_size=WORDS.vocab_size)
 
 
 def alone(model: Backed, transcript: Transcript) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from feeding import WORDS
 from test_backed import opened
-from tiny_models import SEEING, InDouble, make_seeing
+from tiny_models import SEEING, Folders, InDouble, make_seeing
 from torch import Tensor
 
 from posttrain.engines.backed_engine import BackedEngine
@@ -32,14 +32,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    place, made = tmp_path_factory.mktemp("seeing"), dict[str, Path]()
-
-    def folder(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = make_seeing(kind, place / kind, vocab_size=WORDS.vocab_size)
-        return made[kind]
-
-    return folder
+    return Folders(tmp_path_factory.mktemp("seeing"), make_seeing, vocab_size=WORDS.vocab_size)
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------

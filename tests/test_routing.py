@@ -18,7 +18,7 @@ import torch
 from feeding import WORDS
 from sampled import complete
 from test_backed import TASKS, digits
-from tiny_models import KINDS, InDouble, make
+from tiny_models import KINDS, Folders, InDouble, make, opened
 from torch import Tensor
 from trees import grown
 
@@ -37,7 +37,7 @@ from posttrain.models.likelihood import token_logp
 from posttrain.models.linear import compute_apart
 from posttrain.models.routing import find_routers, watching
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.transformers_folder import load_backed, replay_routing
+from posttrain.models.transformers_folder import replay_routing
 from posttrain.protocols import Alone, World
 from posttrain.runs.health import Health
 from posttrain.sources.packing import collate, split_microbatches
@@ -52,18 +52,7 @@ LOSSES = RouterLosses(balance=0.7, z=0.3)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    place, made = tmp_path_factory.mktemp("mixtures"), dict[str, Path]()
-
-    def folder(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = make(kind, place / kind, vocab_size=WORDS.vocab_size)
-        return made[kind]
-
-    return folder
-
-
-def opened(folder: Path, dtype: torch.dtype = torch.float32) -> Backed:
-    return load_backed(folder, json.loads((folder / "config.json").read_text()), dtype)
+    return Folders(tmp_path_factory.mktemp("mixtures"), make, vocab_size=WORDS.vocab_size)
 
 
 def routers_of(model: Backed) -> list[Any]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from posttrain.models.backed import Backed
+from posttrain.models.transformers_folder import load_backed
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -134,3 +138,20 @@ def make_seeing(kind: str, folder: Path, seed: int = 0, **changed: Any) -> Path:
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
+
+
+class Folders:
+    """Folders of models by their kind, each made when it is first asked for."""
+
+    def __init__(self, place: Path, make: Callable[..., Path] = make, **changed: Any) -> None:
+        self.place, self.make, self.changed, self.made = place, make, changed, dict[str, Path]()
+
+    def __call__(self, kind: str) -> Path:
+        if kind not in self.made:
+            self.made[kind] = self.make(kind, self.place / kind, **self.changed)
+        return self.made[kind]
+
+
+def opened(folder: Path, dtype: torch.dtype = torch.float32) -> Backed:
+    """The model of a folder, by transformers even where it is native."""
+    return load_backed(folder, json.loads((folder / "config.json").read_text()), dtype)

@@ -16,8 +16,7 @@ from posttrain.reproduce.experiment import (
     differences,
     over_seeds,
 )
-from posttrain.reproduce.figure import Panel
-from posttrain.reproduce.harness import band, curves_of, ends, held_out, late, mean_of, practise, sums
+from posttrain.reproduce.harness import courses, ends, held_out, late, mean_of, practise, sums
 
 BASE = "aggressive"
 
@@ -77,14 +76,12 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
             for arm in names[1:]
         ),
     ]  # fmt: skip
-    panels = [
-        Panel(title, "step", [band(arm, curves_of(numbers, arm, metric)) for arm in names])
-        for metric, title in (
-            ("entropy", "Entropy, nats per token"),
-            ("accuracy", "Accuracy of the rollouts"),
-            ("any_right", f"pass@{settings['group']} of the rollouts"),
-        )
-    ]
+    titles = {
+        "entropy": "Entropy, nats per token",
+        "accuracy": "Accuracy of the rollouts",
+        "any_right": f"pass@{settings['group']} of the rollouts",
+    }
+    panels = courses(numbers, names, titles)
     return Finding(
         ("run", "share of entropy left", "accuracy at the end", f"pass@{settings['group']} at the end",
          "held-out accuracy"),

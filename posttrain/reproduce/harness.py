@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from posttrain.config import RL, SFT
 from posttrain.envs import arithmetic
 from posttrain.options import filled
 from posttrain.reproduce.experiment import Estimate, Numbers, Say, over_seeds, student_interval
-from posttrain.reproduce.figure import Series
+from posttrain.reproduce.figure import Panel, Series
 from posttrain.runs.reading import read_rollouts, rollout_steps
 from posttrain.training import assembly, imitating
 from posttrain.training.trainer import Run
@@ -210,6 +210,14 @@ def band(label: str, curves: Sequence[Curve]) -> Series:
 def curves_of(numbers: Mapping[int, Numbers], arm: str, metric: str) -> list[Curve]:
     """The curve of each seed."""
     return [n[arm]["curves"][metric] for n in numbers.values()]
+
+
+def courses(numbers: Mapping[int, Numbers], arms: Iterable[str], titles: Mapping[str, str]) -> list[Panel]:
+    """A panel for each metric, by its title, with a line for each arm."""
+    return [
+        Panel(title, "step", [band(arm, curves_of(numbers, arm, metric)) for arm in arms])
+        for metric, title in titles.items()
+    ]
 
 
 def ends(numbers: Mapping[int, Numbers], arm: str, metric: str) -> Estimate:

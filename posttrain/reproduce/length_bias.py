@@ -23,12 +23,10 @@ from posttrain.reproduce.experiment import (
     differences,
     over_seeds,
 )
-from posttrain.reproduce.figure import Panel
 from posttrain.reproduce.harness import (
     FILLER,
     Arena,
-    band,
-    curves_of,
+    courses,
     ends,
     held_out,
     imitate,
@@ -121,14 +119,12 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         )
         for other in ("token-mean", "constant")
     ]
-    panels = [
-        Panel(title, "step", [band(arm, curves_of(numbers, arm, metric)) for arm in ARMS])
-        for metric, title in (
-            ("length/wrong", "Length of wrong replies, tokens"),
-            ("length/right", "Length of right replies, tokens"),
-            ("accuracy", "Accuracy of the rollouts"),
-        )
-    ]
+    titles = {
+        "length/wrong": "Length of wrong replies, tokens",
+        "length/right": "Length of right replies, tokens",
+        "accuracy": "Accuracy of the rollouts",
+    }
+    panels = courses(numbers, ARMS, titles)
     return Finding(
         ("aggregation", "wrong: tokens at the end", "wrong: doublings", "right: tokens at the end", "right: doublings",
          "held-out accuracy"),

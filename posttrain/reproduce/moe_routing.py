@@ -27,8 +27,16 @@ from posttrain.reproduce.experiment import (
     differences,
     over_seeds,
 )
-from posttrain.reproduce.figure import Panel
-from posttrain.reproduce.harness import QUIET, Arena, band, checkpoint_of, curves_of, ends, held_out, late, practise
+from posttrain.reproduce.harness import (
+    QUIET,
+    Arena,
+    checkpoint_of,
+    courses,
+    ends,
+    held_out,
+    late,
+    practise,
+)
 from posttrain.seeds import seed_of
 from posttrain.training import imitating
 
@@ -118,14 +126,12 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         Comparison("gspo: held-out accuracy, replay minus none", right("gspo, replay", "gspo"), -near, near),
         Comparison("held-out accuracy without replay, gspo minus grpo", right("gspo", "grpo"), at_least=0.0),
     ]
-    panels = [
-        Panel(title, "step", [band(arm, curves_of(numbers, arm, metric)) for arm in ARMS])
-        for metric, title in (
-            ("accuracy", "Accuracy of the rollouts"),
-            ("sampler/kl", "KL to the sampler, nats per token"),
-            ("sampler/ess", "Effective sample size, share"),
-        )
-    ]
+    titles = {
+        "accuracy": "Accuracy of the rollouts",
+        "sampler/kl": "KL to the sampler, nats per token",
+        "sampler/ess": "Effective sample size, share",
+    }
+    panels = courses(numbers, ARMS, titles)
     return Finding(
         ("arm", "KL to the sampler", "effective sample size", "choices moved", "accuracy at the end",
          "held-out accuracy"),

@@ -22,8 +22,16 @@ from posttrain.reproduce.experiment import (
     differences,
     over_seeds,
 )
-from posttrain.reproduce.figure import Panel
-from posttrain.reproduce.harness import FILLER, Arena, band, curves_of, ends, held_out, imitate, mean_of, practise
+from posttrain.reproduce.harness import (
+    FILLER,
+    Arena,
+    courses,
+    ends,
+    held_out,
+    imitate,
+    mean_of,
+    practise,
+)
 from posttrain.types import Reply, Task
 
 
@@ -100,14 +108,12 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         )
         for what, metric in (("cut-off share", "truncated"), ("tokens", "length"))
     ]
-    panels = [
-        Panel(title, "step", [band(arm, curves_of(numbers, arm, metric)) for arm in names])
-        for metric, title in (
-            ("truncated", "Share of replies cut off"),
-            ("length", "Reply length, tokens"),
-            ("accuracy", "Accuracy of the rollouts"),
-        )
-    ]
+    titles = {
+        "truncated": "Share of replies cut off",
+        "length": "Reply length, tokens",
+        "accuracy": "Accuracy of the rollouts",
+    }
+    panels = courses(numbers, names, titles)
     return Finding(
         ("arm", "cut off over the run", "at the end", "tokens at the end", "accuracy at the end", "held-out accuracy",
          "entropy at the end"),

@@ -18,8 +18,16 @@ from posttrain.reproduce.experiment import (
     differences,
     over_seeds,
 )
-from posttrain.reproduce.figure import Panel
-from posttrain.reproduce.harness import band, curves_of, ends, held_out, mean_of, practise, smooth, steps_to, sums
+from posttrain.reproduce.harness import (
+    courses,
+    ends,
+    held_out,
+    mean_of,
+    practise,
+    smooth,
+    steps_to,
+    sums,
+)
 
 ARMS = ("grpo", "ppo")
 
@@ -79,14 +87,12 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         Comparison("unrest in the last half, grpo minus ppo",
                    differences(numbers, "grpo", "ppo", unrest), at_least=0.0),
     ]  # fmt: skip
-    panels = [
-        Panel(title, "step", [band(arm, curves_of(numbers, arm, metric)) for arm in ARMS])
-        for metric, title in (
-            ("accuracy", "Accuracy of the rollouts"),
-            ("entropy", "Entropy, nats per token"),
-            ("grad_norm", "Gradient norm before clipping"),
-        )
-    ]
+    titles = {
+        "accuracy": "Accuracy of the rollouts",
+        "entropy": "Entropy, nats per token",
+        "grad_norm": "Gradient norm before clipping",
+    }
+    panels = courses(numbers, ARMS, titles)
     return Finding(
         ("algorithm", "accuracy, first quarter", f"steps to {target:g}", "accuracy at the end", "held-out accuracy",
          "fall from the peak", "unrest"),

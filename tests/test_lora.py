@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,8 @@ def test_new_adapters_change_nothing_and_begin_as_peft_has_it() -> None:
         assert not adapter.b.any()
         low = 1 / math.sqrt(adapter.a.shape[1])
         assert 0.8 * low < adapter.a.abs().max() <= low <= bound
+    begun = [adapter.a[place.inner, :8] for adapter in adapters(model) for place in adapter.places]
+    assert all(not torch.equal(a, b) for a, b in combinations(begun, 2)), "each matrix begins elsewhere"
     some = new_decoder(SHAPE, 0)
     attach(some, LoRA(3, 6.0), lambda name: name.endswith("v_proj"))
     begin(some, 1)

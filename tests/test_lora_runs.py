@@ -282,6 +282,14 @@ def test_two_processes_learn_the_adapter_of_one(place: Path) -> None:
     assert is_adapter(last("two"))
 
 
+def test_training_the_tower_of_a_model_that_reads_text_alone_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verb in ("sft", "rl", "prefer"):
+        told = refused(capsys, *VERBS[verb], "--threads", "1", "--out", verb, "--train-vision")
+        assert "--train-vision has no effect: the model in" in told
+
+
 def test_sharding_adapters_is_refused_in_one_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="--shard deals out weights that learn"):
         learning.policy(SFT_OPTIONS(model="start", lora=4, shard=True), place / "start", torch.device("cpu"), Alone())

@@ -55,10 +55,13 @@ def policy(config: Training, folder: Path, device: torch.device, world: World) -
     """
     if config.lora is None and not is_adapter(folder):
         _refuse_without_lora(config)
-        return held_model(config, folder, device, world)
-    _refuse_shards(config)  # before anything is read
-    model = load_model(folder, device=device)
-    adapt(config, decoder_of(model), folder)
+        model = held_model(config, folder, device, world)
+    else:
+        _refuse_shards(config)  # before anything is read
+        model = load_model(folder, device=device)
+        adapt(config, decoder_of(model), folder)
+    if config.train_vision and not (isinstance(model, Backed) and model.vision is not None):
+        raise UserError(f"--train-vision has no effect: the model in {folder} reads text alone; leave it out")
     return model
 
 

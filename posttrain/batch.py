@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from posttrain.types import Media, Piece, Rollout
+from posttrain.types import Media, Outcome, Piece, Rollout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -219,7 +219,11 @@ class Step:
     updates: Sequence[Callable[[], Sequence[Batch]]]  # called in order, each just before its optimizer update
     stats: Stats
     tokens: int = 0  # sampled, or imitated, in this step: what its speed is measured by
-    rollouts: Sequence[tuple[Rollout, float]] = ()  # with their advantage (mean over tokens)
+    rollouts: Sequence[Outcome] = ()  # all that were played, in order
     seconds: Mapping[str, float] = field(default_factory=dict)  # what took time in it: "waiting" for environments alone
     counts: Mapping[str, float] = field(default_factory=dict)  # of services and engines: they depend on the clock
     work: Mapping[str, float] = field(default_factory=dict)  # what the engine counted in it: see `engines.pace`
+
+    @property
+    def played(self) -> list[Rollout]:
+        return [outcome.rollout for outcome in self.rollouts]

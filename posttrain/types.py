@@ -555,3 +555,29 @@ class Rollout:
         """Of the oldest weights that sampled any of it; 0 if none did."""
         found = [s.version for t in self.transcripts for s in t.spans if s.version is not None]
         return min(found, default=0)
+
+
+class Fate(StrEnum):
+    """What became of a rollout that a step played: exactly one of these."""
+
+    TRAINED = "trained"  # the step's updates were given it
+    EQUAL = "equal group"  # all rewards of its group are equal, and nothing but the advantage would move its tokens
+    INVALID = "invalid"  # its reward is none, or the policy wrote nothing
+    SMALL = "group too small"  # it is valid, and too few others of its group are
+    REPLACED = "replaced"  # dynamic sampling played another group in the place of its own
+    FILTERED = "filtered"  # a filter of the row left it out
+    UNSELECTED = "not selected"  # no update of the step drew it, or none of its tokens was chosen
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A rollout of a step, and what the step made of it. What a record keeps."""
+
+    rollout: Rollout
+    advantage: float = 0.0  # mean over its scored tokens; 0 where it has none
+    fate: Fate = Fate.TRAINED
+    why: str = ""  # of the fate, in words, such as "longer than 512 tokens"
+    flags: tuple[str, ...] = ()  # what else is worth knowing, such as "update skipped"
+    shaping: float = 0.0  # what shaping added to its reward
+    penalty: float = 0.0  # what a KL in the reward took off, over all its tokens
+    numbers: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # column -> [n_i], of each scored token

@@ -28,7 +28,17 @@ from posttrain.audit.templates import near_duplicates, spreads, words
 from posttrain.cli.main import main
 from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.runs.record import Record
-from posttrain.types import Completion, Invalid, PlayedTurn, Rollout, SpanKind, StopReason, Transcript, UserError
+from posttrain.types import (
+    Completion,
+    Invalid,
+    Outcome,
+    PlayedTurn,
+    Rollout,
+    SpanKind,
+    StopReason,
+    Transcript,
+    UserError,
+)
 
 GROUP = 4
 
@@ -54,7 +64,7 @@ def record(folder: Path, steps: Sequence[Sequence[Rollout]], **config: Any) -> P
     for number, rollouts in enumerate(steps, 1):
         valid = [r.reward for r in rollouts if isinstance(r.reward, float)]
         made.metrics(number, {"reward": sum(valid) / max(1, len(valid)), "rollouts": len(rollouts)})
-        made.rollouts(number, [(r, 0.0) for r in rollouts])
+        made.rollouts(number, [Outcome(r) for r in rollouts])
     made.close({})
     return folder
 

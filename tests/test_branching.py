@@ -519,7 +519,7 @@ def arpo(**how: Any) -> Algorithm:
 def test_tokens_of_a_step_are_those_that_were_sampled(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, arpo(), branching.tools, size=(3, SIZE))
     step = experience.produce(1)
-    rollouts = [r for r, _ in step.rollouts]
+    rollouts = [r for r in step.played]
     replies = {(r.group, p.member, p.reply): p.length for r in rollouts for p in r.pieces}
     assert step.tokens == sum(replies.values()) < sum(r.n_sampled for r in rollouts)
     figures = step.stats.means()
@@ -540,7 +540,8 @@ def test_without_tools_arpo_is_grpo_to_the_last_bit(tokenizer: Tokenizer) -> Non
     found = []
     for name in ("grpo", "arpo"):
         step = source(tokenizer, row(name)).produce(1)
-        found.append([(r.text, r.reward, [t.as_dict() for t in r.transcripts], a) for r, a in step.rollouts])
+        told = [(o.rollout, o.advantage) for o in step.rollouts]
+        found.append([(r.text, r.reward, [t.as_dict() for t in r.transcripts], a) for r, a in told])
     assert found[0] == found[1]
 
 

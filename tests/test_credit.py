@@ -534,21 +534,21 @@ def test_resumed_dynamic_sampling_plays_the_tasks_that_an_uninterrupted_run_play
     whole = new_source("dr-grpo", uneven, dynamic_sampling=3)
     played = []
     for number in range(1, 6):
-        played.append([r.task["id"] for r, _ in whole.produce(number).rollouts])
+        played.append([r.task["id"] for r in whole.produce(number).played])
     parted = new_source("dr-grpo", uneven, dynamic_sampling=3)
     for number in (1, 2):
         parted.produce(number)
     resumed = new_source("dr-grpo", uneven, dynamic_sampling=3)
     resumed.restore(json.loads(json.dumps(parted.state())))
-    again = [[r.task["id"] for r, _ in resumed.produce(number).rollouts] for number in (3, 4, 5)]
+    again = [[r.task["id"] for r in resumed.produce(number).played] for number in (3, 4, 5)]
     assert again == played[2:] and len({len(p) for p in played}) > 1
 
 
 def test_overlong_filter_of_a_real_step_feeds_no_truncated_rollout_and_weighs_the_rest() -> None:
     source = new_source("dr-grpo", aggregate="token-mean", overlong_filter=True, minibatches=1)
     step = source.produce(1)
-    cut_off = [r for r, _ in step.rollouts if r.stop.truncated]
-    rest = [r for r, _ in step.rollouts if not r.stop.truncated]
+    cut_off = [r for r in step.played if r.stop.truncated]
+    rest = [r for r in step.played if not r.stop.truncated]
     assert cut_off and rest
     weights = {round(1 / w) for b in step.updates[0]() for w in b.weight.tolist()}
     assert weights == {sum(r.n_sampled for r in rest)}
@@ -683,7 +683,7 @@ def test_controls_follow_the_kl_and_the_entropy_of_the_step_in_nats_per_token() 
     )
     rate, learner = source.algorithm.entropy.rate, source.learner  # type: ignore[union-attr]
     first = source.produce(1)
-    rollouts = [r for r, _ in first.rollouts]
+    rollouts = [r for r in first.played]
     batch = [pack([r.transcripts for r in rollouts], range(len(rollouts)))]
     own, other = learner.evaluate(batch)[0].logp, learner.evaluate(batch, of="reference")[0].logp
     x = (other - own).double()
@@ -707,7 +707,7 @@ def test_controls_follow_the_kl_and_the_entropy_of_the_step_in_nats_per_token() 
 def test_rollouts_of_a_step_are_of_the_weights_that_the_learner_has() -> None:
     source = new_source("dr-grpo", minibatches=3)
     run(source, 1, 2)
-    (version,) = {s.version for r, _ in source.produce(3).rollouts for s in r.transcripts[0].spans if s.learned}
+    (version,) = {s.version for r in source.produce(3).played for s in r.transcripts[0].spans if s.learned}
     assert version == source.learner.version == 6
 
 
@@ -803,7 +803,7 @@ def test_coefficient_of_a_step_holds_and_not_that_of_the_row(part: dict[str, Any
 
 def test_share_of_uncertain_tokens_is_of_the_step_and_not_of_each_rollout() -> None:
     source = new_source("dr-grpo", top_entropy=0.2)
-    rollouts = [r for r, _ in source.produce(1).rollouts]
+    rollouts = [r for r in source.produce(1).played]
     found = credit(source.algorithm, rollouts, source.learner, 64, {}, None, Stats())
     own = view(source.learner, rollouts, 64, want=frozenset({"entropy"}))["entropy"]
     every = torch.cat(own)
@@ -814,7 +814,7 @@ def test_share_of_uncertain_tokens_is_of_the_step_and_not_of_each_rollout() -> N
 
 def test_kl_in_the_reward_weighs_the_coefficient_of_the_step() -> None:
     source = new_source("rloo")
-    rollouts = [r for r, _ in source.produce(1).rollouts]
+    rollouts = [r for r in source.produce(1).played]
 
     def penalty(beta: float) -> Tensor:
         return torch.cat(

@@ -246,7 +246,7 @@ def test_shared_backbone_learns_from_both_losses_and_a_separate_one_from_the_val
 def test_explained_variance_is_1_minus_what_is_left_over_the_variance_of_the_returns() -> None:
     source = new_source("open-reasoner-zero")
     step = source.produce(1)
-    rollouts = [r for r, _ in step.rollouts]
+    rollouts = [r for r in step.played]
     values = [source.learner.evaluate([pack([r.transcripts], [0])], want=VALUE)[0].value for r in rollouts]
     v = torch.cat([x for x in values if x is not None]).double()
     returns = torch.cat([torch.full((r.n_sampled,), float(r.reward), dtype=torch.float64) for r in rollouts])  # type: ignore[arg-type]

@@ -414,7 +414,7 @@ def test_first_update_of_a_real_step_is_the_transcription_of_its_rollouts(row: A
     step = experience.produce(1)
     loss, grad = gradient(Case(row, learner, [], [], {}, {}, {}), step.updates[0]())
 
-    rollouts = [r for r, _ in step.rollouts]
+    rollouts = [r for r in step.played]
     if row.sampling is not None:  # groups without signal have been replaced
         differ = {r.group for r in rollouts for o in rollouts if r.group == o.group and r.reward != o.reward}
         rollouts = [r for r in rollouts if r.group in differ]

@@ -17,7 +17,17 @@ from posttrain.runs.curves import curves
 from posttrain.runs.files import writing
 from posttrain.runs.reading import read_metrics, read_rollouts, read_run, read_timing, rollout_steps, timed_rollouts
 from posttrain.runs.record import Record
-from posttrain.types import Completion, Invalid, PlayedTurn, Rollout, SpanKind, StopReason, Transcript, UserError
+from posttrain.types import (
+    Completion,
+    Invalid,
+    Outcome,
+    PlayedTurn,
+    Rollout,
+    SpanKind,
+    StopReason,
+    Transcript,
+    UserError,
+)
 
 CONFIG = {"seed": 7, "lr": 1e-4, "out": Path("runs/a"), "clip_high": math.inf, "stop": ("</answer>",)}
 
@@ -45,7 +55,7 @@ def values(step: int) -> dict[str, float]:
 
 def play(record: Record, steps: range) -> None:
     for step in steps:
-        record.rollouts(step, [(rollout(step), 0.25 * step)])
+        record.rollouts(step, [Outcome(rollout(step), 0.25 * step)])
         record.metrics(step, values(step))
         record.timing(step, {"tokens_per_second": 100.0 * step})
 
@@ -112,8 +122,8 @@ def test_the_seconds_of_turns_stand_beside_the_rollouts_and_come_back_with_them(
         return found
 
     record = Record.create(tmp_path, CONFIG, "rl", {})
-    record.rollouts(1, [(timed(1.26), 0.0), (timed(0.5), 0.0)])
-    record.rollouts(2, [(timed(1.5), 0.0)])
+    record.rollouts(1, [Outcome(timed(1.26)), Outcome(timed(0.5))])
+    record.rollouts(2, [Outcome(timed(1.5))])
     record.close({})
     times = [[turn["seconds"] for turn in row["turns"]] for row in timed_rollouts(tmp_path, 1)]
     assert times == [[0.01, 1.26], [0.01, 0.5]]
@@ -183,7 +193,7 @@ def test_a_half_written_last_line_is_cut_even_if_its_step_would_be_kept(tmp_path
 def test_a_torn_file_of_rollouts_is_told_for_it_appears_as_a_whole(tmp_path: Path) -> None:
     record = Record.create(tmp_path, CONFIG, "rl", {})
     assert not (tmp_path / "rollouts").exists(), "a run that samples nothing has none"
-    record.rollouts(1, [(rollout(1), 0.0)] * 2)
+    record.rollouts(1, [Outcome(rollout(1))] * 2)
     file = tmp_path / "rollouts" / "step-000001.jsonl"
     assert len(read_rollouts(tmp_path, 1)) == 2
     file.write_bytes(file.read_bytes()[:-20])
@@ -210,7 +220,7 @@ def test_a_rollout_with_a_field_of_another_kind_is_told_with_its_line(
 ) -> None:
     record = Record.create(tmp_path, CONFIG, "rl", {})
     said = PlayedTurn(SpanKind.SAMPLED, "ab", 0, 3, 2, 0.0, 0.0)
-    record.rollouts(1, [(replace(rollout(1), turns=[said]), 0.0)] * 2)
+    record.rollouts(1, [Outcome(replace(rollout(1), turns=[said]))] * 2)
     file = tmp_path / "rollouts" / "step-000001.jsonl"
     first, second, _ = file.read_text().split("\n")
     row = inside = json.loads(second)
@@ -225,7 +235,7 @@ def test_a_rollout_with_a_field_of_another_kind_is_told_with_its_line(
 @pytest.mark.parametrize("line", ['{"turns": 5}', '{"turns": ["a"]}', "{}"])
 def test_damaged_seconds_of_turns_are_told_with_their_line(tmp_path: Path, line: str) -> None:
     record = Record.create(tmp_path, CONFIG, "rl", {})
-    record.rollouts(1, [(rollout(1), 0.0)])
+    record.rollouts(1, [Outcome(rollout(1))])
     (tmp_path / "seconds" / "step-000001.jsonl").write_text(line + "\n")
     with pytest.raises(UserError, match=r"seconds.step-000001.jsonl:1 is damaged"):
         timed_rollouts(tmp_path, 1)
@@ -267,7 +277,7 @@ def test_tensorboard_shows_each_step_once_as_the_metrics_say(tmp_path: Path) -> 
 def test_rollouts_read_back_bit_for_bit(tmp_path: Path) -> None:
     played = [rollout(1), rollout(2, Invalid("verifier ran out of time"))]
     record = Record.create(tmp_path, CONFIG, "rl", {})
-    record.rollouts(12, [(played[0], -0.75), (played[1], 0.0)])
+    record.rollouts(12, [Outcome(played[0], -0.75), Outcome(played[1])])
     assert (tmp_path / "rollouts" / "step-000012.jsonl").exists()
     first, second = read_rollouts(tmp_path, 12)
     assert (first["id"], first["group"], first["answer"]) == ("12/0", "multiarith-1", "42")
@@ -293,7 +303,7 @@ def test_spans_of_sampled_tokens_rebuild_the_mask(tmp_path: Path) -> None:
                 written.sample(Completion(0, [token], [-1.0], "", StopReason.EOS, 0))
             else:
                 written.observe([token])
-        record.rollouts(step, [(Rollout({}, "g", [written], 0.0), 0.0)])
+        record.rollouts(step, [Outcome(Rollout({}, "g", [written], 0.0))])
         mask = [False] * 10
         for first, number in read_rollouts(tmp_path, step)[0]["transcripts"][0]["sampled"]:
             mask[first : first + number] = [True] * number
@@ -303,7 +313,7 @@ def test_spans_of_sampled_tokens_rebuild_the_mask(tmp_path: Path) -> None:
 def test_any_text_stays_one_line_of_valid_json(tmp_path: Path) -> None:
     odd = 'quote " line\nreturn\r separator\u2028 null\0 lone \ud83d emoji 🙂'
     record = Record.create(tmp_path, CONFIG, "rl", {})
-    record.rollouts(1, [(Rollout({"answer": {"low": math.nan}}, "g", [], 0.0, text=odd), 0.0)])
+    record.rollouts(1, [Outcome(Rollout({"answer": {"low": math.nan}}, "g", [], 0.0, text=odd))])
     (line,) = (tmp_path / "rollouts" / "step-000001.jsonl").read_bytes().split(b"\n")[:-1]
     assert json.loads(line)["text"] == odd and read_rollouts(tmp_path, 1)[0]["text"] == odd
 

@@ -152,7 +152,7 @@ def test_every_rollout_serves_once_per_epoch(tokenizer: Tokenizer) -> None:
     assert len(step.updates) == 6
     for epoch in (step.updates[:3], step.updates[3:]):
         served = [r for build in epoch for r in learned_from(build)]
-        assert {id(r) for r in served} == {id(r) for r, _ in step.rollouts} and len(served) == 12
+        assert {id(r) for r in served} == {id(r) for r in step.played} and len(served) == 12
 
 
 def test_groups_stay_whole_within_an_update(tokenizer: Tokenizer) -> None:
@@ -184,7 +184,7 @@ def test_minibatches_have_an_order_of_their_own_for_every_step_epoch_and_seed(to
 def test_replay_draws_others_for_every_step_update_and_seed(tokenizer: Tokenizer) -> None:
     def draws(seed: int) -> list[tuple[int, ...]]:
         experience = source(tokenizer, row("sac", replay=30, minibatches=3), seed=seed)
-        played = [rollout for number in (1, 2, 3) for rollout, _ in experience.produce(number).rollouts]
+        played = [rollout for number in (1, 2, 3) for rollout in experience.produce(number).played]
         assert experience.buffer is not None and len(experience.buffer.advantages) == 30
         assert list(map(id, experience.buffer.rollouts)) == list(map(id, played[-30:]))
         nothing, found = credit(experience.algorithm, [], experience.learner, 64, {}, 1.0, Stats()), []
@@ -209,17 +209,17 @@ def test_what_a_token_is_told_is_its_own_rollout_s_though_others_were_dropped(to
     experience = source(tokenizer, row("dr-grpo", epochs=2, minibatches=2), broken, budget=40, size=(6, 4))
     step = experience.produce(1)
     valid = {}
-    for rollout, _ in step.rollouts:
+    for rollout in step.played:
         if not isinstance(rollout.reward, Invalid):
             valid.setdefault(rollout.group, []).append(rollout.reward)
     sizes = [len(own) for own in valid.values()]
     assert 2 <= min(sizes[:3]) < 4 and min(sizes) >= 2, "a group before others has to lose a member"
-    for rollout, told in step.rollouts:
+    for rollout, told in ((o.rollout, o.advantage) for o in step.rollouts):
         own = valid[rollout.group]
         lost = isinstance(rollout.reward, Invalid)
         expected = 0.0 if lost else rollout.reward - sum(own) / len(own)  # type: ignore[operator]
         assert told == pytest.approx(expected, abs=1e-6)
-    advantage = {id(rollout): told for rollout, told in step.rollouts}
+    advantage = {id(o.rollout): o.advantage for o in step.rollouts}
     fed = 0
     for place, build in enumerate(step.updates):
         rollouts = learned_from(build)
@@ -290,10 +290,8 @@ def test_a_task_that_comes_twice_in_a_step_makes_two_groups(tokenizer: Tokenizer
 def test_reward_penalty_of_rloo_reaches_the_advantage(tokenizer: Tokenizer) -> None:
     plain = source(tokenizer, row("rloo", kl=0.0)).produce(1)
     punished = source(tokenizer, row("rloo", kl=0.5)).produce(1)
-    same = [r.transcripts[0].tokens for r, _ in plain.rollouts] == [
-        r.transcripts[0].tokens for r, _ in punished.rollouts
-    ]
-    assert same and [a for _, a in plain.rollouts] != [a for _, a in punished.rollouts]
+    same = [r.transcripts[0].tokens for r in plain.played] == [r.transcripts[0].tokens for r in punished.played]
+    assert same and [o.advantage for o in plain.rollouts] != [o.advantage for o in punished.rollouts]
 
 
 def invalidate(rollouts: list[Rollout], *places: int) -> list[Rollout]:
@@ -466,7 +464,7 @@ def test_rollouts_without_advantage_are_fed_only_where_something_else_moves_thei
 
     for name, every in (("dr-grpo", False), ("grpo", True)):
         step = source(tokenizer, row(name), coarse, size=(6, 4)).produce(1)
-        told = {id(r): advantage for r, advantage in step.rollouts}
+        told = {id(o.rollout): o.advantage for o in step.rollouts}
         for build in step.updates:
             rollouts = learned_from(build)
             fed = {i for b in build() for i in b.rollout.tolist()}

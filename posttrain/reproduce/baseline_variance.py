@@ -67,7 +67,7 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
         learner, model = source.learner, source.learner.weights()
         parameters = [p for p in model.parameters() if p.requires_grad]
         for number in range(1, settings["batches"] + 1):
-            rollouts = [rollout for rollout, _ in source.produce(number).rollouts]
+            rollouts = [rollout for rollout in source.produce(number).played]
             batch = one_batch(rollouts)
             [outputs] = learner.evaluate([batch], want=frozenset({"value"}))
             assert outputs.value is not None

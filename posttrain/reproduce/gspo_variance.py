@@ -34,7 +34,7 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
         objective = policy_objective(source.algorithm)
         for number in range(1, settings["steps"] + 1):
             step = source.produce(number)
-            rollouts = [rollout for rollout, _ in step.rollouts]
+            rollouts = [rollout for rollout in step.played]
             before = log_probabilities(source.learner, rollouts)
             for build in step.updates:
                 source.learner.update(build(), objective)

@@ -36,7 +36,7 @@ from posttrain.runs.files import (
 )
 from posttrain.runs.provenance import circumstances, now
 from posttrain.runs.reading import Row, read_run, read_steps
-from posttrain.types import Invalid, PlayedTurn, Rollout, SpanKind, ToolCall, Transcript, UserError
+from posttrain.types import Invalid, Outcome, PlayedTurn, Rollout, SpanKind, ToolCall, Transcript, UserError
 
 
 class Record:
@@ -121,16 +121,19 @@ class Record:
                 file.write(content)
             self._unsynced.append(path)
 
-    def rollouts(self, step: int, rollouts: Sequence[tuple[Rollout, float]]) -> None:
+    def rollouts(self, step: int, rollouts: Sequence[Outcome]) -> None:
         """Write the rollouts of a step, each with its advantage, and the seconds of their turns beside them.
 
         Both files appear whole or not at all, the seconds first: whoever finds the rollouts finds them too.
         """
         times, path = seconds_file(self.folder, step), rollout_file(self.folder, step)
-        rows = ((r, {"id": f"{step}/{place}"}, {"advantage": number(a)}) for place, (r, a) in enumerate(rollouts))
+        rows = (
+            (o.rollout, {"id": f"{step}/{place}"}, {"advantage": number(o.advantage)})
+            for place, o in enumerate(rollouts)
+        )
         for file in (times, path):
             file.parent.mkdir(exist_ok=True)
-        write_rollouts(times, (_seconds(r) for r, _ in rollouts))
+        write_rollouts(times, (_seconds(outcome.rollout) for outcome in rollouts))
         write_rollouts(path, ({**first, **as_row(rollout), **last} for rollout, first, last in rows))
         self._unsynced += [times, path]
 
@@ -177,7 +180,7 @@ class Unwritten(Record):
     def health(self, findings: Iterable[tuple[int, str, str]], anew: bool = False) -> None:
         pass
 
-    def rollouts(self, step: int, rollouts: Sequence[tuple[Rollout, float]]) -> None:
+    def rollouts(self, step: int, rollouts: Sequence[Outcome]) -> None:
         pass
 
     def flush(self) -> None:

@@ -28,7 +28,7 @@ from posttrain.sources.minibatches import Minibatches
 from posttrain.sources.replay import ReplayBuffer
 from posttrain.sources.teaching import Teachers
 from posttrain.sources.views import view
-from posttrain.types import Rollout, Transcript
+from posttrain.types import Outcome, Rollout, Transcript
 
 
 class Experience:
@@ -100,7 +100,7 @@ class Experience:
             stats.add(f"coefficient/{name}", value)
         updates = self.minibatches.updates(number, credited, self.coefficients)
         sampled = sum(r.n_own for r in collected.played)
-        rollouts = [(r, means.get(id(r), 0.0)) for r in collected.played]
+        rollouts = [Outcome(r, means.get(id(r), 0.0)) for r in collected.played]
         seconds = {**played.seconds, "credit": time.perf_counter() - began}
         return Step(number, updates, stats, sampled, rollouts, seconds, played.counts, played.work)
 

@@ -221,7 +221,7 @@ class Trainer:
 
     def _mind_invalid(self, trained: Trained) -> None:
         """Say once why a reward was invalid: a few of them do not end a run, and are shown as a share alone."""
-        reasons = [r.reward.reason for r, _ in trained.step.rollouts if isinstance(r.reward, Invalid)]
+        reasons = [r.reward.reason for r in trained.step.played if isinstance(r.reward, Invalid)]
         if reasons and not self.told_invalid:
             self.told_invalid = True
             self.display.note(
@@ -284,7 +284,7 @@ def _timing(trained: Trained) -> dict[str, float]:
     timing = {f"seconds/{name}": value for name, value in seconds.items()}
     timing["tokens_per_second"] = trained.step.tokens / max(1e-9, sum(trained.seconds.values()))
     turns = Stats()
-    for rollout, _ in trained.step.rollouts:
+    for rollout in trained.step.played:
         for turn in rollout.turns:
             if not turn.seconds:  # it was played before the run was resumed
                 continue

@@ -1,0 +1,292 @@
+"""What a person asks of all rollouts: filters, ready questions, orders, histograms; each as one SELECT that is shown.
+
+The question that runs and the one that is shown say the same. The one that runs knows where texts are kept.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.types import Fate, StopReason, UserError
+from posttrain.view.store import Store, named, quoted
+
+PAGE = 200  # rows that are handed out at once
+BINS = 32
+NUMBERS = ("reward", "advantage", "length", "sampled", "epoch", "shaping", "penalty", "used", "version")
+SORTS = {
+    **{name: f"b.{name}" for name in (*NUMBERS, "step", "index", "fate", "stop", "member", "kind")},
+    "index": 'b."index"',
+    "group": 'g."group"',
+    "task": "g.task",
+    "epoch": "g.epoch",
+    "mean": "g.mean",
+    "sd": "g.sd",
+    "right": "g.right_n / g.valid",
+    "replies": "g.replies",
+    "prompt": "p.value",
+    "text": "t.value",
+    "n": "g.n",
+    "first": "g.first",
+}
+"""Column of the table -> what sorts by it."""
+
+QUESTIONS: dict[str, tuple[str, str, str, str]] = {
+    "wrong": (
+        "wrong every time",
+        "tasks whose last visit was wrong throughout",
+        "g.valid > 1 and g.right_n = 0 and g.gid in (select last_gid from tasks)",
+        "",
+    ),
+    "once": ("right once in its group", "the rare successes that teach most", "g.right_n = 1 and g.valid > 1", ""),
+    "lost": (
+        "solved before, lost since",
+        "all right at some visit, less than half at the last",
+        "g.gid in (select last_gid from tasks where best_right = 1 and last_right < 0.5)",
+        "",
+    ),
+    "longest": ("longest", "", "", "-length"),
+    "best": ("highest reward, read these first", "a loophole in the reward stands at the top", "", "-reward"),
+    "cut": ("cut off", "", "b.truncated", ""),
+    "idle": ("taught nothing", "no weight was moved by these", "(b.fate <> 'trained' or b.advantage = 0)", ""),
+    "moved": ("moved though A = 0", "by a KL, an entropy term or a critic", "b.advantage = 0 and len(b.flags) > 0", ""),
+}
+"""Ready questions: what the button says, what it means, the condition, the order."""
+ONCE = "once"
+
+
+@dataclass
+class Question:
+    """What is asked, read from the address of the page."""
+
+    where: list[str] = field(default_factory=list)  # conditions over base b, groups g, strings
+    shown: list[str] = field(default_factory=list)  # the same over the columns of rollouts
+    order: str = ""  # "reward" or "-reward"
+    groups: bool = False  # one row a group
+    condition: str = ""  # what the person wrote
+    text: str = ""  # what is searched
+
+    @classmethod
+    def of(cls, query: Mapping[str, str], store: Store) -> Question:
+        """Raises UserError for what cannot be read."""
+        asked = cls(order=query.get("sort", ""), groups=query.get("as") == "groups")
+        for name, value in query.items():
+            asked._take(name, value, store)
+        if (ready := QUESTIONS.get(query.get("ask", ""))) is not None:
+            if ready[2]:
+                condition = ready[2]
+                if query["ask"] == ONCE and not asked.groups and store.success is not None:
+                    condition += f" and b.reward >= {store.success - 1e-6!r}"
+                asked._both(condition)
+            asked.order = asked.order or ready[3]
+        return asked
+
+    def _both(self, condition: str) -> None:
+        self.where.append(condition)
+        self.shown.append(re.sub(r"\b[bg]\.", "", condition))
+
+    def _take(self, name: str, value: str, store: Store) -> None:
+        if value == "" and name not in ("side",):
+            return
+        if name in NUMBERS or name == "step" or name.startswith("part.") or name in ("mean", "sd"):
+            self._range(name, value, store)
+        elif name in ("fate", "stop", "kind", "invalid_kind"):
+            self._choice(name, value)
+        elif name == "held":
+            self._both("b.held_out" if value == "1" else "not b.held_out")
+        elif name in ("task", "group", "side"):
+            self._both(f"g.{named(name)} = {quoted(value)}")
+        elif name == "flag":
+            self._both(f"list_contains(b.flags, {quoted(value)})")
+        elif name == "q":
+            self.text = value
+            self.where.append(_found(value, store))
+            self.shown.append(f"(contains(lower(prompt), {quoted(value.lower())}) or contains(lower(text), {quoted(value.lower())}))")
+        elif name.startswith("col."):
+            self._column(name[4:], value)
+        elif name == "where":
+            store.check_condition(value)
+            self.condition = value
+            self.where.append(f'(b.step, b.held_out, b."index") in (select (step, held_out, "index") from rollouts where ({value}\n))')
+            self.shown.append(f"({value})")
+
+    def _column(self, name: str, value: str) -> None:
+        """A column of the task, as JSON has it or as its text."""
+        path = "$." + '"' + name.replace('"', "") + '"'
+        inside = f"json_extract_string(value, {quoted(path)}) = {quoted(value)}"
+        self.where.append(
+            "b.row in (select row from full_texts where columns in "
+            f"(select id from strings where left(value, 1) = '{{' and json_valid(value) and {inside}))"
+        )
+        self.shown.append(inside.replace("(value,", "(columns,"))
+
+    def _range(self, name: str, value: str, store: Store) -> None:
+        """ "0.5", "0..1", "0..", "..1"; "none" for null."""
+        if name.startswith("part.") and name[5:] not in store.parts:
+            raise UserError(f"no part of the reward is named {name[5:]!r}")
+        column = f"g.{name}" if name in ("epoch", "mean", "sd") else f"b.{named(name) if '.' in name else name}"
+        if value == "none":
+            return self._both(f"{column} is null")
+        low, dots, high = value.partition("..")
+        if not dots:
+            return self._both(f"{column} = {_number(low, name)}")
+        if low:
+            self._both(f"{column} >= {_number(low, name)}")
+        if high:
+            self._both(f"{column} <= {_number(high, name)}")
+
+    def _choice(self, name: str, value: str) -> None:
+        known = {"fate": Fate, "stop": StopReason}.get(name)
+        chosen = value.split("|")
+        wrong = [one for one in chosen if known is not None and one != "none" and one not in list(known)]
+        if wrong:
+            raise UserError(f"{name} is never {wrong[0]!r}: one of {', '.join(known or ())}")
+        names = ", ".join(quoted(one) for one in chosen if one != "none")
+        said = [f"b.{name} in ({names})"] if names else []
+        said += [f"b.{name} is null"] if "none" in chosen else []
+        self._both(f"({' or '.join(said)})" if len(said) > 1 else said[0])
+
+    # -- as SQL --------------------------------------------------------------------------------------------------------
+
+    def sql(self) -> str:
+        """What a person may copy."""
+        where = f" where {' and '.join(self.shown)}" if self.shown else ""
+        name, down = self.order.lstrip("-"), " desc" if self.order.startswith("-") else ""
+        order = f" order by {named(name)}{down}" if name in SORTS or name.startswith("part.") else ""
+        if self.groups:
+            return f'select step, "group", count(*), avg(reward) from rollouts{where} group by all{order}'
+        return f"select * from rollouts{where}{order}"
+
+    def _clause(self) -> str:
+        return f" where {' and '.join(self.where)}" if self.where else ""
+
+    def _order(self, store: Store) -> str:
+        name, down = self.order.lstrip("-"), self.order.startswith("-")
+        if name.startswith("part.") and name[5:] in store.parts:
+            column = f"b.{named(name)}"
+        else:
+            column = SORTS.get(name, "")
+        if self.groups and (column.startswith(("b.", "p.", "t."))):
+            column = f"min({column})" if name != "step" else "g.step"
+        place = "g.step, g.first" if self.groups else 'b.step, b.held_out, b."index"'
+        return f" order by {column}{' desc' if down else ''} nulls last, {place}" if column else f" order by {place}"
+
+    @property
+    def _source(self) -> str:
+        return "base b join groups g using (gid)"
+
+    def page(self, store: Store, offset: int, limit: int = PAGE) -> dict[str, Any]:
+        """Rows of the table, and how many there are in all."""
+        with store.limited() as cursor:
+            count = "count(distinct b.gid)" if self.groups else "count(*)"
+            source = self._source if "g." in self._clause() else "base b"
+            total = cursor.execute(f"select {count} from {source}{self._clause()}").fetchone()[0]
+            found = cursor.execute(self._groups(store, offset, limit) if self.groups else self._rows(store, offset, limit))
+            names = [column[0] for column in found.description]
+            rows = [dict(zip(names, map(_plain, row), strict=True)) for row in found.fetchall()]
+        return {"rows": rows, "count": total, "sql": self.sql()}
+
+    def _rows(self, store: Store, offset: int, limit: int) -> str:
+        parts = "".join(f", b.{named('part.' + name)}" for name in store.parts)
+        order = self._order(store)
+        early = "".join(
+            f" left join strings {alias} on {alias}.id = b.{name}"
+            for alias, name in (("p", "prompt"), ("t", "text"))
+            if f"{alias}.value" in order
+        )
+        source = self._source if "g." in self._clause() + order else "base b"
+        chosen = f"select b.row, row_number() over ({order}) as place from {source}{early}{self._clause()}{order} limit {limit} offset {offset}"
+        if not early:  # a window over all rows would sort them all
+            chosen = f"select b.row from {source}{self._clause()}{order} limit {limit} offset {offset}"
+        joined = (
+            " left join strings p on p.id = b.prompt left join strings t on t.id = b.text"
+            if not early
+            else " left join strings p on p.id = b.prompt left join strings t on t.id = b.text"
+        )
+        return (
+            f'select b.step, b.held_out, b."index", b.kind, b.member, g."group", g.task, g.side, g.epoch, b.reward, b.invalid, '
+            "b.advantage, b.fate, b.why, b.flags, b.stop, b.truncated, b.replayed, b.length, b.sampled, b.version, "
+            "b.shaping, b.penalty, b.used, g.mean, g.sd, g.n, g.right_n, left(p.value, 200) as prompt, "
+            f"left(t.value, 240) as text{parts} from base b join groups g using (gid){joined} "
+            f"where b.row in (select row from ({chosen})){order}"
+        )
+
+    def _groups(self, store: Store, offset: int, limit: int) -> str:
+        order = self._order(store)
+        return (
+            f"""select g.step, g.held_out, g.kind, g."group", g.task, g.side, g.epoch, g.n, g.valid, g.right_n, g.mean, g.sd,
+                g.low, g.high, g.replies, g.length, g.first, count(*) as matched,
+                left((select value from strings where id = any_value(b.prompt)), 200) as prompt,
+                left((select value from strings where id = mode(b.text)), 160) as text
+                from {self._source}{" left join strings p on p.id = b.prompt" if "p.value" in order else ""}
+                {" left join strings t on t.id = b.text" if "t.value" in order else ""}
+                {self._clause()} group by all {order} limit {limit} offset {offset}"""
+        )
+
+    def histograms(self, store: Store, names: list[str]) -> dict[str, Any]:
+        """Of each column: bins of all rollouts that are meant, and how many have none; of choices, their counts."""
+        found: dict[str, Any] = {}
+        source = self._source if "g." in self._clause() else "base b"
+        with store.limited() as cursor:
+            for name in names:
+                if name.startswith("part.") and name[5:] not in store.parts or not (
+                    name.startswith("part.") or name in NUMBERS
+                ):
+                    continue
+                column = f"b.{named(name)}" if name != "epoch" else "g.epoch"
+                base = self._source if name == "epoch" else source
+                low, high, count, null = cursor.execute(
+                    f"select min({column}), max({column}), count({column}), count(*) - count({column}) from {base}{self._clause()}"
+                ).fetchone()
+                found[name] = {"low": low, "high": high, "count": count, "none": null, "bins": []}
+                if low is None or not (math.isfinite(low) and math.isfinite(high)):
+                    continue
+                width = _width(float(low), float(high))
+                found[name]["width"] = width
+                begin = math.floor(low / width) * width
+                found[name]["low"] = begin
+                bins = cursor.execute(
+                    f"select cast(floor(({column} - {begin!r}) / {width!r} + 1e-9) as integer) as bin, count(*) "
+                    f"from {base}{self._clause()} group by 1 having bin is not null order by 1"
+                ).fetchall()
+                found[name]["bins"] = bins
+            for name in ("fate", "stop", "kind"):
+                found[name] = cursor.execute(
+                    f"select b.{name}, count(*) from {source}{self._clause()} group by 1 order by 2 desc"
+                ).fetchall()
+        return found
+
+
+def _width(low: float, high: float) -> float:
+    """Of a bin: a round number, so that at most BINS of them reach from end to end."""
+    if high <= low:
+        return 1.0
+    rough = (high - low) / BINS
+    power = 10 ** math.floor(math.log10(rough))
+    return float(next(power * step for step in (1, 2, 2.5, 5, 10, 20) if power * step >= rough))
+
+
+def _number(text: str, name: str) -> str:
+    try:
+        value = float(text)
+    except ValueError:
+        raise UserError(f"{name} is a number or a range such as 0..0.5, not {text[:40]!r}") from None
+    if not math.isfinite(value):
+        raise UserError(f"{name} is a number or a range such as 0..0.5, not {text[:40]!r}")
+    return repr(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
+
+
+def _found(text: str, store: Store) -> str:
+    """Rows whose prompt or reply has this text, whatever its case."""
+    inside = f"(select id from strings where contains(lower(value), {quoted(text.lower())}))"
+    starts = f"b.text in {inside} or b.prompt in {inside}"
+    if not store.searchable:
+        return f"({starts})"
+    return f"b.row in (select row from full_texts where text in {inside} or prompt in {inside})"
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

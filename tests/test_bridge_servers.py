@@ -403,7 +403,7 @@ def test_only_a_server_that_is_full_is_asked_again(code: str, tries: range) -> N
     async def episode() -> Any:
         async with serve(handle, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
-            return await scripted_async(openenv.environment(url, seconds=20), {"seed": 5}, ["one"])
+            return await scripted_async(openenv.environment(url, seconds=0.5), {"seed": 5}, ["one"])
 
     assert "refuses to begin: no" in asyncio.run(episode()).reason
     assert len(connections) in tries

@@ -247,7 +247,7 @@ class Question:
                 width = _width(float(low), float(high))
                 found[name]["width"] = width
                 begin = math.floor(low / width) * width
-                found[name]["low"] = begin
+                found[name] |= {"low": begin, "least": low}
                 bins = cursor.execute(
                     f"select cast(floor(({column} - {begin!r}) / {width!r} + 1e-9) as integer) as bin, count(*) "
                     f"from {base}{self._clause()} group by 1 having bin is not null order by 1"

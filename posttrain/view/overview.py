@@ -123,12 +123,12 @@ def _learning(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any])
     if own.get("right") and own.get("n", 1) > 1:
         lines = [
             _line("all right", own["right"], "right", "green"),
-            _line("mixed: these teach", [_rest(r, w) for r, w in zip(own["right"], own["wrong"], strict=True)], "", "sky"),
+            _line("mixed", [_rest(r, w) for r, w in zip(own["right"], own["wrong"], strict=True)], "", "sky"),
             _line("all wrong", own["wrong"], "wrong", "red"),
         ]
-        groups = {**_panel("Groups", steps, lines), "stack": True}
+        groups = {**_panel("Groups", steps, lines), "stack": True, "about": "mixed groups are those that teach"}
     return [
-        _of(steps, m, "reward", "Reward, mean and 95% band over groups" if band else "Reward", band=band),
+        _of(steps, m, "reward", "Reward, 95% band over groups" if band else "Reward", band=band),
         _of(steps, m, "divergence", "Divergence from the teacher, nats per token", "red"),
         _first(steps, m, [
             ("eval/accuracy", "Held-out accuracy"), ("eval/reward", "Held-out reward"),
@@ -184,8 +184,8 @@ def _exploring(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]
     alike = None
     if any(value is not None for value in own.get("alike", ())):
         line = _line("alike", own["alike"], "alike", "pink")
-        alike = {**_panel("Chance that replies to two prompts are alike", steps, [line]), "zero": True,
-                 "about": "by their first 80 characters, two rollouts of a step with different prompts"}  # fmt: skip
+        alike = {**_panel("Replies to two prompts alike", steps, [line]), "zero": True,
+                 "about": "chance that two rollouts of a step with different prompts begin with the same 80 characters"}  # fmt: skip
     return [
         _of(steps, m, "entropy", "Entropy, nats per token", zero=True),
         replies,

@@ -20,13 +20,14 @@ SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "max_turns", "stop", 
 
 def compared(runs: Sequence[OpenRun], query: Mapping[str, str]) -> dict[str, Any]:
     """`a`, `b`: the numbers of runs; `of_a`, `of_b`: which of their rollouts, see `choices`."""
-    number_a, number_b = _run(query.get("a", "0"), runs), _run(query.get("b", str(len(runs) - 1)), runs)
+    number_a, number_b = _run(query.get("a", "0"), runs), _run(query.get("b", str(min(1, len(runs) - 1))), runs)
     a, b = runs[number_a], runs[number_b]
     offered = choices(a), choices(b)
     of_a = _chosen(query.get("of_a", ""), offered[0], first=True, alone=a is b)
     of_b = _chosen(query.get("of_b", ""), offered[1], first=False, alone=a is b)
-    if "of_b" not in query and a is not b and of_a in [c["name"] for c in offered[1]]:
-        of_b = of_a
+    common = [c["name"] for c in offered[0] if c in offered[1]]
+    if a is not b and not query.get("of_a") and not query.get("of_b") and common:
+        of_a = of_b = max((n for n in common if n.startswith("eval")), key=_after, default=common[-1])
     found: dict[str, Any] = {
         "a": {"run": number_a, "name": a.name, "of": of_a, "choices": offered[0]},
         "b": {"run": number_b, "name": b.name, "of": of_b, "choices": offered[1]},
@@ -54,6 +55,10 @@ def choices(run: OpenRun) -> list[dict[str, Any]]:
         {"name": f"visit-{row['epoch']}", "says": f"visit {row['epoch'] + 1} to each task, steps {row['low']}–{row['high']}"}
         for row in visits
     ]
+
+
+def _after(name: str) -> int:
+    return int(name.partition("-")[2])
 
 
 def _run(text: str, runs: Sequence[OpenRun]) -> int:

@@ -6,6 +6,7 @@ scalars at once, from the index where that is fresh; texts and tokens when someb
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,15 +15,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-from pyarrow import compute, parquet
+from pyarrow import parquet
 
-from posttrain.record.schema import INDEX, KEY, PIECE, ROLLOUTS, START, UNINDEXED, VERSION
+from posttrain.record.index import short
+from posttrain.record.reading import read_file
+from posttrain.record.schema import INDEX, KEY, ROLLOUTS, UNINDEXED, VERSION
 from posttrain.types import UserError
 
 FOLDERS = {"rollouts": False, "evals": True}
 """Folder -> whether its rollouts are held out."""
 _FILE = re.compile(r"step-(\d{6,})\.(parquet|jsonl)")
 _PIECE = re.compile(r"(\d{6,})-(\d{6,})\.parquet")
+MADE_OF = b"posttrain.made_of"  # see posttrain.record.index
 
 
 class Part(NamedTuple):
@@ -89,19 +93,10 @@ def scalars(folder: Path, files: dict[Part, File]) -> Iterator[pa.Table]:
             del left[part]
     for part, file in left.items():
         if not file.lines:
-            yield indexed(_checked(file.path, [n for n in ROLLOUTS.names if n in _WANTED]), part.held_out)
+            yield short(_checked(file.path, [n for n in ROLLOUTS.names if n in _WANTED]), part.held_out)
 
 
 _WANTED = {*INDEX.names, "prompt", "text"}
-
-
-def indexed(table: pa.Table, held_out: bool) -> pa.Table:
-    """The columns of the index, of rows with their texts."""
-    own = {name: table[name] for name in INDEX.names if name in table.column_names}
-    for name in ("prompt", "text"):
-        own[f"{name}_start"] = compute.utf8_slice_codeunits(table[name], 0, START)
-    own["held_out"] = pa.array([held_out] * table.num_rows, pa.bool_())
-    return pa.table([own[name] for name in INDEX.names], schema=INDEX)
 
 
 def _pieces(folder: Path) -> list[tuple[Path, int, int]]:
@@ -111,19 +106,13 @@ def _pieces(folder: Path) -> list[tuple[Path, int, int]]:
 
 
 def _fresh(path: Path, files: dict[Part, File]) -> pa.Table | None:
-    """A piece of the index, if it holds these parts and no others, as they are now."""
+    """A piece of the index, if it was made of these files as they are now."""
+    wanted = {f"{file.path.parent.name}/{file.path.name}": file.stamp[1] for file in files.values()}
     try:
-        if path.stat().st_mtime_ns < max(file.stamp[0] for file in files.values()):
-            return None
-        table = _checked(path, INDEX.names)
-    except (OSError, UserError):
+        made_of = (parquet.read_schema(path).metadata or {}).get(MADE_OF, b"null")
+        return _checked(path, INDEX.names) if json.loads(made_of) == wanted else None
+    except (OSError, ValueError, pa.ArrowException, UserError):
         return None
-    steps = compute.unique(pa.StructArray.from_arrays(
-        [table["step"].combine_chunks(), table["held_out"].combine_chunks()], ["step", "held_out"]
-    )) if table.num_rows else []  # fmt: skip
-    held = {Part(row["step"].as_py(), bool(row["held_out"].as_py())) for row in steps}
-    empty = {part for part, file in files.items() if part not in held and parquet.read_metadata(file.path).num_rows == 0}
-    return table if held | empty == set(files) else None
 
 
 def _checked(path: Path, names: Sequence[str]) -> pa.Table:
@@ -144,11 +133,7 @@ def _checked(path: Path, names: Sequence[str]) -> pa.Table:
 def rows(part: Part, file: File, indices: Iterable[int] | None = None, names: Sequence[str] = ROLLOUTS.names) -> pa.Table:
     """Rows of a part with these columns; all, or those with these indices in their order in the file."""
     if file.lines:
-        from posttrain.record.older import rows_of_lines
-        from posttrain.record.writing import table_of
-
-        kind = "eval" if part.held_out else "rl"
-        table = table_of(rows_of_lines(file.path, part.step, kind)).select(list(names))
+        table = read_file(file.path, names)
         return table if indices is None else table.take(sorted(indices))
     if indices is None:
         return _checked(file.path, names)

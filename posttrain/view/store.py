@@ -6,9 +6,10 @@ start: it reads no file, loads nothing, and keeps within a limit of memory. What
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,15 @@ class Store:
 
     def table(self, sql: str) -> pa.Table:
         return self._database.cursor().execute(sql).to_arrow_table()
+
+    def task_columns(self) -> list[str]:
+        """Names of the tasks' own columns whose values are short enough to choose by."""
+        found: dict[str, None] = {}
+        for row in self.ask("select value from strings semi join full_texts on strings.id = full_texts.columns limit 50"):
+            with suppress(ValueError):
+                columns = json.loads(row["value"])
+                found |= {n: None for n, v in columns.items() if isinstance(v, str | int | float) and len(str(v)) <= 40}
+        return list(found)
 
     def value(self, sql: str) -> Any:
         found = self._database.cursor().execute(sql).fetchone()

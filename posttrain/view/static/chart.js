@@ -46,7 +46,7 @@ function laid(panel) {
     for (let i = panel.lines.length - 1; i >= 0; i--) {
       const name = nameOf(panel.lines[i], i);
       data.push(sums[i]);
-      series.push({ stroke: colour(name), width: 0, fill: colour(name, i ? 0.75 : 0.9), points: { show: false } });
+      series.push({ stroke: colour(name), width: 0, fill: colour(name), points: { show: false } });
     }
     return { data, series, bands };
   }
@@ -82,7 +82,7 @@ export function Chart({ panel, events = [], onStep, height = 108, sync = "steps"
       const axis = { stroke: colour("faint"), grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false }, font: "10px system-ui, sans-serif" };
       plot = new window.uPlot(
         {
-          width: Math.max(120, place.current.clientWidth), height, series, bands, legend: { show: false },
+          width: Math.max(120, place.current.clientWidth), height, padding: [5, 9, 0, 0], series, bands, legend: { show: false },
           cursor: { sync: { key: sync }, points: { show: false }, y: false, drag: { x: true, y: false } },
           scales: { x: { time: false }, y: scaleOf(panel) },
           axes: [{ ...axis, size: 20, space: 60 }, { ...axis, size: 44, space: 24, values: (u, ticks) => ticks.map((v) => (v === null ? "" : f(v))) }],
@@ -181,5 +181,5 @@ export function Histogram({ data, label, chosen, choose }) {
     <${Canvas} draw=${draw} deps=${[data]} label=${`histogram of ${label}`}
       onPointerDown=${(e) => { drag.current = valueAt(e); e.currentTarget.setPointerCapture(e.pointerId); }}
       onPointerUp=${(e) => { if (drag.current !== null && bins.length) range(drag.current, valueAt(e)); drag.current = null; }} />
-    <div class="ends"><span>${f(data.low)}</span><span>${data.low === null || data.low === undefined ? "" : f(data.low + many * (data.width || 0))}</span></div></div>`;
+    <div class="ends"><span>${f(data.least ?? data.low)}</span><span>${data.low === null || data.low === undefined ? "" : f(data.high)}</span></div></div>`;
 }

@@ -43,7 +43,7 @@ function Shown({ run, about, data, place, query }) {
     <div class="card gap"><div class="text dense untrusted" style=${{ maxHeight: "120px", overflow: "auto" }}>${visible(prompt)}</div><${Task} columns=${rows[0]?.columns} />
       ${rows[0]?.media?.length ? html`<div class="row tight">${rows[0].media.map((m) => html`<${Picture} run=${run} name=${m} />`)}</div>` : ""}</div>
     ${visits.length > 1 ? html`<${Visits} ...${{ run, visits, near, query }} />` : ""}
-    <div class="row tight gap"><span class="soft small">colour</span>${names.map((m, i) => html`<button class=${m.name === name ? "on" : ""} onClick=${() => change({ c: m.name })}>${i < 9 ? html`<span class="faint">${i + 1}</span> ` : ""}${m.says}</button>`)}<button class=${name === "none" ? "on" : ""} onClick=${() => change({ c: "none" })}><span class="faint">0</span> none</button><span class="fill"></span>
+    <div class="row tight gap choices"><span class="soft small">colour</span>${names.map((m, i) => html`<button class=${m.name === name ? "on" : ""} onClick=${() => change({ c: m.name })}>${i < 9 ? html`<span class="faint">${i + 1}</span> ` : ""}${m.says}</button>`)}<button class=${name === "none" ? "on" : ""} onClick=${() => change({ c: "none" })}><span class="faint">0</span> none</button><span class="fill"></span>
       ${names.some((m) => m.name === name) ? html`<${Legend} measure=${{ ...names.find((m) => m.name === name), most }} />` : ""}</div>
     <div class=${`replies ${rows.length === 2 ? "two" : ""}`}>${rows.map((row, i) => {
       const own = all[i].find((m) => m.name === name);
@@ -68,7 +68,7 @@ function Visits({ run, visits, near, query }) {
 }
 
 function Reply({ row, item, chosen, measure, clip, open }) {
-  const first = Math.max(0, Math.min(...[row.scored.indexOf(1), row.sampled.indexOf(1)].filter((i) => i >= 0), row.pieces.length));
+  const first = Math.max(0, Math.min(...[row.isScored.indexOf(1), row.isSampled.indexOf(1)].filter((i) => i >= 0), row.pieces.length));
   const begin = first === row.pieces.length ? 0 : first;
   const label = row.label && (typeof row.label === "object" ? Object.entries(row.label).map(([n, v]) => `${n} ${shown(v)}`) : [shown(row.label)]);
   return html`<div class=${`card reply ${chosen ? "sel" : ""}`} onClick=${(e) => (getSelection().isCollapsed ? open(e) : 0)}>

@@ -4,7 +4,7 @@ import { floats, integers } from "./format.js";
 
 /** A rollout as it came, with its numbers as arrays by token (nan: none). */
 export function unpack(row) {
-  if (row.n) return row;
+  if (row.isScored) return row;
   const n = {};
   for (const [name, text] of Object.entries(row.numbers)) n[name] = floats(text);
   const ids = integers(row.ids);
@@ -19,7 +19,7 @@ export function unpack(row) {
       if (made !== null) version[i - row.begin] = made;
     }
   }
-  return Object.assign(row, { n, ids: ids, scored, sampled, version });
+  return Object.assign(row, { n, ids, isScored: scored, isSampled: sampled, versionAt: version });
 }
 
 const each = (length, at) => Float32Array.from({ length }, (_, i) => at(i));
@@ -28,7 +28,7 @@ const logp = (row) => row.n.learner || row.n.before || row.n.engine;
 
 function advantage(row) {
   if (row.n.token_advantage) return row.n.token_advantage;
-  return row.advantage === null ? null : each(row.ids.length, (i) => (row.scored[i] ? row.advantage : NaN));
+  return row.advantage === null ? null : each(row.ids.length, (i) => (row.isScored[i] ? row.advantage : NaN));
 }
 
 function difference(a, b) {
@@ -63,25 +63,25 @@ function divergence(row) {
 }
 
 function versions(row) {
-  const known = row.version.filter((v) => !Number.isNaN(v));
-  return known.length && Math.min(...known.slice(0, 50000)) !== Math.max(...known.slice(0, 50000)) ? row.version : null;
+  const known = row.versionAt.filter((v) => !Number.isNaN(v));
+  return known.length && Math.min(...known.slice(0, 50000)) !== Math.max(...known.slice(0, 50000)) ? row.versionAt : null;
 }
 
 /** name, what the button says, whether it has a sign, and the numbers of a rollout or null. */
 export const MEASURES = [
   { name: "advantage", says: "advantage", sign: true, of: advantage },
-  { name: "push", says: "push on the weights", sign: true, of: push },
+  { name: "push", says: "push on weights", sign: true, of: push },
   { name: "surprise", says: "surprise", of: (row) => (row.n.engine || logp(row)) && each(row.ids.length, (i) => -(row.n.engine || logp(row))[i]) },
   { name: "entropy", says: "entropy", of: (row) => row.n.entropy || null },
   { name: "ratio", says: "log ratio", sign: true, of: (row) => difference(row.n.learner, row.n.before || row.n.engine) },
-  { name: "kl", says: "KL to reference", of: divergence },
-  { name: "reference", says: "policy − reference", sign: true, of: (row) => difference(logp(row), row.n.reference) },
+  { name: "kl", says: "KL", of: divergence },
+  { name: "reference", says: "less reference", sign: true, of: (row) => difference(logp(row), row.n.reference) },
   { name: "gap", says: "learner − engine", sign: true, of: (row) => difference(row.n.before, row.n.engine) },
-  { name: "change", says: "change by the step", sign: true, of: (row) => difference(row.n.after, row.n.before || row.n.engine) },
+  { name: "change", says: "change by step", sign: true, of: (row) => difference(row.n.after, row.n.before || row.n.engine) },
   { name: "teacher", says: "teacher − student", sign: true, of: (row) => difference(row.n.teacher, logp(row)) },
   { name: "value", says: "value", sign: true, of: (row) => row.n.value || null },
   { name: "returns", says: "return", sign: true, of: (row) => row.n.returns || null },
-  { name: "version", says: "version of the weights", of: versions },
+  { name: "version", says: "weights", of: versions },
 ];
 
 /** Those that a rollout has, with their numbers and the scale: {name, says, sign, values, most, least}. */

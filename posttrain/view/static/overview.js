@@ -14,12 +14,13 @@ export function Overview({ run, about }) {
   if (problem) return html`<${Problem} text=${problem} />`;
   if (!data) return html`<${Empty}>reading the run …</${Empty}>`;
   const steps = [...new Set(data.parts.map((p) => parseInt(p, 10)))];
+  const tall = innerHeight < 800 ? 76 : 108;
   const open = (step) => steps.length && go(to(run, "rollouts", [], { step: nearest(steps, step) }));
   return html`
     <div class="about"><${About} data=${data} /><${Health} data=${data} run=${run} steps=${steps} /></div>
     ${data.questions.map((q) => html`<section class="question" key=${q.name}>
       <div><h2>${q.name}</h2><span class=${`badge ${q.tone}`}>${q.word}</span><div class="answer">${q.text}</div></div>
-      ${q.panels.map((panel) => html`<${Chart} key=${panel.title} panel=${panel} events=${events} onStep=${open} />`)}
+      ${q.panels.map((panel) => html`<${Chart} key=${panel.title} panel=${panel} events=${events} onStep=${open} height=${tall} />`)}
     </section>`)}
     ${data.others.length ? html`<button onClick=${() => setAll(!all)} aria-expanded=${all}>${all ? "hide" : "show"} the other ${data.others.length} metrics</button>` : ""}
     ${all ? html`<div class="others">${data.others.map((panel) => html`<${Chart} key=${panel.title} panel=${panel} events=${events} onStep=${open} height=${84} />`)}</div>` : ""}`;
@@ -43,7 +44,7 @@ function About({ data }) {
     <div class="formula mono untrusted">${data.objective.slice(0, 2).map((l) => visible(l.trim())).join("\n")}</div>
     ${data.objective.length > 2 ? html`<details><summary class="soft small">the whole formula</summary><div class="formula mono">${data.objective.slice(2).map((l) => visible(l.trim())).join("\n")}</div></details>` : ""}
     <div class="soft small">${data.sizes.slice(-1).map(visible)}</div>
-    <div class="timeline">${data.options.slice(0, 24).map((o) => html`<span class="pill" title=${`${o.name} = ${shown(o.value)}`}>${o.name} ${shown(o.value)}</span>`)}</div></div>`;
+    <div class="timeline short">${data.options.slice(0, 24).map((o) => html`<span class="pill" title=${`${o.name} = ${shown(o.value)}`}>${o.name} ${shown(o.value)}</span>`)}</div></div>`;
 }
 
 function Health({ data, run, steps }) {

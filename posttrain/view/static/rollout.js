@@ -22,7 +22,7 @@ function Shown({ run, about, place, query, row }) {
   const all = useMemo(() => measured(row, about.bounds), [row]);
   const clip = useMemo(() => clipped(row, about.bounds), [row]);
   const ratio = useMemo(() => ratios(row), [row]);
-  const first = useMemo(() => Math.max(0, row.scored.indexOf(1), row.sampled.indexOf(1)), [row]);
+  const first = useMemo(() => Math.max(0, row.isScored.indexOf(1), row.isSampled.indexOf(1)), [row]);
   const [at, setAt] = useState(query.t === undefined ? first : Math.max(0, Math.min(Number(query.t) - row.begin || 0, row.pieces.length - 1)));
   const measure = all.find((m) => m.name === query.c) || all.find((m) => m.name === "change") || all.find((m) => m.name === "surprise") || all[0];
   const step = (by) => () => pin(Math.max(0, Math.min(row.pieces.length - 1, at + by)));
@@ -48,7 +48,7 @@ function Shown({ run, about, place, query, row }) {
   const none = query.c === "none" || !measure;
   return html`
     <${Crumbs} ...${{ run, row, place, query }} />
-    <div class="row tight gap"><span class="soft small">colour</span>${all.map((m, i) => html`<button class=${!none && m.name === measure.name ? "on" : ""} onClick=${() => change({ c: m.name })}>${i < 9 ? html`<span class="faint">${i + 1}</span> ` : ""}${m.says}</button>`)}
+    <div class="row tight gap choices"><span class="soft small">colour</span>${all.map((m, i) => html`<button class=${!none && m.name === measure.name ? "on" : ""} onClick=${() => change({ c: m.name })}>${i < 9 ? html`<span class="faint">${i + 1}</span> ` : ""}${m.says}</button>`)}
       ${all.length ? html`<button class=${none ? "on" : ""} onClick=${() => change({ c: "none" })}><span class="faint">0</span> none</button>` : ""}<span class="fill"></span>${none ? "" : html`<${Legend} measure=${measure} />`}</div>
     <div class="one"><div class="left">
       <div class="card tokens" tabindex="0" aria-label="tokens">
@@ -98,7 +98,7 @@ function Window({ row }) {
 function Tracks({ row, all, at, pin, chosen }) {
   const places = useMemo(() => {
     const found = [];
-    for (let i = 0; i < row.pieces.length; i++) if (row.scored[i] || row.sampled[i]) found.push(i);
+    for (let i = 0; i < row.pieces.length; i++) if (row.isScored[i] || row.isSampled[i]) found.push(i);
     return found;
   }, [row]);
   const shownTracks = all.filter((m) => !(m.name === "advantage" && !row.n.token_advantage)).slice(0, TRACKS);
@@ -152,11 +152,11 @@ function Token({ row, at, all, ratio, clip, about }) {
   if (has(n("weight"))) add("weight in the loss", f(n("weight")));
   if (has(n("after"))) add("by the step", `${f(Math.exp(old))} → ${f(Math.exp(n("after")))}`);
   if (has(n("kept"))) add("kept by entropy", n("kept") ? "yes" : "no");
-  if (has(row.version[at])) add("version of the weights", row.version[at]);
+  if (has(row.versionAt[at])) add("version of the weights", row.versionAt[at]);
   const kind = (row.spans.find(([, start, length]) => at + row.begin >= start && at + row.begin < start + length) || ["–"])[0];
   return html`<div class="card"><div><b>token ${whole(at + row.begin)}</b> <span class="soft">of ${whole(row.length)}, id ${row.ids[at]}</span></div>
     <div class="mono untrusted" style=${{ margin: "2px 0 4px" }}>“${line(row.pieces[at])}”</div>
-    <dl class="kv" style=${{ margin: 0 }}>${lines}<dt>comes from</dt><dd>${kind}${row.scored[at] ? "" : ", not trained on"}</dd></dl></div>`;
+    <dl class="kv" style=${{ margin: 0 }}>${lines}<dt>comes from</dt><dd>${kind}${row.isScored[at] ? "" : ", not trained on"}</dd></dl></div>`;
 }
 
 function Why({ row, run }) {

@@ -65,7 +65,7 @@ export function Rollouts({ run, about, questions, query }) {
     <div class="hists">${names.map((name) => histograms.data?.[name] && (histograms.data[name].count || query[name]) ? html`<${Histogram} key=${name} data=${histograms.data[name]} label=${name.replace(/^part\./, "part: ")} chosen=${query[name]} choose=${(range) => set({ [name]: range })} />` : "")}
       <${Facets} data=${histograms.data} query=${query} set=${set} /></div>
     ${problem ? html`<${Problem} text=${problem} />` : ""}
-    <div class=${`card list fading ${stale ? "stale" : ""}`}><table>
+    <div class=${`card list long fading ${stale ? "stale" : ""}`}><table>
       <thead><tr>${(groups ? GROUPS : [...COLUMNS.slice(0, 6), ...parts.map((p) => [`part.${p}`, p, "n"]), ...COLUMNS.slice(6)]).map(([name, says, kind]) => html`<${Head} ...${{ name, says, kind, sort: query.sort || "", set }} />`)}</tr></thead>
       <tbody>${rows.map((row, i) => html`<tr class=${`r${i === at ? " sel" : ""}`} key=${`${part(row)}/${groups ? row.first : row.index}`} onClick=${() => open(row)}>
         ${groups ? html`<${GroupCells} row=${row} />` : html`<${Cells} ...${{ row, run, parts, most, success: about.success }} />`}</tr>`)}</tbody></table>
@@ -83,9 +83,9 @@ function Bar({ about, query, filters, set, search, questions, groups, count }) {
   const given = Object.entries(filters).filter(([name]) => !["q", "ask", "where", "step"].includes(name));
   return html`<div class="row gap">
       <div class="row tight"><button class=${groups ? "" : "on"} onClick=${() => set({ as: "", sort: "" })}>rollouts</button><button class=${groups ? "on" : ""} onClick=${() => set({ as: "groups", sort: "" })}>groups</button></div>
-      <input class="search" ref=${search} type="search" placeholder="search prompts and replies ( / )" value=${query.q || ""} onInput=${(e) => set({ q: e.target.value })} aria-label="search prompts and replies" />
-      <input style=${{ width: "86px" }} placeholder="steps 1..20" value=${query.step || ""} onChange=${(e) => set({ step: e.target.value.trim() })} aria-label="steps" />
-      ${exported ? "" : html`<input class="condition mono" placeholder="where … ( SQL, such as length > 40 and mean < 1 )" value=${query.where || ""} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}
+      <input class="search" ref=${search} type="search" placeholder="search texts ( / )" value=${query.q || ""} onInput=${(e) => set({ q: e.target.value })} aria-label="search prompts and replies" />
+      <input style=${{ width: "96px" }} placeholder="steps 1..20" value=${query.step || ""} onChange=${(e) => set({ step: e.target.value.trim() })} aria-label="steps" />
+      ${exported ? "" : html`<input class="condition mono" placeholder="where … in SQL: length > 40 and mean < 1" value=${query.where || ""} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}
       <span class="soft">${count === undefined ? "" : `${whole(count)} ${groups ? "groups" : "rollouts"}`}</span>
       ${given.map(([name, value]) => html`<button class="on small" onClick=${() => set({ [name]: "" })} title="take this filter away">${visible(`${name} ${value}`)} ×</button>`)}
       ${Object.keys(filters).length ? html`<button class="small" onClick=${() => go(to(here().run, "rollouts"))}>all ( x )</button>` : ""}
@@ -104,7 +104,7 @@ function Cells({ row, run, parts, most, success }) {
   const right = success !== null && row.reward !== null && row.reward >= success - 1e-6;
   return html`<td class="n">${row.step}${row.held_out ? html`<span class="faint"> held out</span>` : ""}</td><td class="n">${row.index}</td>
     <td class="mono"><a href=${to(run, "group", [part(row), row.index])} onClick=${(e) => e.stopPropagation()}>${line(row.group)}${row.side ? ` ${line(row.side)}` : ""}</a></td>
-    <td class="mono untrusted" dir="ltr">${line(row.prompt)}</td><td class="mono untrusted" dir="ltr">${line(row.text)}</td>
+    <td class="mono untrusted prompt" dir="ltr">${line(row.prompt)}</td><td class="mono untrusted said" dir="ltr">${line(row.text)}</td>
     <td class=${`n ${row.reward === null ? "bad" : right ? "good" : ""}`}>${row.reward === null ? "invalid" : f(row.reward)}</td>
     ${parts.map((p) => html`<td class="n">${f(row[`part.${p}`])}</td>`)}
     <td class="n"><${Signed} value=${row.advantage} most=${most} /></td><td class="n">${f(row.sd)}</td><td class="n">${whole(row.length)}</td>
@@ -114,7 +114,7 @@ function Cells({ row, run, parts, most, success }) {
 
 function GroupCells({ row }) {
   return html`<td class="n">${row.step}${row.held_out ? html`<span class="faint"> held out</span>` : ""}</td><td class="mono">${line(row.group)}${row.side ? ` ${line(row.side)}` : ""}</td>
-    <td class="mono untrusted" dir="ltr">${line(row.prompt)}</td><td class="mono untrusted" dir="ltr">${line(row.text)}</td>
+    <td class="mono untrusted prompt" dir="ltr">${line(row.prompt)}</td><td class="mono untrusted said" dir="ltr">${line(row.text)}</td>
     <td class=${`n ${row.right_n === row.n ? "good" : row.right_n ? "" : "bad"}`}>${row.right_n} of ${row.n}</td><td class="n">${f(row.mean)}</td><td class="n">${f(row.sd)}</td>
     <td class="n">${row.replies}</td><td class="n">${f(row.length)}</td><td class="n">${row.epoch === null ? "–" : row.epoch + 1}</td>`;
 }

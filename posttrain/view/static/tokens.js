@@ -27,7 +27,7 @@ const textOf = (piece, last) => visible(piece).replace(/\n/g, last ? "â†µ" : "â†
 
 function className(row, measure, clip, i) {
   let name = "t";
-  if (!row.scored[i] && !row.sampled[i]) name += " context";
+  if (!row.isScored[i] && !row.isSampled[i]) name += " context";
   if (measure) name += shade(measure, measure.values[i]);
   if (clip && clip[i]) name += " clip";
   if (row.n.kept && row.n.kept[i] === 0) name += " dropped";

@@ -14,7 +14,7 @@ RANKS = (
     {"types", "deferred", "messages"},
     {"values", "pictures"},
     {"names"},
-    {"user_code", "user_folders", "seeds", "part", "batch", "children", "connections", "endpoint", "beside"},
+    {"user_code", "user_folders", "seeds", "part", "batch", "sink", "children", "connections", "endpoint", "beside"},
     {"protocols"},
     {"sandbox"},
     {"kernels", "verify", "data"},
@@ -72,8 +72,8 @@ HOMES = {
 
 LIGHT = ("audit/", "planning/", "envs/", "verify/", "sandbox/", "runs/", "training/intervals.py",
          "sources/diversity.py", "algorithms/", "config/", "types.py", "batch.py", "protocols.py", "part.py",
-         "record/", "seeds.py", "messages.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py", "cli/main.py",
-         "cli/commands.py", "cli/typed.py",
+         "record/", "seeds.py", "messages.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py",
+         "cli/main.py", "cli/commands.py", "cli/typed.py",
          "data/", "sources/packing.py", "retrieval/", "services/retriever.py")  # fmt: skip
 """What imports no torch when it is imported itself, so that --help and check start at once."""
 

@@ -128,7 +128,7 @@ class Record:
         """
         times, path = seconds_file(self.folder, step), rollout_file(self.folder, step)
         rows = (
-            (o.rollout, {"id": f"{step}/{place}"}, {"advantage": number(o.advantage)})
+            (o.rollout, {"id": f"{step}/{place}"}, {"advantage": None if o.advantage is None else number(o.advantage)})
             for place, o in enumerate(rollouts)
         )
         for file in (times, path):

@@ -821,6 +821,7 @@ def test_a_run_with_an_engine_that_listens_is_the_run_without(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_engines_that_ray_has_placed_and_one_of_which_is_killed_change_no_token(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

@@ -122,7 +122,11 @@ TASKS = [{"id": str(shade), "shade": shade} for shade in range(0, 250, 25)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "more"), [("qwen3_vl", {"env_workers": 1}), ("smolvlm", {"ahead": 1, "env_workers": 0})]
+    ("kind", "more"),
+    [
+        pytest.param("qwen3_vl", {"env_workers": 1}, marks=pytest.mark.long),
+        ("smolvlm", {"ahead": 1, "env_workers": 0}),
+    ],
 )
 def test_run_with_pictures_learns_and_goes_on_exactly(
     kind: str, more: dict[str, Any], tmp_path: Path, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from posttrain.batch import Batch, Outputs
 
-    Found = dict[int, dict[str, NDArray[np.float32]]]
+
+Found: TypeAlias = "dict[int, dict[str, NDArray[np.float32]]]"
+"""Place in [S] -> column -> [n_i]."""
 
 
 @dataclass
@@ -29,7 +31,7 @@ class Sink:
     asked: frozenset[int] = frozenset()  # rollouts, by their places in [S]
     entropy: bool = True  # whether entropies are asked for too, though the loss may not read any
     skipped: bool = False  # whether the update moved nothing
-    found: Found = field(default_factory=dict)  # place in [S] -> column -> [n_i]
+    found: Found = field(default_factory=dict)
     _passed: list[tuple[Tap, dict[str, Tensor]]] = field(default_factory=list)
 
     def tap(self, index: Sequence[int], sizes: Sequence[int]) -> Tap:

@@ -42,7 +42,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
-from posttrain.runs.reading import read_rollouts
+from posttrain.record.reading import read_rollouts
 from posttrain.types import Completion, Sampling, Turn, UserError
 
 # -- what may happen in any order --------------------------------------------------------------------------------------

@@ -29,8 +29,9 @@ from posttrain.envs.play import Episode, Player
 from posttrain.envs.pool import EnvPool
 from posttrain.learners.dealing import DealingLearner, deal
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.record.reading import read_rollouts
 from posttrain.runs.files import made_by_run
-from posttrain.runs.reading import read_metrics, read_rollouts, rollout_steps
+from posttrain.runs.reading import read_metrics, rollout_steps
 from posttrain.training import rewarding
 from posttrain.types import Sampling, UserError
 

@@ -4,13 +4,17 @@ BIN := .venv/bin
 # Idle threads that spin would take the processor from the rest of the run.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench check format clean
+.PHONY: demo test test-long test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench check format clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready
-	$(BIN)/python -m pytest tests -n 2
+	$(BIN)/python -m pytest tests -m "not long" -n 2
+
+# Further cases of what shorter tests prove too: other targets of the compiler, other architectures, a cluster of Ray.
+test-long: .venv/ready
+	$(BIN)/python -m pytest tests -m long
 
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest tests/test_vllm.py
@@ -47,8 +51,8 @@ PYTHON_OLDEST ?= $(PYTHON)
 PYTHON_NEWEST ?= $(PYTHON)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 versions: .venv-oldest/ready .venv-newest/ready
-	.venv-oldest/bin/python -m pytest tests -m "not slow" -n 2
-	.venv-newest/bin/python -m pytest tests -m "not slow" -n 2
+	.venv-oldest/bin/python -m pytest tests -m "not slow and not long" -n 2
+	.venv-newest/bin/python -m pytest tests -m "not slow and not long" -n 2
 
 .venv-oldest/ready: pyproject.toml constraints.txt
 	$(PYTHON_OLDEST) -m venv .venv-oldest
@@ -73,7 +77,7 @@ check: .venv/ready
 	$(BIN)/ruff format --check posttrain tests examples recipes benchmarks
 	$(BIN)/ruff check posttrain tests examples recipes benchmarks
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests -m "not slow" -n 2
+	$(BIN)/python -m pytest tests -m "not slow and not long" -n 2
 
 format: .venv/ready
 	$(BIN)/ruff format posttrain tests examples recipes benchmarks

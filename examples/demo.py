@@ -17,9 +17,10 @@ from pathlib import Path
 
 import posttrain
 from posttrain.envs import arithmetic
+from posttrain.record.reading import read_rollouts
 from posttrain.runs.curves import curves
 from posttrain.runs.printing import sample, table
-from posttrain.runs.reading import read_rollouts, rollout_steps
+from posttrain.runs.reading import rollout_steps
 
 STEPS = 560
 PER_ANSWER = 45  # demonstrations: what imitation has never seen, exploration hardly finds, and rare sums are rare

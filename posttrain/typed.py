@@ -526,7 +526,8 @@ class EvaluationOptions(DataOptions, total=False):
     split_seed: int
     """The --seed of the training run that held them out."""
     out: str | None
-    """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.jsonl."""
+    """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in
+    .rollouts.parquet."""
     env_workers: int | None
     """Processes that play and score; default: one per CPU core."""
     env_seconds: float

@@ -37,8 +37,10 @@ from posttrain.models.folder import load_model, save_model
 from posttrain.models.linear import accumulates, accumulating, compute_apart
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.part import Need
+from posttrain.record.reading import read_rollouts
+from posttrain.record.rows import transcripts_of
 from posttrain.runs import checkpoint
-from posttrain.runs.reading import read_metrics, read_rollouts
+from posttrain.runs.reading import read_metrics
 from posttrain.seeds import seed_of
 from posttrain.sources.ahead import Stock
 from posttrain.sources.collecting import Collected, Collector, Size
@@ -95,7 +97,7 @@ def test_a_step_is_sampled_by_the_weights_after_the_step_that_the_count_says(
         engine = LocalEngine(load_model(folder), tokenizer)
         for place, row in enumerate(read_rollouts(run.path, step)):
             assert row["version"] == 2 * before
-            transcript = Transcript.from_dict(row["transcripts"][0])
+            transcript = transcripts_of(row)[0]
             prompt, sampled = (
                 transcript.tokens[: transcript.spans[0].length],
                 transcript.tokens[transcript.spans[0].length :],
@@ -240,12 +242,12 @@ def test_each_piece_of_a_reply_is_sampled_by_the_weights_of_its_step_and_groups_
         weights.setdefault(json.loads((folder / "training" / "learner.json").read_text())["version"], folder)
     lengths = set()
     for step in range(1, 8):
-        rows = read_rollouts(run.path, step) if (run.path / "rollouts" / f"step-{step:06d}.jsonl").exists() else []
+        rows = read_rollouts(run.path, step) if (run.path / "rollouts" / f"step-{step:06d}.parquet").exists() else []
         assert len({row["group"] for row in rows}) * 3 == len(rows), "groups are whole"
         members: dict[str, int] = {}
         for row in rows:
             place = members[row["group"]] = members.get(row["group"], -1) + 1
-            transcript = Transcript.from_dict(row["transcripts"][0])
+            transcript = transcripts_of(row)[0]
             own = pieces_of(transcript)
             for number, (at, length, version) in enumerate(own):
                 assert length == 3 or number == len(own) - 1

@@ -454,7 +454,13 @@ def test_prompts_are_filled_up_where_that_changes_nothing_and_nowhere_else(
         assert cached[id].logp == pytest.approx(completion.logp, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["granite", "gemma2", "deepseek_v3", "gemma4_text"])
+KINDS_ELSEWHERE = [
+    "granite",
+    *(pytest.param(kind, marks=pytest.mark.long) for kind in ("gemma2", "deepseek_v3", "gemma4_text")),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS_ELSEWHERE)
 def test_engine_of_another_process_takes_over_weights_and_samples_alike(
     kind: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

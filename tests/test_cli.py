@@ -23,6 +23,7 @@ from posttrain.envs import arithmetic
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import as_dict, continued, filled
+from posttrain.record.reading import read_file, rows_of
 from posttrain.training import assembly, evaluation, imitating
 from posttrain.types import Reply, StopReason, Turn, UserError
 
@@ -195,8 +196,8 @@ def test_eval_compares_two_checkpoints_and_writes_its_figures(place: Path, capsy
     assert "difference in accuracy, task by task: 0.000 [0.000, 0.000]" in capsys.readouterr().out
     figures = json.loads((place / "figures" / "a.json").read_text())
     assert figures["figures"] == figures["against"] and len(figures["rewards"]) == 4
-    own, other = (place / "figures" / f"a{side}.rollouts.jsonl" for side in ("", ".against"))
-    rows = [json.loads(line) for line in own.read_text().splitlines()]
+    own, other = (place / "figures" / f"a{side}.rollouts.parquet" for side in ("", ".against"))
+    rows = rows_of(read_file(own))
     assert own.read_bytes() == other.read_bytes() and len(rows) == 8
     for task, rewards in figures["rewards"].items():
         assert rewards == [row["reward"] for row in rows if row["task"] == task]

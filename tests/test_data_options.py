@@ -19,7 +19,8 @@ from posttrain.data import rows as rows_module
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.runs.reading import read_metrics, read_rollouts, read_run
+from posttrain.record.reading import read_rollouts
+from posttrain.runs.reading import read_metrics, read_run
 from posttrain.training.setup import load_tasks, split_tasks
 
 SMALL = "--tokenizer characters --hidden 16 --layers 1 --heads 2 --context 40 --rows 4 --threads 1 --quiet".split()

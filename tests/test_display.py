@@ -11,8 +11,7 @@ import pytest
 from posttrain.runs.display import Display
 from posttrain.runs.output import Output
 from posttrain.runs.panel import View, compose
-from posttrain.runs.printing import sample, table
-from posttrain.runs.record import as_row
+from posttrain.runs.printing import sample, shown, table
 from posttrain.runs.terminal import Region, cells
 from posttrain.types import Invalid, PlayedTurn, Rollout, SpanKind, StopReason
 
@@ -346,7 +345,7 @@ def test_samples_of_several_turns_show_what_each_side_said_in_its_place() -> Non
         PlayedTurn(SpanKind.SAMPLED, "42", 1, 4, 2),
     ]
     played = Rollout({"answer": 42}, "g", [], 1.0, turns=turns, prompt="not shown", text="not shown")
-    for rollout in (played, json.loads(json.dumps(as_row(played)))):
+    for rollout in (played, json.loads(json.dumps(shown(played)))):
         out = io.StringIO()
         sample([rollout], 1, out)
         assert out.getvalue().splitlines()[1:-1] == [

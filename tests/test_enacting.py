@@ -21,6 +21,7 @@ from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.play import Episode, Player
 from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.record.reading import read_file, rows_of
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.printing import sample
 from posttrain.sources.enacting import cut, enacted_texts, enacting, stored
@@ -160,14 +161,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_rollouts_of_a_run_are_imitated_as_they_stand(place: Path) -> None:
-    file = place / "rl" / "rollouts" / "step-000001.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file = place / "rl" / "rollouts" / "step-000001.parquet"
+    rows = rows_of(read_file(file))
     tokenizer = Tokenizer.load(resolve(place / "sft"))
     for row in rows:
         (transcript,), reward = stored(row, tokenizer)
-        [kept] = row["transcripts"]
-        assert transcript.tokens == kept["tokens"] and reward == row["reward"]
-        learned = [start + i for start, length in kept["sampled"] for i in range(length)]
+        assert transcript.tokens == row["tokens"] and reward == row["reward"]
+        sampled = [span for span in row["spans"] if span["kind"] == "sampled"]
+        learned = [span["start"] + i for span in sampled for i in range(span["length"])]
         assert list(transcript.scored) == learned
     assert stored({**rows[0], "reward": None, "invalid": "no judge"}, tokenizer)[1] is None
     run = sft(str(file), model=str(place / "sft"), out=str(place / "again"), rows=4, min_reward=-1.0, quiet=True)
@@ -177,12 +178,12 @@ def test_rollouts_of_a_run_are_imitated_as_they_stand(place: Path) -> None:
 
 
 def test_a_rollout_of_another_tokenizer_or_a_damaged_one_is_refused(place: Path) -> None:
-    lines = (place / "rl" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
-    row = max(map(json.loads, lines), key=lambda row: len(row["text"]))
+    rows = rows_of(read_file(place / "rl" / "rollouts" / "step-000001.parquet"))
+    row = max(rows, key=lambda row: len(row["text"]))
     other = Tokenizer.train(["another text 0123456789+="], 40, "characters")
     with pytest.raises(UserError, match="another tokenizer"):
         stored(row, other)
-    for damage in ({"turns": [{"kind": "sampled"}]}, {"transcripts": [{"tokens": 3}]}, {"transcripts": [7]}):
+    for damage in ({"turns": [{"role": "sampled"}]}, {"transcripts": [{"tokens": 3}]}, {"transcripts": [7]}):
         with pytest.raises(UserError, match="damaged"):
             stored({**row, **damage}, Tokenizer.load(resolve(place / "sft")))
 
@@ -193,10 +194,10 @@ def test_a_rollout_of_another_tokenizer_or_a_damaged_one_is_refused(place: Path)
 def test_an_episode_reads_like_a_conversation(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rollouts", str(place / "rl"), "--number", "100"]) == 0
     shown = capsys.readouterr().out
-    file = place / "rl" / "rollouts" / "step-000001.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file = place / "rl" / "rollouts" / "step-000001.parquet"
+    rows = rows_of(read_file(file))
     assert shown.count("── reward") == len(rows) and shown.count("prompt │") == len(rows)
-    assert shown.count("tool   │") == sum(turn["kind"] == "tool" for row in rows for turn in row["turns"]) > 0
+    assert shown.count("tool   │") == sum(turn["role"] == "tool" for row in rows for turn in row["turns"]) > 0
     assert main(["rollouts", str(file), "--order", "longest", "--number", "1", "--json"]) == 0
     longest = json.loads(capsys.readouterr().out)
     lengths = [sum(turn["length"] for turn in row["turns"]) for row in rows]
@@ -227,7 +228,7 @@ def test_calls_of_tools_are_printed_behind_their_reply(capsys: pytest.CaptureFix
         {"tool": "find", "arguments": {"what": "x"}, "end": 4},
         {"tool": "", "arguments": {}, "end": 9, "problem": "odd"},
     ]
-    turn = {"kind": "sampled", "text": "hm", "reward": 0.0, "transcript": 0, "start": 0, "length": 3, "calls": calls}
+    turn = {"role": "sampled", "text": "hm", "reward": 0.0, "transcript": 0, "start": 0, "length": 3, "calls": calls}
     sample([{"group": "g", "reward": 1.0, "advantage": 0.5, "stop": "eos", "turns": [turn]}], 1)
     assert capsys.readouterr().out.splitlines()[1:4] == [
         "reply  │ hm",

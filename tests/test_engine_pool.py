@@ -42,7 +42,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
-from posttrain.runs.reading import read_rollouts
+from posttrain.record.reading import read_rollouts
 from posttrain.types import Completion, Sampling, Turn, UserError
 
 # -- what may happen in any order --------------------------------------------------------------------------------------
@@ -821,6 +821,7 @@ def test_a_run_with_an_engine_that_listens_is_the_run_without(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_engines_that_ray_has_placed_and_one_of_which_is_killed_change_no_token(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

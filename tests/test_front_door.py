@@ -11,7 +11,8 @@ import pytest
 
 import posttrain
 from posttrain.envs import arithmetic
-from posttrain.runs.reading import read_rollouts, read_run, rollout_steps
+from posttrain.record.reading import read_rollouts
+from posttrain.runs.reading import read_run, rollout_steps
 from posttrain.training.assembly import Run
 
 TASKS = arithmetic.tasks(60, 0, digits=1)
@@ -76,8 +77,7 @@ def test_function_as_reward_gives_a_run_that_can_be_read(imitated: Run, tmp_path
     assert rollout_steps(run.path) == [1, 2, 3, 4]
     for rollout in read_rollouts(run.path, 4):
         assert rollout["reward"] in (bonus, 1 + bonus)
-        (transcript,) = rollout["transcripts"]
-        assert len(transcript["logp"]) == sum(n for _, n in transcript["sampled"])
+        assert len(rollout["engine"]) == rollout["sampled"] > 0
         assert rollout["stop"] in ("eos", "length")
     recorded = read_run(run.path)
     assert recorded["config"]["group"] == 4 and recorded["versions"]["torch"]
@@ -108,7 +108,7 @@ def test_same_seed_gives_the_same_run_and_another_seed_another(imitated: Run, tm
     a, b = (posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / n), **STEPS) for n in "ab")
     c = posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / "c"), **{**STEPS, "seed": 1})
     assert digest(a) == digest(b) != digest(c)
-    for name in ("metrics.jsonl", *(f"rollouts/step-{i:06d}.jsonl" for i in range(1, 5))):
+    for name in ("metrics.jsonl", *(f"rollouts/step-{i:06d}.parquet" for i in range(1, 5))):
         assert (a.path / name).read_bytes() == (b.path / name).read_bytes()
 
 

@@ -22,7 +22,7 @@ RANKS = (
     {"engines", "learners", "retrieval"},
     {"algorithms"},
     {"config", "options", "typed"},
-    {"runs", "sources"},
+    {"runs", "sources", "record"},
     {"services"},
     {"training"},
     {"audit", "planning", "reproduce"},
@@ -40,7 +40,8 @@ HOMES = {
     "PIL": ("pictures.py",),
     "safetensors": ("models/",),
     "datasets": ("data/",),
-    "pyarrow": ("data/",),
+    "pyarrow": ("data/", "record/"),
+    "duckdb": ("record/", "view/"),
     "math_verify": ("verify/",),
     "sympy": ("verify/",),
     "matplotlib": ("runs/curves.py", "reproduce/figure.py"),
@@ -71,8 +72,8 @@ HOMES = {
 
 LIGHT = ("audit/", "planning/", "envs/", "verify/", "sandbox/", "runs/", "training/intervals.py",
          "sources/diversity.py", "algorithms/", "config/", "types.py", "batch.py", "protocols.py", "part.py",
-         "seeds.py", "messages.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py", "cli/main.py",
-         "cli/commands.py", "cli/typed.py",
+         "record/", "seeds.py", "messages.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py",
+         "cli/main.py", "cli/commands.py", "cli/typed.py",
          "data/", "sources/packing.py", "retrieval/", "services/retriever.py")  # fmt: skip
 """What imports no torch when it is imported itself, so that --help and check start at once."""
 

@@ -439,7 +439,7 @@ def test_positions_say_nothing(place: Path) -> None:
 HOSTILE = ["\x1b[2J\x1b[31mred\x07\x1b]0;title\x07", "w" * 20_000, "👩‍👩‍👧‍👦 emoji 漢字 " * 30, "a\u202eb\r\nc\x00\t."]
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.long) for count in (3, 5))])
 def test_an_item_fits_the_terminal_until_all_of_it_is_asked_for(place: Path, count: int) -> None:
     replies = [f"{number} " + "many words to read " * 100 for number in range(count)]
     write(place / "items.jsonl", [{"id": "0", "prompt": "asked " * 200, "responses": replies}])

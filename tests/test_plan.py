@@ -18,7 +18,8 @@ from posttrain.cli.main import main
 from posttrain.planning.job import Episode, Group, Job, Learning, Setting, Speed, Stage
 from posttrain.planning.pilot import read_pilot, rising
 from posttrain.planning.simulation import Outcome, Simulation
-from posttrain.runs.reading import read_rollouts, read_timing
+from posttrain.record.reading import read_rollouts
+from posttrain.runs.reading import read_timing
 from posttrain.types import UserError
 
 ONE = Speed(((1, 1.0),))  # a second for every step
@@ -199,7 +200,7 @@ def pilot(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_a_step_records_of_its_time_adds_up(pilot: Path) -> None:
     for row in read_timing(pilot / "rl"):
         rollouts = read_rollouts(pilot / "rl", row["step"])
-        sampled = sum(turn["length"] for r in rollouts for turn in r["turns"] if turn["kind"] == "sampled")
+        sampled = sum(turn["length"] for r in rollouts for turn in r["turns"] if turn["role"] == "sampled")
         decoded = sum(value for name, value in row.items() if name.startswith("decoding/") and name.endswith("/rows"))
         assert decoded + len(rollouts) == sampled, "the first token of each comes with its prompt"
         prompts = {r["group"]: r["turns"][0]["length"] for r in rollouts}

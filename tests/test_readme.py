@@ -58,7 +58,9 @@ def test_table_of_what_methods_need_is_the_one_in_the_code() -> None:
 
 
 @pytest.mark.timeout(600)  # some 20 seconds of one core, which a busy machine does not have at once
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name", [name if name == "README.md" else pytest.param(name, marks=pytest.mark.long) for name in PAGES]
+)
 def test_every_block_runs_in_its_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

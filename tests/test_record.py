@@ -5,17 +5,17 @@ import math
 import struct
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from posttrain.cli import commands
+from posttrain.record.reading import plainly, read_rollouts, timed_rollouts
+from posttrain.record.rows import transcripts_of
 from posttrain.runs.curves import curves
 from posttrain.runs.files import writing
-from posttrain.runs.reading import read_metrics, read_rollouts, read_run, read_timing, rollout_steps, timed_rollouts
+from posttrain.runs.reading import read_metrics, read_run, read_timing, rollout_steps
 from posttrain.runs.record import Record
 from posttrain.types import (
     Completion,
@@ -61,7 +61,7 @@ def play(record: Record, steps: range) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    names = ("metrics.jsonl", "timing.jsonl", "rollouts/*.jsonl")
+    names = ("metrics.jsonl", "timing.jsonl", "rollouts/*.parquet")
     return {str(path.relative_to(folder)): path.read_bytes() for name in names for path in folder.glob(name)}
 
 
@@ -131,13 +131,13 @@ def test_the_seconds_of_turns_stand_beside_the_rollouts_and_come_back_with_them(
     assert "a  (1.3 s)\n" in (said := capsys.readouterr().out) and "a  (0.5 s)\n" in said and "Q\n" in said
     assert commands.rollouts(str(tmp_path), step=1, json=True) == 0
     shown = [json.loads(line) for line in capsys.readouterr().out.split("\n")[:-1]]
-    assert shown == read_rollouts(tmp_path, 1) and "seconds" not in shown[0]["turns"][0]
+    assert shown == [plainly(row) for row in read_rollouts(tmp_path, 1)] and "seconds" not in shown[0]["turns"][0]
     Record.resume(tmp_path, 1).close({})
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/step-*")) == [
-        "rollouts/step-000001.jsonl",
-        "seconds/step-000001.jsonl",
+        "rollouts/step-000001.parquet",
+        "seconds/step-000001.parquet",
     ]
-    (tmp_path / "seconds/step-000001.jsonl").unlink()
+    (tmp_path / "seconds/step-000001.parquet").unlink()
     assert all("seconds" not in turn for row in timed_rollouts(tmp_path, 1) for turn in row["turns"])
 
 
@@ -170,7 +170,7 @@ def test_a_resumed_run_is_byte_identical_to_an_uninterrupted_one(tmp_path: Path)
     play(killed, range(1, 6))
     with (tmp_path / "killed" / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step":6,"rew')  # killed while it wrote
-    (tmp_path / "killed" / "rollouts" / "step-000006.jsonl.tmp").write_text("{")
+    (tmp_path / "killed" / "rollouts" / "step-000006.parquet.tmp").write_text("{")
     killed.flush()
 
     resumed = Record.resume(tmp_path / "killed", 4)
@@ -194,51 +194,12 @@ def test_a_torn_file_of_rollouts_is_told_for_it_appears_as_a_whole(tmp_path: Pat
     record = Record.create(tmp_path, CONFIG, "rl", {})
     assert not (tmp_path / "rollouts").exists(), "a run that samples nothing has none"
     record.rollouts(1, [Outcome(rollout(1))] * 2)
-    file = tmp_path / "rollouts" / "step-000001.jsonl"
+    record.flush()
+    file = tmp_path / "rollouts" / "step-000001.parquet"
     assert len(read_rollouts(tmp_path, 1)) == 2
     file.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(UserError, match=r"step-000001.jsonl:2 is damaged \(its last line is torn off\)"):
+    with pytest.raises(UserError, match=r"step-000001.parquet is damaged \(.*\): put a copy of it back"):
         read_rollouts(tmp_path, 1)
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "told"),
-    [
-        (("turns",), [5], r"turns\[0\] is 5"),
-        (("turns", 0), {}, r"turns\[0\] has no 'kind'"),
-        (("turns", 0, "kind"), [5], r"turns\[0\].kind is \[5\]"),
-        (("turns", 0, "length"), True, r"turns\[0\].length is True"),
-        (("turns", 0, "calls"), [{"tool": "f", "arguments": [1]}], r"turns\[0\].calls\[0\].arguments is \[1\]"),
-        (("transcripts", 0), 5, r"transcripts\[0\] is 5"),
-        (("transcripts", 0, "sampled"), [[1]], r"transcripts\[0\].sampled\[0\] is \[1\]"),
-        (("rewards",), {"right": [1]}, r"rewards.right is \[1\]"),
-        (("stop",), "tired", "stop is 'tired'"),
-    ],
-)
-def test_a_rollout_with_a_field_of_another_kind_is_told_with_its_line(
-    tmp_path: Path, place: tuple[Any, ...], value: Any, told: str
-) -> None:
-    record = Record.create(tmp_path, CONFIG, "rl", {})
-    said = PlayedTurn(SpanKind.SAMPLED, "ab", 0, 3, 2, 0.0, 0.0)
-    record.rollouts(1, [Outcome(replace(rollout(1), turns=[said]))] * 2)
-    file = tmp_path / "rollouts" / "step-000001.jsonl"
-    first, second, _ = file.read_text().split("\n")
-    row = inside = json.loads(second)
-    for part in place[:-1]:
-        inside = inside[part]
-    inside[place[-1]] = value
-    file.write_text(f"{first}\n{json.dumps(row)}\n")
-    with pytest.raises(UserError, match=rf"step-000001.jsonl:2 is damaged \({told}"):
-        read_rollouts(tmp_path, 1)
-
-
-@pytest.mark.parametrize("line", ['{"turns": 5}', '{"turns": ["a"]}', "{}"])
-def test_damaged_seconds_of_turns_are_told_with_their_line(tmp_path: Path, line: str) -> None:
-    record = Record.create(tmp_path, CONFIG, "rl", {})
-    record.rollouts(1, [Outcome(rollout(1))])
-    (tmp_path / "seconds" / "step-000001.jsonl").write_text(line + "\n")
-    with pytest.raises(UserError, match=r"seconds.step-000001.jsonl:1 is damaged"):
-        timed_rollouts(tmp_path, 1)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -278,19 +239,19 @@ def test_rollouts_read_back_bit_for_bit(tmp_path: Path) -> None:
     played = [rollout(1), rollout(2, Invalid("verifier ran out of time"))]
     record = Record.create(tmp_path, CONFIG, "rl", {})
     record.rollouts(12, [Outcome(played[0], -0.75), Outcome(played[1])])
-    assert (tmp_path / "rollouts" / "step-000012.jsonl").exists()
+    record.flush()
+    assert (tmp_path / "rollouts" / "step-000012.parquet").exists()
     first, second = read_rollouts(tmp_path, 12)
-    assert (first["id"], first["group"], first["answer"]) == ("12/0", "multiarith-1", "42")
+    assert (first["id"], first["group"], first["columns"]["answer"]) == ("12/0", "multiarith-1", "42")
     assert (first["text"], first["prompt"], first["stop"], first["version"]) == ("a\nb\u2028c", "Q", "eos", 3)
-    assert (first["reward"], first["rewards"]) == (1.1, {"correct": 1.0, "form": 0.1})
-    assert (first["steps"], first["advantage"]) == ([[2, 0.5]], -0.75)
-    assert "invalid" not in first
+    assert (first["reward"], first["parts"]) == (1.1, {"correct": 1.0, "form": 0.1})
+    assert (first["step_rewards"], first["advantage"]) == ([{"at": 2, "reward": 0.5}], -0.75)
+    assert first["invalid"] is None
     assert (second["reward"], second["invalid"]) == (None, "verifier ran out of time")
     for line, original in zip((first, second), played, strict=True):
-        (read,), (written,) = line["transcripts"], original.transcripts
-        assert read["tokens"] == written.tokens
-        assert read["sampled"] == [[3, 2], [7, 3]]
-        assert np.array(read["logp"], np.float32).tobytes() == np.array(written.logp, np.float32).tobytes()
+        (read,), (written,) = transcripts_of(line), original.transcripts
+        assert read.as_dict() == written.as_dict()
+        assert np.array(line["engine"], np.float32).tobytes() == np.array(written.logp, np.float32).tobytes()
 
 
 def test_spans_of_sampled_tokens_rebuild_the_mask(tmp_path: Path) -> None:
@@ -304,23 +265,34 @@ def test_spans_of_sampled_tokens_rebuild_the_mask(tmp_path: Path) -> None:
             else:
                 written.observe([token])
         record.rollouts(step, [Outcome(Rollout({}, "g", [written], 0.0))])
+        record.flush()
         mask = [False] * 10
-        for first, number in read_rollouts(tmp_path, step)[0]["transcripts"][0]["sampled"]:
-            mask[first : first + number] = [True] * number
+        for span in read_rollouts(tmp_path, step)[0]["spans"]:
+            mask[span["start"] : span["start"] + span["length"]] = [span["kind"] == "sampled"] * span["length"]
         assert mask == own
 
 
-def test_any_text_stays_one_line_of_valid_json(tmp_path: Path) -> None:
+def test_any_text_is_kept_and_half_a_pair_as_its_escape(tmp_path: Path) -> None:
     odd = 'quote " line\nreturn\r separator\u2028 null\0 lone \ud83d emoji 🙂'
     record = Record.create(tmp_path, CONFIG, "rl", {})
     record.rollouts(1, [Outcome(Rollout({"answer": {"low": math.nan}}, "g", [], 0.0, text=odd))])
-    (line,) = (tmp_path / "rollouts" / "step-000001.jsonl").read_bytes().split(b"\n")[:-1]
-    assert json.loads(line)["text"] == odd and read_rollouts(tmp_path, 1)[0]["text"] == odd
+    record.flush()
+    (row,) = read_rollouts(tmp_path, 1)
+    assert row["text"] == odd.replace("\ud83d", "\\ud83d") and row["columns"] == {"answer": {"low": "nan"}}
+
+
+def test_what_fails_while_a_table_is_written_is_raised_by_what_comes_next(tmp_path: Path) -> None:
+    record = Record.create(tmp_path, CONFIG, "rl", {})
+    (tmp_path / "rollouts").write_text("in the way")
+    record.rollouts(1, [Outcome(rollout(1))])
+    with pytest.raises(UserError, match=r"cannot write to .*rollouts"), writing(tmp_path):
+        record.flush()
 
 
 def test_missing_rollouts_are_answered_with_the_steps_there_are(tmp_path: Path) -> None:
     record = Record.create(tmp_path, CONFIG, "rl", {})
     play(record, range(2, 5))
+    record.flush()
     with pytest.raises(UserError, match="2 to 4"):
         read_rollouts(tmp_path, 9)
 

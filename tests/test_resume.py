@@ -165,7 +165,7 @@ def test_rl_killed_at_any_moment_and_resumed_is_identical(place: Path, uninterru
     run = place / "rl-killed"
     rollouts = run / "rollouts"
     half_written = there(run / "checkpoints" / ".step-000004.draft", run / "checkpoints" / "step-000004")
-    recorded = there(rollouts / "step-000007.jsonl.tmp", rollouts / "step-000007.jsonl")
+    recorded = there(rollouts / "step-000007.parquet.tmp", rollouts / "step-000007.parquet")
     kill_and_resume(run, ONE_TURN, [lines(run, 1), half_written, recorded])
     assert traces(run) == uninterrupted("rl", ONE_TURN)
     assert json.loads((run / "run.json").read_text())["resumes"], "it was resumed"

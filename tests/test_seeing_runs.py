@@ -26,6 +26,7 @@ from posttrain.envs.wire import Garbled, read_answer, write_answer
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.pictures import MOST_PIXELS, PICTURES, PictureError, Pictures, png
+from posttrain.record.reading import read_rollouts
 from posttrain.sources.sft import demonstrate
 from posttrain.types import Invalid, Reply, Task, Turn, UserError
 
@@ -122,7 +123,11 @@ TASKS = [{"id": str(shade), "shade": shade} for shade in range(0, 250, 25)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "more"), [("qwen3_vl", {"env_workers": 1}), ("smolvlm", {"ahead": 1, "env_workers": 0})]
+    ("kind", "more"),
+    [
+        pytest.param("qwen3_vl", {"env_workers": 1}, marks=pytest.mark.long),
+        ("smolvlm", {"ahead": 1, "env_workers": 0}),
+    ],
 )
 def test_run_with_pictures_learns_and_goes_on_exactly(
     kind: str, more: dict[str, Any], tmp_path: Path, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -147,8 +152,8 @@ def test_run_with_pictures_learns_and_goes_on_exactly(
     moved = {name for name, tensor in stored[0].items() if not torch_equal(tensor, start[name])}
     text = {name for name in start if "language_model" in name or "text_model" in name or "lm_head" in name}
     assert moved and moved <= text
-    rollouts = [json.loads(line) for line in (tmp_path / "parts/rollouts/step-000003.jsonl").read_text().splitlines()]
-    named = {m[2] for r in rollouts for t in r["transcripts"] for m in t["media"]}
+    rollouts = read_rollouts(tmp_path / "parts", 3)
+    named = {name for r in rollouts for name in r["media"]}
     assert named and named <= {file.name for file in (tmp_path / "parts/pictures").iterdir()}
     assert all(r["prompt"].count("sha256:") == 1 for r in rollouts)
 

@@ -24,6 +24,7 @@ from posttrain.cli.main import main
 from posttrain.envs.journal import ANSWERS
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.record.reading import read_rollouts
 
 BOTH = """
 from posttrain import Ask, Invalid
@@ -75,7 +76,7 @@ def test_a_reward_model_alone_is_enough(place: Path, capsys: pytest.CaptureFixtu
     told = capsys.readouterr().out
     assert "+0.5 to every score (posttrain_score_offset)" in told
     assert len(run.metrics) == 4 and all(m["invalid"] == 0 for m in run.metrics)
-    rows = [json.loads(line) for line in (run.path / "rollouts/step-000001.jsonl").read_text().splitlines()]
+    rows = read_rollouts(run.path, 1)
     from posttrain.services.reward_model import RewardModel
 
     service = RewardModel("reward")
@@ -98,7 +99,7 @@ def test_a_judge_alone_is_enough_and_evaluates_too(place: Path, capsys: pytest.C
     scores = [min(9, len(r.text)) + 1 for r in found.rollouts]
     assert [r.reward for r in found.rollouts] == scores
     assert any(note.startswith("judge: asked") for note in found.notes)
-    rows = [json.loads(line) for line in Path("run/rollouts/step-000001.jsonl").read_text().splitlines()]
+    rows = read_rollouts("run", 1)
     assert all(row["reward"] == 1 + min(9, len(row["text"])) for row in rows)
 
 

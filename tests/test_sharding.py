@@ -33,7 +33,8 @@ from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
 from posttrain.models.folder import load_model
 from posttrain.models.rows import is_sharded, whole
 from posttrain.protocols import Alone, Objective
-from posttrain.runs.reading import read_metrics, read_rollouts
+from posttrain.record.reading import read_rollouts
+from posttrain.runs.reading import read_metrics
 from posttrain.sources.sft import Demonstrations, Likelihood
 from posttrain.training.learning import new_learner
 from posttrain.types import Transcript, UserError

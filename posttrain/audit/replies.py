@@ -9,8 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posttrain.audit.correlation import Floats, Integers
+from posttrain.record.reading import read_rollouts
+from posttrain.record.rows import Row
+from posttrain.record.schema import SCALARS
 from posttrain.runs.files import Folder
-from posttrain.runs.reading import Row, read_rollouts, read_run, rollout_steps
+from posttrain.runs.reading import read_run, rollout_steps
 from posttrain.types import StopReason, Task, UserError
 
 STEPS = 40  # that are read unless more are asked for
@@ -69,12 +72,12 @@ def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:
         raise UserError(f"{run} holds no rollouts: audit a run of posttrain rl, after its first step")
     places = sorted({round(p) for p in np.linspace(0, len(there) - 1, min(most_steps, len(there)))})
     steps = [there[p] for p in places]
-    rows = [(step, row) for step in steps for row in read_rollouts(run, step)]
+    rows = [(step, row) for step in steps for row in read_rollouts(run, step, SCALARS.names)]
     valid = [(step, row) for step, row in rows if row["reward"] is not None]
     if not valid:
         raise UserError(f"{run}: none of its {len(rows)} rollouts has a valid reward, so there is nothing to audit")
     said = [_said(row) for _, row in valid]
-    names = sorted({name for _, row in valid for name in row.get("rewards", {})})
+    names = sorted({name for _, row in valid for name in row["parts"]})
     return Replies(
         step=np.array([step for step, _ in valid], dtype=np.int64),
         prompt=_numbered([_task_of(row["group"]) for _, row in valid]),
@@ -85,7 +88,12 @@ def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:
         parts={name: np.array([_part(row, name) for _, row in valid], dtype=np.float64) for name in names},
         stop=[StopReason(row["stop"]) for _, row in valid],
         tasks=[
-            {"id": _task_of(row["group"]), "prompt": row["prompt"], "answer": row.get("answer")} for _, row in valid
+            {
+                "id": _task_of(row["group"]),
+                "prompt": row["prompt"],
+                "answer": row["columns"].get("answer", row["columns"].get("answers")),
+            }
+            for _, row in valid
         ],
         steps=steps,
         recorded=len(there),
@@ -100,7 +108,7 @@ def _told(task: Task) -> Task:
 
 def _said(row: Row) -> list[str]:
     """What the policy said, reply by reply."""
-    said = [turn["text"] for turn in row["turns"] if turn["kind"] == "sampled"]
+    said = [turn["text"] for turn in row["turns"] if turn["role"] == "sampled"]
     return said or [row["text"]]
 
 
@@ -110,11 +118,12 @@ def _task_of(group: str) -> str:
 
 
 def _length(row: Row) -> int:
-    return sum(count for transcript in row["transcripts"] for _, count in transcript["sampled"])
+    sampled: int = row["sampled"]
+    return sampled
 
 
 def _part(row: Row, name: str) -> float:
-    value = row.get("rewards", {}).get(name)
+    value = row["parts"].get(name)
     return float("nan") if value is None else float(value)
 
 

@@ -37,7 +37,7 @@ from posttrain.config import (
     ServePolicy,
     Training,
 )
-from posttrain.messages import clip, one_line
+from posttrain.messages import clip, inline, one_line
 from posttrain.options import AnyConfig, AnyTraining, check_bounds, validate
 from posttrain.types import UserError
 
@@ -525,6 +525,7 @@ def rollouts(
     group: str | None = None,
     number: int = 3,
     order: Literal["first", "best", "worst", "longest"] = "first",
+    held_out: bool = False,
     json: bool = False,
 ) -> int:
     """What was said in a step of a run, turn by turn: prompts, replies, calls of tools and their answers, rewards.
@@ -541,20 +542,25 @@ def rollouts(
         How many are shown.
     order
         Which come first: as they were played, those with the highest or the lowest reward, or the longest.
+    held_out
+        Those of the held-out tasks, as they were played after that step.
     json
-        Print the rows as they were written, a line each.
+        Print the rows as they were written, a line of JSON each: tokens, their numbers, what became of the rollout.
     """
+    from posttrain.record.reading import EVERY, READ, plainly, read_file, read_rollouts, rows_of, timed_rollouts
     from posttrain.runs.printing import sample as show
-    from posttrain.runs.reading import read_rollout_file, read_rollouts, read_run, rollout_steps, timed_rollouts
+    from posttrain.runs.reading import read_run, rollout_steps
 
-    if Path(run).suffix == ".jsonl":
-        if step is not None:
-            raise UserError(f"{run} is a file of rollouts, which knows no steps: leave out --step")
-        rows = read_rollout_file(run)
+    names = EVERY if json else READ
+    if Path(run).suffix in (".parquet", ".jsonl"):
+        if step is not None or held_out:
+            raise UserError(f"{run} is a file of rollouts: leave out --step and --held-out")
+        rows = rows_of(read_file(run, names))
     else:
         read_run(run)  # whether it is one
-        read = read_rollouts if json else timed_rollouts  # rows as they were written know of no clock
-        rows = read(run, step if step is not None else max(rollout_steps(run), default=1))
+        wanted = step if step is not None else max(rollout_steps(run, held_out), default=1)
+        clock = not json and not held_out  # rows as they were written know of none
+        rows = timed_rollouts(run, wanted) if clock else read_rollouts(run, wanted, names, held_out)
     if group is not None and not (rows := [row for row in rows if row["group"] == group]):
         raise UserError(f"there are no rollouts of the group {group!r}: the head line of each shown names its group")
     keys: dict[str, Callable[[dict[str, Any]], float]] = {
@@ -567,7 +573,54 @@ def rollouts(
     if not json:
         show(rows, number)
     for row in rows[:number] if json else ():
-        print(dumps(row, ensure_ascii=False))
+        print(dumps(plainly(row), ensure_ascii=False))
+    return 0
+
+
+def query(
+    run: str,
+    sql: str,
+    *,
+    number: int = 40,
+    seconds: float = 60.0,
+    memory: float = 2.0,
+    json: bool = False,
+) -> int:
+    """Ask about all rollouts of a run in SQL. Nothing but the run's own files is read, and nothing is written.
+
+    Tables: rollouts and evals (every column of posttrain rollouts --json), seconds, metrics, timing, health, and
+    rollout_index, which has what is short of all rollouts and is the fastest.
+
+    Parameters
+    ----------
+    run
+        Folder of a run, running or finished.
+    sql
+        One SELECT statement, such as "select fate, count(*) from rollout_index group by fate".
+    number
+        How many rows are shown.
+    seconds
+        How long it may take.
+    memory
+        GiB that it may take.
+    json
+        Print a line of JSON for each row.
+    """
+    from posttrain.record.asking import Questions
+    from posttrain.record.rows import as_json
+    from posttrain.runs.printing import table
+
+    with Questions(run, seconds, memory) as questions:
+        names, rows = questions.ask(sql, number)
+    if json:
+        for row in rows:
+            print(as_json(dict(zip(names, row, strict=True))))
+    else:
+        cells = [
+            [value if isinstance(value, int | float | None) else clip(inline(str(value))) for value in row]
+            for row in rows
+        ]
+        table(f"{len(rows)} row{'' if len(rows) == 1 else 's'}", names, cells)
     return 0
 
 

@@ -53,7 +53,7 @@ class Evaluation(Data):
     split_seed: int = 0
     """The --seed of the training run that held them out."""
     out: str | None = None
-    """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.jsonl."""
+    """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.parquet."""
     env_workers: int | None = option(None, least=0, most=1024)
     """Processes that play and score; default: one per CPU core."""
     env_seconds: float = option(10.0, above=0, most=86_400)

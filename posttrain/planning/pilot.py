@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from posttrain.planning.job import Episode, Group, Job, Learning, Speed, Stage
+from posttrain.record.reading import timed_rollouts
+from posttrain.record.rows import Row
+from posttrain.record.schema import SCALARS
 from posttrain.runs.files import TIMING
-from posttrain.runs.reading import Row, read_run, read_timing, rollout_steps, timed_rollouts
+from posttrain.runs.reading import read_run, read_timing, rollout_steps
 from posttrain.seeds import seed_of
 from posttrain.types import SpanKind, UserError
 
@@ -165,7 +167,7 @@ def _groups(folder: str, steps: Sequence[int]) -> tuple[tuple[Group, ...], list[
     groups: list[Group] = []
     for step in steps:
         members: dict[str, list[Row]] = defaultdict(list)
-        for row in timed_rollouts(folder, step):
+        for row in timed_rollouts(folder, step, SCALARS.names):
             members[row["group"]].append(row)
         found = (_group(rows) for rows in members.values())
         groups += [group for group in found if group.episodes]
@@ -183,9 +185,7 @@ def _group(rows: Sequence[Row]) -> Group:
 
 def _own(row: Row) -> list[Row]:
     """The turns that were played for this rollout, not for the one that it left."""
-    branch: Any = row.get("branch")
-    skipped = branch.get("turns", 0) if isinstance(branch, dict) else 0
-    turns: list[Row] = row["turns"][skipped if isinstance(skipped, int) else 0 :]
+    turns: list[Row] = row["turns"][row["branch_turns"] or 0 :]
     return turns
 
 
@@ -193,7 +193,7 @@ def _episode(row: Row) -> Episode:
     stages: list[Stage] = []
     wait, read = 0.0, 0
     for turn in _own(row):
-        if turn["kind"] != SpanKind.SAMPLED:
+        if turn["role"] != SpanKind.SAMPLED:
             wait, read = wait + turn.get("seconds", 0.0), read + turn["length"]
             continue
         # the first token of a reply comes with the pass over its prompt; behind a turn, a step decodes it

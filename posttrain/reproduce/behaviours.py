@@ -78,7 +78,7 @@ def facts_of(text: str) -> list[Fact]:
 
 def said(rollout: Mapping[str, Any]) -> list[Said]:
     """The turns of a recorded rollout."""
-    return [(turn["kind"], turn["text"]) for turn in rollout["turns"]]
+    return [(turn["role"], turn["text"]) for turn in rollout["turns"]]
 
 
 def means(found: Iterable[Behaviour]) -> dict[str, float]:

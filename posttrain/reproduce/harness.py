@@ -20,9 +20,10 @@ import numpy as np
 from posttrain.config import RL, SFT
 from posttrain.envs import arithmetic
 from posttrain.options import filled
+from posttrain.record.reading import read_rollouts
 from posttrain.reproduce.experiment import Estimate, Numbers, Say, over_seeds, student_interval
 from posttrain.reproduce.figure import Panel, Series
-from posttrain.runs.reading import read_rollouts, rollout_steps
+from posttrain.runs.reading import rollout_steps
 from posttrain.training import assembly, imitating
 from posttrain.training.trainer import Run
 from posttrain.types import Reply, Task
@@ -153,10 +154,10 @@ def from_rollouts(run: Path) -> dict[str, Curve]:
     for step in rollout_steps(run):
         groups: dict[str, list[bool]] = defaultdict(list)
         lengths: dict[bool, list[int]] = {True: [], False: []}
-        for rollout in read_rollouts(run, step):
+        for rollout in read_rollouts(run, step, ("group", "reward", "sampled")):
             right = bool(rollout["reward"] and rollout["reward"] >= 1 - 1e-6)
             groups[rollout["group"]].append(right)
-            lengths[right].append(sum(n for t in rollout["transcripts"] for _, n in t["sampled"]))
+            lengths[right].append(rollout["sampled"])
         curves["length/right"].append(float(np.mean(lengths[True])) if lengths[True] else None)
         curves["length/wrong"].append(float(np.mean(lengths[False])) if lengths[False] else None)
         curves["any_right"].append(float(np.mean([any(g) for g in groups.values()])))

@@ -17,6 +17,8 @@ import torch
 
 from posttrain.models.folder import load_model
 from posttrain.models.likelihood import token_logp
+from posttrain.record.reading import read_rollouts
+from posttrain.record.rows import transcripts_of
 from posttrain.reproduce.experiment import Comparison, Estimate, Experiment, Finding, Numbers, Say, Settings, over_seeds
 from posttrain.reproduce.figure import Panel, Series
 from posttrain.reproduce.harness import Arena, imitate, late, learn
@@ -40,7 +42,7 @@ from posttrain.reproduce.proxies import (
     symbols,
     trained,
 )
-from posttrain.runs.reading import read_rollouts, rollout_steps
+from posttrain.runs.reading import rollout_steps
 from posttrain.sources.packing import pack, split_microbatches
 from posttrain.types import Transcript, UserError
 
@@ -78,10 +80,10 @@ def course(run: Path, start: str, every: int) -> Numbers:
             for row in read_rollouts(run, step)
             if row["reward"] is not None
         ]
-        gold, proxy = [row["rewards"]["gold"] for row in rows], [row["reward"] for row in rows]
+        gold, proxy = [row["parts"]["gold"] for row in rows], [row["reward"] for row in rows]
         said = [symbols(row["text"]) for row in rows]
         letters = [[symbol for symbol in reply if symbol in LETTERS] for reply in said]
-        ratios = log_ratios([Transcript.from_dict(row["transcripts"][0]) for row in rows], start)
+        ratios = log_ratios([transcripts_of(row)[0] for row in rows], start)
         found["kl"].append(float(np.mean(ratios)))
         found["proxy"].append(float(np.mean(proxy)))
         found["gold"].append(float(np.mean(gold)))

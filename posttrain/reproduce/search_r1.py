@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.record.reading import read_rollouts
 from posttrain.reproduce import reader
 from posttrain.reproduce.behaviours import BEHAVIOURS, behaviour, means, said
 from posttrain.reproduce.experiment import (
@@ -25,7 +26,7 @@ from posttrain.reproduce.ppo_vs_grpo import fall, unrest
 from posttrain.reproduce.reader import HOPS
 from posttrain.reproduce.search import direct, imitation, retrieved, searching
 from posttrain.reproduce.world import drawn_question, path_of
-from posttrain.runs.reading import read_rollouts, rollout_steps
+from posttrain.runs.reading import rollout_steps
 from posttrain.types import Env, Rollout, Task
 
 START, DIRECT, RAG = "start, searching", "direct answer", "always retrieve"
@@ -131,7 +132,7 @@ def curves(run: Path, metrics: Sequence[Mapping[str, Any]], quiz: Quiz) -> dict[
     found: dict[str, Curve] = {name: [line.get(name) for line in metrics if line["step"] > 0] for name in METRICS}
     steps = []
     for step in rollout_steps(run):
-        rows = read_rollouts(run, step)
+        rows = read_rollouts(run, step, ("group", "turns"))
         paths = [path_of(tasks[row["group"].rpartition("#")[0]]) for row in rows]
         steps.append(means(behaviour(path, said(row)) for path, row in zip(paths, rows, strict=True)))
     return {**found, **{name: [step[name] for step in steps] for name in (*BEHAVIOURS, "valid share")}}

@@ -5,8 +5,10 @@ metrics.jsonl               one line a step, of configuration and seed alone: a 
 timing.jsonl                one line a step, of all that depends on the clock
 health.jsonl                what the health check found, and after which step
 answers.jsonl               what services answered: see `posttrain.envs.journal`
-rollouts/step-000012.jsonl  what was sampled in a step, and how it was rewarded
-seconds/step-000012.jsonl   a line for each of these rollouts: the seconds that each of its turns took, and its reward
+rollouts/step-000012.parquet  what was played in a step, and what it made of that: see `posttrain.record.schema`
+evals/step-000012.parquet   the same of the held-out tasks after that step
+seconds/step-000012.parquet a row for each of these rollouts: the seconds that each of its turns took, and its reward
+index/000000-000049.parquet what is short of all of them, in pieces of 50 steps: can be made again at any time
 pictures/                   those of tasks and turns, each named by the hash of its content
 checkpoints/step-000012/    see `posttrain.runs.checkpoint`
 tensorboard/                metrics and timing as event files
@@ -37,20 +39,20 @@ from posttrain.types import UserError
 Folder = str | os.PathLike[str]
 
 RUN, METRICS, TIMING, HEALTH = "run.json", "metrics.jsonl", "timing.jsonl", "health.jsonl"
-ROLLOUTS, SECONDS = "rollouts", "seconds"
+ROLLOUTS, EVALS, SECONDS, INDEX = "rollouts", "evals", "seconds", "index"
 CHECKPOINTS, TENSORBOARD, CURVES = "checkpoints", "tensorboard", "curves.png"
 HANDED_OVER = "handover"
 PICTURES = FOLDER
 REPORT = "report.json"  # of a reward model: its figures on held-out rows, beside baselines
 
-MADE = (RUN, METRICS, TIMING, HEALTH, ANSWERS, CURVES, REPORT, ROLLOUTS, SECONDS, CHECKPOINTS, TENSORBOARD, HANDED_OVER,
-        PICTURES)  # fmt: skip
+MADE = (RUN, METRICS, TIMING, HEALTH, ANSWERS, CURVES, REPORT, ROLLOUTS, EVALS, SECONDS, INDEX, CHECKPOINTS,
+        TENSORBOARD, HANDED_OVER, PICTURES)  # fmt: skip
 """What a run makes in its folder."""
 
 _STEP = re.compile(r"step-(\d{6,})")
 _INSIDE = {
-    ROLLOUTS: re.compile(r"step-\d{6,}\.jsonl(\.tmp)?"),
-    SECONDS: re.compile(r"step-\d{6,}\.jsonl(\.tmp)?"),
+    **dict.fromkeys((ROLLOUTS, EVALS, SECONDS), re.compile(r"step-\d{6,}\.(parquet|jsonl)(\.tmp)?")),
+    INDEX: re.compile(r"\d{6,}-\d{6,}\.parquet(\.\d+\.tmp)?"),
     CHECKPOINTS: re.compile(r"step-\d{6,}|\.step-\d{6,}\.draft"),
     TENSORBOARD: re.compile(r"events\..*"),
     HANDED_OVER: re.compile(r"weights-\d+-\d+(\.partial)?"),
@@ -69,12 +71,15 @@ def step_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def rollout_file(folder: Path, step: int) -> Path:
-    return folder / ROLLOUTS / f"{step_name(step)}.jsonl"
+def table_file(folder: Path, kind: str, step: int) -> Path:
+    """Where the table of a step lies. `kind`: ROLLOUTS, EVALS or SECONDS."""
+    return folder / kind / f"{step_name(step)}.parquet"
 
 
-def seconds_file(folder: Path, step: int) -> Path:
-    return folder / SECONDS / f"{step_name(step)}.jsonl"
+def kept_file(folder: Path, kind: str, step: int) -> Path | None:
+    """The file that there is of a step: a table, or lines of JSON as runs used to leave."""
+    table = table_file(folder, kind, step)
+    return next((path for path in (table, table.with_suffix(".jsonl")) if path.is_file()), None)
 
 
 def holds_run(folder: Path) -> bool:

@@ -9,8 +9,7 @@ from typing import Any, TextIO, cast
 
 from posttrain.messages import safe
 from posttrain.runs.output import Output, columns, fancy
-from posttrain.runs.record import as_row
-from posttrain.types import Rollout, SpanKind
+from posttrain.types import Fate, Outcome, Rollout, SpanKind
 
 SLOW = 0.05  # seconds of a turn that are told
 SPEAKERS = {
@@ -55,20 +54,32 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], str
 def sample(rollouts: Sequence[Rollout | Mapping[str, Any]], count: int, stream: TextIO | None = None) -> None:
     """Print the first `count` rollouts: what was said, turn by turn, and the reward.
 
-    Takes them played or as `read_rollouts` has them.
+    Takes them played or as `posttrain.record.reading` has them.
     """
     out = Output(stream or sys.stdout)
     width = columns(out)
     for rollout in rollouts[:count]:
-        row = rollout if isinstance(rollout, Mapping) else as_row(rollout)
-        reward = f"invalid: {row['invalid']}" if "invalid" in row else f"reward {_cell(row['reward'])}"
+        row = rollout if isinstance(rollout, Mapping) else shown(rollout)
+        reward = f"invalid: {row['invalid']}" if row.get("invalid") is not None else f"reward {_cell(row['reward'])}"
         credit = f" ── advantage {_cell(row['advantage'])}" if row.get("advantage") is not None else ""
+        if row.get("fate") not in (None, Fate.TRAINED):
+            credit += f" ── {row['fate']}{': ' + row['why'] if row.get('why') else ''}"
         side = f" ── {row['side']}" if row.get("side") else ""
         head = f"── {row['group']}{side} ── {reward}{credit} ── {row['stop']} "
         lines = [safe(head).replace("\n", " ").ljust(width or 80, "─")]
         lines += [*(_beside(name, text, width) for name, text in _said(row)), ""]
         out.write("\n".join(lines) + "\n")
     out.flush()
+
+
+def shown(rollout: Rollout) -> Mapping[str, Any]:
+    """A rollout that has just been played as it would be read."""
+    from posttrain.record.reading import rows_of as read
+    from posttrain.record.rows import rows_of
+    from posttrain.record.writing import table_of
+
+    (row,) = read(table_of(rows_of(0, [Outcome(rollout)], "eval")))
+    return {**row, "advantage": None}
 
 
 def _said(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -81,14 +92,16 @@ def _said(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         reward = f"  (reward {_cell(turn['reward'])})" if turn["reward"] else ""
         cut = f"  ({turn['cut']} tokens left out)" if turn.get("cut") else ""
         seconds = f"  ({turn['seconds']:.1f} s)" if turn.get("seconds", 0) >= SLOW else ""
-        yield SPEAKERS.get(turn["kind"], turn["kind"]), turn["text"] + cut + reward + seconds
+        yield SPEAKERS.get(turn["role"], turn["role"]), turn["text"] + cut + reward + seconds
         for call in turn.get("calls", ()):
             given = ", ".join(f"{name}={value!r}" for name, value in call["arguments"].items())
-            yield "call", f"{call['tool']}({given})" if "problem" not in call else f"malformed: {call['problem']}"
+            yield "call", f"{call['tool']}({given})" if call.get("problem") is None else f"malformed: {call['problem']}"
     if not row["turns"]:
         yield from (("prompt", row["prompt"]), ("reply", row["text"]))
-    if row.get("answer") is not None:
-        yield "answer", str(row["answer"])
+    columns = row.get("columns") or {}
+    answer = columns.get("answer", columns.get("answers"))
+    if answer is not None:
+        yield "answer", str(answer)
 
 
 def _beside(name: str, text: str, width: int) -> str:

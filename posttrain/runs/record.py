@@ -1,19 +1,25 @@
 """Writes what a run leaves behind, for people and for any tool to read: see `posttrain.runs.files`.
 
-It decides the form of these files and when they are safe on disk. It never reads a tensor.
+It decides when these files are written and when they are safe on disk; what stands in tables, `posttrain.record` says.
+It never reads a tensor.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from posttrain.beside import Beside
+from posttrain.record.index import Index
+from posttrain.record.rows import rows_of, seconds_of
+from posttrain.record.schema import SECONDS as SECONDS_TABLE
+from posttrain.record.writing import table_of, write_table
 from posttrain.runs.events import Events
 from posttrain.runs.files import (
+    EVALS,
     HEALTH,
     METRICS,
     ROLLOUTS,
@@ -29,14 +35,14 @@ from posttrain.runs.files import (
     number,
     plain,
     replace,
-    rollout_file,
-    seconds_file,
     step_of,
     sync,
+    table_file,
 )
+from posttrain.runs.lined import Row
 from posttrain.runs.provenance import circumstances, now
-from posttrain.runs.reading import Row, read_run, read_steps
-from posttrain.types import Invalid, Outcome, PlayedTurn, Rollout, SpanKind, ToolCall, Transcript, UserError
+from posttrain.runs.reading import read_run, read_steps
+from posttrain.types import Outcome, UserError
 
 
 class Record:
@@ -51,6 +57,9 @@ class Record:
         self._unsynced: list[Path] = []  # files that are not yet known to be on disk
         self._events: Events | None = None
         self._kept = step
+        self._index = Index(folder)
+        self._beside: Beside | None = None  # writes tables while training goes on
+        self._writing: Future[list[Path]] | None = None
 
     @classmethod
     def create(cls, folder: Folder, config: Mapping[str, Any], command: str, extra: Mapping[str, Any]) -> Record:
@@ -92,11 +101,12 @@ class Record:
         kept |= {**(extra or {}), "config": run["config"] if config is None else config}
         run = plain({**kept, "resumes": [*run.get("resumes", []), again]})
         replace(path / RUN, json_document(run))
-        for folder in (ROLLOUTS, SECONDS):
-            unfinished = [p for p in path.glob(f"{folder}/*.jsonl.tmp") if not p.is_dir()]
-            later = [p for p in path.glob(f"{folder}/*.jsonl") if (step_of(p.stem) or 0) > step and p.is_file()]
+        for folder in (ROLLOUTS, EVALS, SECONDS):
+            unfinished = [p for p in path.glob(f"{folder}/*.tmp") if not p.is_dir()]
+            later = [p for p in path.glob(f"{folder}/step-*") if (step_of(p.stem) or 0) > step and p.is_file()]
             for file in (*later, *unfinished):
                 file.unlink()
+        Index(path).forget(step)
         return cls(path, run, step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -121,24 +131,45 @@ class Record:
                 file.write(content)
             self._unsynced.append(path)
 
-    def rollouts(self, step: int, rollouts: Sequence[Outcome]) -> None:
-        """Write the rollouts of a step, each with its advantage, and the seconds of their turns beside them.
+    def rollouts(self, step: int, outcomes: Sequence[Outcome], kind: str = "rl") -> None:
+        """Write what became of the rollouts of a step, and the seconds of their turns beside them.
 
-        Both files appear whole or not at all, the seconds first: whoever finds the rollouts finds them too.
+        Both files appear whole or not at all, the seconds first: whoever finds the rollouts finds them too. They are
+        written beside what comes next, and an error is raised there: by the next call, `flush` or `close`.
         """
-        times, path = seconds_file(self.folder, step), rollout_file(self.folder, step)
-        rows = (
-            (o.rollout, {"id": f"{step}/{place}"}, {"advantage": number(o.advantage)})
-            for place, o in enumerate(rollouts)
-        )
-        for file in (times, path):
-            file.parent.mkdir(exist_ok=True)
-        write_rollouts(times, (_seconds(outcome.rollout) for outcome in rollouts))
-        write_rollouts(path, ({**first, **as_row(rollout), **last} for rollout, first, last in rows))
-        self._unsynced += [times, path]
+        self._write(step, ROLLOUTS, outcomes, kind)
+
+    def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> None:
+        """Write the rollouts of the held-out tasks after a step, in the same way."""
+        self._write(step, EVALS, outcomes, "eval")
+
+    def _write(self, step: int, where: str, outcomes: Sequence[Outcome], kind: str) -> None:
+        path, times = table_file(self.folder, where, step), table_file(self.folder, SECONDS, step)
+        timed = where == ROLLOUTS and any(o.rollout.seconds or o.rollout.turns for o in outcomes)
+
+        def write() -> list[Path]:
+            for file in (path, times) if timed else (path,):
+                file.parent.mkdir(exist_ok=True)
+            if timed:
+                write_table(times, table_of(seconds_of(outcomes), SECONDS_TABLE))
+            table = table_of(rows_of(step, outcomes, kind))
+            write_table(path, table)
+            self._index.written(path, table, step, where == EVALS)
+            return [times, path] if timed else [path]
+
+        self._settle()
+        self._beside = self._beside or Beside("recording")
+        self._writing = self._beside.call(write)
+
+    def _settle(self) -> None:
+        """Return once all tables are written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            self._unsynced += writing.result()
 
     def flush(self) -> None:
-        """Return once all JSON written so far would outlive a power cut. Call it before a checkpoint is saved."""
+        """Return once all written so far would outlive a power cut. Call it before a checkpoint is saved."""
+        self._settle()
         self._metrics.sync()
         self._timing.sync()
         if self._events:
@@ -150,6 +181,9 @@ class Record:
     def close(self, final: Mapping[str, Any]) -> None:
         """Note the end of the run and its final figures in run.json."""
         self.flush()
+        if self._beside:
+            self._beside.close(0)
+        self._index.close()
         self._metrics.close()
         self._timing.close()
         if self._events:
@@ -180,7 +214,10 @@ class Unwritten(Record):
     def health(self, findings: Iterable[tuple[int, str, str]], anew: bool = False) -> None:
         pass
 
-    def rollouts(self, step: int, rollouts: Sequence[Outcome]) -> None:
+    def rollouts(self, step: int, outcomes: Sequence[Outcome], kind: str = "rl") -> None:
+        pass
+
+    def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> None:
         pass
 
     def flush(self) -> None:
@@ -214,78 +251,3 @@ class _Journal:
 
     def close(self) -> None:
         self._file.close()
-
-
-def write_rollouts(path: Path, rows: Iterable[Row]) -> None:
-    """One line of JSON each. The file appears whole or not at all."""
-    unfinished = path.with_name(path.name + ".tmp")
-    with naming(path), unfinished.open("wb") as file:
-        for row in rows:
-            file.write(json_line(row))
-    unfinished.replace(path)
-
-
-def as_row(rollout: Rollout) -> Row:
-    """A rollout as a line of JSON holds it."""
-    reward = rollout.reward
-    verdict = {"reward": None, "invalid": reward.reason} if isinstance(reward, Invalid) else {"reward": number(reward)}
-    return {
-        "group": rollout.group,
-        **({"side": rollout.side} if rollout.side else {}),
-        "prompt": rollout.prompt,
-        "text": rollout.text,
-        "answer": plain(rollout.task.get("answer", rollout.task.get("answers"))),
-        **verdict,
-        "rewards": {name: number(value) for name, value in rollout.rewards.items()},
-        "steps": [[position, number(value)] for position, value in rollout.steps],
-        "stop": str(rollout.stop),
-        **({"answers": [_answer(*said) for said in rollout.answers]} if rollout.answers else {}),
-        "version": rollout.version,
-        **({"branch": {"of": rollout.branch.of, "turns": rollout.branch.turns}} if rollout.branch else {}),
-        "turns": [_turn(turn) for turn in rollout.turns],
-        "transcripts": [_transcript(transcript) for transcript in rollout.transcripts],
-    }
-
-
-def _seconds(rollout: Rollout) -> Row:
-    """What its turns took, and its reward."""
-    return {"turns": [round(turn.seconds, 4) for turn in rollout.turns], "reward": round(rollout.seconds, 4)}
-
-
-def _answer(service: str, answer: Any) -> Row:
-    """What a service said in an episode."""
-    said = {"invalid": answer.reason} if isinstance(answer, Invalid) else {"answer": plain(answer)}
-    return {"service": service, **said}
-
-
-def _turn(turn: PlayedTurn) -> Row:
-    """Without its seconds: they depend on the clock, and rollouts do not."""
-    return {
-        "kind": str(turn.kind),
-        "text": turn.text,
-        "reward": number(turn.reward),
-        "transcript": turn.transcript,
-        "start": turn.start,
-        "length": turn.length,
-        **({"cut": turn.cut} if turn.cut else {}),
-        **({"calls": [_call(call) for call in turn.calls]} if turn.calls else {}),
-    }
-
-
-def _call(call: ToolCall) -> Row:
-    wrong = {} if call.problem is None else {"problem": call.problem}
-    return {"tool": call.name, "arguments": plain(dict(call.arguments)), "end": call.end, **wrong}
-
-
-def _transcript(transcript: Transcript) -> Row:
-    """As training state holds it, with log-probabilities of half the digits, and without routed experts,
-    which are of no use to a reader. "sampled": [first, number] of each run of sampled tokens."""
-    row = transcript.as_dict()
-    sampled = [[s.start, s.length] for s in transcript.spans if s.kind is SpanKind.SAMPLED]
-    shown = {name: value for name, value in row.items() if name not in ("logp", "experts")}
-    return {**shown, "sampled": sampled, "logp": list(map(_short, transcript.logp))}
-
-
-def _short(value: float) -> float | None:
-    """A float32 as the shortest decimal that reads back as the same float32: half the digits of its float64 form."""
-    return number(float(str(np.float32(value))))

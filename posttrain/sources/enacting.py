@@ -10,6 +10,8 @@ from posttrain.envs.asking import Services
 from posttrain.envs.play import Episode, Player
 from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.record.older import of_line
+from posttrain.record.rows import transcripts_of
 from posttrain.types import Invalid, Sampling, SpanKind, Task, Transcript, UserError
 
 MOST_FAILED = 3  # episodes in a row: so many look like all of them
@@ -95,10 +97,11 @@ def stored(task: Task, tokenizer: Tokenizer) -> tuple[list[Transcript], float | 
     Raises UserError if it is damaged, or was made with another tokenizer.
     """
     try:
-        transcripts = [Transcript.from_dict({"logp": [], **plain}) for plain in task["transcripts"]]
-        for turn in task["turns"]:
-            if turn["kind"] == "sampled" and turn["length"]:
-                transcript, start = transcripts[turn["transcript"]], turn["start"]
+        row = task if "spans" in task else of_line(task)
+        transcripts = transcripts_of(row)
+        for turn in row["turns"]:
+            if turn["role"] == "sampled" and turn["length"]:
+                transcript, start = transcripts[turn["transcript"]], turn["first"]
                 text = tokenizer.decode(transcript.tokens[start : start + turn["length"]])
                 if not text.startswith(turn["text"]):
                     raise UserError("the rollout was made with another tokenizer: its tokens are other words here")

@@ -60,7 +60,7 @@ from posttrain.training.setup import (
 from posttrain.training.teaching import Staff, load_teachers
 from posttrain.training.together import together
 from posttrain.training.trainer import Run, Trainer
-from posttrain.types import Rollout, Task, UserError
+from posttrain.types import Outcome, Rollout, Task, UserError
 
 EXAMPLES = 100  # tasks that are looked at before a teacher is to teach them
 
@@ -131,11 +131,12 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
             engine.load(learner.weights(), learner.version)
             return player.play(repeated(played, config.eval_samples, config.seed))
 
-        def measure(stats: Stats) -> None:
+        def measure(stats: Stats) -> list[Outcome]:
             rollouts = source.stock.aside(evaluated)
             measured(rollouts, success, stats, rewarded)
             if staff is not None:
                 staff.teachers.measure(learner, rollouts, source.size.tokens_per_microbatch, stats)
+            return [Outcome(rollout) for rollout in rollouts]
 
         sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine) + ground.lines
         sizes += staff.lines if staff else []

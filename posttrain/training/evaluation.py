@@ -18,8 +18,9 @@ from posttrain.envs.load import success_of
 from posttrain.envs.play import Episode
 from posttrain.models.folder import load_model
 from posttrain.options import validate
+from posttrain.record.rows import rows_of
+from posttrain.record.writing import table_of, write_table
 from posttrain.runs.checkpoint import resolve
-from posttrain.runs.record import as_row, write_rollouts
 from posttrain.seeds import seed_of
 from posttrain.sources.lengths import TooLong
 from posttrain.training.intervals import paired_interval, summary
@@ -32,7 +33,7 @@ from posttrain.training.setup import (
     mind_unknown,
     prepare,
 )
-from posttrain.types import Invalid, Rollout, Task, UserError, succeeds
+from posttrain.types import Invalid, Outcome, Rollout, Task, UserError, succeeds
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
 
 
 def save(found: Evaluated, path: Path) -> None:
-    """Write the figures as JSON to `path`, and beside it the rollouts of each checkpoint, a line of JSON each.
+    """Write the figures as JSON to `path`, and beside it the rollouts of each checkpoint, as a table.
 
     Raises UserError if one of the files cannot be written.
     """
@@ -121,8 +122,8 @@ def save(found: Evaluated, path: Path) -> None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         for side, rollouts in sides.items():
             if rollouts:
-                rows = ({"task": r.task.get("id"), **as_row(r)} for r in rollouts)
-                write_rollouts(path.with_name(f"{path.stem}{side}.rollouts.jsonl"), rows)
+                table = table_of(rows_of(0, [Outcome(rollout) for rollout in rollouts], "eval"))
+                write_table(path.with_name(f"{path.stem}{side}.rollouts.parquet"), table)
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
 

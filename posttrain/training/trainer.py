@@ -8,7 +8,7 @@ there and repeats, byte for byte, what had come after.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from posttrain.runs.health import Health
 from posttrain.runs.opening import RunFolder
 from posttrain.runs.reading import read_metrics, read_run
 from posttrain.training.loop import Trained, interruptible, train
-from posttrain.types import Invalid, SpanKind, UserError
+from posttrain.types import Invalid, Outcome, SpanKind, UserError
 
 WAITING = 0.3  # share of the steps' time from which on waiting for environments is worth a message
 LATELY = 5  # steps that it is measured over
@@ -67,10 +67,10 @@ class Trainer:
         learner: Learner,
         source: Source,
         tokenizer: Tokenizer,
-        measure: Callable[[Stats], None] | None,
+        measure: Callable[[Stats], Sequence[Outcome] | None] | None,
         steps: int,
     ) -> None:
-        """`measure` evaluates on held-out tasks; `steps` is the number of the last step."""
+        """`measure` evaluates on held-out tasks, and gives what it played; `steps` is the number of the last step."""
         self.world = run.world
         self.opened, self.learner, self.source, self.tokenizer = run, learner, source, tokenizer
         self.config: Training = run.config
@@ -160,8 +160,10 @@ class Trainer:
     def _train(self, objective: Objective, interrupted: Callable[[], bool]) -> None:
         if self.done == 0 and self.measure:
             stats = Stats()
-            self.measure(stats)
+            played = self.measure(stats)
             with writing(self.folder):
+                if played:
+                    self.record.evaluated(0, played)
                 self.record.metrics(0, stats.means())
                 self._look(0, stats.means())
         if self.done < self.steps:
@@ -188,14 +190,15 @@ class Trainer:
         if self.saving is not None and self.saving.done():
             self._settle()
         due = config.eval_every and number % config.eval_every == 0
-        if self.measure and (due or number == self.steps):
-            self.measure(stats)
+        held_out = self.measure(stats) if self.measure and (due or number == self.steps) else None
         if trained.step.rollouts:
             stats.add("rollouts", len(trained.step.rollouts))
         metrics, timing = stats.means(), _timing(trained)
         with writing(self.folder):
             if trained.step.rollouts:
                 self.record.rollouts(number, trained.step.rollouts)
+            if held_out:
+                self.record.evaluated(number, held_out)
             self.record.metrics(number, metrics)
             self.record.timing(number, timing)
             self._look(number, metrics)

@@ -93,7 +93,7 @@ def _stray(folder: Path, random: Random) -> str:
             *(
                 "rollouts/step-abc.jsonl",
                 "rollouts/notes.txt",
-                "rollouts/step-000001.jsonl.tmp",
+                "rollouts/step-000001.parquet.tmp",
                 "rollouts/step-000009.jsonl",
             ),
             *(

@@ -37,6 +37,7 @@ from posttrain.types import Reply, Task, UserError
 need("websockets", "openenv")
 
 LARGEST = 1 << 22  # bytes of a message
+OPENING = 10.0  # seconds for a connection to be made, at least: a busy server answers its first call late
 PAUSE = 0.2  # seconds before a full server is asked again
 
 
@@ -144,7 +145,7 @@ class _Session:
         address = f"{ {'http': 'ws', 'https': 'wss'}.get(kind, kind) }://{place}/ws"
         try:
             self._socket = await connect(
-                address, open_timeout=self.how.seconds, close_timeout=1.0, max_size=LARGEST, proxy=None
+                address, open_timeout=max(OPENING, self.how.seconds), close_timeout=1.0, max_size=LARGEST, proxy=None
             )
         except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
             raise Broken(f"there is no OpenEnv server at {self.how.url}: {inline(str(error))}") from error

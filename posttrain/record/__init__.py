@@ -1,0 +1,1 @@
+"""What a run keeps of every rollout: tables of Parquet, how they are written, read and asked."""

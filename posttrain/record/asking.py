@@ -1,0 +1,164 @@
+"""Questions in SQL about what a run left: one SELECT, over the run's own files, within a time and a memory.
+
+The database reads no file but these, which are named before the question is looked at, and whose list cannot be changed
+any more. A statement that is no SELECT is not begun: COPY would write even where nothing else may be read.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+
+from posttrain.messages import one_line
+from posttrain.record.index import open_index
+from posttrain.record.reading import read_file, read_seconds
+from posttrain.record.schema import ROLLOUTS as TABLE
+from posttrain.record.schema import SECONDS as SECONDS_TABLE
+from posttrain.record.writing import table_of, write_table
+from posttrain.runs.files import EVALS, ROLLOUTS, SECONDS, Folder, kept_file
+from posttrain.runs.reading import read_health, read_metrics, read_run, read_timing, rollout_steps
+from posttrain.types import UserError
+
+THREADS = 2
+TABLES = ("rollouts", "evals", "seconds", "rollout_index", "metrics", "timing", "health")
+
+
+class Questions:
+    """A database over one run. `seconds`, `gib`: what a question may take."""
+
+    def __init__(self, folder: Folder, seconds: float = 60.0, gib: float = 2.0) -> None:
+        """Raises UserError if the folder holds no run."""
+        read_run(folder)
+        self._folder, self._seconds = Path(folder), seconds
+        self._made = tempfile.TemporaryDirectory(prefix="posttrain-query-")  # of lines of JSON
+        self._base = _library().connect(
+            ":memory:",
+            config={
+                "memory_limit": f"{int(gib * 1024)}MiB",
+                "threads": str(THREADS),
+                "temp_directory": "",
+                "python_enable_replacements": "false",
+                "autoinstall_known_extensions": "false",
+                "autoload_known_extensions": "false",
+            },
+        )
+
+    def ask(self, sql: str, most: int | None = None) -> tuple[list[str], list[tuple[Any, ...]]]:
+        """Names of the columns, and the rows: all of them, or the first `most`. A database is asked once.
+
+        Raises UserError for what is no single SELECT, for a mistake in it, and where it takes too long or too much.
+        """
+        duckdb = _library()
+        self._check(sql)
+        self._open({word for word in TABLES if word in sql.lower()})
+        asked = threading.Timer(self._seconds, self._base.interrupt)
+        asked.start()
+        try:
+            found = self._base.execute(sql)
+            rows = found.fetchall() if most is None else found.fetchmany(most)
+            return [column[0] for column in found.description or ()], rows
+        except duckdb.InterruptException as error:
+            raise UserError(
+                f"the question took longer than {self._seconds:g} s: narrow it, or raise --seconds"
+            ) from error
+        except duckdb.OutOfMemoryException as error:
+            raise UserError("the question needs more memory than it may take: narrow it, or raise --memory") from error
+        except duckdb.Error as error:
+            raise UserError(f"the question cannot be answered: {one_line(error)}") from error
+        finally:
+            asked.cancel()
+
+    def close(self) -> None:
+        self._base.close()
+        self._made.cleanup()
+
+    def __enter__(self) -> Questions:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _check(self, sql: str) -> None:
+        duckdb = _library()
+        try:
+            statements = duckdb.extract_statements(sql)
+        except duckdb.Error as error:
+            raise UserError(f"the question cannot be read: {one_line(error)}") from error
+        if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+            raise UserError("a question is one SELECT statement: nothing is written, changed or loaded here")
+
+    def _open(self, wanted: set[str]) -> None:
+        """Make the tables, and close everything else."""
+        tables: dict[str, list[Path]] = {}
+        if wanted & {"rollouts", "evals"}:
+            tables |= {"rollouts": self._files(ROLLOUTS), "evals": self._files(EVALS)}
+        if "seconds" in wanted:
+            tables["seconds"] = self._files(SECONDS)
+        if "rollout_index" in wanted:
+            tables["rollout_index"] = open_index(self._folder)
+        if "metrics" in wanted or "timing" in wanted or "health" in wanted:
+            for name, read in (("metrics", read_metrics), ("timing", read_timing), ("health", read_health)):
+                self._base.register(name, _table(read(self._folder)))
+        paths = [str(path.absolute()) for files in tables.values() for path in files]
+        self._set("allowed_paths", "[" + ", ".join(map(_quoted, paths)) + "]")
+        self._set("enable_external_access", "false")
+        self._set("lock_configuration", "true")
+        for name, files in tables.items():
+            listed = ", ".join(_quoted(str(path.absolute())) for path in files)
+            read_files = f"read_parquet([{listed}], union_by_name=true)"
+            if name == "seconds":
+                step = "cast(regexp_extract(filename, 'step-(\\d+)', 1) as integer)"
+                read_files = (
+                    f"(select {step} as step, * exclude (filename) from read_parquet([{listed}], filename=true))"
+                )
+            if files:
+                self._base.execute(f"create view {name} as select * from {read_files}")
+            else:
+                self._base.register(name, (SECONDS_TABLE if name == "seconds" else TABLE).empty_table())
+
+    def _set(self, name: str, value: str) -> None:
+        self._base.execute(f"set {name} = {value}")
+
+    def _files(self, kind: str) -> list[Path]:
+        """The tables of a kind, those of lines of JSON made now."""
+        return [self._as_table(kind, step, path) for step, path in self._kept(kind)]
+
+    def _kept(self, kind: str) -> Iterator[tuple[int, Path]]:
+        for step in rollout_steps(self._folder, kind == EVALS):
+            path = kept_file(self._folder, kind, step)
+            if path is not None:
+                yield step, path
+
+    def _as_table(self, kind: str, step: int, path: Path) -> Path:
+        if path.suffix == ".parquet":
+            return path
+        made = Path(self._made.name) / f"{kind}-{path.stem}.parquet"
+        times = kind == SECONDS
+        with suppress(FileExistsError):
+            write_table(made, table_of(read_seconds(self._folder, step), SECONDS_TABLE) if times else read_file(path))
+        return made
+
+
+def _table(rows: list[dict[str, Any]]) -> pa.Table:
+    """Rows that need not name the same columns."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.table({name: [row.get(name) for row in rows] for name in names or ("step",)})
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _library() -> Any:
+    try:
+        import duckdb
+    except ImportError as error:
+        raise UserError("questions in SQL need DuckDB: pip install 'posttrain[view]'") from error
+    return duckdb

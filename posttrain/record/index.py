@@ -1,0 +1,135 @@
+"""The index of a run: what is short of all its rollouts, a file for each 50 steps, so that millions are looked at at once.
+
+It is a cache. A piece says of which files it was made, by their names and sizes; where these have changed, or it is
+missing, whoever reads makes it again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import parquet
+
+from posttrain.record.reading import read_file
+from posttrain.record.schema import INDEX, PIECE, START
+from posttrain.record.writing import write_table
+from posttrain.runs import files
+from posttrain.runs.files import Folder, kept_file
+from posttrain.runs.reading import rollout_steps
+from posttrain.types import UserError
+
+_MADE_OF = b"posttrain.made_of"
+_READ = [name for name in (*INDEX.names, "prompt", "text") if name not in ("prompt_start", "text_start", "held_out")]
+
+
+Source = tuple[bool, Path]
+"""Whether rollouts are of held-out tasks, and their file."""
+
+
+class Index:
+    """The index as whoever writes the run keeps it: a piece is made when its steps are all there, or the run ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: dict[Path, pa.Table] = {}  # of the piece that is not whole
+        self._piece = -1
+
+    def written(self, path: Path, table: pa.Table, step: int, held_out: bool) -> None:
+        """The rollouts of a step stand in a file."""
+        if self._held and self._piece != step // PIECE:
+            self.close()
+        self._piece = step // PIECE
+        self._held[path] = short(table, held_out)
+
+    def forget(self, step: int) -> None:
+        """Delete what holds later steps than this."""
+        for path in (self._folder / files.INDEX).glob("*.parquet*"):
+            _, _, last = path.name.partition(".")[0].partition("-")
+            if not last.isdecimal() or int(last) > step:
+                path.unlink()
+
+    def close(self) -> None:
+        """Make the piece of what was written last."""
+        sources = _sources(self._folder).get(self._piece) if self._held else None
+        if sources:
+            _write(self._folder, self._piece, sources, self._held)
+        self._held = {}
+
+
+def piece_file(folder: Path, piece: int) -> Path:
+    return folder / files.INDEX / f"{piece * PIECE:06d}-{(piece + 1) * PIECE - 1:06d}.parquet"
+
+
+def open_index(folder: Folder) -> list[Path]:
+    """The files of a whole index, made now as far as they are missing or older than the rollouts.
+
+    Where the folder cannot be written, they are made elsewhere, for this process.
+    """
+    path, found = Path(folder), []
+    for piece, sources in sorted(_sources(path).items()):
+        file = piece_file(path, piece)
+        found.append(file if _made_of(file) == _mark(sources) else _write(path, piece, sources))
+    return found
+
+
+def _write(
+    folder: Path, piece: int, sources: list[Source], known: Mapping[Path, pa.Table] = MappingProxyType({})
+) -> Path:
+    """Write a piece. `known`: what of it need not be read.
+
+    What of its rollouts is damaged is left out, as whoever asks for it is told.
+    """
+    tables = []
+    for held_out, path in sources:
+        with suppress(UserError):
+            tables.append(known[path] if path in known else short(read_file(path, _READ), held_out))
+    table = pa.concat_tables(tables) if tables else pa.schema(list(INDEX)).empty_table()
+    table = table.combine_chunks().replace_schema_metadata({**(INDEX.metadata or {}), _MADE_OF: _mark(sources)})
+    path, ending = piece_file(folder, piece), f".{os.getpid()}.tmp"  # others may write it too
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_table(path, table, ending)
+    except OSError:
+        path = Path(tempfile.mkdtemp(prefix="posttrain-index-")) / path.name
+        write_table(path, table, ending)
+    return path
+
+
+def short(table: pa.Table, held_out: bool) -> pa.Table:
+    """What the index holds of rollouts."""
+    found = {name: table[name] for name in table.column_names if name in INDEX.names}
+    for name in ("prompt", "text"):
+        found[f"{name}_start"] = pc.utf8_slice_codeunits(table[name], 0, START)
+    found["held_out"] = pa.array([held_out] * table.num_rows, pa.bool_())
+    return pa.table([found[name] for name in INDEX.names], schema=pa.schema(list(INDEX)))
+
+
+def _made_of(path: Path) -> bytes | None:
+    try:
+        return (parquet.read_schema(path).metadata or {}).get(_MADE_OF)
+    except (OSError, pa.ArrowException):
+        return None
+
+
+def _sources(folder: Path) -> dict[int, list[Source]]:
+    """Of each piece: whether it is held out, and the file."""
+    found: dict[int, list[Source]] = {}
+    for held_out, kind in ((False, files.ROLLOUTS), (True, files.EVALS)):
+        for step in rollout_steps(folder, held_out):
+            path = kept_file(folder, kind, step)
+            if path is not None:
+                found.setdefault(step // PIECE, []).append((held_out, path))
+    return found
+
+
+def _mark(sources: list[Source]) -> bytes:
+    """What a piece says of the files that it was made of."""
+    return json.dumps({f"{path.parent.name}/{path.name}": os.stat(path).st_size for _, path in sources}).encode()

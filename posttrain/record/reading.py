@@ -1,0 +1,153 @@
+"""Reads rollouts, in tables or as rows, from the files of a run or of an evaluation. Needs no lock.
+
+Runs that were recorded as lines of JSON are read as if they had left tables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from posttrain.messages import one_line
+from posttrain.record.older import rows_of_lines, seconds_of_lines
+from posttrain.record.rows import Row
+from posttrain.record.schema import KEY, ROLLOUTS, SCALARS, SECONDS, TOKENS, VERSION, columns
+from posttrain.record.writing import table_of
+from posttrain.runs import files
+from posttrain.runs.files import Folder, kept_file, step_of
+from posttrain.runs.reading import rollout_steps
+from posttrain.types import UserError
+
+READ = (*SCALARS.names, *TOKENS.names)
+"""Columns of a row, where nobody asks for others: all but the numbers of tokens."""
+EVERY = tuple(ROLLOUTS.names)
+
+_JSON = ("columns", "notes", "answers", "label")
+SUFFIXES = (".parquet", ".jsonl")
+
+
+def read_table(folder: Folder, step: int, names: Iterable[str] | None = None, held_out: bool = False) -> pa.Table:
+    """The rollouts of a step, with these columns or all. UserError if there are none.
+
+    `held_out`: those of the evaluation after that step.
+    """
+    path = kept_file(Path(folder), files.EVALS if held_out else files.ROLLOUTS, step)
+    if path is None:
+        steps = rollout_steps(folder, held_out)
+        what = "evaluated rollouts" if held_out else "rollouts"
+        there = f"take one of {steps[0]} to {steps[-1]}" if steps else "it holds none at all"
+        raise UserError(f"{folder} holds no {what} of step {step}: {there}")
+    return read_file(path, names)
+
+
+def read_file(file: str | os.PathLike[str], names: Iterable[str] | None = None) -> pa.Table:
+    """The rollouts in a file, such as an evaluation leaves; UserError if there are none."""
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"{file}: no such file; a run is given by its folder")
+    wanted = columns(ROLLOUTS.names if names is None else names)
+    if path.suffix == ".jsonl":
+        step = step_of(path.stem)
+        kind = "rl" if step is not None and path.parent.name == files.ROLLOUTS else "eval"
+        return table_of(rows_of_lines(path, step or 0, kind), wanted)
+    return _read(path, wanted)
+
+
+def rows_of(table: pa.Table) -> list[Row]:
+    """A dict for each row: what is JSON in the table as data, `parts` by their names, and "id": "12/3"."""
+    values = {name: _values(table[name]) for name in table.column_names}
+    for name in _JSON:
+        if name in values:
+            values[name] = [None if text is None else json.loads(text) for text in values[name]]
+    rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+    for row in rows:
+        if "index" in row and "step" in row:
+            row["id"] = f"{row['step']}/{row['index']}"
+        if "parts" in row:
+            row["parts"] = {part["name"]: part["value"] for part in row["parts"] or ()}
+        for turn in row.get("turns") or ():
+            turn["calls"] = [{**call, "arguments": json.loads(call["arguments"])} for call in turn["calls"] or ()]
+    return rows
+
+
+def read_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ, held_out: bool = False) -> list[Row]:
+    """The rollouts of a step as `rows_of` has them, without the numbers of tokens unless these are named."""
+    return rows_of(read_table(folder, step, names, held_out))
+
+
+def timed_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ) -> list[Row]:
+    """The same, each turn with its "seconds" where they are known, and each rollout with those of its reward."""
+    rows = read_rollouts(folder, step, names)
+    for row, times in zip(rows, read_seconds(folder, step), strict=False):
+        for turn, seconds in zip(row["turns"], times["turns"], strict=False):
+            turn["seconds"] = seconds
+        row["seconds"] = times["reward"]
+    return rows
+
+
+def read_seconds(folder: Folder, step: int) -> list[Row]:
+    """What the rollouts of a step took; [] where nobody knows."""
+    path = kept_file(Path(folder), files.SECONDS, step)
+    if path is None:
+        return []
+    if path.suffix == ".jsonl":
+        return seconds_of_lines(path)
+    found: list[Row] = _read(path, SECONDS).to_pylist()
+    return found
+
+
+def _read(path: Path, wanted: pa.Schema) -> pa.Table:
+    """These columns of a file. Raises UserError if it is damaged, or of another version."""
+    try:
+        with path.open("rb") as source:
+            file = parquet.ParquetFile(source)
+            version = (file.schema_arrow.metadata or {}).get(KEY, b"").decode()
+            missing = [name for name in wanted.names if name not in file.schema_arrow.names]
+            if version != VERSION or missing:
+                raise UserError(
+                    f"{path} holds no rollouts of this version of posttrain: read it with the one that wrote it"
+                )
+            table: pa.Table = file.read(columns=wanted.names, use_threads=False)
+        return table.select(wanted.names).cast(pa.schema(list(wanted)))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        if isinstance(error, OSError) and error.errno is not None:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} is damaged ({one_line(error)[:100]}): put a copy of it back") from error
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """A column as Python has it; lists of numbers by way of numpy, which is many times faster."""
+    if column.type.id == pa.list_(pa.int32()).id and column.type.value_type in (pa.int32(), pa.float32()):
+        array = column.combine_chunks()
+        array = array if isinstance(array, pa.Array) else pa.concat_arrays(array.chunks)
+        if not array.values.null_count:
+            flat, ends = array.values.to_numpy(zero_copy_only=False), np.asarray(array.offsets)
+            valid = array.is_valid().to_pylist()
+            return [
+                flat[begin:end].tolist() if there else None
+                for begin, end, there in zip(ends[:-1], ends[1:], valid, strict=True)
+            ]
+    found: list[Any] = column.to_pylist()
+    return found
+
+
+def plainly(row: Mapping[str, Any]) -> Row:
+    """A row as JSON can hold it, without what is null: neither infinity nor NaN has a form there."""
+    return {name: _plain(value) for name, value in row.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if np.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,439 @@
+"""The tables of rollouts: what any library reads in them, what is rounded, older files, the index, questions in SQL."""
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from old_runs import line_of, write_lines
+from pyarrow import parquet
+
+from posttrain.cli.main import main
+from posttrain.record import index
+from posttrain.record.asking import Questions
+from posttrain.record.reading import EVERY, read_file, read_rollouts, read_table, rows_of, timed_rollouts
+from posttrain.record.rows import rows_of as made_of
+from posttrain.record.rows import transcripts_of
+from posttrain.record.schema import KEY, NUMBERS, PIECE, ROLLOUTS, VERSION
+from posttrain.record.writing import half, table_of, write_table
+from posttrain.runs.record import Record
+from posttrain.types import (
+    Branch,
+    Completion,
+    Fate,
+    Invalid,
+    InvalidKind,
+    Media,
+    Outcome,
+    PlayedTurn,
+    Rollout,
+    SpanKind,
+    StopReason,
+    ToolCall,
+    Transcript,
+    UserError,
+)
+
+
+def said(seed: int, length: int = 4, version: int = 3) -> Transcript:
+    logp = np.log(np.random.default_rng(seed).random(length)).astype(np.float32).tolist()
+    transcript = Transcript()
+    transcript.observe([5, 6, 7])
+    transcript.sample(Completion(0, list(range(length)), logp, "", StopReason.EOS, version))
+    return transcript
+
+
+def conversation() -> Rollout:
+    """Two contexts, a call of a tool, a picture, a branch, all that a row has room for."""
+    first, second = said(1), said(2, 5, version=4)
+    first.observe([8, 9], SpanKind.TOOL, [Media(0, 2, "ab" * 32, (1, 1, 2))])
+    second.forks = (3,)
+    call = ToolCall("search", {"query": "6*7", "most": 3}, 12)
+    turns = [
+        PlayedTurn(SpanKind.PROMPT, "Q", 0, 0, 3, seconds=0.25),
+        PlayedTurn(SpanKind.SAMPLED, "look", 0, 3, 4, 0.5, 1.5, 0, (call,)),
+        PlayedTurn(SpanKind.TOOL, "42", 0, 7, 2, cut=1),
+        PlayedTurn(SpanKind.SAMPLED, "it is 42", 1, 3, 5),
+    ]
+    return Rollout(
+        {"id": "17", "prompt": "Q", "answer": [42], "level": 3},
+        "17#2",
+        [first, second],
+        1.5,
+        {"right": 1.0, "form": 0.5},
+        [(4, 0.5)],
+        StopReason.TURNS,
+        turns,
+        "lookit is 42",
+        "Q",
+        [("judge", {"score": 3}), ("search", Invalid("no answer"))],
+        "black",
+        branch=Branch(0, 2, (4, 0)),
+        seconds=0.125,
+    )
+
+
+def outcomes() -> list[Outcome]:
+    rng = np.random.default_rng(0)
+    numbers = {name: rng.normal(size=9).astype(np.float32) for name in (*NUMBERS, "kept")}
+    plain = Rollout({"id": "18"}, "18#0", [said(3)], 0.0, text="no")
+    late = Invalid("took too long", InvalidKind.TIMEOUT)
+    return [
+        Outcome(conversation(), -0.75, Fate.TRAINED, "", ("moved by KL",), -0.25, 0.125, numbers),
+        Outcome(Rollout({"id": "17"}, "17#2", [], late, side="black")),
+        Outcome(plain, 0.0, Fate.EQUAL, "all rewards are 0"),
+    ]
+
+
+def recorded(folder: Path, steps: int = 2) -> Path:
+    record = Record.create(folder, {"seed": 0}, "rl", {})
+    for step in range(1, steps + 1):
+        record.rollouts(step, outcomes())
+        record.metrics(step, {"reward": step / 4, "rollouts": 3})
+        if step % 2 == 0:
+            record.evaluated(step, [Outcome(Rollout({"id": "held"}, "held", [said(9)], 1.0, text="yes"))])
+    record.close({})
+    return folder
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_has_all_that_was_known_of_a_rollout(tmp_path: Path) -> None:
+    first, second, third = read_rollouts(recorded(tmp_path), 1, EVERY)
+    assert (first["task"], first["epoch"], first["member"], first["side"], first["kind"]) == ("17", 2, 0, "black", "rl")
+    assert first["columns"] == {"prompt": "Q", "answer": [42], "level": 3}
+    assert (first["reward"], first["shaping"], first["penalty"], first["used"]) == (1.5, -0.25, 0.125, 1.125)
+    assert (first["advantage"], first["fate"], first["flags"]) == (-0.75, "trained", ["moved by KL"])
+    assert (first["stop"], first["truncated"], first["version"], first["versions"]) == ("turns", True, 3, [3, 4])
+    assert (first["sampled"], first["scored"], first["length"]) == (9, 9, 17)
+    assert first["answers"] == [
+        {"service": "judge", "answer": {"score": 3}},
+        {"service": "search", "invalid": "no answer"},
+    ]
+    assert (first["branch_of"], first["branch_turns"], first["branch_taken"]) == (0, 2, [4, 0])
+    assert first["media"] == ["ab" * 32] and first["parts"] == {"right": 1.0, "form": 0.5}
+    assert first["turns"][1]["calls"] == [
+        {"tool": "search", "arguments": {"query": "6*7", "most": 3}, "end": 12, "problem": None}
+    ]
+    assert [turn["cut"] for turn in first["turns"]] == [0, 0, 1, 0]
+    read, written = transcripts_of(first), conversation().transcripts
+    assert [t.as_dict() for t in read] == [t.as_dict() for t in written]
+    assert (second["member"], second["reward"], second["used"]) == (1, None, None)
+    assert (second["invalid"], second["invalid_kind"]) == ("took too long", "timeout")
+    assert (third["fate"], third["why"], third["learner"]) == ("equal group", "all rewards are 0", None)
+
+
+def test_numbers_of_tokens_keep_eleven_bits_and_the_engines_all(tmp_path: Path) -> None:
+    row, *_ = read_rollouts(recorded(tmp_path), 1, EVERY)
+    given = outcomes()[0].numbers
+    for name in NUMBERS:
+        assert row[name] == half(given[name]).tolist(), name
+        assert np.allclose(row[name], given[name], rtol=2.0**-11, atol=0)
+    assert row["kept"] == [True] * 9
+    engine = [value for transcript in conversation().transcripts for value in transcript.logp]
+    assert row["engine"] == engine
+
+
+def test_rounding_is_to_the_nearest_and_half_precisions_own_within_its_range() -> None:
+    values = np.random.default_rng(0).normal(scale=10, size=10_000).astype(np.float32)
+    assert (half(values) == values.astype(np.float16).astype(np.float32)).all()
+    beyond = np.array([1e-30, 1e30, 0.0, -0.0, np.inf, -np.inf], np.float32)
+    assert np.allclose(half(beyond), beyond, rtol=2.0**-11) and np.isnan(half([np.nan])).all()
+    assert (half(values).view(np.uint32) & 0x1FFF == 0).all()
+
+
+def test_the_bytes_of_a_file_follow_from_its_rows_alone(tmp_path: Path) -> None:
+    tables = [table_of(made_of(7, outcomes(), "rl")) for _ in range(2)]
+    for name, table in zip("ab", tables, strict=True):
+        write_table(tmp_path / name, table)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert parquet.read_table(tmp_path / "a").equals(tables[0]) and not list(tmp_path.glob("*.tmp"))
+    assert parquet.read_schema(tmp_path / "a").metadata[KEY] == VERSION.encode()
+
+
+def test_a_table_of_another_version_or_of_something_else_is_refused(tmp_path: Path) -> None:
+    table = table_of(made_of(7, outcomes(), "rl"))
+    write_table(tmp_path / "other.parquet", table.replace_schema_metadata({KEY: b"0"}))
+    parquet.write_table(pa.table({"a": [1]}), tmp_path / "strange.parquet")
+    for name in ("other", "strange"):
+        with pytest.raises(UserError, match="holds no rollouts of this version of posttrain"):
+            read_file(tmp_path / f"{name}.parquet")
+
+
+# -- other libraries ---------------------------------------------------------------------------------------------------
+
+
+def checked(rows: list[dict[str, Any]]) -> None:
+    """Whether a library has found what was written."""
+    assert [row["group"] for row in rows] == ["17#2", "17#2", "18#0"]
+    assert [row["fate"] for row in rows] == ["trained", "trained", "equal group"]
+    assert list(rows[0]["tokens"]) == conversation().transcripts[0].tokens + conversation().transcripts[1].tokens
+    assert np.allclose(np.array(list(rows[0]["learner"])), outcomes()[0].numbers["learner"], rtol=2.0**-11)
+    assert [turn["role"] for turn in rows[0]["turns"]] == ["prompt", "sampled", "tool", "sampled"]
+    assert rows[0]["turns"][1]["calls"][0]["tool"] == "search"
+
+
+def test_pandas_opens_the_rollouts(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.read_parquet(recorded(tmp_path) / "rollouts" / "step-000001.parquet")
+    checked(frame.to_dict("records"))
+    assert frame.groupby("fate").reward.mean()["equal group"] == 0.0
+
+
+def test_polars_opens_the_rollouts_of_all_steps(tmp_path: Path) -> None:
+    polars = pytest.importorskip("polars")
+    frame = polars.read_parquet(recorded(tmp_path) / "rollouts" / "*.parquet")
+    assert frame.height == 6
+    checked(frame.filter(polars.col("step") == 1).to_dicts())
+
+
+def test_duckdb_opens_the_rollouts(tmp_path: Path) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    path = recorded(tmp_path) / "rollouts" / "*.parquet"
+    found = duckdb.connect().sql(f"select * from '{path}' where step = 2 order by index").to_arrow_table()
+    checked(found.to_pylist())
+
+
+def test_datasets_opens_the_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    files = {"train": str(recorded(tmp_path / "run") / "rollouts" / "*.parquet")}
+    found = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    assert len(found) == 6
+    checked([found[place] for place in range(3)])
+
+
+# -- files of before ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_in_lines_of_json_reads_as_the_same_rows(tmp_path: Path) -> None:
+    recorded(tmp_path / "new", 1)
+    Record.create(tmp_path / "old", {"seed": 0}, "rl", {}).close({})
+    write_lines(tmp_path / "old" / "rollouts" / "step-000001.jsonl", 1, outcomes())
+    times = [{"turns": [0.25, 1.5, 0, 0], "reward": 0.125}, {"turns": []}, {"turns": []}]
+    (tmp_path / "old" / "seconds").mkdir()
+    (tmp_path / "old" / "seconds" / "step-000001.jsonl").write_text("".join(json.dumps(t) + "\n" for t in times))
+    unknown = {
+        "columns",
+        "fate",
+        "why",
+        "flags",
+        "shaping",
+        "penalty",
+        "used",
+        "answers",
+        "invalid_kind",
+        "branch_taken",
+    }
+    pairs = zip(timed_rollouts(tmp_path / "old", 1), timed_rollouts(tmp_path / "new", 1), strict=True)
+    for old, new in pairs:
+        assert {n: v for n, v in old.items() if n not in unknown} == {n: v for n, v in new.items() if n not in unknown}
+    old, new = (read_table(tmp_path / name, 1) for name in ("old", "new"))
+    assert old.schema == new.schema
+
+
+def test_posttrain_prints_what_older_runs_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Record.create(tmp_path, {"seed": 0}, "rl", {}).close({})
+    write_lines(tmp_path / "rollouts" / "step-000001.jsonl", 1, outcomes())
+    assert main(["rollouts", str(tmp_path)]) == 0
+    assert "it is 42" in capsys.readouterr().out
+    assert main(["query", str(tmp_path), "select max(reward) as most from rollouts", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"most": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        (("turns",), [5], r"turns\[0\] is 5"),
+        (("turns", 0), {}, r"turns\[0\] has no 'kind'"),
+        (("turns", 0, "kind"), [5], r"turns\[0\].kind is \[5\]"),
+        (("turns", 0, "length"), True, r"turns\[0\].length is True"),
+        (("turns", 0, "calls"), [{"tool": "f", "arguments": [1]}], r"turns\[0\].calls\[0\].arguments is \[1\]"),
+        (("transcripts", 0), 5, r"transcripts\[0\] is 5"),
+        (("transcripts", 0, "spans"), [[1]], r"transcripts\[0\].spans\[0\] is \[1\]"),
+        (("transcripts", 0, "tokens"), [1, "a"], r"transcripts\[0\].tokens is \[1, 'a'\]"),
+        (("rewards",), {"right": [1]}, r"rewards.right is \[1\]"),
+        (("stop",), "tired", "stop is 'tired'"),
+    ],
+)
+def test_a_line_with_a_field_of_another_kind_is_told(
+    tmp_path: Path, place: tuple[Any, ...], value: Any, told: str
+) -> None:
+    first, second = (json.loads(json.dumps(line_of(f"1/{n}", outcomes()[0]))) for n in (0, 1))
+    inside = second
+    for part in place[:-1]:
+        inside = inside[part]
+    inside[place[-1]] = value
+    file = tmp_path / "step-000001.jsonl"
+    file.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
+    with pytest.raises(UserError, match=rf"step-000001.jsonl:2 is damaged \({told}"):
+        read_file(file)
+
+
+def test_lines_that_are_torn_off_or_damaged_seconds_are_told(tmp_path: Path) -> None:
+    folder = recorded(tmp_path, 1)
+    (folder / "seconds" / "step-000001.parquet").unlink()
+    for line in ('{"turns": 5}', '{"turns": ["a"]}', "{}"):
+        (folder / "seconds" / "step-000001.jsonl").write_text(line + "\n")
+        with pytest.raises(UserError, match=r"seconds.step-000001.jsonl:1 is damaged"):
+            timed_rollouts(folder, 1)
+    write_lines(tmp_path / "a.jsonl", 1, outcomes())
+    (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"a.jsonl:3 is damaged \(its last line is torn off\)"):
+        read_file(tmp_path / "a.jsonl")
+
+
+# -- the index ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_index_of_a_run_is_whole_when_it_ends_and_made_again_when_it_is_not(tmp_path: Path) -> None:
+    folder = recorded(tmp_path, PIECE + 2)
+    left = sorted((folder / "index").iterdir())
+    assert [path.name for path in left] == ["000000-000049.parquet", "000050-000099.parquet"]
+    before = {path: path.read_bytes() for path in left}
+    assert index.open_index(folder) == left and {path: path.read_bytes() for path in left} == before
+    first = parquet.read_table(left[0])
+    assert first.num_rows == 3 * (PIECE - 1) + PIECE // 2 - 1
+    assert first["text_start"][0].as_py() == "lookit is 42" and "tokens" not in first.column_names
+    left[0].unlink()
+    left[1].write_bytes(b"damaged")
+    assert index.open_index(folder) == left and {path: path.read_bytes() for path in left} == before
+    (folder / "rollouts" / "step-000003.parquet").unlink()
+    index.open_index(folder)
+    assert parquet.read_table(left[0]).num_rows == first.num_rows - 3
+
+
+def test_a_resumed_run_forgets_the_index_of_what_it_plays_again(tmp_path: Path) -> None:
+    folder = recorded(tmp_path, PIECE + 2)
+    Record.resume(folder, PIECE + 1).close({})
+    assert [path.name for path in (folder / "index").iterdir()] == ["000000-000049.parquet"]
+    made = index.open_index(folder)
+    assert parquet.read_table(made[1])["step"].to_pylist()[-1] <= PIECE + 1
+
+
+def test_a_damaged_file_costs_the_index_its_own_rows_alone(tmp_path: Path) -> None:
+    folder = recorded(tmp_path, 3)
+    (folder / "rollouts" / "step-000002.parquet").write_bytes(b"PAR1")
+    (made,) = index.open_index(folder)
+    assert sorted(set(parquet.read_table(made)["step"].to_pylist())) == [1, 2, 3], "2 is that of the evaluation"
+
+
+# -- questions ---------------------------------------------------------------------------------------------------------
+
+
+def answer(folder: Path, sql: str, **limits: float) -> list[tuple[Any, ...]]:
+    pytest.importorskip("duckdb")
+    with Questions(folder, **limits) as questions:
+        return questions.ask(sql)[1]
+
+
+def test_every_table_of_a_run_answers(tmp_path: Path) -> None:
+    folder = recorded(tmp_path, 4)
+    assert answer(folder, "select fate, count(*) from rollouts group by fate order by 1") == [
+        ("equal group", 4),
+        ("trained", 8),
+    ]
+    assert answer(folder, "select count(*), sum(cast(held_out as int)) from rollout_index") == [(14, 2)]
+    assert answer(folder, "select step, kind, text from evals order by step") == [
+        (2, "eval", "yes"),
+        (4, "eval", "yes"),
+    ]
+    assert answer(folder, "select m.reward, r.text from metrics m join rollouts r using (step) where r.index = 2 "
+                  "and step = 3") == [(0.75, "no")]  # fmt: skip
+    assert answer(folder, "select step, turns[2] from seconds where index = 0 order by step")[:2] == [
+        (1, 1.5),
+        (2, 1.5),
+    ]
+    assert answer(folder, "select count(*) from health") == [(0,)]
+    assert answer(folder, "with a as (select unnest(tokens) as t from rollouts) select max(t) from a") == [(9,)]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "copy (select 1) to 'out.csv'",
+        "copy rollouts to 'out.parquet'",
+        "attach 'other.db'",
+        "install httpfs",
+        "load httpfs",
+        "pragma database_list",
+        "set memory_limit = '1TB'",
+        "call pragma_version()",
+        "export database 'out'",
+        "create table a as select 1",
+        "insert into metrics values (1)",
+        "drop view rollouts",
+        "explain analyze select 1",
+        "select 1; select 2",
+        "select 1; copy (select 1) to 'out.csv'",
+        "",
+    ],
+)
+def test_what_is_no_single_select_is_refused_in_one_line(tmp_path: Path, sql: str) -> None:
+    folder = recorded(tmp_path / "run", 1)
+    with pytest.raises(UserError, match="a question is one SELECT statement") as told:
+        answer(folder, sql)
+    assert "\n" not in str(told.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_question_reads_no_file_but_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = recorded(tmp_path / "run", 1)
+    other = tmp_path / "other.parquet"
+    write_table(other, table_of(made_of(7, outcomes(), "rl")))
+    (tmp_path / "secret.txt").write_text("secret")
+    with sqlite3.connect(tmp_path / "a.db") as base:
+        base.execute("create table a (b)")
+    secret = pa.table({"a": [1]})  # a variable of Python's that a name could reach
+    assert secret.num_rows == 1
+    for sql in (
+        f"select * from '{other}'",
+        f"select * from read_parquet('{other}')",
+        f"select * from read_text('{tmp_path / 'secret.txt'}')",
+        f"select * from read_blob('{folder / 'run.json'}')",
+        f"select * from glob('{tmp_path}/*')",
+        f"select * from read_csv('{tmp_path}/secret.txt')",
+        f"select * from sqlite_scan('{tmp_path / 'a.db'}', 'a')",
+        "select * from read_text('https://example.com')",
+        "select * from secret",
+    ):
+        with pytest.raises(UserError, match="cannot be answered") as told:
+            answer(folder, sql)
+        assert "\n" not in str(told.value), sql
+    assert answer(folder, "select count(*) from rollouts") == [(3,)]
+
+
+def test_a_question_has_a_time_and_a_memory(tmp_path: Path) -> None:
+    folder = recorded(tmp_path, 1)
+    with pytest.raises(UserError, match=r"took longer than 0.2 s: narrow it, or raise --seconds"):
+        answer(
+            folder, "select count(*) from range(1000000000) a, range(1000) b where a.range + b.range > 5", seconds=0.2
+        )
+    with pytest.raises(UserError, match="needs more memory"):
+        answer(folder, "select list(range) from range(100000000)", gib=0.1)
+
+
+def test_the_command_prints_a_table_or_lines_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("duckdb")
+    folder = str(recorded(tmp_path, 1))
+    assert main(["query", folder, "select text, reward, tokens from rollouts where index <> 1 order by index"]) == 0
+    head, names, first, *_ = capsys.readouterr().out.splitlines()
+    assert head.strip() == "2 rows" and names.split() == ["text", "reward", "tokens"] and "lookit is 42" in first
+    assert main(["query", folder, "select text from rollouts order by index", "--json", "--number", "1"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"text": "lookit is 42"}
+    assert main(["query", folder, "select nothing"]) == 2
+    assert main(["rollouts", folder, "--step", "1", "--json", "--number", "1"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["flags"] == ["moved by KL"] and len(row["weight"]) == 9
+    assert row.keys() <= {*ROLLOUTS.names, "id"}
+
+
+def test_evaluated_rollouts_are_printed_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(recorded(tmp_path, 2))
+    assert main(["rollouts", folder, "--held-out"]) == 0
+    assert "held ── reward 1" in capsys.readouterr().out
+    assert main(["rollouts", folder, "--held-out", "--step", "1"]) == 2
+    assert rows_of(read_table(folder, 2, held_out=True))[0]["kind"] == "eval"

@@ -33,6 +33,15 @@ SORTS = {
     "first": "g.first",
 }
 """Column of the table -> what sorts by it."""
+GROUP_SORTS = {
+    **{
+        name: f"g.{name}" for name in ("step", "task", "epoch", "mean", "sd", "replies", "n", "first", "length", "kind")
+    },
+    "group": 'g."group"',
+    "prompt": "g.task",
+    "right": "g.right_n / g.valid",
+}
+"""The same where a row is a group."""
 
 QUESTIONS: dict[str, tuple[str, str, str, str]] = {
     "wrong": (
@@ -56,6 +65,11 @@ QUESTIONS: dict[str, tuple[str, str, str, str]] = {
 }
 """Ready questions: what the button says, what it means, the condition, the order."""
 ONCE = "once"
+_GROUPED = "base b join groups g using (gid)"
+_ROW = """
+b.step, b.held_out, b."index", b.kind, b.member, g."group", g.task, g.side, g.epoch, b.reward, b.invalid, b.advantage,
+b.fate, b.why, b.flags, b.stop, b.truncated, b.replayed, b.length, b.sampled, b.version, b.shaping, b.penalty, b.used,
+g.mean, g.sd, g.n, g.right_n, p.value as prompt, t.value as text"""
 
 
 @dataclass
@@ -104,13 +118,17 @@ class Question:
         elif name == "q":
             self.text = value
             self.where.append(_found(value, store))
-            self.shown.append(f"(contains(lower(prompt), {quoted(value.lower())}) or contains(lower(text), {quoted(value.lower())}))")
+            self.shown.append(
+                f"(contains(lower(prompt), {quoted(value.lower())}) or contains(lower(text), {quoted(value.lower())}))"
+            )
         elif name.startswith("col."):
             self._column(name[4:], value)
         elif name == "where":
             store.check_condition(value)
             self.condition = value
-            self.where.append(f'(b.step, b.held_out, b."index") in (select (step, held_out, "index") from rollouts where ({value}\n))')
+            self.where.append(
+                f'(b.step, b.held_out, b."index") in (select (step, held_out, "index") from rollouts where ({value}\n))'
+            )
             self.shown.append(f"({value})")
 
     def _column(self, name: str, value: str) -> None:
@@ -164,100 +182,80 @@ class Question:
         return f" where {' and '.join(self.where)}" if self.where else ""
 
     def _order(self, store: Store) -> str:
-        name, down = self.order.lstrip("-"), self.order.startswith("-")
-        if name.startswith("part.") and name[5:] in store.parts:
-            column = f"b.{named(name)}"
+        name, down = self.order.lstrip("-"), " desc" if self.order.startswith("-") else ""
+        if self.groups:
+            column, place = GROUP_SORTS.get(name, ""), "g.step, g.first"
         else:
-            column = SORTS.get(name, "")
-        if self.groups and (column.startswith(("b.", "p.", "t."))):
-            column = f"min({column})" if name != "step" else "g.step"
-        place = "g.step, g.first" if self.groups else 'b.step, b.held_out, b."index"'
-        return f" order by {column}{' desc' if down else ''} nulls last, {place}" if column else f" order by {place}"
-
-    @property
-    def _source(self) -> str:
-        return "base b join groups g using (gid)"
+            part = name.startswith("part.") and name[5:] in store.parts
+            column, place = f"b.{named(name)}" if part else SORTS.get(name, ""), 'b.step, b.held_out, b."index"'
+        return f" order by {column}{down} nulls last, {place}" if column else f" order by {place}"
 
     def page(self, store: Store, offset: int, limit: int = PAGE) -> dict[str, Any]:
         """Rows of the table, and how many there are in all."""
         with store.limited() as cursor:
             count = "count(distinct b.gid)" if self.groups else "count(*)"
-            source = self._source if "g." in self._clause() else "base b"
+            source = _GROUPED if "g." in self._clause() else "base b"
             total = cursor.execute(f"select {count} from {source}{self._clause()}").fetchone()[0]
-            found = cursor.execute(self._groups(store, offset, limit) if self.groups else self._rows(store, offset, limit))
+            found = cursor.execute(
+                self._groups(store, offset, limit) if self.groups else self._rows(store, offset, limit)
+            )
             names = [column[0] for column in found.description]
             rows = [dict(zip(names, map(_plain, row), strict=True)) for row in found.fetchall()]
         return {"rows": rows, "count": total, "sql": self.sql()}
 
     def _rows(self, store: Store, offset: int, limit: int) -> str:
+        """Texts are looked up for the rows of a page alone, unless they are what it is sorted by."""
+        order, clause = self._order(store), self._clause()
+        texts = {"p": " left join strings p on p.id = b.prompt", "t": " left join strings t on t.id = b.text"}
+        early = "".join(join for alias, join in texts.items() if f"{alias}.value" in order)
+        source = _GROUPED if "g." in clause + order else "base b"
         parts = "".join(f", b.{named('part.' + name)}" for name in store.parts)
-        order = self._order(store)
-        early = "".join(
-            f" left join strings {alias} on {alias}.id = b.{name}"
-            for alias, name in (("p", "prompt"), ("t", "text"))
-            if f"{alias}.value" in order
-        )
-        source = self._source if "g." in self._clause() + order else "base b"
-        chosen = f"select b.row, row_number() over ({order}) as place from {source}{early}{self._clause()}{order} limit {limit} offset {offset}"
-        if not early:  # a window over all rows would sort them all
-            chosen = f"select b.row from {source}{self._clause()}{order} limit {limit} offset {offset}"
-        joined = (
-            " left join strings p on p.id = b.prompt left join strings t on t.id = b.text"
-            if not early
-            else " left join strings p on p.id = b.prompt left join strings t on t.id = b.text"
-        )
-        return (
-            f'select b.step, b.held_out, b."index", b.kind, b.member, g."group", g.task, g.side, g.epoch, b.reward, b.invalid, '
-            "b.advantage, b.fate, b.why, b.flags, b.stop, b.truncated, b.replayed, b.length, b.sampled, b.version, "
-            "b.shaping, b.penalty, b.used, g.mean, g.sd, g.n, g.right_n, left(p.value, 200) as prompt, "
-            f"left(t.value, 240) as text{parts} from base b join groups g using (gid){joined} "
-            f"where b.row in (select row from ({chosen})){order}"
-        )
+        return f"""select {_ROW}{parts} from {_GROUPED}{"".join(texts.values())}
+                where b.row in (select b.row from {source}{early}{clause}{order} limit {limit} offset {offset}){order}"""
 
     def _groups(self, store: Store, offset: int, limit: int) -> str:
-        order = self._order(store)
-        return (
-            f"""select g.step, g.held_out, g.kind, g."group", g.task, g.side, g.epoch, g.n, g.valid, g.right_n, g.mean, g.sd,
-                g.low, g.high, g.replies, g.length, g.first, count(*) as matched,
-                left((select value from strings where id = any_value(b.prompt)), 200) as prompt,
-                left((select value from strings where id = mode(b.text)), 160) as text
-                from {self._source}{" left join strings p on p.id = b.prompt" if "p.value" in order else ""}
-                {" left join strings t on t.id = b.text" if "t.value" in order else ""}
-                {self._clause()} group by all {order} limit {limit} offset {offset}"""
-        )
+        """Groups of which any rollout is meant, with the prompt and the reply that comes up most."""
+        order, source = self._order(store), _GROUPED if "g." in self._clause() else "base b"
+        return f"""
+            with meant as (select b.gid, count(*) as matched from {source}{self._clause()} group by b.gid),
+                 page as (select g.* from groups g join meant using (gid){order} limit {limit} offset {offset}),
+                 texts as (select gid, any_value(prompt) as prompt, mode(text) as text from base
+                           where gid in (select gid from page) group by gid)
+            select g.* exclude gid, meant.matched, p.value as prompt, t.value as text
+            from page g join meant using (gid) join texts using (gid) left join strings p on p.id = texts.prompt
+            left join strings t on t.id = texts.text{order}"""
 
     def histograms(self, store: Store, names: list[str]) -> dict[str, Any]:
         """Of each column: bins of all rollouts that are meant, and how many have none; of choices, their counts."""
         found: dict[str, Any] = {}
-        source = self._source if "g." in self._clause() else "base b"
+        known = [n for n in names if n in NUMBERS or (n.startswith("part.") and n[5:] in store.parts)]
+        source = _GROUPED if "g." in self._clause() else "base b"
         with store.limited() as cursor:
-            for name in names:
-                if name.startswith("part.") and name[5:] not in store.parts or not (
-                    name.startswith("part.") or name in NUMBERS
-                ):
-                    continue
-                column = f"b.{named(name)}" if name != "epoch" else "g.epoch"
-                base = self._source if name == "epoch" else source
-                low, high, count, null = cursor.execute(
-                    f"select min({column}), max({column}), count({column}), count(*) - count({column}) from {base}{self._clause()}"
-                ).fetchone()
-                found[name] = {"low": low, "high": high, "count": count, "none": null, "bins": []}
-                if low is None or not (math.isfinite(low) and math.isfinite(high)):
-                    continue
-                width = _width(float(low), float(high))
-                found[name]["width"] = width
-                begin = math.floor(low / width) * width
-                found[name] |= {"low": begin, "least": low}
-                bins = cursor.execute(
-                    f"select cast(floor(({column} - {begin!r}) / {width!r} + 1e-9) as integer) as bin, count(*) "
-                    f"from {base}{self._clause()} group by 1 having bin is not null order by 1"
-                ).fetchall()
-                found[name]["bins"] = bins
+            for name in known:
+                found[name] = self._bins(cursor, name)
             for name in ("fate", "stop", "kind"):
                 found[name] = cursor.execute(
                     f"select b.{name}, count(*) from {source}{self._clause()} group by 1 order by 2 desc"
                 ).fetchall()
         return found
+
+    def _bins(self, cursor: Any, name: str) -> dict[str, Any]:
+        """Bins as [number, count], the first of which begins at `low`."""
+        clause, column = self._clause(), "g.epoch" if name == "epoch" else f"b.{named(name)}"
+        source = _GROUPED if "g." in clause + column else "base b"
+        low, high, count, null = cursor.execute(
+            f"select min({column}), max({column}), count({column}), count(*) - count({column}) from {source}{clause}"
+        ).fetchone()
+        found = {"low": low, "high": high, "least": low, "count": count, "none": null, "bins": []}
+        if low is None or not (math.isfinite(low) and math.isfinite(high)):
+            return found
+        width = _width(float(low), float(high))
+        begin = math.floor(low / width) * width
+        number = f"cast(floor(({column} - {begin!r}) / {width!r} + 1e-9) as integer)"
+        bins = cursor.execute(
+            f"select {number}, count(*) from {source}{clause} group by 1 having {number} is not null order by 1"
+        )
+        return {**found, "low": begin, "width": width, "bins": bins.fetchall()}
 
 
 def _width(low: float, high: float) -> float:

@@ -33,7 +33,7 @@ def changes(run: OpenRun, part: Part, by: str) -> dict[str, Any]:
         raise UserError(f"there are no rollouts of step {part.name} in this run")
     table = rows(part, run.store.files[part], names=_READ).to_pydict()
     steps = sorted(p.step for p in run.store.files if p.held_out == part.held_out)
-    found = {name: values for name in MEASURES if (values := _values(table, name)) is not None}
+    found = {name: known for name in MEASURES if (known := _values(table, name)) is not None}
     measures = [{"name": name, "says": MEASURES[name][0]} for name in found]
     about = {"step": part.step, "held_out": part.held_out, "steps": steps, "measures": measures}
     if not found:
@@ -66,7 +66,8 @@ def _values(table: dict[str, list[Any]], name: str) -> tuple[NDArray[Any], NDArr
         if column is None:
             continue
         spans = table["spans"][number]
-        at = np.concatenate([np.arange(s["start"], s["start"] + s["length"]) for s in spans if s["learned"]] or [[]])
+        runs = [np.arange(s["start"], s["start"] + s["length"]) for s in spans if s["learned"]]
+        at = np.concatenate([np.zeros(0, dtype=np.int64), *runs])
         own = np.asarray(column, dtype=np.float64)
         if name == "push":
             each = table["token_advantage"][number]
@@ -91,7 +92,7 @@ def _base(table: dict[str, list[Any]], number: int, names: tuple[str, ...]) -> N
             continue
         if name == "engine":  # of each sampled token: those that are scored
             spans = [s for s in table["spans"][number] if s["kind"] == "sampled"]
-            kept = np.concatenate([np.full(s["length"], s["learned"]) for s in spans] or [[]]).astype(bool)
+            kept = np.concatenate([np.zeros(0, dtype=bool), *(np.full(s["length"], s["learned"], bool) for s in spans)])
             column = np.asarray(column, dtype=np.float64)
             return column[kept] if len(kept) == len(column) else None
         return np.asarray(column, dtype=np.float64)
@@ -104,7 +105,9 @@ def _histogram(values: NDArray[Any]) -> dict[str, Any]:
     return {"low": float(edges[0]), "width": float(edges[1] - edges[0]), "counts": counts.tolist()}
 
 
-def _one(run: OpenRun, table: dict[str, list[Any]], name: str, values: Any, row: Any, place: Any, i: int) -> dict[str, Any]:
+def _one(
+    run: OpenRun, table: dict[str, list[Any]], name: str, values: Any, row: Any, place: Any, i: int
+) -> dict[str, Any]:
     number, at = int(row[i]), int(place[i])
     tokens = table["tokens"][number]
     pieces = run.pieces.of(tokens[max(0, at - AROUND) : at + 1])
@@ -118,7 +121,9 @@ def _one(run: OpenRun, table: dict[str, list[Any]], name: str, values: Any, row:
     }
     _, first, less = MEASURES[name]
     if less:
-        scored = [n for s in table["spans"][number] if s["learned"] for n in range(s["start"], s["start"] + s["length"])]
+        scored = [
+            n for s in table["spans"][number] if s["learned"] for n in range(s["start"], s["start"] + s["length"])
+        ]
         own["logp"] = float(table[first][number][scored.index(at)])
     return own
 

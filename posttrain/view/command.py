@@ -38,7 +38,12 @@ def serve(folders: Sequence[str], port: int = 0, browser: bool = False) -> None:
 
             webbrowser.open(address)
         config = uvicorn.Config(
-            application(runs, token), log_level="error", access_log=False, server_header=False, lifespan="off", ws="none"
+            application(runs, token),
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
         )
         try:
             uvicorn.Server(config).run(sockets=[bound])
@@ -71,7 +76,9 @@ def _bound(port: int) -> socket.socket:
         bound.bind((HOST, port))
     except (OSError, OverflowError) as error:
         bound.close()
-        raise UserError(f"--port {port} cannot be used ({getattr(error, 'strerror', error)}): leave it out for any") from None
+        raise UserError(
+            f"--port {port} cannot be used ({getattr(error, 'strerror', error)}): leave it out for any"
+        ) from None
     return bound
 
 

@@ -82,13 +82,18 @@ def _latest(run: OpenRun, rollouts: int) -> str:
 
 def _page(kept: Mapping[str, Any]) -> bytes:
     """The pages with everything inside. What is in it is data: it is packed, and read as JSON alone."""
-    data = json.dumps(kept, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+    data = json.dumps(kept, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
+        "utf-8", "backslashreplace"
+    )
     packed = b64encode(gzip.compress(data, 9, mtime=0)).decode("ascii")
     style = "".join(_read(name) for name in ("vendor/uplot.css", "app.css"))
     vendored = [_read(name) for name in ("vendor/htm-preact.js", "vendor/uplot.js")]
     script = bundled()
     hashes = " ".join(f"'sha256-{_hash(text)}'" for text in [*vendored, script])
-    policy = f"default-src 'none'; script-src {hashes}; style-src 'sha256-{_hash(style)}'; img-src data:; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; script-src {hashes}; style-src 'sha256-{_hash(style)}'; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
+    )
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>posttrain view</title>
@@ -113,7 +118,9 @@ def bundled(name: str = "main.js") -> str:
         done[file] = ""
         for imported in _IMPORT.findall(text):
             add(imported)
-        body = re.sub(r"^export (?=(?:async )?(?:function|const|let|class)\b)", "", _IMPORT.sub("", text), flags=re.MULTILINE)
+        body = re.sub(
+            r"^export (?=(?:async )?(?:function|const|let|class)\b)", "", _IMPORT.sub("", text), flags=re.MULTILINE
+        )
         del done[file]
         done[file] = body
 

@@ -11,31 +11,34 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+from posttrain.messages import one_line
 from posttrain.record.schema import START
 from posttrain.types import UserError
 from posttrain.view.source import File, Part
 
 TOGETHER = 40  # files that are read at once
+MEMORY = "400MB"
 _COLUMNS = {
     "id": "VARCHAR", "group": "VARCHAR", "side": "VARCHAR", "prompt": "VARCHAR", "text": "VARCHAR", "answer": "JSON",
     "reward": "DOUBLE", "invalid": "VARCHAR", "rewards": "MAP(VARCHAR, DOUBLE)", "stop": "VARCHAR",
     "version": "INTEGER", "advantage": "DOUBLE",
     "transcripts": "STRUCT(tokens INTEGER[], sampled INTEGER[][])[]",
 }  # fmt: skip
+_PLACE = """cast(regexp_extract(filename, 'step-(\\d+)', 1) as integer) as step,
+       contains(filename, '/evals/') as held_out, coalesce(try_cast(split_part(id, '/', 2) as integer), 0) as "index\""""
 _SELECT = f"""
-select cast(regexp_extract(filename, 'step-(\\d+)', 1) as integer) as step,
-       coalesce(try_cast(split_part(id, '/', 2) as integer), 0) as "index", "group",
+select {_PLACE}, "group",
        row_number() over (partition by filename, "group", side order by try_cast(split_part(id, '/', 2) as integer)) - 1
            as member,
        coalesce(try_cast(regexp_extract("group", '#(\\d+)$', 1) as integer), 0) as epoch,
        regexp_replace("group", '#\\d+$', '') as task, side, reward, invalid,
        list_transform(map_entries(rewards), lambda e: {{'name': e.key, 'value': e.value}}) as parts,
        reward as used, advantage, stop,
-       coalesce(stop not in ('eos', 'stop'), false) as truncated, version,
-       list_sum(flatten(list_transform(transcripts, lambda t: list_transform(t.sampled, lambda s: s[2])))) as sampled,
-       list_sum(list_transform(transcripts, lambda t: len(t.tokens))) as length,
-       left(prompt, {START}) as prompt_start, left(text, {START}) as text_start,
-       contains(filename, '/evals/') as held_out
+       coalesce(stop not in ('eos', 'stop'), false) as truncated, coalesce(version, 0) as version,
+       coalesce(list_sum(flatten(list_transform(transcripts, lambda t: list_transform(t.sampled, lambda s: s[2])))), 0)
+           as sampled,
+       coalesce(list_sum(list_transform(transcripts, lambda t: len(t.tokens))), 0) as length,
+       left(prompt, {START}) as prompt_start, left(text, {START}) as text_start
 """
 
 
@@ -51,10 +54,12 @@ def _reader(files: list[str], columns: Mapping[str, str]) -> str:
 def scalars(files: Mapping[Part, File]) -> Iterator[pa.Table]:
     """Tables of some parts at a time."""
     paths = [str(file.path) for file in files.values()]
-    connection = duckdb.connect(":memory:", config={"threads": "2", "memory_limit": "400MB"})
+    connection = duckdb.connect(":memory:", config={"threads": "2", "memory_limit": MEMORY})
     try:
         for begin in range(0, len(paths), TOGETHER):
-            yield _completed(_fetched(connection, _SELECT + " from " + _reader(paths[begin : begin + TOGETHER], _COLUMNS)))
+            yield _completed(
+                _fetched(connection, _SELECT + " from " + _reader(paths[begin : begin + TOGETHER], _COLUMNS))
+            )
     finally:
         connection.close()
 
@@ -76,22 +81,19 @@ def _completed(table: pa.Table) -> pa.Table:
     return table
 
 
-def texts(part: Part, file: File) -> pa.Table:
-    """Whole texts of a part."""
+def texts(files: Mapping[Part, File]) -> pa.Table:
+    """Whole texts of these parts."""
     columns = {"id": "VARCHAR", "prompt": "VARCHAR", "text": "VARCHAR", "answer": "JSON"}
-    select = (
-        """select coalesce(try_cast(split_part(id, '/', 2) as integer), 0) as "index", prompt, text, """
-        "case when answer is null then null else json_object('answer', answer)::varchar end as columns, "
-        "null::varchar as notes"
-    )
-    with duckdb.connect(":memory:", config={"threads": "2", "memory_limit": "400MB"}) as connection:
-        return _fetched(connection, f"{select} from {_reader([str(file.path)], columns)}")
+    select = f"""
+        select {_PLACE}, prompt, text, null::varchar as notes,
+               case when answer is null then null else json_object('answer', answer)::varchar end as columns
+        from {_reader([str(file.path) for file in files.values()], columns)}"""
+    with duckdb.connect(":memory:", config={"threads": "2", "memory_limit": MEMORY}) as connection:
+        return _fetched(connection, select)
 
 
 def _fetched(connection: Any, sql: str) -> pa.Table:
     try:
-        return connection.execute(sql).to_arrow_table()
+        return connection.sql(sql).to_arrow_table()
     except duckdb.Error as error:
-        from posttrain.messages import one_line
-
         raise UserError(f"the run's rollouts cannot be read: {one_line(error)[:300]}") from None

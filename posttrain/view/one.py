@@ -31,7 +31,9 @@ _LONG = ("tokens", "spans", "engine", "kept", "pictures", "forks", *NUMBERS)
 _JSON = ("columns", "notes", "answers", "label")
 
 
-def one(store: Store, pieces: Pieces, objective: Sequence[str], part: Part, index: int, begin: int = 0) -> dict[str, Any]:
+def one(
+    store: Store, pieces: Pieces, objective: Sequence[str], part: Part, index: int, begin: int = 0
+) -> dict[str, Any]:
     """A rollout and what is known of its group."""
     [row] = _read(store, part, [index])
     shown = _shown(row, pieces, begin, WINDOW)
@@ -133,6 +135,7 @@ def _shown(row: dict[str, Any], pieces: Pieces, begin: int, window: int) -> dict
         "end": end,
         "ids": _bytes(tokens[begin:end].astype(np.int32)),
         "pieces": pieces.of(tokens[begin:end].tolist()),
+        "known": pieces.known,
         "numbers": {name: values for name, values in numbers.items() if values is not None},
         "pictures": row["pictures"] or [],
         "characters": len(row["text"] or ""),

@@ -22,7 +22,8 @@ from groups where held_out = {held} group by step order by step
 _LIKE = """
 with c as (select b.step, b.text, b.prompt, count(*) as n from base b where not b.held_out group by all),
      t as (select step, text, sum(n) as n, sum(n * n) as same from c group by all),
-     p as (select step, sum(n) as n, sum(n * n) as pairs from (select step, prompt, sum(n) as n from c group by all) group by step),
+     q as (select step, prompt, sum(n) as n from c group by all),
+     p as (select step, sum(n) as n, sum(n * n) as pairs from q group by step),
      s as (select step, sum(n * n) - sum(same) as alike from t group by step)
 select step, s.alike / nullif(p.n * p.n - p.pairs, 0) as alike from s join p using (step) order by step
 """
@@ -33,16 +34,16 @@ def overview(run: OpenRun) -> dict[str, Any]:
     """Everything on the page, ready to be drawn."""
     steps, metrics = run.series()
     own = _own(run, steps)
-    questions = [
+    about, answers, drawn = run.about, verdicts(metrics, own), _panels(steps, metrics, own)
+    questions: list[dict[str, Any]] = [
         {"name": name, **verdict, "panels": panels[:3]}
-        for (name, verdict), panels in zip(
-            verdicts(run.about, steps, metrics, own).items(), _panels(run.about, steps, metrics, own), strict=True
-        )
+        for (name, verdict), panels in zip(answers.items(), drawn, strict=True)
     ]
-    about = run.about
     changed = changes(about)
     used = {line["of"] for question in questions for panel in question["panels"] for line in panel["lines"]}
-    counts = run.store.ask("select count(*) as rollouts, coalesce(sum(sampled), 0) as tokens from base where not held_out")[0]
+    counts = run.store.ask(
+        "select count(*) as rollouts, coalesce(sum(sampled), 0) as tokens from base where not held_out"
+    )[0]
     return {
         "name": run.name,
         "verb": about["verb"],
@@ -59,7 +60,9 @@ def overview(run: OpenRun) -> dict[str, Any]:
         "steps": steps,
         "parts": [part.name for part in run.store.files],
         "questions": questions,
-        "others": [_panel(name, steps, [_line(name, values, name)]) for name, values in metrics.items() if name not in used],
+        "others": [
+            _panel(name, steps, [_line(name, values, name)]) for name, values in metrics.items() if name not in used
+        ],
         "fates": own.get("fates", {}),
         **counts,
     }
@@ -68,10 +71,8 @@ def overview(run: OpenRun) -> dict[str, Any]:
 def changes(about: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What was asked of the run in so many words: settings of its row that differ, and the options that say most."""
     config = about["config"]
-    names = (
-        "algorithm model env tasks steps prompts group max_tokens temperature lr schedule held_out eval_every ahead lora "
-        "rows epochs processes engine"
-    ).split()
+    names = ("algorithm", "model", "env", "tasks", "steps", "prompts", "group", "max_tokens", "temperature", "lr",
+             "schedule", "held_out", "eval_every", "ahead", "lora", "rows", "epochs", "processes", "engine")  # fmt: skip
     found = [{"name": name, "value": value} for name, value in (config.get("settings") or {}).items()]
     found += [{"name": name, "value": config[name]} for name in names if config.get(name) not in (None, "", [], 0, 0.0)]
     return found
@@ -103,11 +104,16 @@ def _own(run: OpenRun, steps: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-def _panels(about: Mapping[str, Any], steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -> list[list[Panel]]:
+def _panels(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -> list[list[Panel]]:
     """Of each question, in the order of importance; what was not recorded is left out."""
     return [
         [panel for panel in panels if panel is not None]
-        for panels in (_learning(steps, m, own), _honest(steps, m, own), _exploring(steps, m, own), _stable(steps, m, own))
+        for panels in (
+            _learning(steps, m, own),
+            _honest(steps, m, own),
+            _exploring(steps, m, own),
+            _stable(steps, m, own),
+        )
     ]
 
 
@@ -185,7 +191,7 @@ def _exploring(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]
     if any(value is not None for value in own.get("alike", ())):
         line = _line("alike", own["alike"], "alike", "pink")
         alike = {**_panel("Replies to two prompts alike", steps, [line]), "zero": True,
-                 "about": "chance that two rollouts of a step with different prompts begin with the same 80 characters"}  # fmt: skip
+                 "about": "chance that two rollouts with different prompts begin with the same 80 characters"}  # fmt: skip
     return [
         _of(steps, m, "entropy", "Entropy, nats per token", zero=True),
         replies,
@@ -242,7 +248,9 @@ def _of(
     return panel
 
 
-def _first(steps: list[int], m: Mapping[str, Values], choices: Sequence[tuple[str, str]], colour: str = "blue") -> Panel | None:
+def _first(
+    steps: list[int], m: Mapping[str, Values], choices: Sequence[tuple[str, str]], colour: str = "blue"
+) -> Panel | None:
     found = next(((name, title) for name, title in choices if name in m), None)
     return _of(steps, m, *found, colour) if found else None
 

@@ -14,7 +14,18 @@ from posttrain.view.run import OpenRun, differing
 
 MOST = 200  # tasks that are listed
 RESAMPLES = 1000
-CURVES = ("reward", "eval/accuracy", "eval/reward", "eval/loss", "accuracy", "loss", "entropy", "length", "kl", "grad_norm")
+CURVES = (
+    "reward",
+    "eval/accuracy",
+    "eval/reward",
+    "eval/loss",
+    "accuracy",
+    "loss",
+    "entropy",
+    "length",
+    "kl",
+    "grad_norm",
+)
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "max_turns", "stop", "eval_samples", "eval_limit")
 
 
@@ -52,7 +63,10 @@ def choices(run: OpenRun) -> list[dict[str, Any]]:
            where not held_out and epoch is not null group by epoch order by epoch limit 200"""
     )
     return found + [
-        {"name": f"visit-{row['epoch']}", "says": f"visit {row['epoch'] + 1} to each task, steps {row['low']}–{row['high']}"}
+        {
+            "name": f"visit-{row['epoch']}",
+            "says": f"visit {row['epoch'] + 1} to each task, steps {row['low']}–{row['high']}",
+        }
         for row in visits
     ]
 
@@ -117,7 +131,9 @@ def _paired(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> dict[str, Any]:
         "grid": _grid(x, y),
         "lost": [shown(int(i)) for i in order[:MOST] if y[i] < x[i]],
         "gained": [shown(int(i)) for i in order[::-1][:MOST] if y[i] > x[i]],
-        "never": [shown(i) for i in range(len(both)) if y[i] == x[i] == min(x.min(), y.min()) and y.max() > y[i]][:MOST],
+        "never": [shown(i) for i in range(len(both)) if y[i] == x[i] == min(x.min(), y.min()) and y.max() > y[i]][
+            :MOST
+        ],
     }
 
 

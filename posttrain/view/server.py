@@ -139,11 +139,15 @@ class _Guard:
                 message = {**message, "headers": [*message["headers"], *own]}
             await send(message)
 
-        _, token, *rest = [*scope["path"].split("/", 2), ""]
-        if scope["method"] not in ("GET", "HEAD") or not _ours(scope) or not compare_digest(token.encode(), self._token.encode()):
+        token, _, rest = str(scope["path"]).removeprefix("/").partition("/")
+        if (
+            scope["method"] not in ("GET", "HEAD")
+            or not _ours(scope)
+            or not compare_digest(token.encode(), self._token.encode())
+        ):
             await _json({"problem": "open the address that posttrain view printed"}, 403)(scope, receive, dressed)
             return
-        path = "/" + (rest[0] if rest else "")
+        path = "/" + rest
         await self._inner({**scope, "path": path, "raw_path": path.encode()}, receive, dressed)
 
 

@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from posttrain.record.index import short
 from posttrain.record.reading import read_file
-from posttrain.record.schema import INDEX, KEY, ROLLOUTS, UNINDEXED, VERSION
+from posttrain.record.schema import INDEX, KEY, ROLLOUTS, VERSION
 from posttrain.types import UserError
 
 FOLDERS = {"rollouts": False, "evals": True}
@@ -130,7 +130,9 @@ def _checked(path: Path, names: Sequence[str]) -> pa.Table:
         raise UserError(f"{path} is damaged ({' '.join(str(error).split())[:120]}): put a copy of it back") from error
 
 
-def rows(part: Part, file: File, indices: Iterable[int] | None = None, names: Sequence[str] = ROLLOUTS.names) -> pa.Table:
+def rows(
+    part: Part, file: File, indices: Iterable[int] | None = None, names: Sequence[str] = ROLLOUTS.names
+) -> pa.Table:
     """Rows of a part with these columns; all, or those with these indices in their order in the file."""
     if file.lines:
         table = read_file(file.path, names)
@@ -151,7 +153,3 @@ def _chosen(file: Any, indices: list[int], names: list[str]) -> pa.Table:
             found.append(file.read_row_group(number, names).take(inside))
         begin += count
     return pa.concat_tables(found) if found else file.schema_arrow.empty_table().select(names)
-
-
-TEXTS = tuple(name for name in UNINDEXED if name != "turns")
-"""Columns with text that a search looks into, or a filter."""

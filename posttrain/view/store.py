@@ -19,12 +19,13 @@ import pyarrow as pa
 from posttrain.record.schema import KINDS
 from posttrain.types import Fate, InvalidKind, StopReason, UserError
 from posttrain.view import older
-from posttrain.view.source import TEXTS, File, Part, parts_of, rows, scalars
+from posttrain.view.source import File, Part, parts_of, rows, scalars
 
 MEMORY = "320MB"
 TEXT_BYTES = 160 * 2**20  # texts that are held; more are read from their files when they are searched
 SECONDS = 10.0  # of a question that a person wrote
 
+_HELD = ("prompt", "text", "columns", "notes")  # texts that a search looks into, or a filter
 _ENUMS = {"kind": KINDS, "fate": tuple(Fate), "stop": tuple(StopReason), "invalid_kind": tuple(InvalidKind)}
 _PLAIN = {
     "reward": "double", "shaping": "double", "penalty": "double", "used": "double", "advantage": "double",
@@ -102,7 +103,9 @@ class Store:
     def task_columns(self) -> list[str]:
         """Names of the tasks' own columns whose values are short enough to choose by."""
         found: dict[str, None] = {}
-        for row in self.ask("select value from strings semi join full_texts on strings.id = full_texts.columns limit 50"):
+        for row in self.ask(
+            "select value from strings semi join full_texts on strings.id = full_texts.columns limit 50"
+        ):
             with suppress(ValueError):
                 columns = json.loads(row["value"])
                 found |= {n: None for n, v in columns.items() if isinstance(v, str | int | float) and len(str(v)) <= 40}
@@ -199,7 +202,8 @@ class Store:
         own = ", ".join(f"try_cast({name} as {kind})" for name, kind in _PLAIN.items())
         enums = ", ".join(f"try_cast(i.{name} as {name}_name)" for name in ("kind", "fate", "stop", "invalid_kind"))
         extra = "".join(f", {named('part.' + name)}" for name in parts)
-        names = f'row, step, held_out, "index", gid, member, kind, fate, stop, invalid_kind, prompt, text, {", ".join(_PLAIN)}'
+        names = f"""row, step, held_out, "index", gid, member, kind, fate, stop, invalid_kind, prompt, text,
+                    {", ".join(_PLAIN)}"""
         cursor.execute(
             f"""insert into base ({names}{extra})
                 select nextval('places'), i.step, i.held_out, i."index", k.gid, i.member, {enums}, p.id, t.id, {own}{extra}
@@ -269,8 +273,8 @@ class Store:
         )}  # fmt: skip
         missing = [part for part in self.files if part not in have]
         held = self.value("select coalesce(sum(strlen(value)), 0) from strings")
-        for begin in range(0, len(missing), 25):
-            held += self._hold(missing[begin : begin + 25])
+        for begin in range(0, len(missing), 40):
+            held += self._hold(missing[begin : begin + 40])
             if held > TEXT_BYTES:
                 self._database.execute("delete from full_texts")
                 return
@@ -278,20 +282,16 @@ class Store:
 
     def _hold(self, some: Sequence[Part]) -> int:
         """Hold the texts of these parts; bytes of the texts that are new."""
-        tables = []
+        lines = {part: self.files[part] for part in some if self.files[part].lines}
+        tables = [older.texts(lines)] if lines else []
         for part in some:
-            names = ["index", *TEXTS]
-            file = self.files[part]
-            table = older.texts(part, file) if file.lines else rows(part, file, names=[*names])
-            table = table.select(["index", "prompt", "text", "columns", "notes"])
-            count = table.num_rows
-            table = table.append_column("step", pa.array([part.step] * count, pa.int32()))
-            tables.append(table.append_column("held_out", pa.array([part.held_out] * count, pa.bool_())))
+            if part not in lines:
+                tables.append(_placed(rows(part, self.files[part], names=["index", *_HELD]), part))
         with self._writing:
             cursor = self._database.cursor()
             cursor.register("incoming", pa.concat_tables(tables))
-            before = cursor.execute("select coalesce(max(id), 0) from strings").fetchone()[0]
-            self._remember(cursor, "incoming", ("prompt", "text", "columns", "notes"))
+            before = self.value("select coalesce(max(id), 0) from strings")
+            self._remember(cursor, "incoming", _HELD)
             steps = sorted(part.step for part in some)
             cursor.execute(
                 f"""insert into full_texts
@@ -302,8 +302,14 @@ class Store:
                     left join strings c on c.value = i.columns left join strings n on n.value = i.notes"""
             )
             cursor.unregister("incoming")
-            added = cursor.execute(f"select coalesce(sum(strlen(value)), 0) from strings where id > {before}").fetchone()
-        return int(added[0])
+        return int(self.value(f"select coalesce(sum(strlen(value)), 0) from strings where id > {before}"))
+
+
+def _placed(table: pa.Table, part: Part) -> pa.Table:
+    """With the columns that say of which part it is."""
+    count = table.num_rows
+    table = table.append_column("step", pa.array([part.step] * count, pa.int32()))
+    return table.append_column("held_out", pa.array([part.held_out] * count, pa.bool_()))
 
 
 def _parts_of(table: pa.Table) -> dict[str, pa.Array]:

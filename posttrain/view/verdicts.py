@@ -17,9 +17,7 @@ COLLAPSED, ALONE = 0.33, 0.1  # share of the entropy at the start; see posttrain
 FAR = 3.0  # ratio from which on a look is worth it
 
 
-def verdicts(
-    about: Mapping[str, Any], steps: Sequence[int], m: Mapping[str, Values], own: Mapping[str, Any]
-) -> dict[str, Verdict]:
+def verdicts(m: Mapping[str, Values], own: Mapping[str, Any]) -> dict[str, Verdict]:
     """By the names of the questions, in their order."""
     answers = (_learning(m), _honest(m, own), _exploring(m), _stable(m))
     return dict(zip(QUESTIONS, answers, strict=True))
@@ -68,7 +66,9 @@ def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
         return _verdict("nothing to game", "plain", "no reward is maximised here")
     said.append("one part, one check" if len(own.get("parts") or {}) < 2 else "its parts move together")
     said.append("held-out follows" if held is not None else "nothing is held out to compare with")
-    return _verdict("no sign of a loophole", "good", "; ".join(said) + "; a loophole would show as a leap, or in the length")
+    return _verdict(
+        "no sign of a loophole", "good", "; ".join(said) + "; a loophole would show as a leap, or in the length"
+    )
 
 
 def _part_alone(parts: Mapping[str, Values]) -> str | None:

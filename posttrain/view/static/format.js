@@ -23,7 +23,9 @@ export function seconds(value) {
   return value < 1 ? `${Math.round(1000 * value)} ms` : `${f(value)} s`;
 }
 
+const CONTROLS = "NUL SOH STX ETX EOT ENQ ACK BEL BS HT LF VT FF CR SO SI DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC FS GS RS US".split(" ");
 const NAMES = {
+  0x7f: "DEL",
   0x200b: "ZWSP", 0x200c: "ZWNJ", 0x200d: "ZWJ", 0x200e: "LRM", 0x200f: "RLM", 0x202a: "LRE", 0x202b: "RLE", 0x202c: "PDF",
   0x202d: "LRO", 0x202e: "RLO", 0x2060: "WJ", 0x2066: "LRI", 0x2067: "RLI", 0x2068: "FSI", 0x2069: "PDI", 0xfeff: "BOM",
   0x061c: "ALM", 0x2028: "LS", 0x2029: "PS",
@@ -35,8 +37,7 @@ export function visible(text) {
   if (!text) return "";
   return text.replace(HIDDEN, (c) => {
     const code = c.codePointAt(0);
-    if (code < 0x20) return String.fromCodePoint(0x2400 + code);
-    if (code === 0x7f) return "␡";
+    if (code < 0x20) return `⟨${CONTROLS[code]}⟩`;
     return NAMES[code] ? `⟨${NAMES[code]}⟩` : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
   });
 }

@@ -12,10 +12,10 @@ export function Group({ run, about, words, query }) {
   if (words.length !== 2) return html`<${Empty}>No group is chosen: open one from <a href=${to(run, "rollouts", [], { as: "groups" })}>the groups</a>.</${Empty}>`;
   if (problem) return html`<${Problem} text=${problem} />`;
   if (!data) return html`<${Empty}>reading …</${Empty}>`;
-  return html`<${Shown} key=${words.join("/")} ...${{ run, about, data, place: words[0], query }} />`;
+  return html`<${Replies} key=${words.join("/")} ...${{ run, about, data, place: words[0], query }} />`;
 }
 
-function Shown({ run, about, data, place, query }) {
+function Replies({ run, about, data, place, query }) {
   const { group, visits } = data;
   const order = query.order || "reward";
   const rows = useMemo(() => sorted(data.rollouts, order), [data, order]);
@@ -75,5 +75,5 @@ function Reply({ row, item, chosen, measure, clip, open }) {
     <div class="reply-head"><b>${item ? "response " : "#"}${item ? row.member : row.index}</b>${row.reward !== null ? html`<span>reward <b>${f(row.reward)}</b></span>` : row.invalid ? html`<span class="bad">invalid</span>` : ""}
       ${row.advantage !== null && !item ? html`<span class=${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "faint"}>A ${f(row.advantage)}</span>` : ""}<span class="soft">${whole(row.sampled || row.scored)} tokens · ${row.stop || ""} <${Fate} fate=${row.fate === "trained" ? "" : row.fate} /></span></div>
     <div class="part-pills">${(row.parts || []).map((p) => html`<span class=${`pill ${p.value > 0 ? "on" : ""}`}>${visible(p.name)} ${f(p.value)}</span>`)}${(label || []).map((l) => html`<span class="pill on untrusted">${visible(l)}</span>`)}</div>
-    ${row.pieces.length ? html`<${Tokens} dense ...${{ row, begin, measure, clip }} />` : html`<div class="text dense">${visible(row.text)}</div>`}</div>`;
+    ${row.known && row.pieces.length ? html`<${Tokens} dense ...${{ row, begin, measure, clip }} />` : html`<div class="text dense">${visible(row.text)}</div>`}</div>`;
 }

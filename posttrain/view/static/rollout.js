@@ -15,10 +15,10 @@ export function Rollout({ run, about, words, query }) {
   if (words.length !== 2) return html`<${Empty}>No rollout is chosen: open one from <a href=${to(run, "rollouts")}>the rollouts</a>.</${Empty}>`;
   if (problem) return html`<${Problem} text=${problem} />`;
   if (!data) return html`<${Empty}>reading …</${Empty}>`;
-  return html`<${Shown} key=${`${place}/${index}/${data.begin}`} ...${{ run, about, place, query, row: data, stale }} />`;
+  return html`<${OneRollout} key=${`${place}/${index}/${data.begin}`} ...${{ run, about, place, query, row: data, stale }} />`;
 }
 
-function Shown({ run, about, place, query, row }) {
+function OneRollout({ run, about, place, query, row }) {
   const all = useMemo(() => measured(row, about.bounds), [row]);
   const clip = useMemo(() => clipped(row, about.bounds), [row]);
   const ratio = useMemo(() => ratios(row), [row]);
@@ -74,14 +74,14 @@ function Turns({ run, row, place, at, onAt, measure, clip }) {
   const turns = row.turns.filter((t) => t.first < row.end && t.first + t.length > row.begin);
   const several = turns.length > 2 || turns.some((t) => t.calls.length || t.role === "tool" || t.role === "observation");
   const both = { row, measure, clip, at, onAt };
-  if (!several) return html`<${Tokens} ...${both} />`;
+  if (!several) return html`<${Tokens} ...${both} />${row.known ? "" : html`<div class="note calm">This run's tokenizer is not here, so its tokens are numbers. The reply:</div><div class="text dense">${visible(row.text)}</div>`}`;
   return turns.map((turn, i) => {
     const begin = Math.max(0, turn.first - row.begin);
     const end = Math.min(row.pieces.length, turn.first + turn.length - row.begin);
     const number = row.turns.indexOf(turn);
     const took = row.seconds?.turns?.[number];
     return html`<details key=${number} class=${`turn ${turn.role}`} open=${turn.role === "sampled" || turn.length < 300}><summary>${turn.role}${row.transcripts?.length > 1 ? ` · context ${turn.transcript}` : ""} · ${whole(turn.length)} tokens${took ? ` · ${seconds(took)}` : ""}${turn.reward ? ` · step reward ${f(turn.reward)}` : ""}${turn.cut ? ` · ${turn.cut} tokens did not fit` : ""}</summary>
-      ${turn.length ? html`<${Tokens} ...${both} begin=${begin} end=${Math.max(begin, end)} />` : html`<div class="text dense">${visible(turn.text)}</div>`}
+      ${turn.length ? html`<${Tokens} ...${both} begin=${begin} end=${Math.max(begin, end)} />` : ""}${turn.length && row.known ? "" : html`<div class="text dense">${visible(turn.text)}</div>`}
       ${turn.calls.map((call) => html`<div class="call"><b class="mono">${visible(call.tool || "?")}</b> <span class="mono untrusted">${visible(call.arguments)}</span>${call.problem ? html`<div class="bad">${visible(call.problem)}</div>` : ""}</div>`)}
       </details>`;
   });

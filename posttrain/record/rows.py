@@ -52,9 +52,12 @@ def visit_of(group: str) -> tuple[str, int]:
     return (task, int(visit)) if task and visit.isdecimal() and visit.isascii() else (group, 0)
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def as_json(value: Any) -> str:
     """Anything as JSON in one line."""
-    return json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _JSON.encode(plain(value))
 
 
 def finite(value: float | None) -> float | None:
@@ -94,6 +97,7 @@ def _of_rollout(rollout: Rollout) -> Row:
         "step_rewards": [{"at": at, "reward": finite(value)} for at, value in rollout.steps],
         "stop": str(rollout.stop),
         "truncated": rollout.stop.truncated,
+        "notes": as_json(rollout.notes) if rollout.notes else None,
         "answers": as_json([_answer(*said) for said in rollout.answers]) if rollout.answers else None,
         "branch_of": rollout.branch.of if rollout.branch else None,
         "branch_turns": rollout.branch.turns if rollout.branch else None,

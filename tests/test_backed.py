@@ -338,7 +338,7 @@ def test_backed_model_learns_and_goes_on_exactly(kind: str, tmp_path: Path, toke
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights cannot be trained"),
         ({"num_hidden_layers": 3}, "lacks tensors"),
         ({"num_hidden_layers": 1}, "holds unknown tensors"),
-        ({"hidden_size": 64}, "shape|cannot open it"),
+        ({"hidden_size": 64}, "shape|cannot open"),
     ],
 )
 def test_folder_that_is_not_what_it_says_is_refused_in_one_line(

@@ -61,8 +61,9 @@ class Announced:
         """The name of the embedding's weight."""
         if isinstance(self.model, Decoder):
             return "model.embed_tokens.weight"
-        weight = self.model.inner.get_input_embeddings().weight
-        return next(name for name, tensor in self.tensors() if tensor.data_ptr() == weight.data_ptr())
+        from posttrain.models.transformers_folder import stored_name
+
+        return stored_name(self.model, self.model.inner.get_input_embeddings().weight)
 
     @property
     def kept(self) -> int:

@@ -24,15 +24,23 @@ def own_copy(model: Model) -> Model:
     if not any(map(is_sharded, model.parameters())) and not is_adapted(model):
         copied: Model = copy.deepcopy(model)
         return copied.requires_grad_(False)
+    assert isinstance(model, Decoder | Backed), "others are neither sharded nor adapted"
     if isinstance(model, Backed):
-        own_one = copy.deepcopy(model)
+        own_one = _whole_one(model) if any(map(is_sharded, model.parameters())) else copy.deepcopy(model)
         merge(own_one)
         return own_one.requires_grad_(False)
-    assert isinstance(model, Decoder), "others are neither sharded nor adapted"
     with torch.device("meta"):  # no memory is taken for weights that are about to be replaced
         own = Decoder(model.config).to(model.head.dtype)
     own = own.to_empty(device=model.head.device).requires_grad_(False)
     own.source, own.generation, own.eos_ids = model.source, model.generation, model.eos_ids
+    take_over(own, model)
+    return own
+
+
+def _whole_one(model: Backed) -> Backed:
+    from posttrain.models.transformers_folder import empty_like
+
+    own = empty_like(model).requires_grad_(False)
     take_over(own, model)
     return own
 

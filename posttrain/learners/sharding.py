@@ -15,6 +15,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -29,13 +30,16 @@ from posttrain.batch import Batch, Outputs, Packed, Stats
 from posttrain.learners.dealing import DealingLearner
 from posttrain.learners.local import REFERENCE, LocalLearner, Optimization, Trained
 from posttrain.learners.world import Processes
+from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
 from posttrain.models.folder import checkpoint_tensors
 from posttrain.models.linear import collected
+from posttrain.models.lora import Adaptable, plain_weights
 from posttrain.models.reward import RewardModel
 from posttrain.models.rows import GATHER, MEETING, here, whole
 from posttrain.models.tensor_files import write_state
 from posttrain.protocols import Learner, Model, Objective
+from posttrain.types import UserError
 
 P = TypeVar("P", bound=Packed)
 
@@ -43,8 +47,14 @@ MMAP_THRESHOLD = -3  # glibc's name of the size from which on a block has pages 
 OWN_PAGES = 2**20  # bytes
 
 
-def shard(decoder: Decoder, size: int, device: torch.device) -> None:
-    """Leave to this process its rows of each weight. Of a decoder on "meta" none is whole at any time."""
+def shard(decoder: Adaptable, size: int, device: torch.device) -> None:
+    """Leave to this process its rows of each weight. Of a decoder on "meta" none is whole at any time.
+
+    Raises UserError for a model of transformers that cannot be dealt out by its layers.
+    """
+    if isinstance(decoder, Backed):
+        _require_layers(decoder)
+        decoder.at_once = True  # each process makes as many calls
     if device.type == "cpu":
         _give_back()
     mesh = init_device_mesh(device.type, (size,))
@@ -55,6 +65,23 @@ def shard(decoder: Decoder, size: int, device: torch.device) -> None:
         if isinstance(module, FSDPModule):  # losses are divided already, by what the whole batch has
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _require_layers(model: Backed) -> None:
+    """Raises UserError where a gathered layer would not have all that it computes with, or something else would lack it."""
+    kind, layers = type(model.inner).__name__, model.layers
+    if model.vision is not None:
+        raise UserError(f"--shard deals out models of text, and {kind} sees pictures: leave it out")
+    if not layers:
+        raise UserError(f"--shard deals out the layers of a decoder, and none were found in {kind}: leave it out")
+    if scalars := [name for name, p in model.named_parameters() if p.ndim == 0]:
+        raise UserError(f"--shard deals out rows, and {scalars[0]} of {kind} is a single number: leave it out")
+    place = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
+    owner: dict[Tensor, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and owner.setdefault(parameter, place.get(module, -1)) != place.get(module, -1):
+                raise UserError(f"--shard deals out layers, and layers of {kind} share weights: leave it out")
 
 
 @cache
@@ -94,19 +121,19 @@ class ShardingLearner(DealingLearner):
         teachers = [name for name in others if name != REFERENCE]
         kept = set(teachers if len(teachers) > 1 else [])  # a micro-batch reads some of several, and another one others
         self._held: dict[nn.Parameter, nn.Parameter] = {}  # this process's rows -> the parameter
-        self._decoders: list[Decoder] = []
+        self._decoders: list[Adaptable] = []
         for held in (model, critic, *(other for name, other in others.items() if name not in kept)):
             self._decoders += [] if held is None else self._sharded(cast(nn.Module, held), world)
-        self._learning = [d for d in self._decoders if d.head.weight.requires_grad]
+        self._learning = [d for d in self._decoders if any(p.requires_grad for p in d.parameters())]
         self._idle: list[Batch] = []  # passes that this process makes because others make them
         self._passes: list[Tensor] = []  # what the decoders that learn gave for a micro-batch
-        self._reached: set[Decoder] = set()  # those into which a loss of this update has a gradient
+        self._reached: set[Adaptable] = set()  # those into which a loss of this update has a gradient
         super().__init__(model, optimization, world=world, others=others, critic=critic, **options)
         for decoder in self._learning:
             decoder.register_forward_hook(self._hear)
 
-    def _sharded(self, held: nn.Module, world: Processes) -> list[Decoder]:
-        decoders = [module for module in held.modules() if isinstance(module, Decoder)]
+    def _sharded(self, held: nn.Module, world: Processes) -> list[Adaptable]:
+        decoders = [module for module in held.modules() if isinstance(module, Decoder | Backed)]
         with world.meeting():
             for decoder in decoders:
                 if not isinstance(decoder, FSDPModule):
@@ -132,6 +159,10 @@ class ShardingLearner(DealingLearner):
         with self._at_work():
             return super().update(batches, objective)
 
+    def _mixture(self) -> None:
+        """Routers are not watched: what is said of them would have to be gathered in the middle of a pass."""
+        return None
+
     def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:
         raise AssertionError("gradients of single rollouts are whole nowhere")
 
@@ -146,22 +177,29 @@ class ShardingLearner(DealingLearner):
         counted = len(batches) - len(self._idle)
         for place, batch in enumerate(batches):
             self._passes.clear()
-            outputs = self._outputs(self.model, batch, objective.wants)
-            loss = objective(outputs, batch, stats) if place < counted else outputs.logp.new_zeros(())
+            mine = place < counted
+            outputs = self._tapped(batch if mine else replace(batch, tap=None), objective.wants)
+            loss = objective(outputs, batch, stats) if mine else outputs.logp.new_zeros(())
             del outputs
-            for (
-                decoder
-            ) in self._learning:  # all processes sum the same gradients, also where a loss does not read a head
-                collected(decoder.head.weight)
+            for decoder in self._learning:  # all sum the same gradients, also where a loss does not read a head
+                for own in (decoder.head.weight, decoder.head.bias):
+                    _ = own is None or collected(own)
             anchored: Tensor = _Anchored.apply(loss, *self._passes)
             self._passes.clear()
             anchored.backward()
             if place < counted:
                 stats.add("loss", loss.item(), 0)
 
-    def _outputs(self, model: Model, batch: Packed, want: frozenset[str], temperature: float | None = None) -> Outputs:
+    def _outputs(
+        self,
+        model: Model,
+        batch: Packed,
+        want: frozenset[str],
+        temperature: float | None = None,
+        measured: bool = False,
+    ) -> Outputs:
         with self.world.meeting():  # what follows is a chain of collectives
-            return super()._outputs(model, batch, want, temperature)
+            return super()._outputs(model, batch, want, temperature, measured)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -182,7 +220,7 @@ class ShardingLearner(DealingLearner):
         if not hidden.requires_grad:
             return None
         self._passes.append(hidden)
-        heard: Tensor = _Heard.apply(hidden, partial(self._reached.add, cast(Decoder, decoder)))
+        heard: Tensor = _Heard.apply(hidden, partial(self._reached.add, cast(Adaptable, decoder)))
         return heard
 
     def _share_gradients(self) -> None:
@@ -250,6 +288,8 @@ class ShardingLearner(DealingLearner):
         for decoder in cast(nn.Module, self.model).modules():
             if isinstance(decoder, Decoder):
                 deque(checkpoint_tensors(decoder), maxlen=0)  # each is let go before the next one comes
+            elif isinstance(decoder, Backed):
+                deque((whole(weight) for _, weight in plain_weights(decoder)), maxlen=0)
         for _, tensors in self._state():
             write_state(None, tensors)
 
@@ -275,7 +315,7 @@ def _gathered(parameter: Tensor, world: Processes) -> Tensor:
     return found
 
 
-def _forget(decoder: Decoder) -> None:
+def _forget(decoder: Adaptable) -> None:
     """Let torch forget in which order modules were passed: it does so behind a backward pass alone."""
     _state(decoder)._comm_ctx.post_forward_order.clear()
     for module in decoder.modules():

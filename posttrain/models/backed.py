@@ -76,6 +76,7 @@ class Backed(nn.Module):
         self.scale = 1.0  # of the head: see `Head`
         self.cap: float | None = None
         self.routers: Routers | None = None  # of a mixture of experts
+        self.at_once = False  # whether rows of any lengths go through the model in one call
         self.replays = False  # whether tokens take the experts that a layout names, and an engine records them
         weight = inner.get_output_embeddings().weight
         self.config = Sizes(weight.shape[0], weight.shape[1], context)
@@ -100,6 +101,18 @@ class Backed(nn.Module):
         graded = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         with self._computed_twice() if graded and self._too_much(layout) else nullcontext():
             return self._flat(layout, at) if self.way == "flat" else self._rows(layout, at)
+
+    def forward(self, **given: Any) -> Tensor:
+        """Hidden states [B, longest, hidden] of the last layer. What is sharded is gathered for this call alone."""
+        states: Tensor = self.inner.base_model(use_cache=False, **given).last_hidden_state
+        return states
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers of its text; none where they do not lie in one list."""
+        count = self.inner.config.get_text_config().num_hidden_layers
+        lists = (m for m in self.inner.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+        return list(next(lists, ()))
 
     def _too_much(self, layout: Layout) -> bool:
         """Whether what a backward pass needs of a micro-batch takes too much memory to be kept."""
@@ -198,13 +211,14 @@ class Backed(nn.Module):
             calling(self, self.routers, self._experts(layout)) as matter,
             self.shown([m.digest for m in pictures], features) as more,
         ):
-            out = self.inner.base_model(input_ids=layout.tokens[None], position_ids=place, use_cache=False, **more)
+            states: Tensor = self(input_ids=layout.tokens[None], position_ids=place, **more)[0]
             matter(at)
-        states: Tensor = out.last_hidden_state[0]
         return states.index_select(0, at)
 
     def _rows(self, layout: Layout, at: Tensor) -> Tensor:
         if not at.numel():
+            if self.at_once:  # others may have some, and wait for this one
+                return self._rows(layout, at.new_zeros(1))[:0]
             return self.head.weight.new_zeros(0, self.config.hidden)
         wanted = at.cpu().numpy()
         rows, place = _rows_of(layout, wanted)
@@ -212,7 +226,7 @@ class Backed(nn.Module):
         experts, routed = self._experts(layout), watched(self)
         before, found = len(routed.taken) if routed else 0, []
         features, begins = self.features(layout.media), {m.start: m.digest for m in layout.media}
-        for tokens, ends in _together(rows):
+        for tokens, ends in _together(rows, 0.0 if self.at_once else FULLER):
             index = torch.from_numpy(tokens).to(at.device)
             digests = [
                 begins[token]
@@ -226,9 +240,9 @@ class Backed(nn.Module):
             with calling(self, self.routers, taken) as matter, self.shown(digests, features) as more:
                 if layout.position.ndim == 2:
                     more["position_ids"] = layout.position[:, index]
-                out = self.inner.base_model(input_ids=self._filled(layout, index, ends), use_cache=False, **more)
+                states: Tensor = self(input_ids=self._filled(layout, index, ends), **more)
                 matter(real)
-            found.append(out.last_hidden_state.flatten(0, 1).index_select(0, real))
+            found.append(states.flatten(0, 1).index_select(0, real))
         if routed:
             routed.reorder(before, order)
         return torch.cat(found).index_select(0, order)
@@ -280,12 +294,14 @@ def _rows_of(layout: Layout, wanted: np.ndarray) -> tuple[list[np.ndarray], np.n
     return [rows[row] for row in order], start[row_of[wanted]] + column[wanted]
 
 
-def _together(rows: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Rows of about one length, filled up by the token they begin with: (index in [T], [B, longest]; their lengths)."""
+def _together(rows: Sequence[np.ndarray], share: float) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """Rows of at least this share of the longest, filled up by the token they begin with: (index in [T], [B, longest]; their
+    lengths).
+    """
     at = 0
     while at < len(rows):
         longest = len(rows[at])
-        some = [row for row in rows[at:] if len(row) >= FULLER * longest]
+        some = [row for row in rows[at:] if len(row) >= share * longest]
         tokens = np.stack([np.pad(row, (0, longest - len(row)), constant_values=row[0]) for row in some])
         yield tokens, [len(row) for row in some]
         at += len(some)

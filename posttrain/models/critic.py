@@ -109,14 +109,16 @@ def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int
     )
     stored = folder / TRAINING / STORED
     if stored.exists():
-        left, own = _read_stored(stored), critic.state_dict()
+        left, own = _read_stored(stored), dict(critic.named_parameters())
         if left.keys() == own.keys():
             if any(left[name].shape != own[name].shape for name in own):
                 raise UserError(
                     f"the critic in {stored} is of another size than the policy beside it, where its sizes are read: "
                     "start from what it started from, with --critic-model"
                 )
-            critic.load_state_dict(left)
+            with torch.no_grad():
+                for name, parameter in own.items():
+                    parameter.copy_(left[name])
     elif score is not None and isinstance(critic, ValueModel):
         with torch.no_grad():
             critic.weight.copy_(score)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -43,6 +43,9 @@ SCORE = "score.weight"  # the head of a sequence-classification checkpoint
 OURS = "posttrain_reward_model"  # the model_type of a reward model that transformers cannot hold
 BACKBONE = "posttrain_backbone"  # the model_type of its decoder
 INNER = "score.inner.weight"  # of its head, if that has two layers
+HEADS = ("lm_head.weight", "lm_head.bias", SCORE, "score.bias", INNER)
+"""Tensors of heads, which may or may not lie beside a decoder that is read without its own."""
+FILE_BYTES = 5_000_000_000  # most of one file of weights
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What weights may be stored as. Integers and 8-bit floats are quantized: their numbers mean nothing without scales."""
 
@@ -51,12 +54,12 @@ def load_model(
     folder: str | Path,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    shard: Callable[[Decoder], None] | None = None,
+    shard: Callable[[Decoder | Backed], None] | None = None,
     shares: int = 1,
 ) -> Model:
     """The model of a checkpoint folder (or of a Hugging Face model name), its parameters of this dtype on this device.
 
-    `shard` leaves one of `shares` shares of a decoder's rows to this process: only these are then read.
+    `shard` leaves one of `shares` shares of a decoder's rows to this process: of a native one only these are then read.
 
     Raises UserError if there is no such folder, if the architecture is not supported, or if weights are missing,
     damaged, of the wrong shape or unknown.
@@ -73,19 +76,22 @@ def load_model(
     if not isinstance(kind, str):
         raise unsupported(folder, kind, LOADERS)
     if kind == OURS:
-        raise _reward_model(folder, OURS)
+        raise is_reward_model(folder, OURS)
     loader = LOADERS.get(kind, _load_other)
-    if shard is None:
+    try:
+        if shard is not None and loader is _load_decoder:
+            return _load_decoder(folder, source, dtype, torch.device(device), shard, shares)
+        model = loader(folder, source, dtype, torch.device(device))
+    except NotNativeError as error:
         try:
-            return loader(folder, source, dtype, torch.device(device))
-        except NotNativeError as error:
-            try:
-                return _load_other(folder, source, dtype, torch.device(device))
-            except UserError:
-                raise error from None
-    if loader is not _load_decoder:
-        raise UserError(f"--shard deals out the layers of a decoder, and a {kind} is none: leave it out")
-    return _load_decoder(folder, source, dtype, torch.device(device), shard, shares)
+            model = _load_other(folder, source, dtype, torch.device(device))
+        except UserError:
+            raise error from None
+    if shard is not None:
+        if not isinstance(model, Backed):
+            raise UserError(f"--shard deals out the layers of a decoder, and a {kind} is none: leave it out")
+        shard(model)
+    return model
 
 
 def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Decoder | Backed, Tensor | None]:
@@ -100,21 +106,42 @@ def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tup
         from posttrain.models.adapter_folder import merged_backbone
 
         return merged_backbone(folder, device)
-    source = of_backbone(read_json(folder / "config.json"))
-    if source.get("model_type") not in ARCHITECTURES:
-        other = _load_other(folder, source, torch.float32, torch.device(device))
-        if not other.tied:
-            other.head.weight.requires_grad_(False)  # nothing reads it
-        return other, None
-    config = read_config(folder, source)
-    model = allocate(folder, replace(config, tied=True), torch.float32, torch.device(device))
-    read = read_weights(model, folder, also=("lm_head.weight", SCORE, "score.bias", INNER))
+    model, read = load_headless(folder, device)
     score = None if INNER in read else read.get(SCORE)
     if score is not None and score.shape != (1, model.config.hidden):
         raise UserError(
             f"{folder}: {SCORE} has shape {list(score.shape)}; a reward model has one label: {[1, model.config.hidden]}"
         )
     return model, None if score is None else score[0].float()
+
+
+def load_headless(folder: Path, device: str | torch.device = "cpu") -> tuple[Decoder | Backed, dict[str, Tensor]]:
+    """The decoder of a checkpoint folder, without an output head of its own, and the heads that are there, by name."""
+    source = of_backbone(read_json(folder / "config.json"))
+    config = None
+    if source.get("model_type") in ARCHITECTURES:
+        with suppress(NotNativeError):
+            config = read_config(folder, source)
+    if config is None:
+        other = _load_other(folder, source, torch.float32, torch.device(device), headless=True)
+        return other, _read_heads(folder)
+    model = allocate(folder, replace(config, tied=True), torch.float32, torch.device(device))
+    found = read_weights(model, folder, also=HEADS)
+    model.generation = read_json(folder / "generation_config.json", optional=True)
+    model.eos_ids = read_eos_ids(folder, source, model.generation, config.vocab)
+    model.source = source
+    return model, found
+
+
+def _read_heads(folder: Path) -> dict[str, Tensor]:
+    found = {}
+    for file in weight_files(folder):
+        with open_tensors(file) as shard:
+            for name in set(HEADS).intersection(shard.keys()):
+                _check_dtype(file, name, shard.get_slice(name).get_dtype())
+                found[name] = shard.get_tensor(name)
+                check_finite(file, name, found[name])
+    return found
 
 
 def of_backbone(source: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +154,7 @@ def save_model(
     folder: str | Path,
     tokenizer: Tokenizer | None = None,
     dtype: torch.dtype | None = None,
-    shard_bytes: int = 5_000_000_000,
+    shard_bytes: int = FILE_BYTES,
     also: Mapping[str, Tensor] | None = None,
     told: Mapping[str, Any] | None = None,
 ) -> None:
@@ -140,14 +167,11 @@ def save_model(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.head.dtype
-    for old in folder.iterdir():
-        if old.name in (WEIGHTS, INDEX) or re.fullmatch(r"model-\d+-of-\d+\.safetensors", old.name):
-            old.unlink()
     also = also or {}
     pieces = stored_pieces(model.config)
     shapes = {stored: shape for name, _ in model.named_parameters() for stored, shape in pieces.get(name, ())}
     shapes |= {name: tuple(tensor.shape) for name, tensor in also.items()}
-    _write_weights(shapes, chain(checkpoint_tensors(model), also.items()), folder, dtype, shard_bytes)
+    write_weights(shapes, chain(checkpoint_tensors(model), also.items()), folder, dtype, shard_bytes)
     write_json(folder / "generation_config.json", {**model.generation, **_ends(model, tokenizer)})
     source = dict(model.source) or described(model, tokenizer)
     source.pop("torch_dtype", None)  # the name of "dtype" in older checkpoints
@@ -188,7 +212,7 @@ def _load_decoder(
     source: dict[str, Any],
     dtype: torch.dtype,
     device: torch.device,
-    shard: Callable[[Decoder], None] | None = None,
+    shard: Callable[[Decoder | Backed], None] | None = None,
     shares: int = 1,
 ) -> Decoder:
     config = read_config(folder, source)
@@ -205,7 +229,7 @@ def allocate(
     config: DecoderConfig,
     dtype: torch.dtype,
     device: torch.device,
-    shard: Callable[[Decoder], None] | None = None,
+    shard: Callable[[Decoder | Backed], None] | None = None,
     shares: int = 1,
 ) -> Decoder:
     """The model with weights yet to be read. Raises UserError if there is no room for them."""
@@ -217,11 +241,13 @@ def allocate(
     return model.to_empty(device=device)
 
 
-def _load_other(folder: Path, source: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Backed:
+def _load_other(
+    folder: Path, source: dict[str, Any], dtype: torch.dtype, device: torch.device, headless: bool = False
+) -> Backed:
     """By transformers, whose import takes seconds: only where it is needed."""
     from posttrain.models.transformers_folder import load_backed
 
-    return load_backed(folder, source, dtype, device)
+    return load_backed(folder, source, dtype, device, headless)
 
 
 LOADERS: dict[str, Callable[[Path, dict[str, Any], torch.dtype, torch.device], Model]] = dict.fromkeys(
@@ -320,7 +346,8 @@ def _check_dtype(file: Path, name: str, dtype: str) -> None:
         )
 
 
-def _reward_model(folder: Path, sign: str) -> UserError:
+def is_reward_model(folder: Path, sign: str) -> UserError:
+    """The error that one deserves where a language model is needed."""
     return UserError(
         f"{folder} is a reward model ({sign}), and a language model is needed here: give the one that it was made from, or "
         "give this as --reward-model"
@@ -333,7 +360,7 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Dec
     known = {*expected, "lm_head.weight"} if model.config.tied else {*expected}
     left = [name for name in found if name not in known and "rotary_emb." not in name]
     if SCORE in left:
-        raise _reward_model(folder, SCORE)
+        raise is_reward_model(folder, SCORE)
     for names, problem in (([name for name in expected if name not in found], "lacks"), (left, "holds unknown")):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -346,14 +373,20 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Dec
             raise UserError(f"{folder}: {name} has shape {list(found[name])}, config.json says {list(shape)}")
 
 
-def _write_weights(
+def write_weights(
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Iterable[tuple[str, Tensor]],
     folder: Path,
     dtype: torch.dtype,
-    shard_bytes: int,
+    shard_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write them to files of at most so many bytes. Only one of them has to be there at a time."""
+    """Write them to files of at most so many bytes. Only one of them has to be there at a time.
+
+    Weights of an earlier save in the folder are removed.
+    """
+    for old in folder.iterdir():
+        if old.name in (WEIGHTS, INDEX) or re.fullmatch(r"model-\d+-of-\d+\.safetensors", old.name):
+            old.unlink()
     files: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     room, total = shard_bytes, 0
     for name, shape in shapes.items():

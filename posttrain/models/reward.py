@@ -22,13 +22,15 @@ from torch import Tensor, nn
 from posttrain.batch import Layout
 from posttrain.models.adapter_config import NOTE, is_adapter
 from posttrain.models.adapter_folder import checked_base, read_adapter, read_note, save_adapter
-from posttrain.models.config_json import read_config, read_eos_ids
-from posttrain.models.decoder import Decoder, DecoderConfig
-from posttrain.models.folder import BACKBONE, INNER, OURS, SCORE, allocate, of_backbone, read_weights, save_model
+from posttrain.models.backed import Backed
+from posttrain.models.decoder import Decoder
+from posttrain.models.folder import BACKBONE, INNER, OURS, SCORE, load_headless, of_backbone, save_model
 from posttrain.models.head import Head
 from posttrain.models.json_files import Fields, is_whole, read_json, shown
+from posttrain.models.lora import Adaptable
 from posttrain.models.tokenizer import VOCAB_MOST, Tokenizer, checkpoint_folder
 from posttrain.protocols import Model
+from posttrain.protocols import Shape as Sizes
 from posttrain.types import UserError
 
 Pooling = Literal["last", "mean"]
@@ -50,15 +52,11 @@ class Shape:
     pooling: Pooling = "last"  # the score at the last token, or the mean of those at every token of the response
     head: Form = "linear"
 
-    @property
-    def stored_by_transformers(self) -> bool:
-        return self == Shape()
-
 
 class RewardModel(nn.Module):
     """See `posttrain.protocols.Model`: its head has one row, [1, D], and what it gives are scores, float32 [N]."""
 
-    def __init__(self, backbone: Decoder, shape: Shape, seed: int, pad: int | None = None) -> None:
+    def __init__(self, backbone: Adaptable, shape: Shape, seed: int, pad: int | None = None) -> None:
         """A new head on a backbone, drawn from N(0, 1 / (D + 1)) (Stiennon et al., arXiv 2009.01325, appendix B.1).
 
         `pad`: the token that other programs are to pad with; None: it has none to be told.
@@ -72,10 +70,10 @@ class RewardModel(nn.Module):
         self.score = nn.Parameter(torch.randn((1, size), generator=generator) / (size + 1) ** 0.5)
         inner = torch.randn((size, size), generator=generator) / size**0.5 if shape.head == "mlp" else None
         self.inner = None if inner is None else nn.Parameter(inner)
-        self.to(backbone.embed.weight.device)
+        self.to(backbone.head.device)
 
     @property
-    def config(self) -> DecoderConfig:
+    def config(self) -> Sizes:
         return self.backbone.config
 
     @property
@@ -98,6 +96,17 @@ class RewardModel(nn.Module):
         """The backbone's hidden states as the last layer of the head reads them."""
         return hidden if self.inner is None else torch.tanh(nn.functional.linear(hidden, self.inner))
 
+    @property
+    def classifier(self) -> str | None:
+        """What transformers calls such a model; None: it has no form for it."""
+        if self.shape != Shape():
+            return None
+        if isinstance(self.backbone, Decoder):
+            return CLASSIFIERS[self.backbone.config.family]
+        from posttrain.models.headless import classifier_of
+
+        return classifier_of(self.backbone)
+
     def measure(self) -> None:
         """Find the offset of the weights as they are."""
         if self.measured is not None:
@@ -114,9 +123,9 @@ class RewardModel(nn.Module):
             also[INNER] = self.inner.detach()
         if self.backbone.lora is not None:
             return save_adapter(self.backbone, folder, also, self._noted())
-        family, ends = self.config.family, self.eos_ids
+        ends, classifier = self.eos_ids, self.classifier
         told: dict[str, Any] = {
-            "architectures": [CLASSIFIERS[family]],
+            "architectures": [classifier],
             "num_labels": 1,
             "id2label": {"0": "LABEL_0"},
             "label2id": {"LABEL_0": 0},
@@ -125,10 +134,22 @@ class RewardModel(nn.Module):
             "pad_token_id": self.pad,
             OFFSET: self.offset,
         }
-        if not self.shape.stored_by_transformers:
-            told |= {"architectures": ["PosttrainRewardModel"], "model_type": OURS, BACKBONE: family}
+        if classifier is None:
+            told |= {"architectures": ["PosttrainRewardModel"], "model_type": OURS, BACKBONE: self._family}
             told |= {"posttrain_pooling": self.shape.pooling, "posttrain_head": self.shape.head}
-        save_model(self.backbone, folder, also=also, told=told)
+        if isinstance(self.backbone, Decoder):
+            return save_model(self.backbone, folder, also=also, told=told)
+        from posttrain.models.headless import save_headless
+
+        save_headless(self.backbone, folder, also, told)
+
+    @property
+    def _family(self) -> str:
+        """The model_type of the backbone."""
+        if isinstance(self.backbone, Decoder):
+            return self.backbone.config.family
+        family: str = self.backbone.inner.config.model_type
+        return family
 
     def _noted(self) -> dict[str, Any]:
         """What a folder of adapters remembers beside them and the head."""
@@ -184,15 +205,12 @@ def _read(
     folder = checkpoint_folder(folder)
     if is_adapter(folder):
         return _read_adapted(folder, shape, seed, device)
-    source = of_backbone(read_json(folder / "config.json"))
-    config = read_config(folder, source)
-    backbone = allocate(folder, replace(config, tied=True), torch.float32, torch.device(device))
-    found = read_weights(backbone, folder, also=("lm_head.weight", SCORE, "score.bias", INNER))
+    backbone, found = load_headless(folder, device)
     if "score.bias" in found:
         raise UserError(f"{folder}: its head has a bias, which reward models here and in transformers have not")
-    generation = read_json(folder / "generation_config.json", optional=True)
-    backbone.eos_ids = read_eos_ids(folder, source, generation, config.vocab)
-    backbone.source, backbone.generation = {k: v for k, v in source.items() if k not in FORM}, generation
+    source = of_backbone(read_json(folder / "config.json"))
+    if isinstance(backbone, Decoder):
+        backbone.source = {k: v for k, v in source.items() if k not in FORM}
     pad = source.get("pad_token_id")
     return RewardModel(backbone, shape, seed, pad if isinstance(pad, int) else None), found
 
@@ -239,9 +257,13 @@ def settle(model: RewardModel, tokenizer: Tokenizer, ends: tuple[int, ...]) -> T
     return tokenizer
 
 
-def _grow(backbone: Decoder, vocab: int) -> None:
+def _grow(backbone: Adaptable, vocab: int) -> None:
     if vocab <= backbone.config.vocab:
         return
+    if isinstance(backbone, Backed):
+        from posttrain.models.headless import grow
+
+        return grow(backbone, vocab)
     old = backbone.embed.weight
     rows = old.new_zeros((vocab - len(old), old.shape[1]))
     backbone.embed.weight = nn.Parameter(torch.cat((old.detach(), rows)), old.requires_grad)

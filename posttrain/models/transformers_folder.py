@@ -6,6 +6,7 @@ refused. transformers is imported here and nowhere else (but for tokenizers that
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import os
@@ -23,13 +24,16 @@ from posttrain.batch import Layout
 from posttrain.messages import one_line
 from posttrain.models.backed import NAME, Backed, NotFlatError, Way, attending, segment_attention
 from posttrain.models.config_json import read_eos_ids
+from posttrain.models.folder import HEADS, SCORE, is_reward_model
 from posttrain.models.head import Head
+from posttrain.models.headless import let_head_go, names_of_head
 from posttrain.models.image_processor import ImageProcessor, placeholder_ids
 from posttrain.models.json_files import read_json, shown, write_json
 from posttrain.models.lora import plain_weights
 from posttrain.models.memory import available_memory, in_gib
 from posttrain.models.outline import context_of
 from posttrain.models.routing import attach, find_routers, watching
+from posttrain.models.rows import is_sharded, whole
 from posttrain.models.vision import Vision
 from posttrain.pictures import PICTURES, PictureError, png
 from posttrain.types import Media, Transcript, UserError, positions_of
@@ -50,15 +54,18 @@ def load_backed(
     source: Mapping[str, Any],
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    headless: bool = False,
 ) -> Backed:
     """The model of a folder. Python code that lies in it is run where the environment says TRUST=1.
+
+    `headless`: the output head may be absent, and another one may be there; what is read are hidden states alone.
 
     Raises UserError if transformers does not know its architecture, if it is no decoder, if weights are missing or left
     over, or if its log-probabilities come out otherwise than by its own forward.
     """
     trust = os.environ.get(TRUST) == "1"
     _check(folder, source, trust)
-    inner = _opened(folder, source, dtype, trust).to(device)
+    inner = _opened(folder, source, dtype, trust, headless).to(device)
     for name, parameter in inner.named_parameters():
         if not parameter.isfinite().all():
             raise UserError(
@@ -72,6 +79,8 @@ def load_backed(
     ends = {**(text if isinstance(text, dict) else {}), **source}
     model.eos_ids = read_eos_ids(folder, ends, model.generation, model.config.vocab)
     choose_way(model, folder)
+    if headless:
+        let_head_go(model)
     model.activation_room = available_memory(model.head.device) * ACTIVATIONS
     model.kept_per_token = _kept_per_token(model)
     _find_routers(model)
@@ -107,8 +116,9 @@ def _vision(inner: Any, folder: Path, source: Mapping[str, Any]) -> Vision | Non
 def save_backed(model: Backed, folder: Path) -> None:
     """Write config.json, generation_config.json and weights, the latter through transformers' own conversion."""
     folder.mkdir(parents=True, exist_ok=True)
+    state = _state(model) if any(map(is_sharded, model.parameters())) else None
     with _quiet():
-        model.inner.save_pretrained(folder)
+        model.inner.save_pretrained(folder, state_dict=state)
     ends = model.eos_ids if len(model.eos_ids) != 1 else model.eos_ids[0]
     write_json(folder / "generation_config.json", {**model.generation, **({"eos_token_id": ends} if ends else {})})
 
@@ -118,8 +128,35 @@ def stored_tensors(model: Backed) -> Iterator[tuple[str, Tensor]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.no_grad():
-        state = {name.removeprefix("inner."): p.detach() for name, p in plain_weights(model)}
-        yield from revert_weight_conversion(model.inner, state).items()
+        yield from revert_weight_conversion(model.inner, _state(model)).items()
+
+
+def stored_name(model: Backed, weight: Tensor) -> str:
+    """The name that a checkpoint has for one of its parameters."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    own = next(name for name, parameter in model.inner.named_parameters() if parameter is weight)
+    (found,) = revert_weight_conversion(model.inner, {own: torch.empty(0)})
+    return str(found)
+
+
+def _state(model: Backed) -> dict[str, Tensor]:
+    """The weights by the names of transformers' model, whole, with adapters merged."""
+    return {name.removeprefix("inner."): whole(weight) for name, weight in plain_weights(model)}
+
+
+def empty_like(model: Backed) -> Backed:
+    """A model of the same kind, whole, with weights yet to come."""
+    config, kind = copy.deepcopy(model.inner.config), type(model.inner)
+    with _quiet(), torch.random.fork_rng(devices=[]):  # what it begins with is drawn, and of no use
+        inner = kind._from_config(config, dtype=model.head.dtype, attn_implementation="eager")
+    other = Backed(inner.to(model.head.device), model.config.context, model.way)
+    other.eos_ids, other.generation, other.scale, other.cap = model.eos_ids, model.generation, model.scale, model.cap
+    other.rows_attention, other.config = model.rows_attention, model.config
+    other.attend(model.attention)
+    _find_routers(other)
+    other.replays = model.replays
+    return other
 
 
 def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
@@ -141,8 +178,8 @@ def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
         raise UserError(f"{file}: quantized weights cannot be trained; give the unquantized checkpoint")
 
 
-def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: bool) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: bool, headless: bool) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
 
     kind: Any = AutoModelForCausalLM
@@ -154,24 +191,40 @@ def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: 
     needed, room = sum(file.stat().st_size for file in files), available_memory(torch.device("cpu"))
     if needed > room:
         raise UserError(f"{folder} holds {in_gib(needed)} of weights; {in_gib(room)} of memory are free")
+    model_type, more = source.get("model_type"), {}
+    if read_json(folder / "config.json").get("model_type") != model_type:  # a reward model of a form that is ours alone
+        described: Any = CONFIG_MAPPING[model_type]  # type: ignore[index]
+        entries, _ = described.get_config_dict(folder)  # as it reads files: with infinities
+        more["config"] = described.from_dict({**entries, "model_type": model_type})
     try:
         with _quiet():
             opened: Any = kind.from_pretrained(
                 folder, dtype=dtype, trust_remote_code=trust, local_files_only=True, use_safetensors=True,
-                output_loading_info=True,
+                output_loading_info=True, **more,
             )  # fmt: skip
     except Exception as error:  # transformers raises whatever its models' code does
         said = " ".join(str(error).split())
-        raise UserError(f"{folder}: transformers cannot open it as a language model: {said:.300}") from error
+        raise UserError(f"{folder}: transformers cannot open {model_type} as a language model: {said:.300}") from error
     inner, told = opened
+    _check_tensors(folder, inner, told, headless)
+    return inner
+
+
+def _check_tensors(folder: Path, inner: Any, told: Mapping[str, Any], headless: bool) -> None:
+    """Raise UserError where the tensors of a folder are not just those of the model."""
+    found = {key: set(map(str, names)) for key, names in told.items() if key.endswith("_keys")}
+    if headless:
+        found["missing_keys"] -= names_of_head(inner)
+        found["unexpected_keys"] -= set(HEADS)
+    if SCORE in found["unexpected_keys"]:
+        raise is_reward_model(folder, SCORE)
     problems = {"missing_keys": "lacks", "unexpected_keys": "holds unknown", "mismatched_keys": "has other shapes of"}
     for key, what in problems.items():
-        if names := sorted(map(str, told[key])):
+        if names := sorted(found[key]):
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UserError(
                 f"{folder} {what} tensors {', '.join(f'{n:.80}' for n in names[:3])}{more}: config.json does not describe it"
             )
-    return inner
 
 
 @contextmanager

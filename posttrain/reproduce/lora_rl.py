@@ -112,7 +112,7 @@ EXPERIMENT = Experiment(
     "lora-rl",
     "In reinforcement learning adapters learn as well as all weights, even of rank 1, at some ten times the learning rate.",
     "LoRA Without Regret, Thinking Machines Lab, 2025 (thinkingmachines.ai/blog/lora)",
-    {"steps": 150, "prompts": 64, "group": 8, "minibatches": 2, "lr": 7e-4, "lr_adapters": 7e-3, "apart": 3.0,
+    {"steps": 150, "prompts": 64, "group": 8, "minibatches": 2, "lr": 2.1e-3, "lr_adapters": 2.1e-2, "apart": 3.0,
      "max_tokens": 4, "near": 0.03, "imitation_epochs": 4.0},
     measure,
     conclude,

@@ -23,6 +23,7 @@ from torch import Tensor
 from posttrain.batch import Layout
 from posttrain.models.adapter_config import described_in
 from posttrain.models.attention import each_alone, filled
+from posttrain.models.decoder import Decoder
 from posttrain.models.folder import SCORE, stored_names
 from posttrain.models.fused import compiles
 from posttrain.models.json_files import read_json
@@ -71,7 +72,7 @@ class RewardModel:
             raise UserError(
                 f"--reward-model {folder} names no end-of-sequence token: set eos_token_id in its config.json"
             )
-        self._together = self.device.type == "cpu" and compiles()
+        self._together = self.device.type == "cpu" and compiles() and isinstance(self.model.backbone, Decoder)
         self._asked: deque[tuple[int, _Text]] = deque()
         self._answers: list[tuple[int, Any]] = []
         self._counts = {"scored": 0.0, "tokens": 0.0, "invalid": 0.0}

@@ -167,8 +167,10 @@ def new_learner(
         return DealingLearner(
             model, optimization, precision=config.precision, world=world, router_losses=losses, **options
         )
+    if losses:
+        raise UserError("--router-balance and --router-z read all routers of the batch: leave out --shard, or these")
     for held in (model, *options.get("others", {}).values()):
-        if not isinstance(held, Decoder | RewardModel):
+        if not isinstance(held, Decoder | Backed | RewardModel):
             raise UserError(
                 f"--shard deals out the layers of a decoder, and a {type(held).__name__} is none: leave it out"
             )
@@ -185,6 +187,8 @@ def replay_experts(config: RL, model: Model) -> None:
         return
     if not isinstance(model, Backed):
         raise UserError("--routing-replay is of mixtures of experts, which this model is not: leave it out")
+    if config.shard:
+        raise UserError("--routing-replay is tried on a whole model: leave out --shard, or this")
     if config.engine != "local":
         raise UserError("--routing-replay needs an engine that records experts: leave out --engine vllm")
     if config.tokens_per_step:

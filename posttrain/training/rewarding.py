@@ -75,8 +75,8 @@ def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
     objective = ScoringObjective(row, mean=shape.pooling == "mean")
     scored = Scored(source, unseen, learner, objective, model)
     said = sizes(config, model, (train_tasks, held_out), steps, "prompts", device)
-    if not shape.stored_by_transformers:
-        said.append("transformers has no form for this pooling and head: its checkpoints open here alone")
+    if model.classifier is None:
+        said.append("transformers has no form for such a reward model: its checkpoints open here alone")
     trainer = Trainer(run, learner, source, tokenizer, scored, steps)
     too_long.say = trainer.display.note
     ended = trainer.run(objective, said, describe(row))

@@ -1,0 +1,196 @@
+"""Reward models on models of transformers: their scores are transformers' own, in training, in folders and as a service."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judged import Spoken, eos_alone, own_pad, scores, spoken, transcript
+from test_reward_training import pairs
+from tiny_models import KINDS, make
+
+import posttrain
+from posttrain.cli.main import main
+from posttrain.models.backed import Backed
+from posttrain.models.critic import ValueModel, new_critic
+from posttrain.models.folder import load_model
+from posttrain.models.lora import LoRA, attach, begin, merge
+from posttrain.models.reward import RewardModel, Shape, load_reward_model, new_reward_model, settle
+from posttrain.models.tokenizer import EOS, Tokenizer
+from posttrain.services.reward_model import RewardModel as Service
+from posttrain.sources.packing import pack
+from posttrain.types import UserError
+
+transformers = pytest.importorskip("transformers")
+OTHERS = [kind for kind in KINDS if kind != "qwen3"]
+WITHOUT_CLASS = {"olmo2", "granite", "cohere", "gemma4_text", "mamba2", "lfm2"}
+"""Kinds for which the installed transformers may have no class of sequence classification."""
+
+
+def started(folder: Path, kind: str, tokenizer: Tokenizer, **changed: Any) -> Path:
+    """A language model whose tokenizer knows as many tokens as it does."""
+    end = tokenizer.backend.token_to_id(EOS)
+    make(kind, folder, vocab_size=tokenizer.vocab_size, eos_token_id=end, pad_token_id=None, **changed)
+    tokenizer.save(folder)
+    return folder
+
+
+def trained(folder: Path, kind: str, tokenizer: Tokenizer, shape: Shape = Shape(), **changed: Any) -> RewardModel:  # noqa: B008
+    """A reward model whose head and backbone have moved, and its folder."""
+    start = started(folder / "start", kind, tokenizer, **changed)
+    model = new_reward_model(start, shape, 1)
+    kept = settle(model, Tokenizer.load(start), model.eos_ids)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+        model.score.mul_(3)
+    model.save(folder / "reward")
+    kept.save(folder / "reward")
+    return model
+
+
+@torch.no_grad()
+def theirs(model: Any, texts: list[Spoken], pad: int | None = None) -> torch.Tensor:
+    """transformers' scores: of each text alone, or of a batch padded to the right."""
+    rows = [[*prompt, *response] for prompt, response in texts]
+    if pad is None:
+        return torch.stack([model(input_ids=torch.tensor([row])).logits[0, 0] for row in rows])
+    longest = max(map(len, rows))
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    filled = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
+    found: torch.Tensor = model(input_ids=filled, attention_mask=mask).logits[:, 0]
+    return found
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_transformers_reads_the_same_scores_or_refuses(tmp_path: Path, kind: str) -> None:
+    tokenizer = own_pad()
+    model = trained(tmp_path, kind, tokenizer)
+    assert isinstance(model.backbone, Backed)
+    texts, folder = spoken(tokenizer, model.eos_ids[0]), tmp_path / "reward"
+    expected = scores(model, texts)
+    assert expected.max() - expected.min() > 0.05
+    assert torch.allclose(scores(load_reward_model(folder), texts), expected, atol=1e-6)
+    with pytest.raises(UserError, match="is a reward model .*, and a language model is needed"):
+        load_model(folder)
+    if model.classifier is None:
+        assert kind in WITHOUT_CLASS
+        with pytest.raises(ValueError, match="posttrain_reward_model"):
+            transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+        return
+    other, told = transformers.AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+    assert torch.allclose(theirs(other.eval(), texts), expected, atol=1e-4)
+    assert torch.allclose(theirs(other, texts, model.pad), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [Shape("mean", "linear"), Shape("last", "mlp")], ids=str)
+def test_forms_that_are_ours_alone_are_read_again_and_left_again(tmp_path: Path, shape: Shape) -> None:
+    tokenizer = own_pad()
+    model = trained(tmp_path, "gemma3_text", tokenizer, shape)
+    texts = spoken(tokenizer, model.eos_ids[0])
+    again = load_reward_model(tmp_path / "reward")
+    assert again.shape == shape and torch.allclose(scores(again, texts), scores(model, texts), atol=1e-6)
+    plain = new_reward_model(tmp_path / "reward", Shape(), 4)
+    plain.save(tmp_path / "plain")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert config["model_type"] == "gemma3_text" and not {"posttrain_head", "posttrain_pooling"} & config.keys()
+    assert load_reward_model(tmp_path / "plain").shape == Shape()
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "phi"])
+def test_a_token_that_pads_is_added_where_there_is_none(tmp_path: Path, kind: str) -> None:
+    tokenizer = eos_alone()
+    model = trained(tmp_path, kind, tokenizer)
+    assert model.pad == tokenizer.vocab_size == model.config.vocab - 1
+    texts = spoken(tokenizer, model.eos_ids[0])
+    other, told = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "reward", output_loading_info=True
+    )
+    assert not told["missing_keys"] and not told["mismatched_keys"]
+    assert torch.allclose(theirs(other.eval(), texts, model.pad), scores(model, texts), atol=1e-4)
+
+
+def test_the_output_head_takes_no_memory_and_is_not_stored(tmp_path: Path) -> None:
+    model = trained(tmp_path, "phi", own_pad())
+    assert isinstance(model.backbone, Backed) and model.backbone.tied
+    assert not any("lm_head" in name for name, _ in model.named_parameters())
+    assert model.backbone.head.bias is None
+
+
+def test_a_service_gives_the_scores_of_training_and_no_bit_depends_on_company(tmp_path: Path) -> None:
+    tokenizer = own_pad()
+    model = trained(tmp_path, "gemma3_text", tokenizer)
+    service, asked = Service(tmp_path / "reward"), [("1+1=", "2"), ("1+1=", "3 or so"), ("a", "b")]
+    for id, (prompt, response) in enumerate(asked):
+        service.submit(id, {"prompt": prompt, "response": response})
+    together = dict(service.poll())
+    wanted = scores(model, spoken(tokenizer, model.eos_ids[0])[:3]).tolist()
+    assert [together[id] for id in range(3)] == pytest.approx(wanted, abs=1e-5)
+    for id, (prompt, response) in enumerate(asked):
+        service.submit(id, {"prompt": prompt, "response": response})
+        assert service.poll() == [(id, together[id])]
+
+
+def test_an_adapter_of_a_reward_model_opens_in_peft_and_merges(tmp_path: Path) -> None:
+    peft, tokenizer = pytest.importorskip("peft"), own_pad()
+    start = started(tmp_path / "start", "gemma3_text", tokenizer)
+    model = new_reward_model(start, Shape(), 1)
+    settle(model, tokenizer, model.eos_ids)
+    attach(model.backbone, LoRA(3, 6.0, base=str(start)), lambda name: name.endswith(("q_proj", "down_proj")))
+    begin(model.backbone, 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("adapter.b"):
+                parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+    model.save(tmp_path / "adapter")
+    tokenizer.save(tmp_path / "adapter")
+    texts = spoken(tokenizer, model.eos_ids[0])
+    expected = scores(model, texts)
+    again = load_reward_model(tmp_path / "adapter")
+    assert torch.allclose(scores(again, texts), expected, atol=1e-6)
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(start, num_labels=1)
+    other = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    assert torch.allclose(theirs(other, texts), expected, atol=1e-4)
+    merge(again.backbone)
+    again.save(tmp_path / "merged")
+    assert torch.allclose(scores(load_reward_model(tmp_path / "merged"), texts), expected, atol=1e-4)
+    assert load_reward_model(tmp_path / "merged").backbone.lora is None
+
+
+def test_a_critic_starts_from_the_reward_model_and_values_are_its_scores(tmp_path: Path) -> None:
+    tokenizer = own_pad()
+    model = trained(tmp_path, "gemma3_text", tokenizer)
+    critic = new_critic(ValueModel, tmp_path / "reward", load_model(tmp_path / "start"), seed=7)
+    prompt, response = spoken(tokenizer, model.eos_ids[0])[1]
+    packed = pack([[transcript(prompt, response)]], [0], read="last")
+    value = critic(packed, torch.zeros(1, 32))  # type: ignore[operator]
+    assert value.item() == pytest.approx(scores(model, [(prompt, response)]).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("more", [{}, {"lora": 2}], ids=["whole", "adapter"])
+def test_a_run_learns_goes_on_exactly_and_judges_another(tmp_path: Path, more: dict[str, Any]) -> None:
+    tokenizer = own_pad()
+    start = started(tmp_path / "start", "gemma3_text", tokenizer)
+    rows, how = pairs(9), {"lr": 1e-2, "rows": 4, "threads": 1, "quiet": True, "schedule": "constant", **more}
+    whole = posttrain.reward_model(rows, str(start), out=str(tmp_path / "whole"), steps=4, **how)
+    posttrain.reward_model(rows, str(start), out=str(tmp_path / "parts"), steps=2, **how)
+    rest = posttrain.reward_model(rows, str(start), out=str(tmp_path / "parts"), resume=True, steps=4)
+    assert rest.metrics[3:] == whole.metrics[3:]
+    losses = [row["loss"] for row in whole.metrics if "loss" in row]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    tasks = [{"prompt": f"{i} ="} for i in range(6)]
+    run = posttrain.rl(
+        tasks, model=str(start), reward_model=(str(tmp_path / "whole"),), out=str(tmp_path / "rl"), steps=1, prompts=2,
+        group=2, max_tokens=4, threads=1, env_workers=0, quiet=True,
+    )  # fmt: skip
+    assert len(run.metrics) == 1 and run.metrics[0]["reward"] != 0.0
+    if more:
+        assert main(["merge", str(tmp_path / "whole"), "--out", str(tmp_path / "merged")]) == 0
+        texts = spoken(tokenizer, 2)
+        one, other = (load_reward_model(tmp_path / name) for name in ("whole/checkpoints/step-000004", "merged"))
+        assert torch.allclose(scores(one, texts), scores(other, texts), atol=1e-5)

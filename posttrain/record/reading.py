@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from posttrain.messages import one_line
 from posttrain.record.older import rows_of_lines, seconds_of_lines
-from posttrain.record.rows import Row
+from posttrain.record.rows import Row, said_by
 from posttrain.record.schema import KEY, ROLLOUTS, SCALARS, SECONDS, TOKENS, VERSION, columns
 from posttrain.record.writing import table_of
 from posttrain.runs import files
@@ -82,6 +82,7 @@ def rows_of(table: pa.Table) -> list[Row]:
         if "parts" in row:
             row["parts"] = {part["name"]: part["value"] for part in row["parts"] or ()}
         for turn in row.get("turns") or ():
+            turn["text"] = said_by(turn, row.get("prompt") or "", row.get("text") or "")
             turn["calls"] = [{**call, "arguments": json.loads(call["arguments"])} for call in turn["calls"] or ()]
     return rows
 

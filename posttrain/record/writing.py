@@ -21,7 +21,7 @@ from posttrain.runs.files import naming
 
 KEPT_BITS = 11  # of a number's mantissa, the one that is not written included: those of half precision
 _DROPPED = 24 - KEPT_BITS
-LEVEL = 3  # of zstd
+LEVEL = 9  # of zstd
 GROUP_TOKENS, LEAST_ROWS = 1 << 17, 64
 """About how many tokens stand in a group of rows, which is read as a whole where one rollout is opened; and how many rows
 at least, for a group costs bytes and time of its own."""

@@ -196,7 +196,7 @@ class Trainer:
         metrics, timing = stats.means(), _timing(trained)
         with writing(self.folder):
             if trained.step.rollouts:
-                self.record.rollouts(number, trained.step.rollouts)
+                self.record.rollouts(number, trained.step.rollouts, self.config.verb)
             if held_out:
                 self.record.evaluated(number, held_out)
             self.record.metrics(number, metrics)

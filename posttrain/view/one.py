@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pyarrow import parquet
 
+from posttrain.record.rows import said_by
 from posttrain.record.schema import NUMBERS
 from posttrain.types import SpanKind, UserError
 from posttrain.view.pieces import Pieces
@@ -125,8 +126,8 @@ def _shown(row: dict[str, Any], pieces: Pieces, begin: int, window: int) -> dict
         numbers["kept"] = _cut(row["kept"].astype(np.float32), scored, begin, end)
     own = {name: value for name, value in row.items() if name not in _LONG and name not in _JSON}
     own |= {name: _json(row.get(name)) for name in _JSON}
+    own["turns"] = [_turn(turn, row) for turn in row["turns"] or []]
     own["text"], own["prompt"] = _clipped(own["text"]), _clipped(own["prompt"])
-    own["turns"] = [_turn(turn, row["transcripts"] or []) for turn in row["turns"] or []]
     return {
         **own,
         "held_out": row["kind"] == "eval",
@@ -162,11 +163,12 @@ def _bytes(values: NDArray[Any]) -> str:
     return b64encode(np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<")).tobytes()).decode("ascii")
 
 
-def _turn(turn: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
+def _turn(turn: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     """With its first token counted over all transcripts."""
-    before = sum(lengths[: turn["transcript"]])
+    before = sum((row["transcripts"] or [])[: turn["transcript"]])
+    text = said_by(turn, row["prompt"] or "", row["text"] or "")
     calls = [{**call, "arguments": _clipped(call["arguments"])} for call in turn["calls"] or ()]
-    return {**turn, "text": _clipped(turn["text"]), "calls": calls, "first": before + turn["first"]}
+    return {**turn, "text": _clipped(text), "calls": calls, "first": before + turn["first"]}
 
 
 def _clipped(text: str | None) -> str | None:

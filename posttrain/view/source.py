@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 from pyarrow import parquet
@@ -131,25 +131,7 @@ def _checked(path: Path, names: Sequence[str]) -> pa.Table:
 
 
 def rows(
-    part: Part, file: File, indices: Iterable[int] | None = None, names: Sequence[str] = ROLLOUTS.names
+    part: Part, file: File, indices: Sequence[int] | None = None, names: Sequence[str] = ROLLOUTS.names
 ) -> pa.Table:
-    """Rows of a part with these columns; all, or those with these indices in their order in the file."""
-    if file.lines:
-        table = read_file(file.path, names)
-        return table if indices is None else table.take(sorted(indices))
-    if indices is None:
-        return _checked(file.path, names)
-    _checked(file.path, [])
-    return _chosen(parquet.ParquetFile(file.path, memory_map=True), sorted(set(indices)), list(names))
-
-
-def _chosen(file: Any, indices: list[int], names: list[str]) -> pa.Table:
-    """Rows by their places: groups of rows in which none of them stands are not read."""
-    found, begin = [], 0
-    for number in range(file.num_row_groups):
-        count = file.metadata.row_group(number).num_rows
-        inside = [index - begin for index in indices if begin <= index < begin + count]
-        if inside:
-            found.append(file.read_row_group(number, names).take(inside))
-        begin += count
-    return pa.concat_tables(found) if found else file.schema_arrow.empty_table().select(names)
+    """Rows of a part with these columns: all, or those with these indices."""
+    return read_file(file.path, names, None if indices is None else sorted(set(indices)))

@@ -45,8 +45,6 @@ create table base (row integer, step integer, held_out boolean, "index" integer,
                    kind kind_name, fate fate_name, stop stop_name, invalid_kind invalid_kind_name, prompt integer,
                    text integer, {", ".join(f"{name} {kind}" for name, kind in _PLAIN.items())});
 create table full_texts (row integer, prompt integer, text integer, columns integer, notes integer);
-create table groups (gid integer);
-create table tasks (task varchar);
 """
 
 
@@ -86,7 +84,7 @@ class Store:
         )
         self._database.execute(_TABLES)
         self._database.execute("set lock_configuration = true")
-        self._views()
+        self.settle()
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
@@ -249,14 +247,12 @@ class Store:
         """What a person asks: rollouts with their texts and the figures of their groups."""
         plain = ", ".join(f"b.{name}" for name in _PLAIN)
         extra = "".join(f", b.{named('part.' + name)}" for name in self.parts)
-        stats = "g.mean, g.sd, g.n, g.right_n" if self.files else "null as mean, null as sd, null as n, null as right_n"
-        source = "groups" if self.files else "keys"
         self._database.execute(
             f"""create or replace view rollouts as
                 select b.step, b.held_out, b."index", b.kind, g."group", b.member, g.task, g.side, g.epoch, {plain}, b.fate,
                        b.stop, b.invalid_kind, coalesce(p.value, s.value) as prompt, coalesce(t.value, u.value) as text,
-                       c.value as columns, n.value as notes, {stats}{extra}
-                from base b left join {source} g using (gid) left join strings s on s.id = b.prompt
+                       c.value as columns, n.value as notes, g.mean, g.sd, g.n, g.right_n{extra}
+                from base b left join groups g using (gid) left join strings s on s.id = b.prompt
                 left join strings u on u.id = b.text left join full_texts f on f.row = b.row
                 left join strings p on p.id = f.prompt left join strings t on t.id = f.text
                 left join strings c on c.id = f.columns left join strings n on n.id = f.notes"""

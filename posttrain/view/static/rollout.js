@@ -2,7 +2,7 @@
 
 import { f, line, seconds, shown, signed, visible, whole } from "./format.js";
 import { clipped, measured, ratios } from "./measures.js";
-import { change, exported, go, part, to } from "./net.js";
+import { change, exported, go, here, part, to } from "./net.js";
 import { listed } from "./rollouts.js";
 import { Tokens } from "./tokens.js";
 import { Canvas, colour, Empty, Fate, html, Problem, useAnswer, useKeys, useMemo, useState } from "./ui.js";
@@ -36,9 +36,10 @@ function OneRollout({ run, about, place, query, row }) {
     jump({ ...row.siblings[i + by], step: row.step, held_out: row.held_out });
   };
   const next = (by) => () => {
-    const i = listed.run === run ? listed.rows.findIndex((r) => part(r) === place && r.index === row.index) : -1;
+    const index = Number(here().words[1]); // the one on the screen may still be the one before
+    const i = listed.run === run ? listed.rows.findIndex((r) => part(r) === place && r.index === index) : -1;
     if (i >= 0) jump(listed.rows[i + by]);
-    else if (row.index + by >= 0) go(to(run, "rollout", [place, row.index + by], { c: query.c }));
+    else if (index + by >= 0) go(to(run, "rollout", [place, index + by], { c: query.c }));
   };
   const colours = Object.fromEntries(all.slice(0, 9).map((m, i) => [String(i + 1), () => change({ c: m.name })]));
   useKeys({

@@ -178,7 +178,6 @@ def _honest(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -
         {**_panel("Cut off, invalid", steps, lost), "zero": True} if lost else None,
         _panel("Responses, nats per token", steps, sides) if sides else None,
         gap if by_part is not None and lost else None,
-        _of(steps, m, "epoch", "Epoch"),
     ]
 
 

@@ -101,6 +101,7 @@ export function Chart({ panel, events = [], onStep, height = 108, sync = "steps"
       }
     };
     draw();
+    told(plot, panel, shown.current);
     let width = place.current.clientWidth;
     const watch = new ResizeObserver(() => {
       if (place.current && place.current.clientWidth !== width) {
@@ -116,10 +117,9 @@ export function Chart({ panel, events = [], onStep, height = 108, sync = "steps"
       plot.destroy();
     };
   }, [panel, events]);
-  const last = panel.lines[0]?.values.findLast((v) => v !== null);
   return html`<div class="card" title=${panel.about || ""}>
     <div class="chart-head"><b title=${panel.title}>${panel.title}</b>
-      <span>${panel.lines.length > 1 ? panel.lines.map((line, i) => html`<span class=${`key c-${nameOf(line, i)}`}>${line.name}</span>`) : ""} <span class="soft" ref=${shown}>${panel.lines.length > 1 ? "" : f(last)}</span></span></div>
+      <span class="keys" title=${panel.lines.map((line) => line.name).join(", ")}><span class="soft" ref=${shown}></span>${panel.lines.length > 1 ? panel.lines.map((line, i) => html`<span class=${`key c-${nameOf(line, i)}`}>${line.name}</span>`) : ""}</span></div>
     <div ref=${place}></div></div>`;
 }
 

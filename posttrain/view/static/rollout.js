@@ -166,11 +166,12 @@ function Why({ row, run }) {
   const parts = row.parts || [];
   const changed = [row.shaping ? ["shaping", row.shaping] : null, row.penalty ? ["KL in the reward", -row.penalty] : null].filter(Boolean);
   const advantage = row.advantage;
+  const adds = row.reward !== null && Math.abs(parts.reduce((s, p) => s + (p.value || 0), 0) - row.reward) < 1e-6;
   return html`<div class="card"><div class="row tight"><h2>Why?</h2><${Fate} fate=${row.fate} />${row.replayed ? html`<span class="pill">replayed from an earlier step</span>` : ""}</div><div class=${`note ${tone} untrusted`}>${visible(row.why)}</div>
-    <div class="spread"><b>reward ${row.reward === null ? "none" : f(row.reward)}</b>${parts.length ? " = " : ""}${parts.map((p, i) => html`${i ? "+" : ""}<span class="pill">${visible(p.name)} ${f(p.value)}</span>`)}</div>
-    ${parts.length && row.reward !== null && Math.abs(parts.reduce((s, p) => s + (p.value || 0), 0) - row.reward) > 1e-6 ? html`<div class="soft small">its parts do not add up to it: the environment gave the sum itself</div>` : ""}
+    <div class="spread"><b>reward ${row.reward === null ? "none" : f(row.reward)}</b>${parts.length ? (adds ? " = " : " with ") : ""}${parts.map((p, i) => html`${i && adds ? "+" : ""}<span class="pill">${visible(p.name)} ${f(p.value)}</span>`)}</div>
+    ${adds || !parts.length ? "" : html`<div class="soft small">the environment gave the reward itself: it is not the sum of what it named</div>`}
     ${changed.length ? html`<div class="spread">as used ${f(row.used)} = ${f(row.reward)} ${changed.map(([name, value]) => html`<span class="pill">${name} ${signed(value)}</span>`)}</div>` : ""}
-    ${advantage === null || row.kind === "eval" ? "" : html`<div class="spread" style=${{ marginTop: "4px" }}><b>advantage ${f(advantage)}</b>${e.equation ? html` = ${e.equation.startsWith("(") ? `(${f(e.reward)} − ${f(e.mean)}) / ${f(e.sd)}` : e.equation === "R" ? f(e.reward) : `${f(e.reward)} − ${f(e.equation.endsWith("others") ? (e.mean * e.n - e.reward) / (e.n - 1) : e.mean)}`}` : ""}</div>
+    ${advantage === null || row.kind === "eval" ? "" : html`<div class="spread" style=${{ marginTop: "4px" }}><b>advantage ${f(advantage)}</b>${e.equation && e.sd === 0 && !advantage ? html`: all ${e.n} rewards of its group are ${f(e.mean)}` : e.equation ? html` = ${e.equation.startsWith("(") ? `(${f(e.reward)} − ${f(e.mean)}) / ${f(e.sd)}` : e.equation === "R" ? f(e.reward) : `${f(e.reward)} − ${f(e.equation.endsWith("others") ? (e.mean * e.n - e.reward) / (e.n - 1) : e.mean)}`}` : ""}</div>
       <div class="soft small">${e.equation ? `${e.equation}, of ${e.n} replies` : e.formula ? visible(e.formula) : ""}</div>`}
     ${row.step_rewards?.length ? html`<div class="soft small">rewards of steps: ${row.step_rewards.map((s) => `${f(s.reward)} at token ${s.at}`).join(", ")}</div>` : ""}</div>`;
 }

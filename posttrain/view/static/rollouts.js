@@ -34,7 +34,7 @@ export function Rollouts({ run, about, questions, query }) {
   const offset = Number(query.offset || 0);
   const version = about.stamp[0];
   const { data, problem, stale } = useAnswer(`${run}/rollouts`, { ...filters, sort: query.sort, as: query.as, offset }, version);
-  const parts = about.parts.slice(0, 6);
+  const parts = about.parts.slice(0, 4);
   const names = ["reward", "advantage", "length", ...parts.map((p) => `part.${p}`)];
   const later = useLater(JSON.stringify(filters), 60);
   const histograms = useAnswer(`${run}/histograms`, { ...JSON.parse(later), of: names.join(",") }, version);

@@ -59,7 +59,7 @@ export const FATES = {
   trained: "good", "equal group": "plain", invalid: "bad", "group too small": "plain", replaced: "plain", filtered: "warn", "not selected": "plain",
 };
 
-export const Fate = ({ fate }) => html`<span class=${FATES[fate] || "faint"}>${fate || "–"}</span>`;
+export const Fate = ({ fate }) => html`<span class=${FATES[fate] || "faint"}>${fate || ""}</span>`;
 
 /** A colour of the theme, for what is drawn on a canvas. */
 export function colour(name, alpha = 1) {

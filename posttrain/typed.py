@@ -91,6 +91,8 @@ class TrainingOptions(DataOptions, total=False):
     for each product."""
     rslora: bool
     """Divide alpha by the square root of the rank instead (rsLoRA): large ranks then learn as fast as small ones."""
+    dora: bool
+    """With --lora: let the length of each row of an adapted matrix learn by itself, and the adapters turn it (DoRA)."""
     precision: Literal["float32", "bfloat16"]
     """Arithmetic of forward and backward passes; weights and moments stay in float32."""
     device: str

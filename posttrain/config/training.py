@@ -72,6 +72,8 @@ class Training(Data):
     each product."""
     rslora: bool = False
     """Divide alpha by the square root of the rank instead (rsLoRA): large ranks then learn as fast as small ones."""
+    dora: bool = False
+    """With --lora: let the length of each row of an adapted matrix learn by itself, and the adapters turn it (DoRA)."""
     precision: Precision = "float32"
     """Arithmetic of forward and backward passes; weights and moments stay in float32."""
     device: str = "auto"

@@ -47,6 +47,7 @@ class LoRA:
     base: str = ""  # where the weights below lie: a folder, or a Hugging Face model's name
     digest: str = ""  # a fingerprint of these
     quantize: str = ""  # how they are packed, if they are: see `quantized`
+    dora: bool = False  # whether the length of each row learns by itself (arXiv 2402.09353)
 
     @property
     def scale(self) -> float:
@@ -111,7 +112,9 @@ def attach(decoder: Adaptable, lora: LoRA, adapts: Callable[[str], bool]) -> Non
         outputs, inputs = linear.weight.shape
         if pieces:
             with torch.device(linear.weight.device):
-                linear.adapter = Adapter(inputs, outputs, pieces, lora.rank, lora.scale).to(linear.weight.dtype)
+                linear.adapter = Adapter(inputs, outputs, pieces, lora.rank, lora.scale, lora.dora).to(
+                    linear.weight.dtype
+                )
     if lora.quantize:
         require(lora.quantize)
         for name, linear, _ in list(linears(decoder)):
@@ -126,16 +129,20 @@ def _put(decoder: Adaptable, name: str, module: nn.Module) -> None:
 def begin(decoder: Adaptable, seed: int) -> None:
     """Adapters that change nothing yet: B is 0, and A as PEFT has it, kaiming_uniform with a = sqrt(5) (arXiv 1502.01852).
 
-    A matrix begins with the same A whichever others are adapted.
+    A matrix begins with the same A whichever others are adapted. A magnitude begins as the lengths of the rows.
     """
     with torch.no_grad():
-        for adapter in adapters(decoder):
+        for _, linear, _ in linears(decoder):
+            if (adapter := linear.adapter) is None:
+                continue
             bound = 1 / math.sqrt(adapter.a.shape[1])  # sqrt(6 / ((1 + 5) inputs))
             for name, place in zip(adapter.names, adapter.places, strict=True):
                 generator = torch.Generator().manual_seed(seed_of(seed, "lora", name))
                 drawn = torch.empty(adapter.rank, adapter.a.shape[1]).uniform_(-bound, bound, generator=generator)
                 adapter.a[place.inner].copy_(drawn)
             adapter.b.zero_()
+            if adapter.magnitude is not None:
+                adapter.magnitude.copy_(adapter.lengths(linear.weight))
 
 
 def products(model: Backed) -> Iterator[tuple[str, nn.Linear | Linear]]:
@@ -214,8 +221,8 @@ def shared_copy(decoder: Adaptable) -> Adaptable:
     attach(other, decoder.lora, lambda name: name in names)
     with torch.no_grad():
         for mine, theirs in zip(adapters(other), adapters(decoder), strict=True):
-            mine.a.copy_(theirs.a)
-            mine.b.copy_(theirs.b)
+            for own, other_own in zip(mine.parameters(), theirs.parameters(), strict=True):
+                own.copy_(other_own)
     return other.requires_grad_(False)
 
 

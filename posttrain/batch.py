@@ -23,6 +23,8 @@ from posttrain.types import Media, Outcome, Piece, Rollout
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from posttrain.sink import Tap
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -168,6 +170,7 @@ class Batch(Packed):
     imitate: Tensor | None = None  # float32 [N], the share of each token in a likelihood term beside the policy's
     preferences: Preferences | None = None  # None: nothing here is compared or labelled
     coefficients: Mapping[str, float] = field(default_factory=dict)  # those that change during a run, by part
+    tap: Tap | None = None  # where the learner leaves what it computes of single tokens
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,9 @@ class Outputs:
     expected_q: Tensor | None = None  # float32 [N], sum_a pi(a) min_k Q_k(a): with a gradient into the policy alone
     target_q: Tensor | None = None  # float32 [N], the same of the slowly moving copies; no gradient
     score: Tensor | None = None  # float32 [N], a reward model's at each reading
+    teacher: Tensor | None = (
+        None  # float32 [N], log-probabilities under the teachers, where their distributions are made
+    )
     collision: Tensor | None = None  # float32 [N], log sum_v pi(v)^2 over the vocabulary; no gradient
 
 
@@ -219,11 +225,13 @@ class Step:
     updates: Sequence[Callable[[], Sequence[Batch]]]  # called in order, each just before its optimizer update
     stats: Stats
     tokens: int = 0  # sampled, or imitated, in this step: what its speed is measured by
-    rollouts: Sequence[Outcome] = ()  # all that were played, in order
+    rollouts: list[Outcome] = field(default_factory=list)
+    """All that were played, in order, and those that were replayed behind them. What became of them is known when
+    `Source.learned` has been called, which completes them in place."""
     seconds: Mapping[str, float] = field(default_factory=dict)  # what took time in it: "waiting" for environments alone
     counts: Mapping[str, float] = field(default_factory=dict)  # of services and engines: they depend on the clock
     work: Mapping[str, float] = field(default_factory=dict)  # what the engine counted in it: see `engines.pace`
 
     @property
     def played(self) -> list[Rollout]:
-        return [outcome.rollout for outcome in self.rollouts]
+        return [outcome.rollout for outcome in self.rollouts if not outcome.replayed]

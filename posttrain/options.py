@@ -60,6 +60,8 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         return None
     if not config.tasks:
         raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
+    if isinstance(config, Training):
+        _validate_record(config)
     if isinstance(config, RL):
         _validate_engines(config)
     if isinstance(config, RL | Evaluation | Check | Sample):
@@ -81,6 +83,15 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         _validate_rl(config)
     if isinstance(config, Sample):
         _validate_sample(config)
+
+
+def _validate_record(config: Training) -> None:
+    if not config.record_after:
+        return
+    if config.record == "tokens":
+        raise UserError("--record-after adds to the numbers of single tokens: give --record sample or full with it")
+    if isinstance(config, RewardModelling):
+        raise UserError("--record-after is of log-probabilities, and a reward model has none: leave it out")
 
 
 def check_bounds(config: Any) -> None:

@@ -57,6 +57,13 @@ class TrainingOptions(DataOptions, total=False):
     """Steps between checkpoints; one more is made at the end."""
     keep: int
     """How many checkpoints to keep."""
+    record: Literal["tokens", "sample", "full"]
+    """What is recorded of single tokens. tokens: ids, and the engine's log-probabilities; sample: of 8 groups a step,
+    drawn by the seed, also what the update made of them (the learner's and the reference's log-probabilities, entropy,
+    weight in the loss ...); full: of all groups. No result depends on it."""
+    record_after: bool
+    """Record also the log-probabilities of these tokens under the weights that the step ends with: one more forward
+    pass over their groups."""
     tokens_per_microbatch: int | None
     """How many tokens go through the model at once, beside a prompt: the memory of an update. No result depends on it.
     Default: 1024 on a CPU, 8192 elsewhere."""

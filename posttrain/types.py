@@ -560,13 +560,13 @@ class Rollout:
 class Fate(StrEnum):
     """What became of a rollout that a step played: exactly one of these."""
 
-    TRAINED = "trained"  # the step's updates were given it
+    TRAINED = "trained"  # an update of the step was given it
     EQUAL = "equal group"  # all rewards of its group are equal, and nothing but the advantage would move its tokens
     INVALID = "invalid"  # its reward is none, or the policy wrote nothing
     SMALL = "group too small"  # it is valid, and too few others of its group are
-    REPLACED = "replaced"  # dynamic sampling played another group in the place of its own
-    FILTERED = "filtered"  # a filter of the row left it out
-    UNSELECTED = "not selected"  # no update of the step drew it, or none of its tokens was chosen
+    REPLACED = "replaced"  # dynamic sampling left its group out, and played another one if its budget allowed
+    FILTERED = "filtered"  # a filter of the row left it out, or its teacher cannot read it
+    UNSELECTED = "not selected"  # no update was given it, though its group tells something: see `Outcome.why`
 
 
 @dataclass(frozen=True)
@@ -574,10 +574,11 @@ class Outcome:
     """A rollout of a step, and what the step made of it. What a record keeps."""
 
     rollout: Rollout
-    advantage: float = 0.0  # mean over its scored tokens; 0 where it has none
+    advantage: float | None = None  # mean over its scored tokens; None: nothing was credited to it
     fate: Fate = Fate.TRAINED
-    why: str = ""  # of the fate, in words, such as "longer than 512 tokens"
-    flags: tuple[str, ...] = ()  # what else is worth knowing, such as "update skipped"
+    why: str = ""  # of the fate, in words, such as "cut off after 512 tokens"
+    flags: tuple[str, ...] = ()  # what else is worth knowing: see `posttrain.sources.ledger`
     shaping: float = 0.0  # what shaping added to its reward
     penalty: float = 0.0  # what a KL in the reward took off, over all its tokens
-    numbers: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # column -> [n_i], of each scored token
+    replayed: bool = False  # whether an earlier step played it, and this one learned from it again
+    numbers: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # column -> [n_i], of each scored token

@@ -170,7 +170,7 @@ def test_the_invalid_one_of_four_rewards_leaves_baseline_and_group_statistics(to
         services = Services({"lengths": Lengths()})
         rollouts = Player(pool, engine, tokenizer, Sampling(max_tokens=4), 256, services=services).play(four)
     assert [r.reward for r in rollouts[:3]] == [1.0, 3.0, 2.0] and isinstance(rollouts[3].reward, Invalid)
-    kept = usable(rollouts, Stats())
+    kept, _ = usable(rollouts, Stats())
     stats = describe(rollouts, None)
     assert kept == rollouts[:3] and stats["invalid"] == (1.0, 4.0) and stats["invalid/unanswered"] == (1.0, 4.0)
     assert stats["reward"] == (6.0, 3.0)

@@ -14,7 +14,7 @@ RANKS = (
     {"types", "deferred", "messages"},
     {"values", "pictures"},
     {"names"},
-    {"user_code", "user_folders", "seeds", "part", "batch", "children", "connections", "endpoint", "beside"},
+    {"user_code", "user_folders", "seeds", "part", "batch", "sink", "children", "connections", "endpoint", "beside"},
     {"protocols"},
     {"sandbox"},
     {"kernels", "verify", "data"},

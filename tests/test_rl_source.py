@@ -32,8 +32,10 @@ from posttrain.part import Need
 from posttrain.sources.collecting import Collector, Size
 from posttrain.sources.crediting import Credited, credit
 from posttrain.sources.diversity import GROUPS, MEMBERS, diversity
+from posttrain.sources.ledger import Ledger
 from posttrain.sources.lengths import Prompts, TooLong
 from posttrain.sources.minibatches import Minibatches
+from posttrain.sources.recording import SAMPLE
 from posttrain.sources.rl import Experience
 from posttrain.sources.scores import describe, refuse_broken, scoreboard, usable
 from posttrain.sources.sft import demonstrate
@@ -114,13 +116,20 @@ def row(name: str, **how: Any) -> Algorithm:
     return adjust(find(name), filled(kind, {"max_tokens": 8, "group": 4, "prompts": 3, **given, **small, **how}))
 
 
+def ledger_of(credited: Credited, algorithm: Algorithm = TABLE["grpo"]) -> Ledger:
+    """As a source has it when the updates of a step are made."""
+    ledger = Ledger(algorithm, 1, credited.rollouts, {}, SAMPLE)
+    ledger.credit(credited)
+    return ledger
+
+
 def weights(learner: LocalLearner) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in learner.model.parameters()]).clone()
 
 
 def learned_from(build: Any) -> Sequence[Rollout]:
     """The rollouts of one update."""
-    _, _, credited, _ = build.args
+    _, _, credited, _, _ = build.args
     assert isinstance(credited, Credited)
     return credited.rollouts
 
@@ -165,13 +174,14 @@ def test_groups_stay_whole_within_an_update(tokenizer: Tokenizer) -> None:
 def test_minibatches_have_an_order_of_their_own_for_every_step_epoch_and_seed(tokenizer: Tokenizer) -> None:
     def orders(seed: int) -> list[tuple[str, ...]]:
         experience = source(tokenizer, row("grpo", epochs=2, minibatches=6, prompts=6), seed=seed, size=(6, 4))
-        _, _, _, coefficients = experience.produce(1).updates[0].args
+        _, _, _, coefficients, _ = experience.produce(1).updates[0].args
         credited = experience._watched
         assert credited is not None
         found = []
         for number in (1, 2, 3):
             groups = [
-                learned_from(b)[0].task["id"] for b in experience.minibatches.updates(number, credited, coefficients)
+                learned_from(b)[0].task["id"]
+                for b in experience.minibatches.updates(number, credited, coefficients, ledger_of(credited))
             ]
             assert sorted(groups[:6]) == sorted(groups[6:]) == [t["id"] for t in TASKS]
             found += [tuple(groups[:6]), tuple(groups[6:])]
@@ -190,7 +200,7 @@ def test_replay_draws_others_for_every_step_update_and_seed(tokenizer: Tokenizer
         nothing, found = credit(experience.algorithm, [], experience.learner, 64, {}, 1.0, Stats()), []
         places = {id(r): place for place, r in enumerate(experience.buffer.rollouts)}  # type: ignore[union-attr]
         for number in (4, 5, 6):
-            for build in experience.minibatches.updates(number, nothing, {}):
+            for build in experience.minibatches.updates(number, nothing, {}, ledger_of(nothing)):
                 drawn = [places[id(r)] for r in learned_from(build)]
                 assert len(set(drawn)) == 4 and drawn == sorted(drawn)  # a third of the step's 12, neighbours by group
                 found.append(tuple(drawn))
@@ -217,8 +227,8 @@ def test_what_a_token_is_told_is_its_own_rollout_s_though_others_were_dropped(to
     for rollout, told in ((o.rollout, o.advantage) for o in step.rollouts):
         own = valid[rollout.group]
         lost = isinstance(rollout.reward, Invalid)
-        expected = 0.0 if lost else rollout.reward - sum(own) / len(own)  # type: ignore[operator]
-        assert told == pytest.approx(expected, abs=1e-6)
+        expected = None if lost else pytest.approx(rollout.reward - sum(own) / len(own), abs=1e-6)  # type: ignore[operator]
+        assert told == expected
     advantage = {id(o.rollout): o.advantage for o in step.rollouts}
     fed = 0
     for place, build in enumerate(step.updates):
@@ -303,15 +313,15 @@ def invalidate(rollouts: list[Rollout], *places: int) -> list[Rollout]:
 def test_invalid_rewards_are_counted_and_left_out_and_never_zero() -> None:
     rollouts = invalidate(make_rollouts(torch.Generator().manual_seed(0), 3, 4, 40), 0, 4, 5, 6)
     stats = describe(rollouts, 1.0)
-    kept = usable(rollouts, stats)
+    kept, _ = usable(rollouts, stats)
     assert [r.group for r in kept] == ["g0"] * 3 + ["g2"] * 4  # one valid of four is no group
     assert stats["invalid"] == (4.0, 12.0) and stats["reward"][1] == 8.0 and stats["dropped"] == (5.0, 12.0)
     pairs = invalidate(make_rollouts(torch.Generator().manual_seed(0), 2, 2, 40), 3)
-    assert [r.group for r in usable(pairs, Stats())] == ["g0"] * 2  # one valid of two is none either
+    assert [r.group for r in usable(pairs, Stats())[0]] == ["g0"] * 2  # one valid of two is none either
     sixes = invalidate(make_rollouts(torch.Generator().manual_seed(0), 2, 6, 40), 0, 1, 2, 3, 6, 7, 8)
-    assert [r.group for r in usable(sixes, Stats())] == ["g1"] * 3  # less than half of six is none, half is one
+    assert [r.group for r in usable(sixes, Stats())[0]] == ["g1"] * 3  # less than half of six is none, half is one
     single = make_rollouts(torch.Generator().manual_seed(0), 2, 1, 40)
-    assert usable(single, Stats()) == single  # groups of one are compared with nothing
+    assert usable(single, Stats())[0] == single  # groups of one are compared with nothing
 
 
 def test_kinds_of_invalid_rewards_are_shares_of_the_step_and_timeouts_are_always_told() -> None:
@@ -485,7 +495,8 @@ def test_a_single_token_that_succeeded_is_imitated_with_the_whole_coefficient() 
         scores = scoreboard(rollouts, success=0.5)
         fields = {"advantage": [torch.ones(r.n_scored) for r in rollouts]}
         minibatches = Minibatches(row_of, Learnt(), Size(1, 2, 1000), 0, 0.5, (), None)  # type: ignore[arg-type]
-        (batch,) = minibatches._weighted(Credited(rollouts, scores, fields, {}), {}, fresh=True)
+        credited = Credited(rollouts, scores, fields, {})
+        (batch,) = minibatches._weighted(credited, {}, ledger_of(credited, row_of), fresh=True)
         assert batch.imitate is not None and batch.imitate.sum().item() == pytest.approx(share)
 
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from posttrain.models.rows import is_sharded, whole
 from posttrain.protocols import Alone, Objective
 from posttrain.record.reading import read_rollouts
 from posttrain.runs.reading import read_metrics
+from posttrain.sink import Found, Sink
 from posttrain.sources.sft import Demonstrations, Likelihood
 from posttrain.training.learning import new_learner
 from posttrain.types import Transcript, UserError
@@ -299,6 +300,24 @@ def equal(mine: dict[str, Tensor], theirs: dict[str, Tensor], within: float) -> 
         )  # type: ignore[misc]
 
 
+def tapped(batches: list[Batch]) -> tuple[Sink, list[Batch]]:
+    """These micro-batches, with a tap at every second rollout."""
+    sink, found = Sink(frozenset(range(0, 100, 2))), []
+    for batch in batches:
+        index, sizes = batch.rollout.unique_consecutive(return_counts=True)
+        found.append(replace(batch, tap=sink.tap(index.tolist(), sizes.tolist())))
+    return sink, found
+
+
+def same_numbers(mine: Found, theirs: Found) -> None:
+    """Of every process: each has the numbers of all micro-batches."""
+    assert mine.keys() == theirs.keys() and mine
+    for place, columns in mine.items():
+        assert columns.keys() == theirs[place].keys()
+        for name, values in columns.items():
+            assert theirs[place][name] == pytest.approx(values, rel=1e-5, abs=1e-6), name
+
+
 def learners(out: Path, rank: int, together: Processes) -> None:
     for tied in (True, False):
         one, sharded = learner(LocalLearner, tied, Alone()), learner(ShardingLearner, tied, together)
@@ -310,8 +329,10 @@ def learners(out: Path, rank: int, together: Processes) -> None:
             for mine, theirs in zip(one.evaluate(batches), sharded.evaluate(batches), strict=True):
                 torch.testing.assert_close(mine.logp, theirs.logp, atol=1e-9, rtol=1e-9)
             grads.clear(), summed.clear()
-            ours, others = (of.update(batches, objective()).means() for of in (one, sharded))
+            (alone, own), (dealt, theirs) = tapped(batches), tapped(batches)
+            ours, others = one.update(own, objective()).means(), sharded.update(theirs, objective()).means()
             assert ours == pytest.approx(others, rel=1e-9), case
+            same_numbers(alone.settle(), dealt.settle())
             equal(grads, summed, 1e-10)
             now = weights(sharded)
             equal(weights(one), now, 1e-8)

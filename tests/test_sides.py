@@ -195,10 +195,10 @@ def test_sides_are_compared_with_their_like(tokenizer: Tokenizer) -> None:
     stats = describe(rollouts, None)
     figures = stats.means()
     assert figures["reward/a"] == 7.5 and figures["reward/b"] == -0.75
-    kept = usable(rollouts, stats)
+    kept, _ = usable(rollouts, stats)
     assert [r.side for r in kept] == list("aaabbb") and scoreboard(rollouts).group.tolist() == [0, 1, 0, 1, 0, 1]
     rollouts[1].reward = rollouts[3].reward = Invalid("two of three of one side")
-    assert [r.side for r in usable(rollouts, stats)] == ["a", "a", "a"]
+    assert [r.side for r in usable(rollouts, stats)[0]] == ["a", "a", "a"]
 
 
 def test_a_side_that_one_game_of_several_came_to_is_left_out(tokenizer: Tokenizer) -> None:
@@ -209,9 +209,9 @@ def test_a_side_that_one_game_of_several_came_to_is_left_out(tokenizer: Tokenize
 
     games = [enacted(short, tokenizer, replies) for replies in (["1."], ["2.", "1."], ["1."])]
     stats = describe([], None)
-    assert [r.side for r in usable([r for game in games for r in game], stats)] == ["a", "a", "a"]
+    assert [r.side for r in usable([r for game in games for r in game], stats)[0]] == ["a", "a", "a"]
     assert stats.means()["dropped"] == 0.25
-    assert [r.side for r in usable(games[1], stats)] == ["a", "b"]  # groups of one game: a critic compares nothing
+    assert [r.side for r in usable(games[1], stats)[0]] == ["a", "b"]  # groups of one game: a critic compares nothing
 
 
 def duel(task: Task) -> Game:

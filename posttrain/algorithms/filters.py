@@ -44,6 +44,11 @@ class DynamicSampling(Part):
         return f"only groups with unequal rewards{share}; at most {self.rounds} x the step's prompts are played"
 
     @property
+    def outside(self) -> str:
+        """Why a group is not kept whose rewards differ."""
+        return f"the share of successes of its group is not between {self.low:g} and {self.high:g}"
+
+    @property
     def needs(self) -> frozenset[Need]:
         return frozenset({Need.GROUP} if (self.low, self.high) == (0, 1) else {Need.GROUP, Need.SUCCESS})
 
@@ -76,6 +81,10 @@ class OverlongFilter(Part):
         """bool [S]: whether the rollout is in the loss."""
         assert scores.truncated is not None
         return ~scores.truncated
+
+    def why(self, sampled: int, stop: str) -> str:
+        """Why an episode is not in the loss that ended so after this many tokens."""
+        return f"cut off after {sampled} tokens ({stop})"
 
 
 @dataclass(frozen=True)

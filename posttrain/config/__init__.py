@@ -51,6 +51,8 @@ FREE_TO_CHANGE = frozenset(
         "steps",
         "save_every",
         "keep",
+        "record",
+        "record_after",
         "threads",
         "env_workers",
         "env_seconds",

@@ -13,6 +13,7 @@ from torch import Tensor
 from posttrain.batch import Batch, Outputs, Packed, Stats
 from posttrain.learners.local import LocalLearner
 from posttrain.protocols import Learner, Objective
+from posttrain.sink import sink_of
 
 P = TypeVar("P", bound=Packed)
 
@@ -32,9 +33,14 @@ class DealingLearner(LocalLearner):
     def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
         if self.world.size == 1:
             return super().update(batches, objective)
-        stats = Stats()
-        for own in self.world.gather(super().update(self._own(batches), objective)):
-            stats.merge(own)
+        stats, own = Stats(), super().update(self._own(batches), objective)
+        sink = sink_of(batches)
+        for told, found in self.world.gather((own, sink.settle() if sink else None)):
+            stats.merge(told)
+            if sink is not None:
+                sink.hear(found)
+        if sink is not None:
+            sink.skipped = stats["skipped"][0] > 0
         return stats
 
     def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:

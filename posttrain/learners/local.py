@@ -38,6 +38,7 @@ from posttrain.models.reward import RewardModel
 from posttrain.models.routing import watching
 from posttrain.models.tensor_files import open_tensors, read_rows, read_state, write_state
 from posttrain.protocols import TRAINING, Alone, Learner, Model, Objective, World
+from posttrain.sink import sink_of
 from posttrain.types import UserError
 
 COUNTERS, MOMENTS, MOVED = "learner.json", "optimizer.safetensors", "reference.safetensors"
@@ -173,6 +174,8 @@ class LocalLearner:
         norms = self._clip()
         if not all(math.isfinite(norm) for norm in norms.values()):
             stats.add("skipped", 1)
+            if (sink := sink_of(batches)) is not None:
+                sink.skipped = True
             self.optimizer.zero_grad()
             return stats
         if self.trust_region is not None:
@@ -194,7 +197,7 @@ class LocalLearner:
     def _accumulate(self, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
         """Add up the gradients of these micro-batches."""
         for batch in batches:
-            loss = objective(self._outputs(self.model, batch, objective.wants), batch, stats)
+            loss = objective(self._tapped(batch, objective.wants), batch, stats)
             loss.backward()
             stats.add("loss", loss.item(), 0)
 
@@ -209,7 +212,7 @@ class LocalLearner:
         """The same of a mixture of experts, with the losses of its routers."""
         for batch in batches:
             with watching(routing.model, scored=bool(routing.losses)) as routed:
-                outputs = self._outputs(self.model, batch, objective.wants)
+                outputs = self._tapped(batch, objective.wants)
             loss = objective(outputs, batch, stats)
             of_routers = routing.loss(routed)
             whole = loss if of_routers is None else loss + of_routers.to(loss.dtype)
@@ -319,8 +322,26 @@ class LocalLearner:
         """A moment of a parameter, in the shape in which it is written."""
         return moment
 
-    def _outputs(self, model: Model, batch: Packed, want: frozenset[str], temperature: float | None = None) -> Outputs:
-        """The log-probabilities and what is wanted besides them; nothing else is computed."""
+    def _tapped(self, batch: Batch, want: frozenset[str]) -> Outputs:
+        """The outputs of an update's micro-batch, left at its tap as well."""
+        if batch.tap is None:
+            return self._outputs(self.model, batch, want)
+        outputs = self._outputs(self.model, batch, want, measured=batch.tap.entropy)
+        batch.tap.watch(outputs)
+        return outputs
+
+    def _outputs(
+        self,
+        model: Model,
+        batch: Packed,
+        want: frozenset[str],
+        temperature: float | None = None,
+        measured: bool = False,
+    ) -> Outputs:
+        """The log-probabilities and what is wanted besides them; nothing else is computed.
+
+        `measured`: the entropy too, without a gradient where it is not wanted.
+        """
         temperature = temperature or self.temperature
         with self._autocast():
             hidden = model.hidden(batch.layout, batch.at)
@@ -332,6 +353,9 @@ class LocalLearner:
                 outputs = Outputs(logp)  # of the same logits
             if "entropy" in want:
                 logp, entropy = token_logp_entropy(hidden, model.head, batch.target, temperature)
+                outputs = Outputs(logp, entropy=entropy)
+            elif outputs is None and measured:
+                logp, entropy = token_logp_entropy(hidden, model.head, batch.target, temperature, constant=True)
                 outputs = Outputs(logp, entropy=entropy)
             if outputs is None:
                 outputs = Outputs(token_logp(hidden, model.head, batch.target, temperature))

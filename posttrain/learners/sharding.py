@@ -15,6 +15,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -176,8 +177,9 @@ class ShardingLearner(DealingLearner):
         counted = len(batches) - len(self._idle)
         for place, batch in enumerate(batches):
             self._passes.clear()
-            outputs = self._outputs(self.model, batch, objective.wants)
-            loss = objective(outputs, batch, stats) if place < counted else outputs.logp.new_zeros(())
+            mine = place < counted
+            outputs = self._tapped(batch if mine else replace(batch, tap=None), objective.wants)
+            loss = objective(outputs, batch, stats) if mine else outputs.logp.new_zeros(())
             del outputs
             for decoder in self._learning:  # all sum the same gradients, also where a loss does not read a head
                 for own in (decoder.head.weight, decoder.head.bias):
@@ -188,9 +190,16 @@ class ShardingLearner(DealingLearner):
             if place < counted:
                 stats.add("loss", loss.item(), 0)
 
-    def _outputs(self, model: Model, batch: Packed, want: frozenset[str], temperature: float | None = None) -> Outputs:
+    def _outputs(
+        self,
+        model: Model,
+        batch: Packed,
+        want: frozenset[str],
+        temperature: float | None = None,
+        measured: bool = False,
+    ) -> Outputs:
         with self.world.meeting():  # what follows is a chain of collectives
-            return super()._outputs(model, batch, want, temperature)
+            return super()._outputs(model, batch, want, temperature, measured)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:

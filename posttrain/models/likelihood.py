@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,13 +45,20 @@ def token_logp(hidden: Tensor, head: Head, target: Tensor, temperature: float = 
 
     hidden [N, D], target int64 [N] -> [N], float32 or wider.
     """
-    logp: Tensor = _Likelihood.apply(hidden, head.weight, head.bias, head, target, temperature, False)[0]
+    logp: Tensor = _Likelihood.apply(hidden, head.weight, head.bias, head, target, temperature, "none")[0]
     return logp
 
 
-def token_logp_entropy(hidden: Tensor, head: Head, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """As `token_logp`, and the entropy of the whole distribution at each token, both [N]."""
-    logp, entropy = _Likelihood.apply(hidden, head.weight, head.bias, head, target, temperature, True)
+def token_logp_entropy(
+    hidden: Tensor, head: Head, target: Tensor, temperature: float = 1.0, constant: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As `token_logp`, and the entropy of the whole distribution at each token, both [N].
+
+    `constant`: nothing is differentiated through the entropy. Log-probabilities and gradients then have the bits that they
+    have without it.
+    """
+    kind = "constant" if constant else "learned"
+    logp, entropy = _Likelihood.apply(hidden, head.weight, head.bias, head, target, temperature, kind)
     return logp, entropy
 
 
@@ -71,8 +78,9 @@ class _Likelihood(torch.autograd.Function):
         head: Head,
         target: Tensor,
         temperature: float,
-        with_entropy: bool,
+        entropies: Literal["none", "constant", "learned"],
     ) -> tuple[Tensor, Tensor]:
+        with_entropy = entropies != "none"
         rows, vocabulary = hidden.shape[0], head.vocab
         keep = any(ctx.needs_input_grad) and rows * vocabulary <= KEPT_LOGITS
         kept = []
@@ -95,7 +103,9 @@ class _Likelihood(torch.autograd.Function):
             total = joined
         logp, entropy = at - total, total - mean
         ctx.save_for_backward(hidden, weight, target, total, entropy, *kept)  # the weight: torch sees whether it moves
-        ctx.head, ctx.temperature, ctx.with_entropy = head, temperature, with_entropy
+        ctx.head, ctx.temperature, ctx.with_entropy = head, temperature, entropies == "learned"
+        if entropies == "constant":
+            ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod

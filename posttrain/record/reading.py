@@ -78,8 +78,14 @@ def rows_of(table: pa.Table) -> list[Row]:
 
 
 def read_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ, held_out: bool = False) -> list[Row]:
-    """The rollouts of a step as `rows_of` has them, without the numbers of tokens unless these are named."""
-    return rows_of(read_table(folder, step, names, held_out))
+    """The rollouts that a step played as `rows_of` has them, without the numbers of tokens unless these are named.
+
+    Those of earlier steps that it learned from again stand in its table alone.
+    """
+    wanted = EVERY if names is None else tuple(names)
+    table = read_table(folder, step, {*wanted, "replayed"}, held_out)
+    played = [not again for again in table["replayed"].to_pylist()]
+    return rows_of(table.filter(pa.array(played, pa.bool_())).select([n for n in EVERY if n in wanted]))
 
 
 def timed_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ) -> list[Row]:

@@ -43,6 +43,7 @@ def seconds_of(outcomes: Iterable[Outcome]) -> list[Row]:
     return [
         {"index": index, "reward": round(o.rollout.seconds, 4), "turns": [round(t.seconds, 4) for t in o.rollout.turns]}
         for index, o in enumerate(outcomes)
+        if not o.replayed  # that was another step's time
     ]
 
 
@@ -71,7 +72,7 @@ def _of_outcome(outcome: Outcome) -> Row:
         "advantage": finite(outcome.advantage),
         "why": outcome.why or None,
         "flags": list(outcome.flags),
-        "replayed": False,
+        "replayed": outcome.replayed,
         **outcome.numbers,
     }
 

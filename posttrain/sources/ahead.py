@@ -24,7 +24,7 @@ from posttrain.models.linear import compute_apart
 from posttrain.protocols import Counting, Learner, Model, Paced
 from posttrain.sources.collecting import Collected, Collector, Mark
 from posttrain.sources.stored import restored, stored
-from posttrain.types import UserError
+from posttrain.types import Fate, UserError
 
 T = TypeVar("T")
 END_SECONDS = 10.0  # for the thread to notice that nobody waits for what it plays
@@ -138,7 +138,8 @@ class Stock:
         tasks = {group: self.collector.task_of(group, place) for group, place in places.items()}
         rollouts = [restored(rollout, tasks[rollout["group"]]) for rollout in row["rollouts"]]
         stats = Stats({name: (float(total), float(count)) for name, (total, count) in row["stats"].items()})
-        collected = Collected(rollouts, [rollouts[place] for place in row["kept"]], places)
+        left = {id(rollouts[place]): (Fate(fate), str(why)) for place, fate, why in row["left"]}
+        collected = Collected(rollouts, [rollouts[place] for place in row["kept"]], left, places)
         return Played(int(row["number"]), self.collector.restore(row["after"]), collected, stats, {}, {}, {})
 
 
@@ -164,6 +165,7 @@ class _Step:
             "places": played.collected.places,
             "rollouts": [stored(rollout) for rollout in played.collected.played],
             "kept": [places[id(rollout)] for rollout in played.collected.kept],
+            "left": [[places[key], str(fate), why] for key, (fate, why) in played.collected.left.items()],
             "stats": played.stats,
         }
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from posttrain.algorithms.credit import equal_rewards
 from posttrain.algorithms.filters import DynamicSampling
-from posttrain.batch import Stats
+from posttrain.batch import Scores, Stats
 from posttrain.data.tasks import draw
 from posttrain.envs.branching import Plan
 from posttrain.envs.play import Episode, Player
 from posttrain.seeds import seed_of
 from posttrain.sources.lengths import Placed, Prompts, TooLong
-from posttrain.sources.scores import describe, refuse_broken, scoreboard, usable
+from posttrain.sources.scores import Left, describe, refuse_broken, scoreboard, usable
 from posttrain.sources.stored import restored, stored
-from posttrain.types import Completion, Rollout, StopReason, Task, UserError
+from posttrain.types import Completion, Fate, Rollout, StopReason, Task, UserError
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Collected:
 
     played: list[Rollout]
     kept: list[Rollout]  # those to learn from
+    left: Left  # what became of the others
     places: dict[str, int]  # where the task of each group stands
 
 
@@ -103,17 +104,20 @@ class Collector:
             self.too_long.take()  # what was met elsewhere
         played: list[Rollout] = []
         kept: list[Rollout] = []
+        left: Left = {}
         while (missing := min(self.size.prompts - len({r.group for r in kept}), budget)) > 0:
             episodes, self.cursor = self.episodes(number, self.cursor, missing)
             budget -= missing
             rollouts = self._whole(episodes) if self.tokens else self.player.play(episodes, self.plan)
             played += rollouts
-            fit = usable(rollouts, stats)
+            fit, lost = usable(rollouts, stats)
+            left |= lost
             if fit and self.rewarded:
                 scores = scoreboard(fit, success=self.success, parts=self.parts)
                 stats.add("groups/no_signal", equal_rewards(scores).sum().item(), len(fit))
                 if groups is not None:
-                    fit = [r for r, keep in zip(fit, groups(scores).tolist(), strict=True) if keep]
+                    fit, lost = _informative(fit, scores, groups, spent=not budget)
+                    left |= lost
             kept += fit
             if groups is None:
                 break
@@ -128,7 +132,7 @@ class Collector:
             stats.add("unfinished", sum(isinstance(m, Episode) for group in self._open.values() for m in group.members))
         places = {group: self._places[group] for group in dict.fromkeys(r.group for r in played)}
         self._places = {group: found.place for group, found in self._open.items()}
-        return Collected(played, kept, places)
+        return Collected(played, kept, left, places)
 
     def _whole(self, begun: list[Episode]) -> list[Rollout]:
         """Begin these episodes and go on with those that are not whole; the rollouts of the groups that then are."""
@@ -207,3 +211,19 @@ class Collector:
             for member in range(self.size.group):
                 episodes.append(Episode(task, group, seed_of(self.seed, "rollout", number, group, member)))
         return episodes, cursor
+
+
+def _informative(
+    rollouts: list[Rollout], scores: Scores, groups: DynamicSampling, spent: bool
+) -> tuple[list[Rollout], Left]:
+    """The rollouts of groups that dynamic sampling keeps, and what became of the others. `spent`: its budget."""
+    kept, left = [], dict[int, tuple[Fate, str]]()
+    columns = groups(scores).tolist(), equal_rewards(scores).tolist(), scores.reward.tolist()
+    for rollout, keep, equal, reward in zip(rollouts, *columns, strict=True):
+        if keep:
+            kept.append(rollout)
+            continue
+        why = f"all rewards of its group are {reward:g}" if equal else groups.outside
+        why += "; the budget was spent, so no other group was played" if spent else "; another group took its place"
+        left[id(rollout)] = Fate.REPLACED, why
+    return kept, left

@@ -34,6 +34,8 @@ class Credited:
     scores: Scores
     per_token: Mapping[str, list[Tensor]]  # field of `Batch` -> [n_i] of each rollout
     views: Mapping[str, list[Tensor]]  # "old" and "reference", as far as they were asked for: log-probabilities
+    shaping: Tensor | None = None  # float64 [S], what was added to each reward
+    selected: Sequence[Tensor] = ()  # bool [n_i], which tokens have kept their advantage; (): all
 
     def of(self, rows: Tensor) -> Credited:
         """Some of them: rows int64 [S']."""
@@ -43,7 +45,12 @@ class Credited:
             return {name: [values[i] for i in chosen] for name, values in columns.items()}
 
         return Credited(
-            [self.rollouts[i] for i in chosen], self.scores.of(rows), some(self.per_token), some(self.views)
+            [self.rollouts[i] for i in chosen],
+            self.scores.of(rows),
+            some(self.per_token),
+            some(self.views),
+            None if self.shaping is None else self.shaping[rows],
+            [self.selected[i] for i in chosen] if self.selected else (),
         )
 
 
@@ -68,6 +75,7 @@ def credit(
         views["reference"] = view(learner, rollouts, tokens_per_microbatch, of="reference")["logp"]
     penalty, value = _penalty(row, own, views, coefficients), own.get("value", [])
     scores = scoreboard(rollouts, penalty, value, success, Need.PARTS in needs)
+    added: Tensor | None = None
     if row.shaping:
         added = torch.stack([shape(scores) for shape in row.shaping]).sum(0)
         stats.add("reward/shaping", added.sum().item(), len(added))
@@ -87,13 +95,14 @@ def credit(
         fields["teacher_logp"] = teachers.logp(learner, rollouts, tokens_per_microbatch)
     if row.critic is not None:
         fields |= _returns(row, scores, stats)
+    chosen: list[Tensor] = []
     if row.select is not None:
         chosen = row.select(own["entropy"])
         fields["advantage"] = [a * keep for a, keep in zip(fields["advantage"], chosen, strict=True)]
     every = torch.cat(fields["advantage"])
     stats.add("advantage/abs", every.abs().sum().item(), len(every))
     stats.add("advantage/std", every.std(correction=0).item())
-    return Credited(rollouts, scores, fields, views)
+    return Credited(rollouts, scores, fields, views, added, chosen)
 
 
 def _penalty(

@@ -20,6 +20,7 @@ from posttrain.protocols import Learner
 from posttrain.seeds import seed_of
 from posttrain.sources.collecting import Size
 from posttrain.sources.crediting import Credited
+from posttrain.sources.ledger import Ledger
 from posttrain.sources.packing import collate, split_microbatches
 from posttrain.sources.replay import ReplayBuffer
 from posttrain.sources.scores import scoreboard
@@ -42,15 +43,19 @@ class Minibatches:
     teachers: Teachers | None = None
 
     def updates(
-        self, number: int, credited: Credited, coefficients: Mapping[str, float]
+        self, number: int, credited: Credited, coefficients: Mapping[str, float], ledger: Ledger
     ) -> list[Callable[[], list[Batch]]]:
-        """One thunk per optimizer update of step `number`."""
+        """One thunk per optimizer update of step `number`. The ledger is told what each update is given."""
         chosen = self._shuffled(number, credited) if self.buffer is None else self._replayed(number, credited)
-        return [partial(self._build, number, place, part, dict(coefficients)) for place, part in enumerate(chosen)]
+        ledger.choose(chosen)
+        told = dict(coefficients), ledger
+        return [partial(self._build, number, place, part, *told) for place, part in enumerate(chosen)]
 
-    def _build(self, number: int, place: int, part: Credited, coefficients: Mapping[str, float]) -> list[Batch]:
+    def _build(
+        self, number: int, place: int, part: Credited, coefficients: Mapping[str, float], ledger: Ledger
+    ) -> list[Batch]:
         # The first update is on policy: the old log-probabilities are the current ones.
-        batches = self._weighted(part, coefficients, fresh=place == 0)
+        batches = self._weighted(part, coefficients, ledger, fresh=place == 0)
         # While a critic warms up the policy stands still, its text included.
         return [*batches, *self._texts(number, place)] if coefficients.get("policy", 1.0) else batches
 
@@ -85,7 +90,7 @@ class Minibatches:
             chosen.append(Credited(rollouts, scoreboard(rollouts, success=self.success), fields, {}))
         return chosen
 
-    def _weighted(self, part: Credited, coefficients: Mapping[str, float], fresh: bool) -> list[Batch]:
+    def _weighted(self, part: Credited, coefficients: Mapping[str, float], ledger: Ledger, fresh: bool) -> list[Batch]:
         """The micro-batches of one update, their weights from the scoreboard of exactly these rollouts.
 
         Rollouts with advantage 0 have a gradient of 0 when nothing but the advantage moves a token: then they are not
@@ -101,6 +106,7 @@ class Minibatches:
         everyone = range(len(part.rollouts))
         fed = [i for i in everyone if row.moves_every_token or bool(part.per_token["advantage"][i].any())]
         transcripts = [part.rollouts[i].transcripts for i in fed]
+        sink = ledger.feed(part, fed, coefficients)
         weight = row.aggregate(part.scores)
         taught = {}
         if self.teachers is not None and row.teacher is not None and not row.teacher.sampled:
@@ -115,6 +121,7 @@ class Minibatches:
                 coefficients=coefficients,
                 taught=[taught[fed[i]] for i in index] if taught else (),
                 device=self.learner.device,
+                sink=sink,
             )
             for index in split_microbatches(transcripts, self.size.tokens_per_microbatch)
         ]

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from posttrain.sink import Sink
+
     Integers = NDArray[np.int64]
 
 
@@ -184,12 +186,14 @@ def collate(
     taught: Sequence[Taught] = (),
     device: torch.device | str = "cpu",
     read: Read = "next",
+    sink: Sink | None = None,
 ) -> Batch:
     """One whole micro-batch of some rollouts, `index[i]` being the place of rollout i in the optimizer batch [S].
 
     weight, imitate   [S], the share in the loss, and in its likelihood term, of each token of a rollout.
     fields            of `Batch`: one value for each scored token, [n_i] for each rollout of the optimizer batch.
     taught            how a teacher reads each of these rollouts: see `pack`.
+    sink              where what is computed of single tokens goes.
     """
     import torch
 
@@ -214,6 +218,7 @@ def collate(
         else None,
         preferences=preferences,
         coefficients=dict(coefficients or {}),
+        tap=sink.tap(index, [sum(t.n_scored for t in rollout) for rollout in rollouts]) if sink else None,
         **of_tokens,
     )
 

@@ -23,12 +23,14 @@ from posttrain.protocols import Learner, Source
 from posttrain.sources.ahead import Stock
 from posttrain.sources.collecting import Collector, Size
 from posttrain.sources.crediting import Credited, credit
+from posttrain.sources.ledger import Ledger
 from posttrain.sources.lengths import Placed, TooLong
 from posttrain.sources.minibatches import Minibatches
+from posttrain.sources.recording import SAMPLE, Recording
 from posttrain.sources.replay import ReplayBuffer
-from posttrain.sources.teaching import Teachers
+from posttrain.sources.teaching import UNREADABLE, Teachers
 from posttrain.sources.views import view
-from posttrain.types import Outcome, Rollout, Transcript
+from posttrain.types import Fate, Rollout, Transcript
 
 
 class Experience:
@@ -55,16 +57,19 @@ class Experience:
         ahead: int = 0,
         last: int = 0,
         tokens_per_step: int = 0,
+        recording: Recording = SAMPLE,
     ) -> None:
         """`success`: rewards from it on are successes; `texts`: what a row with a pretraining term imitates.
 
         `teachers`: who teaches a row with a teacher; `rewarded`: whether anything scores the replies. `ahead`: how many
         steps before it is learned from a step is played; the engine then has weights of its own; `last`: the number of
-        the last step. `tokens_per_step`: most tokens of a reply that a step samples (0: all of them).
+        the last step. `tokens_per_step`: most tokens of a reply that a step samples (0: all of them). `recording`: of
+        which rollouts the numbers of single tokens are kept.
         """
         assert (teachers is not None) == (algorithm.teacher is not None), "a row with a teacher has one to ask"
         assert success is not None or Need.SUCCESS not in algorithm.needs, "what is a success?"
         self.learner, self.algorithm, self.size, self.success = learner, algorithm, size, success
+        self.recording = recording
         parts = Need.PARTS in algorithm.needs
         plan = algorithm.branching.plan(learner.weights().config.vocab) if algorithm.branching else None
         collector = Collector(tasks, player, size, seed, success, too_long, parts, rewarded, plan, tokens_per_step)
@@ -78,6 +83,7 @@ class Experience:
             **({"entropy": entropy.coefficient} if entropy else {}),
         }
         self._watched: Credited | None = None
+        self._ledger: Ledger | None = None
 
     def produce(self, number: int) -> Step:
         row = self.algorithm
@@ -86,23 +92,26 @@ class Experience:
         tokens, kept = self.size.tokens_per_microbatch, collected.kept
         if self.stock.ahead or self.stock.collector.tokens:
             self._measure_staleness(collected.played, stats)
+        ledger = self._ledger = Ledger(row, number, collected.played, collected.left, self.recording)
         if self.teachers is not None:
-            kept = self.teachers.readable(kept, stats)
+            whole, kept = kept, self.teachers.readable(kept, stats)
+            read = set(map(id, kept))
+            ledger.leave((r for r in whole if id(r) not in read), Fate.FILTERED, UNREADABLE)
         credited = credit(row, kept, self.learner, tokens, self.coefficients, self.success, stats, self.teachers)
         self._watched = credited if kept else None
-        means = {id(r): a.mean().item() for r, a in zip(kept, credited.per_token["advantage"], strict=True)}
-        if kept:
-            for chosen in row.filters:
-                credited = credited.of(chosen(credited.scores).nonzero().flatten())
+        ledger.credit(credited)
+        for chosen in row.filters if kept else ():
+            stay = chosen(credited.scores)
+            ledger.leave_filtered(credited.of((~stay).nonzero().flatten()).rollouts, chosen)
+            credited = credited.of(stay.nonzero().flatten())
         if row.critic is not None and row.critic.warmup:
             self.coefficients["policy"] = float(number > row.critic.warmup)
         for name, value in self.coefficients.items():
             stats.add(f"coefficient/{name}", value)
-        updates = self.minibatches.updates(number, credited, self.coefficients)
+        updates = self.minibatches.updates(number, credited, self.coefficients, ledger)
         sampled = sum(r.n_own for r in collected.played)
-        rollouts = [Outcome(r, means.get(id(r), 0.0)) for r in collected.played]
         seconds = {**played.seconds, "credit": time.perf_counter() - began}
-        return Step(number, updates, stats, sampled, rollouts, seconds, played.counts, played.work)
+        return Step(number, updates, stats, sampled, ledger.outcomes(), seconds, played.counts, played.work)
 
     def _measure_staleness(self, rollouts: Sequence[Rollout], stats: Stats) -> None:
         """How many updates lie between the weights that sampled each token and those that are about to learn from it."""
@@ -113,7 +122,7 @@ class Experience:
             stats.add("staleness/max", max(age for age, _ in ages))
 
     def learned(self, step: Step, stats: Stats) -> None:
-        """Let what changes from step to step do so: coefficients, the reference."""
+        """Let what changes from step to step do so, coefficients and the reference; and close the step's account."""
         if stats.get("sampler/ratio", (0.0, 0.0))[1]:
             # Effective sample size, as a share: (sum c)^2 / (N sum c^2), c the learner's probability over the engine's.
             (total, count), (squares, _) = stats["sampler/ratio"], stats.pop("sampler/ratio/square")
@@ -123,6 +132,10 @@ class Experience:
         if self.algorithm.refresh and step.number % self.algorithm.refresh == 0:
             self.learner.refresh_reference()
         self._watched = None
+        if self._ledger is not None:
+            self._ledger.settle(self.learner, self.size.tokens_per_microbatch)
+            step.rollouts[:] = self._ledger.outcomes()
+            self._ledger = None
 
     def _steer(self, step: Step, stats: Stats) -> None:
         """Move the coefficients of KL and entropy by what was measured in this step."""

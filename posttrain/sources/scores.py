@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posttrain.batch import Scores, Stats
 from posttrain.sources.diversity import GROUPS, MEMBERS, diversity
-from posttrain.types import Invalid, InvalidKind, Rollout, UserError, succeeds
+from posttrain.types import Fate, Invalid, InvalidKind, Rollout, UserError, succeeds
 
 EXAMPLE = '{"correct": 1.0, "format": 0.5}'
 MAX_INVALID = 0.5  # of a step's rollouts: beyond this the reward function is broken, not some of the replies
@@ -81,11 +81,15 @@ def refuse_broken(rollouts: Sequence[Rollout]) -> None:
         raise UserError(f"{len(bad)} of {len(rollouts)} rewards of this step are invalid; the first: {bad[0]}")
 
 
-def usable(rollouts: Sequence[Rollout], stats: Stats) -> list[Rollout]:
+Left = dict[int, tuple[Fate, str]]
+"""Rollouts that a step does not learn from, by their identity: what became of each, and why."""
+
+
+def usable(rollouts: Sequence[Rollout], stats: Stats) -> tuple[list[Rollout], Left]:
     """The rollouts that can teach something: valid, with a scored token, and in a group with enough of the kind.
 
     A group keeps its valid members while at least half of it, and two, are valid; a group of one needs its one. Sides are
-    judged apart: one that only one game of several came to has nothing to be compared with.
+    judged apart: one that only one game of several came to has nothing to be compared with. And what became of the others.
     """
     groups: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
@@ -93,13 +97,24 @@ def usable(rollouts: Sequence[Rollout], stats: Stats) -> list[Rollout]:
     games: dict[str, int] = {}  # of each group
     for (group, _), members in groups.items():
         games[group] = max(games.get(group, 0), len(members))
-    kept = []
+    kept: list[Rollout] = []
+    left: Left = {}
     for (group, _), members in groups.items():
-        valid = [r for r in members if not isinstance(r.reward, Invalid) and r.n_scored > 0]
+        valid = []
+        for rollout in members:
+            if isinstance(rollout.reward, Invalid):
+                left[id(rollout)] = Fate.INVALID, rollout.reward.reason
+            elif not rollout.n_scored:
+                left[id(rollout)] = Fate.INVALID, "it has no token that could be learned from"
+            else:
+                valid.append(rollout)
         if len(valid) >= max(min(2, games[group]), len(members) / 2):
             kept.extend(valid)
+        else:
+            why = f"{len(valid)} of the {len(members)} rollouts of its group can be learned from"
+            left |= {id(rollout): (Fate.SMALL, why) for rollout in valid}
     stats.add("dropped", len(rollouts) - len(kept), len(rollouts))
-    return kept
+    return kept, left
 
 
 def scoreboard(

@@ -19,6 +19,7 @@ from posttrain.sources.packing import Taught, needed_length
 from posttrain.sources.views import by_rollout, packs, view
 from posttrain.types import Rollout, Task, Transcript, Turn, UserError
 
+UNREADABLE = "longer than its teacher's context"
 TEACHER, NAMED = "teacher", "teacher:{}"
 """What the learner calls the teacher of all tasks, and one that tasks choose by its name."""
 

@@ -37,6 +37,7 @@ from posttrain.runs.opening import RunFolder, begin
 from posttrain.seeds import seed_of
 from posttrain.sources.collecting import Size
 from posttrain.sources.lengths import Prompts, TooLong
+from posttrain.sources.recording import Recording
 from posttrain.sources.rl import Experience
 from posttrain.sources.sft import Transcripts
 from posttrain.training.adjust import adjust
@@ -119,6 +120,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
             ahead=config.ahead,
             last=config.steps,
             tokens_per_step=config.tokens_per_step,
+            recording=Recording(config.record, config.record_after, config.seed),
         )
 
         @opened.push

@@ -192,7 +192,7 @@ class Trainer:
         due = config.eval_every and number % config.eval_every == 0
         held_out = self.measure(stats) if self.measure and (due or number == self.steps) else None
         if trained.step.rollouts:
-            stats.add("rollouts", len(trained.step.rollouts))
+            stats.add("rollouts", len(trained.step.played))
         metrics, timing = stats.means(), _timing(trained)
         with writing(self.folder):
             if trained.step.rollouts:
@@ -228,7 +228,7 @@ class Trainer:
         if reasons and not self.told_invalid:
             self.told_invalid = True
             self.display.note(
-                f"step {trained.step.number}: {len(reasons)} of {len(trained.step.rollouts)} rewards are invalid, the first "
+                f"step {trained.step.number}: {len(reasons)} of {len(trained.step.played)} rewards are invalid, the first "
                 f"because: {reasons[0]}"
             )
 

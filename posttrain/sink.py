@@ -1,0 +1,107 @@
+"""Where an update leaves what it computes of single tokens, for the record.
+
+A micro-batch may carry a tap, and the learner then leaves there what passes by: log-probabilities, entropies, and what each
+token weighs. Nothing of an update is computed otherwise for it, so it changes no bit of a run.
+
+    N    scored tokens of a micro-batch    S    rollouts of the optimizer batch    n_i    scored tokens of rollout i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from posttrain.batch import Batch, Outputs
+
+
+Found: TypeAlias = "dict[int, dict[str, NDArray[np.float32]]]"
+"""Place in [S] -> column -> [n_i]."""
+
+
+@dataclass
+class Sink:
+    """What one update has computed of the tokens that are asked for."""
+
+    asked: frozenset[int] = frozenset()  # rollouts, by their places in [S]
+    entropy: bool = True  # whether entropies are asked for too, though the loss may not read any
+    skipped: bool = False  # whether the update moved nothing
+    found: Found = field(default_factory=dict)
+    _passed: list[tuple[Tap, dict[str, Tensor]]] = field(default_factory=list)
+
+    def tap(self, index: Sequence[int], sizes: Sequence[int]) -> Tap:
+        """That of a micro-batch of these rollouts, which have so many scored tokens each."""
+        spans, row = [], 0
+        for place, size in zip(index, sizes, strict=True):
+            if place in self.asked:
+                spans.append((place, row, row + size))
+            row += size
+        return Tap(self, tuple(spans))
+
+    def take(self, tap: Tap, columns: Mapping[str, Tensor]) -> None:
+        """Columns of a micro-batch, [N] each. They stay where they are until somebody reads."""
+        self._passed.append((tap, {name: values.detach() for name, values in columns.items()}))
+
+    def settle(self) -> Found:
+        """What was found, on the CPU: one copy a column, however many rollouts and micro-batches there are."""
+        import torch
+
+        names = dict.fromkeys(name for _, columns in self._passed for name in columns)
+        for name in names:
+            parts = [
+                (place, columns[name][first:last].float())
+                for tap, columns in self._passed
+                if name in columns
+                for place, first, last in tap.spans
+            ]
+            if parts:
+                whole = torch.cat([values for _, values in parts]).cpu()
+                pieces = whole.split([len(values) for _, values in parts])
+                for (place, _), piece in zip(parts, pieces, strict=True):
+                    self.found.setdefault(place, {})[name] = piece.numpy()
+        self._passed.clear()
+        return self.found
+
+    def hear(self, found: Found) -> None:
+        """Take over what another process has found: each micro-batch is computed by one."""
+        self.found |= found
+
+
+def sink_of(batches: Iterable[Batch]) -> Sink | None:
+    """That of an update of these micro-batches, if it has one."""
+    return next((batch.tap.sink for batch in batches if batch.tap is not None), None)
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Which tokens of one micro-batch are asked for."""
+
+    sink: Sink
+    spans: tuple[tuple[int, int, int], ...]  # (place in [S], first row, the one behind the last), rows counted in [N]
+
+    @property
+    def entropy(self) -> bool:
+        return bool(self.spans) and self.sink.entropy
+
+    def watch(self, outputs: Outputs) -> None:
+        """Those of the update's forward pass. What a token weighs is known when its gradient passes by.
+
+        weight = -d loss / d log p: what the gradient of the token's log-probability is multiplied by, to go up. Nothing of
+        the row has to be known for it: clips, corrections and penalties are in it.
+        """
+        if not self.spans or not outputs.logp.numel():
+            return
+        seen = {"learner": outputs.logp, "entropy": outputs.entropy, "teacher": outputs.teacher}
+        self.sink.take(self, {name: values for name, values in seen.items() if values is not None})
+        if outputs.logp.requires_grad:
+
+            def note(gradient: Tensor | None) -> None:
+                if gradient is not None:  # else the loss reads something else of the same logits
+                    self.sink.take(self, {"weight": -gradient})
+
+            outputs.logp.register_hook(note)

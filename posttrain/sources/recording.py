@@ -1,0 +1,51 @@
+"""Of which rollouts the numbers of single tokens are recorded, and how such columns are taken apart.
+
+n_i    scored tokens of rollout i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.seeds import seed_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+GROUPS = 8
+"""Of a step, with the level "sample"."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What is asked for."""
+
+    level: Literal["full", "sample", "tokens"] = "sample"
+    after: bool = False  # whether also under the weights that the step ends with
+    seed: int = 0
+
+    def chosen(self, number: int, groups: Iterable[str]) -> frozenset[str]:
+        """Those of step `number` whose numbers are recorded: drawn by the seed, whatever their order."""
+        if self.level == "tokens":
+            return frozenset()
+        named = set(groups)
+        if self.level == "full":
+            return frozenset(named)
+        return frozenset(sorted(named, key=lambda group: (seed_of(self.seed, "record", number, group), group))[:GROUPS])
+
+
+SAMPLE = Recording()
+
+
+def on_cpu(columns: Sequence[Tensor]) -> list[NDArray[np.float32]]:
+    """[n_i] each: copied at once, not one by one."""
+    if not columns:
+        return []
+    whole: Any = torch.cat([values.detach().float() for values in columns]).cpu()
+    return [piece.numpy() for piece in whole.split([len(values) for values in columns])]

@@ -297,9 +297,10 @@ class RL(Training):
     replicas: int = option(0, least=0, most=1024)
     """Sample with so many engines, each a process of this machine with a copy of the weights; 0: with the learner's own,
     in its process (vLLM: one process). No token depends on it, and one that dies is replaced."""
-    handover: Literal["copied", "nccl", "ipc"] = "copied"
-    """How weights reach --replicas of vLLM on cards: copied, through memory of the machine; nccl, from card to card; ipc,
-    within one card. The last two are vLLM's own and have not been tried on cards yet."""
+    handover: Literal["copied", "adapter", "nccl", "ipc"] = "copied"
+    """How weights reach vLLM: copied, all of them through memory of the machine, adapters merged; adapter, with --lora, the
+    frozen ones once and then the adapters alone. With --replicas on cards: nccl, from card to card; ipc, within one card.
+    These two are vLLM's own and have not been tried on cards yet."""
     launch: Literal["local", "ray"] = "local"
     """Where --replicas are processes: local, this machine, or ray, wherever a Ray cluster has room (RAY_ADDRESS; else one
     of this machine is made). Other machines have to see --out under the same path."""

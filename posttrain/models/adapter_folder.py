@@ -47,7 +47,7 @@ def save_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     lora, tensors = decoder.lora, dict[str, Tensor]()
     assert lora is not None
-    tensors |= _places(decoder)
+    tensors |= stored_adapters(decoder)
     tensors |= {f"{PREFIX}{name}": tensor for name, tensor in (also or {}).items()}
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in sorted(tensors.items())}
     write_tensors(folder / ADAPTER, described, sorted(tensors.items(), key=lambda item: item[0]))
@@ -112,7 +112,7 @@ def read_adapter(decoder: Adaptable, folder: Path, heads: Iterable[str] = ()) ->
             raise fields.refuse("quantize", " or ".join(KINDS))
         lora = LoRA(config.rank, config.alpha, config.rslora, base_named(config.base), digest, packed, config.dora)
         attach(decoder, lora, names.__contains__)
-        places = _places(decoder)
+        places = stored_adapters(decoder)
         odd = [name for name in there if name not in places and name not in beside]
         lacking = [name for name in places if name not in there]
         if odd or not places:
@@ -133,7 +133,7 @@ def read_adapter(decoder: Adaptable, folder: Path, heads: Iterable[str] = ()) ->
     return found
 
 
-def _places(decoder: Adaptable) -> dict[str, Tensor]:
+def stored_adapters(decoder: Adaptable) -> dict[str, Tensor]:
     """Where each stored tensor lies in the adapters of a decoder."""
     found = {}
     for adapter in adapters(decoder):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
@@ -100,8 +101,14 @@ def attach(decoder: Adaptable, lora: LoRA, adapts: Callable[[str], bool]) -> Non
     decoder.requires_grad_(False)
     decoder.lora = lora
     if isinstance(decoder, Backed):
+        places = _places_of_weights(decoder)
         for name, layer in list(products(decoder)):
             if isinstance(layer, nn.Linear) and (adapts(name) or lora.quantize):
+                if places[layer.weight] > 1:  # merged in one place, it would be another weight in the others
+                    raise UserError(
+                        f"--lora: {name} of {type(decoder.inner).__name__} shares its weight with other layers; choose "
+                        "others by --lora-targets, without --quantize, or leave it out"
+                    )
                 decoder.inner.set_submodule(name, LinearOfRows(layer))
     for _, linear, matrices in linears(decoder):
         pieces, end = [], 0
@@ -120,6 +127,12 @@ def attach(decoder: Adaptable, lora: LoRA, adapts: Callable[[str], bool]) -> Non
         for name, linear, _ in list(linears(decoder)):
             if not isinstance(linear, QuantizedLinear):
                 _put(decoder, name, QuantizedLinear(linear, lora.quantize))
+
+
+def _places_of_weights(model: Backed) -> Counter[Tensor]:
+    """In how many places of the model each parameter is read. A block that several layers are is one place."""
+    children = (child for parent in model.modules() for child in parent._modules.values() if child is not None)
+    return Counter(p for child in children for p in child._parameters.values() if p is not None)
 
 
 def _put(decoder: Adaptable, name: str, module: nn.Module) -> None:
@@ -148,12 +161,14 @@ def begin(decoder: Adaptable, seed: int) -> None:
 def products(model: Backed) -> Iterator[tuple[str, nn.Linear | Linear]]:
     """(name within transformers' model, module) of every linear layer that may be adapted: all but the output head."""
     head, left = model.inner.get_output_embeddings(), set[str]()
-    if "mamba" in model.inner.config.get_text_config().model_type:
-        left.add("out_proj")  # fused kernels read its weight themselves, as PEFT knows too
+    # a state-space mixer: fused kernels read the weight of its last product themselves, as PEFT knows too of some
+    mixers = {name for name, m in model.inner.named_modules() if {"A_log", "D"} <= m._parameters.keys()}
     if any("experts" in name and parameter.ndim == 3 for name, parameter in model.inner.named_parameters()):
         left.update(EXPERTS)
     for name, module in model.inner.named_modules():
-        if module is not head and name.rpartition(".")[2] not in left and _is_a_product(module):
+        place, _, last = name.rpartition(".")
+        within = last == "out_proj" and place in mixers
+        if module is not head and last not in left and not within and _is_a_product(module):
             yield name, module
 
 

@@ -331,7 +331,7 @@ def _stored(folder: Path) -> dict[str, Tensor]:
 
 REFUSED = {
     "another kind": ({"peft_type": "LOHA"}, "only LORA"),
-    "dora": ({"use_dora": True}, "use_dora"),
+    "dora without lengths": ({"use_dora": True}, "lacks"),
     "ranks by name": ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
     "biases": ({"bias": "all"}, "bias"),
     "a changed base": ({"init_lora_weights": "pissa"}, "init_lora_weights"),

@@ -1,5 +1,6 @@
 """LoRA without regret: in reinforcement learning adapters of any rank learn what all weights do, at some ten times the rate.
 
+What adapters add is divided by their rank (alpha is the same for all), so that one rate suits all ranks, as in the source.
 Learning rates are swept in every arm. That of a seed is the one that was best on the other seeds, so none is chosen by the
 figure that it is judged by.
 """
@@ -25,7 +26,7 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
     arena = sums(folder, seed, settings)
     found: Numbers = {}
     for arm in ARMS:
-        adapted = {} if arm == ALL else {"lora": int(arm.split()[1])}
+        adapted = {} if arm == ALL else {"lora": int(arm.split()[1]), "lora_alpha": settings["alpha"]}
         for rate in rates(arm, settings):
             name = f"{arm}, {rate:g}"
             found[name] = practise(
@@ -112,7 +113,7 @@ EXPERIMENT = Experiment(
     "lora-rl",
     "In reinforcement learning adapters learn as well as all weights, even of rank 1, at some ten times the learning rate.",
     "LoRA Without Regret, Thinking Machines Lab, 2025 (thinkingmachines.ai/blog/lora)",
-    {"steps": 150, "prompts": 64, "group": 8, "minibatches": 2, "lr": 2.1e-3, "lr_adapters": 2.1e-2, "apart": 3.0,
+    {"steps": 150, "prompts": 64, "group": 8, "minibatches": 2, "lr": 2.1e-3, "lr_adapters": 4e-3, "alpha": 32.0, "apart": 3.0,
      "max_tokens": 4, "near": 0.03, "imitation_epochs": 4.0},
     measure,
     conclude,

@@ -231,6 +231,7 @@ class Step:
     seconds: Mapping[str, float] = field(default_factory=dict)  # what took time in it: "waiting" for environments alone
     counts: Mapping[str, float] = field(default_factory=dict)  # of services and engines: they depend on the clock
     work: Mapping[str, float] = field(default_factory=dict)  # what the engine counted in it: see `engines.pace`
+    shown: list[Outcome] = field(default_factory=list)  # given rows that are recorded; completed likewise
 
     @property
     def played(self) -> list[Rollout]:

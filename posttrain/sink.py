@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from posttrain.batch import Batch, Outputs
 
 
+WHOLE = {"reverse_kl": 1.0, "forward_kl": 1.0, "jensen_shannon": 1.0, "expected_q": -1.0}
+"""Fields of `Outputs` that are made of whole distributions -> the sign with which the loss of a row has them."""
+SHARE = "share"  # the weight of these, where log-probabilities have none
+
 Found: TypeAlias = "dict[int, dict[str, NDArray[np.float32]]]"
 """Place in [S] -> column -> [n_i]."""
 
@@ -65,6 +69,10 @@ class Sink:
                 for (place, _), piece in zip(parts, pieces, strict=True):
                     self.found.setdefault(place, {})[name] = piece.numpy()
         self._passed.clear()
+        for columns in self.found.values():
+            share = columns.pop(SHARE, None)
+            if share is not None:
+                columns.setdefault("weight", share)
         return self.found
 
     def hear(self, found: Found) -> None:
@@ -92,16 +100,24 @@ class Tap:
         """Those of the update's forward pass. What a token weighs is known when its gradient passes by.
 
         weight = -d loss / d log p: what the gradient of the token's log-probability is multiplied by, to go up. Nothing of
-        the row has to be known for it: clips, corrections and penalties are in it.
+        the row has to be known for it: clips, corrections and penalties are in it. Where the loss reads no
+        log-probability, but a divergence or an expected value of all tokens, it is what the gradient of that is
+        multiplied by.
         """
         if not self.spans or not outputs.logp.numel():
             return
         seen = {"learner": outputs.logp, "entropy": outputs.entropy, "teacher": outputs.teacher}
         self.sink.take(self, {name: values for name, values in seen.items() if values is not None})
-        if outputs.logp.requires_grad:
+        self._hear(outputs.logp, "weight", -1.0)
+        for name, sign in WHOLE.items():
+            self._hear(getattr(outputs, name), SHARE, sign)
 
-            def note(gradient: Tensor | None) -> None:
-                if gradient is not None:  # else the loss reads something else of the same logits
-                    self.sink.take(self, {"weight": -gradient})
+    def _hear(self, values: Tensor | None, column: str, sign: float) -> None:
+        """Leave `sign` times the gradient of these values, once it is known."""
 
-            outputs.logp.register_hook(note)
+        def note(gradient: Tensor | None) -> None:
+            if gradient is not None:  # else the loss reads something else of the same logits
+                self.sink.take(self, {column: sign * gradient})
+
+        if values is not None and values.requires_grad:
+            values.register_hook(note)

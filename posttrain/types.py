@@ -582,4 +582,6 @@ class Outcome:
     shaping: float = 0.0  # what shaping added to its reward
     penalty: float = 0.0  # what a KL in the reward took off, over all its tokens
     replayed: bool = False  # whether an earlier step played it, and this one learned from it again
-    numbers: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # column -> [n_i], of each scored token
+    member: int | None = None  # which response of its item; None: it is of none
+    label: Any = None  # JSON data of what was said of a response: see `posttrain.sources.showing`
+    numbers: dict[str, NDArray[Any]] = field(default_factory=dict)  # column -> [n_i], of each scored token

@@ -161,6 +161,7 @@ def test_numbers_of_tokens_are_those_of_their_updates(tokenizer: Tokenizer, name
     step, learner = experience.produce(1), experience.learner
     last: dict[int, dict[str, torch.Tensor]] = {}  # by rollout
     weights: dict[int, torch.Tensor] = {}
+    shares: dict[int, torch.Tensor] = {}  # of a loss that reads whole distributions
     stats, views = Stats(step.stats), experience._watched.views if experience._watched else {}
     known = list(experience._watched.rollouts) if experience._watched else []
     for build in step.updates:
@@ -172,6 +173,7 @@ def test_numbers_of_tokens_are_those_of_their_updates(tokenizer: Tokenizer, name
             for place in batch.rollout.unique().tolist():
                 mine, key = batch.rollout == place, id(rollouts[place])
                 last[key] = {"learner": logp[mine], "entropy": entropy[id(batch)][mine]}
+                shares[key] = shares.get(key, torch.zeros(int(mine.sum()))) + batch.weight[mine]
                 if slope is not None:
                     weights[key] = weights.get(key, torch.zeros(int(mine.sum()))) + slope[mine]
     experience.learned(step, stats)
@@ -179,13 +181,11 @@ def test_numbers_of_tokens_are_those_of_their_updates(tokenizer: Tokenizer, name
     for outcome in (o for o in step.rollouts if id(o.rollout) in last):
         key, numbers = id(outcome.rollout), outcome.numbers
         assert numbers["learner"].tolist() == last[key]["learner"].tolist(), "bit for bit"
-        if "entropy" in numbers:
-            assert numbers["entropy"] == pytest.approx(last[key]["entropy"].numpy(), abs=1e-5)
-        else:
-            assert algorithm.teacher is not None, "distances are computed of the same logits, and entropies are not"
-        assert ("weight" in numbers) == (key in weights)
-        if key in weights:
-            assert numbers["weight"] == pytest.approx(weights[key].numpy(), abs=1e-7)
+        assert numbers["entropy"] == pytest.approx(last[key]["entropy"].numpy(), abs=1e-5)
+        assert numbers["weight"] == pytest.approx(weights.get(key, shares[key]).numpy(), abs=1e-7)
+        if algorithm.teacher is not None:
+            (said,) = experience.teachers.logp(learner, [outcome.rollout], 64)  # type: ignore[union-attr]
+            assert numbers["teacher"] == pytest.approx(said.numpy(), abs=1e-5)
         at = next(i for i, r in enumerate(known) if r is outcome.rollout)
         for view, column in (("old", "before"), ("reference", "reference")):
             assert (column in numbers) == (view in views)

@@ -82,7 +82,7 @@ def outcomes() -> list[Outcome]:
     plain = Rollout({"id": "18"}, "18#0", [said(3)], 0.0, text="no")
     late = Invalid("took too long", InvalidKind.TIMEOUT)
     return [
-        Outcome(conversation(), -0.75, Fate.TRAINED, "", ("moved by KL",), -0.25, 0.125, numbers),
+        Outcome(conversation(), -0.75, Fate.TRAINED, "", ("moved by KL",), -0.25, 0.125, numbers=numbers),
         Outcome(Rollout({"id": "17"}, "17#2", [], late, side="black")),
         Outcome(plain, 0.0, Fate.EQUAL, "all rewards are 0"),
     ]

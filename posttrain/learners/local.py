@@ -23,7 +23,7 @@ from posttrain.learners.natural import TrustRegion, search
 from posttrain.learners.routing import RouterLosses, Routing
 from posttrain.models.backed import Backed
 from posttrain.models.critic import STORED, ActionValueModel, Critic, ValueModel
-from posttrain.models.divergence import FORWARD, REVERSE, token_logp_divergence
+from posttrain.models.divergence import FORWARD, REVERSE, measured_divergence
 from posttrain.models.likelihood import (
     Hidden,
     exact_kl,
@@ -349,8 +349,10 @@ class LocalLearner:
                 return Outputs(logp=hidden.new_zeros(0), score=model.head.logits(hidden)[:, 0])
             outputs, distances = None, {}
             for name in sorted(want & DISTANCES):
-                logp, distances[name] = self._distance(Hidden(hidden, model.head), batch, name)
+                logp, distances[name], *told = self._distance(Hidden(hidden, model.head), batch, name, measured)
                 outputs = Outputs(logp)  # of the same logits
+                if measured:
+                    outputs = replace(outputs, teacher=told[0], entropy=told[1])
             if "entropy" in want:
                 logp, entropy = token_logp_entropy(hidden, model.head, batch.target, temperature)
                 outputs = Outputs(logp, entropy=entropy)
@@ -392,8 +394,11 @@ class LocalLearner:
     def _temperature(self, of: str) -> float:
         return self.temperature if of in ("policy", REFERENCE) else self.teaching.temperature
 
-    def _distance(self, policy: Hidden, batch: Packed, name: str) -> tuple[Tensor, Tensor]:
-        """(log-probabilities of the scored tokens, the divergence of that name from their teachers), both [N]."""
+    def _distance(self, policy: Hidden, batch: Packed, name: str, measured: bool) -> tuple[Tensor, ...]:
+        """(log-probabilities of the scored tokens, the divergence of that name from their teachers), both [N].
+
+        And of `measured` ones the teachers' log-probabilities and the policy's entropy.
+        """
         assert batch.readings, "nobody teaches these rollouts"
         beta = {"reverse_kl": REVERSE, "forward_kl": FORWARD}.get(name, self.teaching.beta)
         parts = []
@@ -402,13 +407,13 @@ class LocalLearner:
             theirs = Hidden(self._states_of_other(teacher, reading.packed), teacher.head)
             own = policy if reading.rows is None else Hidden(policy.states[reading.rows], policy.head)
             temperatures = self.temperature, self.teaching.temperature
-            parts.append(token_logp_divergence(own, theirs, reading.packed.target, beta, *temperatures))
+            parts.append(measured_divergence(own, theirs, reading.packed.target, beta, temperatures, measured))
         rows = [reading.rows for reading in batch.readings if reading.rows is not None]
         if not rows:
             return parts[0]
         order = torch.cat(rows).argsort()
-        logp, distance = (torch.cat(column)[order] for column in zip(*parts, strict=True))
-        return logp, distance
+        columns = list(zip(*parts, strict=True))[: None if measured else 2]
+        return tuple(torch.cat(column)[order] for column in columns)
 
     def _share_gradients(self) -> None:
         """Sum them over the world, where there is more than this process; a part without any, anywhere, stays without."""

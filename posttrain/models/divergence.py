@@ -41,14 +41,24 @@ def token_logp_divergence(
     target int64 [N]. The widths of the models may differ. Where one head has more rows than the other, these are padding
     that no text has: both are compared over the ids that both have. log p is always over all of the policy's.
     """
+    return measured_divergence(policy, teacher, target, beta, (temperature, teacher_temperature), False)[:2]
+
+
+def measured_divergence(
+    policy: Hidden, teacher: Hidden, target: Tensor, beta: float, temperatures: tuple[float, float], measured: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same and, where it is to be `measured`, log q at `target` and the entropy of p, both [N] and without a gradient.
+
+    The bits of the others do not depend on that. The last two are over the ids that both models have.
+    """
     assert 0.0 <= beta <= 1.0, beta
     common = min(policy.head.vocab, teacher.head.vocab)
     own, theirs = policy.head.first(common), Hidden(teacher.states.detach(), teacher.head.first(common).detach())
     given = policy.states, own.weight, own.bias, own, theirs
-    logp, divergence = _Divergence.apply(*given, target, beta, temperature, teacher_temperature)
+    logp, divergence, said, entropy = _Divergence.apply(*given, target, beta, *temperatures, measured)
     if policy.head.vocab > common:
-        logp = token_logp(policy.states, policy.head, target, temperature)
-    return logp, divergence
+        logp = token_logp(policy.states, policy.head, target, temperatures[0])
+    return logp, divergence, said, entropy
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,8 @@ class _Divergence(torch.autograd.Function):
         beta: float,
         temperature: float,
         teacher_temperature: float,
-    ) -> tuple[Tensor, Tensor]:
+        measured: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         temperatures = temperature, teacher_temperature
         pairs = _Pairs(Hidden(hidden, head), teacher, temperatures)
         if 2 * hidden.shape[0] * head.vocab <= KEPT_LOGITS:
@@ -119,9 +130,13 @@ class _Divergence(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         at = torch.zeros(hidden.shape[0], dtype=wide, device=hidden.device)
         own, other = _Sum(at), _Sum(at)
+        level, theirs = _Sum(at), torch.zeros_like(at)  # the mean logit of the policy; the teacher's at the target
         for block, x, y in pairs:
             mine, place = inside(target, block)
             at = torch.where(mine, x.gather(-1, place[:, None]).squeeze(-1), at)
+            if measured:
+                theirs = torch.where(mine, y.gather(-1, place[:, None]).squeeze(-1), theirs)
+                level.add(x, x)
             gap = x - y if beta in (FORWARD, REVERSE) else None
             own.add(x, gap if beta == REVERSE else None)
             other.add(y, gap if beta == FORWARD else None)
@@ -136,11 +151,13 @@ class _Divergence(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, teacher.states, target, own.total, other.total, inner, *saved)
         ctx.settings = head, teacher.head, beta, temperatures
         ctx.set_materialize_grads(False)
-        return at - own.total, divergence
+        told = (theirs - other.total, level.total - level.mean) if measured else (at.new_zeros(0), at.new_zeros(0))
+        ctx.mark_non_differentiable(*told)
+        return at - own.total, divergence, *told
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, to_logp: Tensor | None, to_divergence: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, to_logp: Tensor | None, to_divergence: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         hidden, _, teacher_states, target, total, other_total, inner, *kept = ctx.saved_tensors
         head, teacher_head, beta, temperatures = ctx.settings
         pairs = _Pairs(Hidden(hidden, head), Hidden(teacher_states, teacher_head), temperatures, kept)
@@ -157,7 +174,7 @@ class _Divergence(torch.autograd.Function):
                 grad = grad.addcmul_(logs.exp(), -to_logp[:, None])
                 grad.scatter_add_(1, place[:, None], torch.where(mine, to_logp, 0.0)[:, None])
             sums.add(block, grad, x)
-        return (*sums.found, *(None,) * 6)
+        return (*sums.found, *(None,) * 7)
 
 
 def _jensen_shannon(pairs: _Pairs, total: Tensor, other_total: Tensor, beta: float) -> tuple[Tensor, Tensor]:

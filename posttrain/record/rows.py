@@ -27,8 +27,9 @@ def rows_of(step: int, outcomes: Sequence[Outcome], kind: str) -> list[Row]:
     found = []
     for index, outcome in enumerate(outcomes):
         rollout = outcome.rollout
-        member = members.get(rollout.compared, 0)
-        members[rollout.compared] = member + 1
+        count = members.get(rollout.compared, 0)
+        members[rollout.compared] = count + 1
+        member = count if outcome.member is None else outcome.member
         own = columns.setdefault(id(rollout.task), "")
         if not own:
             own = columns[id(rollout.task)] = as_json({k: v for k, v in rollout.task.items() if k != "id"})
@@ -76,6 +77,7 @@ def _of_outcome(outcome: Outcome) -> Row:
         "why": outcome.why or None,
         "flags": list(outcome.flags),
         "replayed": outcome.replayed,
+        "label": None if outcome.label is None else as_json(outcome.label),
         **outcome.numbers,
     }
 

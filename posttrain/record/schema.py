@@ -4,8 +4,9 @@ A row is one rollout, or one response of an item. Lists hold tokens: `tokens` an
 transcripts end to end; the columns of `NUMBERS` have a value for each scored token, in order; `engine` one for each
 sampled token.
 
-What follows from other columns is not stored: the ratio is exp(learner - before), or exp(learner - engine) where there is
-no `before`; on which side it is clipped follows from the row's bounds, which stand in run.json.
+What follows from other columns is not stored: the ratio is exp(learner - before), 1 where there is no `before`, and
+exp(learner - engine) in rows whose `old` is "sampler"; on which side it is clipped follows from the row's bounds, which
+stand in run.json.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ KEY = b"posttrain.schema"
 """Where a file's metadata has the version."""
 
 NUMBERS = (
-    "before",  # log-probability under the learner, before the step's first update
+    "before",  # log-probability under the learner, before the step's first update; null where the step has no other one
     "learner",  # at the token's update; of several, at the last
     "reference",  # under the reference
     "entropy",  # nats, at the token's update
-    "weight",  # of the token's gradient in the loss, summed over the step's updates
+    "weight",  # -d loss / d log-probability (or share of its divergence), summed over the step's updates: see posttrain.sink
     "token_advantage",  # where it is not the same for all tokens
     "value",  # of the critic
     "returns",  # what the critic learns

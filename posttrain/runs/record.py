@@ -44,6 +44,9 @@ from posttrain.runs.provenance import circumstances, now
 from posttrain.runs.reading import read_run, read_steps
 from posttrain.types import Outcome, UserError
 
+PLAYED = ("rl", "distill")
+"""Kinds of rollouts that take time; the others were given."""
+
 
 class Record:
     """The record of one run, open for writing. Only one process writes it: whoever has the folder's lock."""
@@ -145,7 +148,7 @@ class Record:
 
     def _write(self, step: int, where: str, outcomes: Sequence[Outcome], kind: str) -> None:
         path, times = table_file(self.folder, where, step), table_file(self.folder, SECONDS, step)
-        timed = where == ROLLOUTS and any(o.rollout.seconds or o.rollout.turns for o in outcomes)
+        timed = where == ROLLOUTS and kind in PLAYED and any(o.rollout.seconds or o.rollout.turns for o in outcomes)
 
         def write() -> list[Path]:
             for file in (path, times) if timed else (path,):

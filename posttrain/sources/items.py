@@ -26,6 +26,7 @@ from posttrain.sources.made import Made, progress, steps_per_epoch, visited
 from posttrain.sources.packing import Read, collate, split_microbatches
 from posttrain.sources.references import Reference, mismatched
 from posttrain.sources.sft import demonstrate
+from posttrain.sources.showing import Showing
 from posttrain.types import Comparison, Item, SpanKind, Task, Transcript, UserError
 
 
@@ -199,6 +200,7 @@ class Comparisons:
     seed: int
     reference: Reference | None = None
     rewards: tuple[float, float] = (0.0, 0.0)  # their sum and number so far
+    showing: Showing | None = None  # None: none of the rows is recorded
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -214,16 +216,30 @@ class Comparisons:
         stats = Stats()
         progress(self.items, self.rows, number, stats)
         places, items = [place for place, _ in found], [item for _, item in found]
-        return Step(number, [lambda: self._update(places, items)], stats, sum(item.n_scored for item in items))
+        shown = self.showing.choose(self.items, self.rows, number, found) if self.showing else []
+        tokens = sum(item.n_scored for item in items)
+        return Step(number, [lambda: self._update(places, items)], stats, tokens, shown=shown)
 
-    def batches(self, places: Sequence[int], items: Sequence[Item], coefficients: Mapping[str, float]) -> list[Batch]:
-        """Micro-batches of these items, their comparisons weighed over all of them; `places` among the rows."""
+    def batches(
+        self,
+        places: Sequence[int],
+        items: Sequence[Item],
+        coefficients: Mapping[str, float],
+        showing: Showing | None = None,
+    ) -> list[Batch]:
+        """Micro-batches of these items, their comparisons weighed over all of them; `places` among the rows.
+
+        `showing`: who records some of them.
+        """
+        if showing is not None and self.reference is not None:
+            showing.note("reference", {i: self.reference.of(place) for i, place in enumerate(places)})
         by_size = sorted(range(len(items)), key=lambda i: max(map(len, items[i].responses)))
         items, places = [items[i] for i in by_size], [places[i] for i in by_size]
         told, responses = Told.by(self.row.link, self.row.denominator, items), [item.responses for item in items]
         fields = {} if self.reference is None else {"ref_logp": [self.reference.of(place) for place in places]}
         if self.row.imitation is not None:
             fields["imitate"] = self._imitated(told)
+        sink = showing.sink(by_size) if showing is not None else None
         return [
             collate(
                 [responses[i] for i in index],
@@ -233,6 +249,7 @@ class Comparisons:
                 preferences=told.of(index, self.device),
                 coefficients=coefficients,
                 device=self.device,
+                sink=sink,
             )
             for index in split_microbatches(responses, self.tokens_per_microbatch)
         ]
@@ -244,7 +261,7 @@ class Comparisons:
         if Need.SHIFT in self.row.needs:
             total, count = self.rewards
             coefficients["shift"] = total / count if count else 0.0
-        return self.batches(places, items, coefficients)
+        return self.batches(places, items, coefficients, self.showing)
 
     def _drift(self, places: Sequence[int]) -> float:
         """Mean score of mismatched prompts and responses over the optimizer batch; at least 0."""
@@ -288,6 +305,8 @@ class Comparisons:
         ]
 
     def learned(self, step: Step, stats: Stats) -> None:
+        if self.showing is not None:
+            self.showing.settle(step)
         if Need.SHIFT in self.row.needs:
             for side in ("chosen", "rejected"):
                 total, count = stats.get(f"implicit_reward/{side}", (0.0, 0.0))

@@ -62,7 +62,7 @@ class _Account:
     def outcome(self, updates: int) -> Outcome:
         fate, why = (Fate.TRAINED, self._learned(updates)) if self.updates else (self.fate, self.why)
         told = fate, why, tuple(self.flags), self.shaping, self.penalty, self.replayed
-        return Outcome(self.rollout, self.advantage, *told, self.numbers)
+        return Outcome(self.rollout, self.advantage, *told, numbers=self.numbers)
 
     def _learned(self, updates: int) -> str:
         said = [str(number) for number in self.updates]

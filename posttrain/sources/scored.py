@@ -14,6 +14,7 @@ from posttrain.protocols import Source
 from posttrain.sources.items import Items, Told
 from posttrain.sources.made import Memoryless, progress, steps_per_epoch, visited
 from posttrain.sources.packing import Read, collate, split_microbatches
+from posttrain.sources.showing import Showing
 from posttrain.types import Item
 
 
@@ -28,6 +29,7 @@ class Judgements(Memoryless):
     seed: int
     device: torch.device
     read: Read = "last"
+    showing: Showing | None = None  # None: none of the rows is recorded
 
     @property
     def steps_per_epoch(self) -> int:
@@ -35,10 +37,16 @@ class Judgements(Memoryless):
 
     def produce(self, number: int) -> Step:
         self.items.too_long.take()
-        items = [item for _, item in visited(self.items, self.rows, self.seed, number)]
-        stats = Stats()
+        found = visited(self.items, self.rows, self.seed, number)
+        items, stats = [item for _, item in found], Stats()
         progress(self.items, self.rows, number, stats)
-        return Step(number, [lambda: [b for _, b in self.batches(items)]], stats, sum(item.n_scored for item in items))
+        shown = self.showing.choose(self.items, self.rows, number, found) if self.showing else []
+        tokens = sum(item.n_scored for item in items)
+        return Step(number, [lambda: [b for _, b in self.batches(items)]], stats, tokens, shown=shown)
+
+    def learned(self, step: Step, stats: Stats) -> None:
+        if self.showing is not None:
+            self.showing.settle(step)
 
     def batches(self, items: Sequence[Item]) -> list[tuple[list[int], Batch]]:
         """(places among these items, micro-batch): their comparisons weighed over all of them."""

@@ -23,6 +23,7 @@ from posttrain.sources.enacting import Enact, cut, stored
 from posttrain.sources.lengths import Placed, TooLong
 from posttrain.sources.made import Made, Memoryless, progress, steps_per_epoch, visited
 from posttrain.sources.packing import collate, split_microbatches
+from posttrain.sources.showing import Showing
 from posttrain.types import Media, Task, ToolCall, Transcript, UserError
 
 
@@ -211,6 +212,7 @@ class Demonstrations(Memoryless):
     tokens_per_microbatch: int
     seed: int
     device: torch.device
+    showing: Showing | None = None  # None: none of the rows is recorded
 
     @property
     def steps_per_epoch(self) -> int:
@@ -218,17 +220,28 @@ class Demonstrations(Memoryless):
 
     def produce(self, number: int) -> Step:
         self.transcripts.too_long.take()
-        rows = [transcripts for _, transcripts in visited(self.transcripts, self.rows, self.seed, number)]
-        stats = Stats()
+        found = visited(self.transcripts, self.rows, self.seed, number)
+        rows, stats = [transcripts for _, transcripts in found], Stats()
         progress(self.transcripts, self.rows, number, stats)
-        return Step(number, [lambda: self.batches(rows)], stats, sum(t.n_scored for row in rows for t in row))
+        shown = self.showing.choose(self.transcripts, self.rows, number, found) if self.showing else []
+        tokens = sum(t.n_scored for row in rows for t in row)
+        return Step(number, [lambda: self.batches(rows, self.showing)], stats, tokens, shown=shown)
 
-    def batches(self, demonstrations: Sequence[Sequence[Transcript]]) -> list[Batch]:
-        """Micro-batches of these rows, every scored token weighing 1 / (scored tokens of all of them)."""
-        rows = sorted(demonstrations, key=lambda row: sum(map(len, row)))
+    def learned(self, step: Step, stats: Stats) -> None:
+        if self.showing is not None:
+            self.showing.settle(step)
+
+    def batches(self, demonstrations: Sequence[Sequence[Transcript]], showing: Showing | None = None) -> list[Batch]:
+        """Micro-batches of these rows, every scored token weighing 1 / (scored tokens of all of them).
+
+        `showing`: who records some of them.
+        """
+        order = sorted(range(len(demonstrations)), key=lambda i: sum(map(len, demonstrations[i])))
+        rows = [demonstrations[i] for i in order]
         share = torch.full((len(rows),), 1 / sum(t.n_scored for row in rows for t in row))
+        sink = showing.sink(order) if showing is not None else None
         return [
-            collate([rows[i] for i in index], index, weight=share, device=self.device)
+            collate([rows[i] for i in index], index, weight=share, device=self.device, sink=sink)
             for index in split_microbatches(rows, self.tokens_per_microbatch)
         ]
 

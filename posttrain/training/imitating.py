@@ -27,7 +27,7 @@ from posttrain.runs.opening import RunFolder, begin
 from posttrain.sources.enacting import Enact, enacted_texts, enacting
 from posttrain.sources.sft import Demonstrations, Likelihood, Transcripts
 from posttrain.training.learning import new_learner, policy
-from posttrain.training.passes import must_end, sizes, updates
+from posttrain.training.passes import must_end, showing, sizes, updates
 from posttrain.training.playground import open_services
 from posttrain.training.setup import (
     READ_FOR_UNKNOWN,
@@ -93,8 +93,9 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     made, unseen = transcripts(tasks), transcripts(held_out) if held_out else None
     made.check()
     steps = updates(config, made)
-    source = Demonstrations(made, config.rows, microbatch_tokens(config, device), config.seed, device)
     learner = new_learner(config, model, optimization(config, steps), run.world)
+    tokens = microbatch_tokens(config, device)
+    source = Demonstrations(made, config.rows, tokens, config.seed, device, showing(config, learner, tokens))
 
     def measure(stats: Stats) -> None:
         assert unseen is not None

@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 
-from posttrain.config import Passes
+from posttrain.config import Passes, RewardModelling
 from posttrain.data.convert import Convert
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.kernels import build
 from posttrain.messages import clip
 from posttrain.models.fused import compiles
-from posttrain.protocols import Model
+from posttrain.protocols import Learner, Model
 from posttrain.sources.made import Made, steps_per_epoch
+from posttrain.sources.recording import Recording
+from posttrain.sources.showing import Showing
 from posttrain.training.setup import (
     amount,
     microbatch_tokens,
@@ -72,6 +74,12 @@ def check(items: Made[Any], held_out: Made[Any] | None) -> None:
 def updates(config: Passes, made: Made[Any]) -> int:
     """Optimizer updates of the run."""
     return config.steps or max(1, round(steps_per_epoch(made, config.rows) * config.epochs))
+
+
+def showing(config: Passes, learner: Learner, tokens_per_microbatch: int) -> Showing:
+    """Who records some of the rows."""
+    recording = Recording(config.record, config.record_after, config.seed)
+    return Showing(recording, learner, tokens_per_microbatch, scored=isinstance(config, RewardModelling))
 
 
 def sizes(

@@ -28,7 +28,7 @@ from posttrain.sources.items import Comparisons, Items
 from posttrain.sources.made import visited
 from posttrain.sources.references import Reference, refer
 from posttrain.training.learning import new_learner, policy, reference
-from posttrain.training.passes import check, compared_rows, must_end, sizes, updates
+from posttrain.training.passes import check, compared_rows, must_end, showing, sizes, updates
 from posttrain.training.setup import (
     end_tokens,
     microbatch_tokens,
@@ -90,7 +90,10 @@ def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
     check(items, unseen)
     steps = updates(config, items)
     learner = new_learner(config, model, optimization(config, steps), run.world)
-    source = Comparisons(items, row, learner, config.rows, microbatch_tokens(config, device), config.seed)
+    tokens = microbatch_tokens(config, device)
+    source = Comparisons(
+        items, row, learner, config.rows, tokens, config.seed, showing=showing(config, learner, tokens)
+    )
     seen = _Reference(run, row, learner, device)
     source.reference = seen.of(items, _places(items, config, steps), drift=Need.DRIFT in row.needs)
     objective = PreferenceObjective(row)

@@ -24,7 +24,7 @@ from posttrain.sources.items import Items
 from posttrain.sources.packing import Read
 from posttrain.sources.scored import Judgements
 from posttrain.training.learning import adapt, new_learner
-from posttrain.training.passes import check, compared_rows, must_end, sizes, updates
+from posttrain.training.passes import check, compared_rows, must_end, showing, sizes, updates
 from posttrain.training.scores import Scored
 from posttrain.training.setup import (
     end_tokens,
@@ -69,9 +69,11 @@ def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
     items, read = made(train_tasks), _read(shape)
     unseen = made(held_out) if held_out else None
     check(items, unseen)
-    source = Judgements(items, row, config.rows, microbatch_tokens(config, device), config.seed, device, read)
     steps = updates(config, items)
     learner = new_learner(config, model, optimization(config, steps), run.world)
+    tokens = microbatch_tokens(config, device)
+    shown = showing(config, learner, tokens)
+    source = Judgements(items, row, config.rows, tokens, config.seed, device, read, shown)
     objective = ScoringObjective(row, mean=shape.pooling == "mean")
     scored = Scored(source, unseen, learner, objective, model)
     said = sizes(config, model, (train_tasks, held_out), steps, "prompts", device)

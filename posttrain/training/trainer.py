@@ -195,8 +195,8 @@ class Trainer:
             stats.add("rollouts", len(trained.step.played))
         metrics, timing = stats.means(), _timing(trained)
         with writing(self.folder):
-            if trained.step.rollouts:
-                self.record.rollouts(number, trained.step.rollouts, self.config.verb)
+            if kept := trained.step.rollouts or trained.step.shown:
+                self.record.rollouts(number, kept, config.verb)
             if held_out:
                 self.record.evaluated(number, held_out)
             self.record.metrics(number, metrics)

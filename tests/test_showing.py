@@ -1,0 +1,82 @@
+"""What given rows leave in a record, and that a record of every level is the same after a resumption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_processes import PAIRS, QUICK, SMALL, SUMS, nearness
+
+import posttrain
+from posttrain.record.reading import read_rollouts
+from posttrain.runs.reading import rollout_steps
+from posttrain.sources.recording import GROUPS
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("showing") / "start"
+    return posttrain.sft(SUMS, out=str(out), steps=3, rows=12, lr=1e-3, **SMALL, **QUICK).path
+
+
+def numbers_of_each(rows: list[dict[str, Any]], kind: str) -> None:
+    """What the first step leaves of all its rows."""
+    for told in rows:
+        assert {len(told[name]) for name in ("learner", "entropy", "weight", "after")} == {told["scored"]}
+        assert told["learner"] == told["reference"] or kind == "sft", "nothing has moved before step 1"
+    if kind == "sft":
+        share = 1 / sum(told["scored"] for told in rows)
+        assert all(value == pytest.approx(share, rel=1e-3) for told in rows for value in told["weight"])
+    else:
+        assert all((sum(told["weight"]) > 0) == (told["member"] == 0) for told in rows), "the better response goes up"
+
+
+@pytest.mark.parametrize("kind", ["sft", "prefer", "reward-model"])
+def test_a_sample_of_given_rows_leaves_the_same_numbers_and_changes_no_bit(
+    start: Path, tmp_path: Path, kind: str
+) -> None:
+    def ran(name: str, **how: Any) -> Path:
+        train = {"sft": posttrain.sft, "prefer": posttrain.prefer, "reward-model": posttrain.reward_model}[kind]
+        rows = SUMS if kind == "sft" else PAIRS
+        return train(rows, model=str(start), out=str(tmp_path / name), steps=3, rows=12, lr=1e-3, **QUICK, **how).path
+
+    scored = kind == "reward-model"
+    bare, few = ran("bare", record="tokens"), ran("few")
+    full = ran("full", record="full", record_after=not scored)
+    runs = (bare, few, full)
+    assert len({(run / "metrics.jsonl").read_bytes() for run in runs}) == 1
+    assert len({b"".join(f.read_bytes() for f in sorted(run.glob("checkpoints/*/*.safetensors"))) for run in runs}) == 1
+    assert rollout_steps(bare) == rollout_steps(few) == [1] and rollout_steps(full) == [1, 2, 3]
+    plain, sample, whole = (read_rollouts(run, 1, None) for run in runs)
+    each = 1 if kind == "sft" else 2
+    assert len(sample) == len(plain) == GROUPS * each and len(whole) == 12 * each
+    assert {told["kind"] for told in whole} == {kind} and not any(told["learner"] for told in plain)
+    known = {(told["group"], told["member"]): told for told in whole}
+    for told in sample:
+        same = known[told["group"], told["member"]]
+        assert all(same[name] == told[name] for name in ("tokens", "learner", "entropy", "weight", "label"))
+    if scored:
+        assert not any(told["learner"] for told in whole)
+        assert whole[0]["label"] == {"comparisons": [[0, 1, 1.0, 0.0]], "labels": []}
+    else:
+        numbers_of_each(whole, kind)
+
+
+@pytest.mark.parametrize("level", ["tokens", "sample", "full"])
+def test_record_of_each_level_is_exact_after_a_resumption(start: Path, tmp_path: Path, level: str) -> None:
+    def ran(out: Path, **how: Any) -> Path:
+        options = {"steps": 4, "prompts": 6, "group": 3, "max_tokens": 4, "lr": 1e-3, "env_workers": 0, "save_every": 2}
+        options |= {"record": level, "record_after": level != "tokens", "minibatches": 2, "algorithm": "grpo", **how}
+        if "resume" in how:
+            options = {"resume": True, "steps": 4, "quiet": True, "env_workers": 0}
+            return posttrain.rl(SUMS, nearness, str(start), out=str(out), **options).path
+        return posttrain.rl(SUMS, nearness, str(start), out=str(out), **options, **QUICK).path
+
+    whole, half = ran(tmp_path / "whole"), ran(tmp_path / "half", steps=2)
+    ran(half, resume=True)
+    for step in (1, 2, 3, 4):
+        tables = [(run / "rollouts" / f"step-{step:06d}.parquet").read_bytes() for run in (whole, half)]
+        assert tables[0] == tables[1]
+    found = [told["learner"] is not None for told in read_rollouts(whole, 4, None)]
+    assert any(found) == (level != "tokens")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from posttrain.record.asking import Questions
 from posttrain.record.reading import read_rollouts
 from posttrain.training.intervals import paired_interval
 from posttrain.types import UserError
@@ -169,6 +170,19 @@ def test_a_condition_reads_no_file_writes_nothing_and_ends_in_time(
     with pytest.raises(UserError) as refused:
         found(run, where=condition)
     assert "\n" not in str(refused.value) and len(found(run)) > 100
+
+
+SHOWN = [{"ask": name} for name in ("wrong", "once", "lost", "cut", "idle", "moved")] + [query for query, _ in FILTERS]
+
+
+@pytest.mark.parametrize("query", SHOWN, ids=str)
+def test_the_select_that_is_shown_finds_the_same_in_the_terminal(run: OpenRun, query: dict[str, str]) -> None:
+    asked = {name.replace("__", "."): value for name, value in query.items()}
+    question = Question.of(asked, run.store)
+    with Questions(run.folder) as terminal:
+        names, rows = terminal.ask(question.sql())
+    assert names[:2] == ["step", "index"]
+    assert {row[:2] for row in rows} == places(question.page(run.store, 0, 10_000)["rows"])
 
 
 # -- following ---------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class Answers:
 
 
 def _ready() -> list[dict[str, str]]:
-    return [{"name": n, "says": says, "means": means} for n, (says, means, _, _) in QUESTIONS.items()]
+    return [{"name": n, "says": says, "means": means} for n, (says, means, *_) in QUESTIONS.items()]
 
 
 def _place(words: Sequence[str]) -> tuple[Part, int]:

@@ -33,6 +33,8 @@ SORTS = {
     "first": "g.first",
 }
 """Column of the table -> what sorts by it."""
+PLAIN = (*NUMBERS, "step", "index", "fate", "stop", "member", "kind", "group", "task", "prompt", "text")
+"""Those of them that the table of rollouts has itself."""
 GROUP_SORTS = {
     **{
         name: f"g.{name}" for name in ("step", "task", "epoch", "mean", "sd", "replies", "n", "first", "length", "kind")
@@ -43,28 +45,52 @@ GROUP_SORTS = {
 }
 """The same where a row is a group."""
 
-QUESTIONS: dict[str, tuple[str, str, str, str]] = {
+_LAST = "(task, step) in (select (task, max(step)) from rollouts group by task)"
+QUESTIONS: dict[str, tuple[str, str, str, str, str]] = {
     "wrong": (
         "wrong every time",
         "tasks whose last visit was wrong throughout",
         "g.valid > 1 and g.right_n = 0 and g.gid in (select last_gid from tasks)",
+        f"""{_LAST} and "group" in (select "group" from rollouts group by "group" having max(reward) < $)""",
         "",
     ),
-    "once": ("right once in its group", "the rare successes that teach most", "g.right_n = 1 and g.valid > 1", ""),
+    "once": (
+        "right once in its group",
+        "the rare successes that teach most",
+        "g.right_n = 1 and g.valid > 1 and b.reward >= $",
+        """reward >= $ and "group" in (select "group" from rollouts group by "group"
+        having count(*) filter (reward >= $) = 1 and count(reward) > 1)""",
+        "",
+    ),
     "lost": (
         "solved before, lost since",
         "all right at some visit, less than half at the last",
         "g.gid in (select last_gid from tasks where best_right = 1 and last_right < 0.5)",
+        f"""{_LAST} and task in (select task from rollouts group by task, "group" having min(reward) >= $)
+        and "group" in (select "group" from rollouts group by "group" having avg((reward >= $)::int) < 0.5)""",
         "",
     ),
-    "longest": ("longest", "", "", "-length"),
-    "best": ("highest reward, read these first", "a loophole in the reward stands at the top", "", "-reward"),
-    "cut": ("cut off", "", "b.truncated", ""),
-    "idle": ("taught nothing", "no weight was moved by these", "(b.fate <> 'trained' or b.advantage = 0)", ""),
-    "moved": ("moved though A = 0", "by a KL, an entropy term or a critic", "b.advantage = 0 and len(b.flags) > 0", ""),
+    "longest": ("longest", "", "", "", "-length"),
+    "best": ("highest reward, read these first", "a loophole in the reward stands at the top", "", "", "-reward"),
+    "cut": ("cut off", "", "b.truncated", "truncated", ""),
+    "idle": (
+        "taught nothing",
+        "no weight was moved by their advantage",
+        "(b.fate <> 'trained' or b.advantage = 0)",
+        "(fate <> 'trained' or advantage = 0)",
+        "",
+    ),
+    "moved": (
+        "moved though A = 0",
+        "by a KL, an entropy term or a critic",
+        "b.advantage = 0 and len(b.flags) > 0",
+        "advantage = 0 and len(flags) > 0",
+        "",
+    ),
 }
-"""Ready questions: what the button says, what it means, the condition, the order."""
-ONCE = "once"
+"""Ready questions: what the button says, what it means, the condition, the same of `posttrain query`, the order.
+
+$ stands for the reward from which on a reply is right."""
 _GROUPED = "base b join groups g using (gid)"
 _ROW = """
 b.step, b.held_out, b."index", b.kind, b.member, g."group", g.task, g.side, g.epoch, b.reward, b.invalid, b.advantage,
@@ -80,22 +106,25 @@ class Question:
     shown: list[str] = field(default_factory=list)  # the same over the columns of rollouts
     order: str = ""  # "reward" or "-reward"
     groups: bool = False  # one row a group
-    condition: str = ""  # what the person wrote
-    text: str = ""  # what is searched
+    held: bool = False  # of the evaluations
 
     @classmethod
     def of(cls, query: Mapping[str, str], store: Store) -> Question:
         """Raises UserError for what cannot be read."""
         asked = cls(order=query.get("sort", ""), groups=query.get("as") == "groups")
+        held = query.get("held") or ("0" if any(not part.held_out for part in store.files) else "1")
+        if held in ("0", "1"):  # anything else: both
+            asked.held = held == "1"
+            asked.where.append("b.held_out" if asked.held else "not b.held_out")
         for name, value in query.items():
             asked._take(name, value, store)
-        if (ready := QUESTIONS.get(query.get("ask", ""))) is not None:
+        ready = QUESTIONS.get(query.get("ask", ""))
+        if ready is not None:
+            limit = repr(store.limit)
             if ready[2]:
-                condition = ready[2]
-                if query["ask"] == ONCE and not asked.groups and store.success is not None:
-                    condition += f" and b.reward >= {store.success - 1e-6!r}"
-                asked._both(condition)
-            asked.order = asked.order or ready[3]
+                asked.where.append(ready[2].replace("$", limit))
+                asked.shown.append(" ".join(ready[3].replace("$", limit).split()))
+            asked.order = asked.order or ready[4]
         return asked
 
     def _both(self, condition: str) -> None:
@@ -109,14 +138,11 @@ class Question:
             self._range(name, value, store)
         elif name in ("fate", "stop", "kind", "invalid_kind"):
             self._choice(name, value)
-        elif name == "held":
-            self._both("b.held_out" if value == "1" else "not b.held_out")
         elif name in ("task", "group", "side"):
             self._both(f"g.{named(name)} = {quoted(value)}")
         elif name == "flag":
             self._both(f"list_contains(b.flags, {quoted(value)})")
         elif name == "q":
-            self.text = value
             self.where.append(_found(value, store))
             self.shown.append(
                 f"(contains(lower(prompt), {quoted(value.lower())}) or contains(lower(text), {quoted(value.lower())}))"
@@ -125,7 +151,6 @@ class Question:
             self._column(name[4:], value)
         elif name == "where":
             store.check_condition(value)
-            self.condition = value
             self.where.append(
                 f'(b.step, b.held_out, b."index") in (select (step, held_out, "index") from rollouts where ({value}\n))'
             )
@@ -146,15 +171,14 @@ class Question:
         if name.startswith("part.") and name[5:] not in store.parts:
             raise UserError(f"no part of the reward is named {name[5:]!r}")
         column = f"g.{name}" if name in ("epoch", "mean", "sd") else f"b.{named(name) if '.' in name else name}"
-        if value == "none":
-            return self._both(f"{column} is null")
         low, dots, high = value.partition("..")
-        if not dots:
-            return self._both(f"{column} = {_number(low, name)}")
-        if low:
-            self._both(f"{column} >= {_number(low, name)}")
-        if high:
-            self._both(f"{column} <= {_number(high, name)}")
+        conditions = ["is null"] if value == "none" else [] if dots else [f"= {_number(low, name)}"]
+        conditions += [f">= {_number(low, name)}"] if dots and low else []
+        conditions += [f"<= {_number(high, name)}"] if dots and high else []
+        for condition in conditions:
+            self.where.append(f"{column} {condition}")
+            part = f"list_filter(parts, lambda p: p.name = {quoted(name[5:])})[1].value"
+            self.shown.append(f"{part if name.startswith('part.') else name} {condition}")
 
     def _choice(self, name: str, value: str) -> None:
         known = {"fate": Fate, "stop": StopReason}.get(name)
@@ -170,13 +194,16 @@ class Question:
     # -- as SQL --------------------------------------------------------------------------------------------------------
 
     def sql(self) -> str:
-        """What a person may copy."""
-        where = f" where {' and '.join(self.shown)}" if self.shown else ""
+        """What a person may copy: a question of `posttrain query`."""
+        table = "evals" if self.held else "rollouts"
+        where = f" where {' and '.join(self.shown)}".replace("from rollouts", f"from {table}") if self.shown else ""
         name, down = self.order.lstrip("-"), " desc" if self.order.startswith("-") else ""
-        order = f" order by {named(name)}{down}" if name in SORTS or name.startswith("part.") else ""
         if self.groups:
-            return f'select step, "group", count(*), avg(reward) from rollouts{where} group by all{order}'
-        return f"select * from rollouts{where}{order}"
+            return (
+                f'select step, "group", count(*), avg(reward) from {table}{where} group by step, "group" order by all'
+            )
+        order = f" order by {named(name)}{down}" if name in PLAIN else ""
+        return f'select step, "index", prompt, text, reward, advantage, fate from {table}{where}{order}'
 
     def _clause(self) -> str:
         return f" where {' and '.join(self.where)}" if self.where else ""

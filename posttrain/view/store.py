@@ -221,11 +221,15 @@ class Store:
                 from (select distinct value from ({every}) where value is not null) anti join strings using (value)"""
         )
 
+    @property
+    def limit(self) -> float:
+        """The reward from which on a reply counts as right, less what rounding may take: the best one, if nobody said."""
+        best = self.success if self.success is not None else self.value("select max(reward) from base")
+        return (0.0 if best is None else float(best)) - 1e-6
+
     def settle(self) -> None:
         """Make what is said of groups and of tasks."""
-        best = self.value("select max(reward) from base where kind in ('rl', 'eval', 'distill')")
-        limit = self.success if self.success is not None else best
-        right = "false" if limit is None else f"b.reward >= {limit - 1e-6!r}"
+        right = f"b.reward >= {self.limit!r}"
         self._database.execute(
             f"""create or replace table groups as
                 select k.*, s.* exclude gid from keys k join (

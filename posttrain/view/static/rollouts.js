@@ -80,9 +80,9 @@ export function Rollouts({ run, about, questions, query }) {
 
 function Bar({ about, query, filters, set, search, questions, groups, count }) {
   const asked = questions.find((q) => q.name === query.ask);
-  const given = Object.entries(filters).filter(([name]) => !["q", "ask", "where", "step"].includes(name));
+  const given = Object.entries(filters).filter(([name]) => !["q", "ask", "where", "step", "held"].includes(name));
   return html`<div class="row gap">
-      <div class="row tight"><button class=${groups ? "" : "on"} onClick=${() => set({ as: "", sort: "" })}>rollouts</button><button class=${groups ? "on" : ""} onClick=${() => set({ as: "groups", sort: "" })}>groups</button></div>
+      <div class="row tight"><button class=${groups ? "" : "on"} onClick=${() => set({ as: "", sort: "" })}>rollouts</button><button class=${groups ? "on" : ""} onClick=${() => set({ as: "groups", sort: "" })}>groups</button>${exported ? "" : html`<button class=${query.held === "1" ? "on" : ""} onClick=${() => set({ held: query.held === "1" ? "" : "1", step: "" })} title="those of the evaluations during training">held out</button>`}</div>
       <input class="search" ref=${search} type="search" placeholder="search texts ( / )" value=${query.q || ""} onInput=${(e) => set({ q: e.target.value })} aria-label="search prompts and replies" />
       <input style=${{ width: "96px" }} placeholder="steps 1..20" value=${query.step || ""} onChange=${(e) => set({ step: e.target.value.trim() })} aria-label="steps" />
       ${exported ? "" : html`<input class="condition mono" placeholder="where … in SQL: length > 40 and mean < 1" value=${query.where || ""} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}

@@ -33,7 +33,7 @@ export function Rollouts({ run, about, questions, query }) {
   const groups = query.as === "groups";
   const offset = Number(query.offset || 0);
   const version = about.stamp[0];
-  const { data, problem, stale } = useAnswer(`${run}/rollouts`, { ...filters, sort: query.sort, as: query.as, offset }, version);
+  const { data, problem, stale, of } = useAnswer(`${run}/rollouts`, { ...filters, sort: query.sort, as: query.as, offset }, version);
   const parts = about.parts.slice(0, 4);
   const names = ["reward", "advantage", "length", ...parts.map((p) => `part.${p}`)];
   const later = useLater(JSON.stringify(filters), 60);
@@ -49,7 +49,7 @@ export function Rollouts({ run, about, questions, query }) {
     Enter: () => open(rows[at]), g: () => open(rows[at], "group"),
     "/": () => search.current?.focus(),
     n: () => data && offset + rows.length < data.count && change({ offset: offset + rows.length, sel: 0 }),
-    p: () => offset && change({ offset: Math.max(0, offset - 200), sel: 0 }),
+    p: () => offset && change({ offset: Math.max(0, offset - 100), sel: 0 }),
     a: () => change({ as: groups ? "" : "groups", sort: "", offset: "", sel: "" }),
     "[": () => change({ step: Math.max(0, (parseInt(query.step, 10) || 1) - 1), offset: "" }),
     "]": () => change({ step: (parseInt(query.step, 10) || 0) + 1, offset: "" }),
@@ -65,14 +65,14 @@ export function Rollouts({ run, about, questions, query }) {
     <div class="hists">${names.map((name) => histograms.data?.[name] && (histograms.data[name].count || query[name]) ? html`<${Histogram} key=${name} data=${histograms.data[name]} label=${name.replace(/^part\./, "part: ")} chosen=${query[name]} choose=${(range) => set({ [name]: range })} />` : "")}
       <${Facets} data=${histograms.data} query=${query} set=${set} /></div>
     ${problem ? html`<${Problem} text=${problem} />` : ""}
-    <div class=${`card list long fading ${stale ? "stale" : ""}`}><table>
+    <div class=${`card list long fading ${stale ? "stale" : ""}`} data-of=${of}><table>
       <thead><tr>${(groups ? GROUPS : [...COLUMNS.slice(0, 6), ...parts.map((p) => [`part.${p}`, p, "n"]), ...COLUMNS.slice(6)]).map(([name, says, kind]) => html`<${Head} ...${{ name, says, kind, sort: query.sort || "", set }} />`)}</tr></thead>
       <tbody>${rows.map((row, i) => html`<tr class=${`r${i === at ? " sel" : ""}`} key=${`${part(row)}/${groups ? row.first : row.index}`} onClick=${() => open(row)}>
         ${groups ? html`<${GroupCells} row=${row} />` : html`<${Cells} ...${{ row, run, parts, most, success: about.success }} />`}</tr>`)}</tbody></table>
       ${data && !rows.length ? html`<div class="empty">Nothing fits. <kbd>x</kbd> takes all filters away.</div>` : ""}</div>
     <div class="row" style=${{ marginTop: "8px" }}>
       <span class="soft">${data ? `${whole(offset + (rows.length ? 1 : 0))}–${whole(offset + rows.length)} of ${whole(data.count)}` : ""}</span>
-      <button disabled=${!offset} onClick=${() => change({ offset: Math.max(0, offset - 200), sel: 0 })}>previous</button>
+      <button disabled=${!offset} onClick=${() => change({ offset: Math.max(0, offset - 100), sel: 0 })}>previous</button>
       <button disabled=${!data || offset + rows.length >= data.count} onClick=${() => change({ offset: offset + rows.length, sel: 0 })}>next</button>
       ${exported || !data ? "" : html`<span class="sql mono grow untrusted" title="the same question in the terminal">posttrain query RUN "${visible(data.sql)}"</span>`}
       ${exported ? "" : html`<a href=${`export/${run}?${new URLSearchParams(filters)}`} download>export these</a>`}</div>`;

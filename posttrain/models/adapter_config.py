@@ -62,8 +62,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             f"{file}: {odd[0]} is {shown(fields[odd[0]])}, which plain LoRA has not: merge it with PEFT "
             "(merge_and_unload) and give the whole checkpoint"
         )
-    saved = fields.get("modules_to_save") or ()
-    if not isinstance(saved, Sequence) or isinstance(saved, str) or not set(saved) <= set(SCORES):
+    saved = fields.get("modules_to_save") or []
+    if not isinstance(saved, list) or any(name not in SCORES for name in saved):
         raise UserError(
             f"{file}: modules_to_save is {shown(saved)}; only a score head can be stored beside adapters: merge it with "
             "PEFT (merge_and_unload) and give the whole checkpoint"

@@ -30,7 +30,7 @@ from posttrain.models.adapter_config import (
 )
 from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
-from posttrain.models.folder import INNER, SCORE, check_finite, load_model, weight_files
+from posttrain.models.folder import INNER, SCORE, check_dtype, check_finite, load_model, weight_files
 from posttrain.models.json_files import Fields, read_json, write_json
 from posttrain.models.lora import TARGETS, Adaptable, LoRA, adapters, attach, merge, stored_matrices
 from posttrain.models.quantized import KINDS
@@ -125,6 +125,7 @@ def read_adapter(decoder: Adaptable, folder: Path, heads: Iterable[str] = ()) ->
         for name, place in places.items():
             if there[name] != tuple(place.shape):
                 raise UserError(f"{file}: {name} has shape {list(there[name])}, here it must be {list(place.shape)}")
+            check_dtype(file, name, stored.get_slice(name).get_dtype())
             place.copy_(stored.get_tensor(name))
             check_finite(file, name, place)
         found = {name: stored.get_tensor(own) for own, name in beside.items()}

@@ -20,6 +20,7 @@ from torch.nn import functional
 from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
 from posttrain.models.linear import Adapter, Linear, LinearOfRows
+from posttrain.models.memory import available_memory, in_gib
 from posttrain.models.quantized import QuantizedLinear, require
 from posttrain.models.stored import stored_pieces
 from posttrain.seeds import seed_of
@@ -96,7 +97,7 @@ def is_adapted(model: Model) -> bool:
 def attach(decoder: Adaptable, lora: LoRA, adapts: Callable[[str], bool]) -> None:
     """Freeze a decoder and give it adapters, uninitialised, for the stored matrices of which `adapts` holds.
 
-    These are named as in a checkpoint, such as model.layers.0.self_attn.q_proj.
+    These are named as in a checkpoint, such as model.layers.0.self_attn.q_proj. Raises UserError if there is no room.
     """
     decoder.requires_grad_(False)
     decoder.lora = lora
@@ -110,6 +111,7 @@ def attach(decoder: Adaptable, lora: LoRA, adapts: Callable[[str], bool]) -> Non
                         "others by --lora-targets, without --quantize, or leave it out"
                     )
                 decoder.inner.set_submodule(name, LinearOfRows(layer))
+    needed, room = 0, available_memory(decoder.head.device)
     for _, linear, matrices in linears(decoder):
         pieces, end = [], 0
         for stored, rows in matrices:
@@ -117,6 +119,12 @@ def attach(decoder: Adaptable, lora: LoRA, adapts: Callable[[str], bool]) -> Non
             if adapts(stored):
                 pieces.append((stored, slice(begin, end)))
         outputs, inputs = linear.weight.shape
+        needed += lora.rank * sum(inputs + rows.stop - rows.start for _, rows in pieces) * decoder.head.dtype.itemsize
+        if needed > room:
+            raise UserError(
+                f"adapters of rank {lora.rank:,} take more than the {in_gib(room)} of memory that are free: take a smaller "
+                "rank"
+            )
         if pieces:
             with torch.device(linear.weight.device):
                 linear.adapter = Adapter(inputs, outputs, pieces, lora.rank, lora.scale, lora.dora).to(

@@ -159,8 +159,9 @@ def _refuse_other(config: Training, decoder: Adaptable, folder: Path) -> None:
         asked = named_targets(value, known) if option == "--lora-targets" else value
         if value != default and asked != own:
             told = " ".join(own) if isinstance(own, tuple) else own if isinstance(own, str) else f"{own:g}"
+            has = f"with {option} {told}" if own else f"without {option}"
             raise UserError(
-                f"{folder} is an adapter with {option} {told}, which goes on: leave the option out, or posttrain merge it "
+                f"{folder} is an adapter {has}, which goes on: leave the option out, or posttrain merge it "
                 "and begin a new one"
             )
 

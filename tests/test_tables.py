@@ -127,6 +127,20 @@ def test_a_row_has_all_that_was_known_of_a_rollout(tmp_path: Path) -> None:
     assert (third["fate"], third["why"], third["learner"]) == ("equal group", "all rewards are 0", None)
 
 
+def test_bytes_in_a_task_are_counted_and_other_columns_stand_as_they_are() -> None:
+    task = {
+        "id": "a",
+        "answer": 7,
+        "raw": b"\x00" * 1000,
+        "messages": [{"role": "user", "content": "hi"}],
+        "odd": {1, 1},
+    }
+    (row,) = made_of(1, [Outcome(Rollout(task, "a#0", [], 0.0))], "rl")
+    assert json.loads(row["columns"]) == {
+        "answer": 7, "raw": "1000 bytes", "messages": [{"role": "user", "content": "hi"}], "odd": "{1}",
+    }  # fmt: skip
+
+
 def test_numbers_of_tokens_keep_eleven_bits_and_the_engines_all(tmp_path: Path) -> None:
     row, *_ = read_rollouts(recorded(tmp_path), 1, EVERY)
     given = outcomes()[0].numbers

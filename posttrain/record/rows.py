@@ -32,11 +32,20 @@ def rows_of(step: int, outcomes: Sequence[Outcome], kind: str) -> list[Row]:
         member = count if outcome.member is None else outcome.member
         own = columns.setdefault(id(rollout.task), "")
         if not own:
-            own = columns[id(rollout.task)] = as_json({k: v for k, v in rollout.task.items() if k != "id"})
+            own = columns[id(rollout.task)] = as_json({k: _shown(v) for k, v in rollout.task.items() if k != "id"})
         head = {"step": step, "index": index, "kind": kind, "member": member, "columns": own}
         fate = None if kind == "eval" else str(outcome.fate)
         found.append({**head, **_of_rollout(rollout), **_of_outcome(outcome), "fate": fate})
     return found
+
+
+def _shown(value: Any) -> Any:
+    """A task's column without what is no text and no number: of bytes, how many they are."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"{len(value)} bytes"
+    if isinstance(value, Mapping):
+        return {name: _shown(item) for name, item in value.items()}
+    return [_shown(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def seconds_of(outcomes: Iterable[Outcome]) -> list[Row]:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,25 @@ def memory(process: subprocess.Popen[str]) -> float:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
 
 
+def processor(process: subprocess.Popen[str]) -> tuple[float, float]:
+    """Seconds of a processor so far: of the server, and of the browser with its driver. Load does not lengthen them."""
+    children: dict[int, list[int]] = {}
+    used: dict[int, float] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+                used[int(entry.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    own, waiting = 0.0, [os.getpid()]
+    while waiting:
+        for child in children.get(waiting.pop(), ()):
+            if child != process.pid:
+                own += used[child]
+                waiting.append(child)
+    return used[process.pid], own
+
+
 def until_read(page: Any, begin: float, progress: float = 1.0) -> float:
     """Seconds from the command until all figures of the overview stand there."""
     while True:
@@ -98,11 +117,15 @@ def questions(total_steps: int, random: random.Random) -> dict[str, list[str]]:
     }  # fmt: skip
 
 
-def interactions(page: Any, address: str, rounds: int, steps: list[int]) -> dict[str, list[float]]:
-    """Milliseconds of each kind."""
+def interactions(
+    page: Any, address: str, rounds: int, steps: list[int], process: subprocess.Popen[str]
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Milliseconds of each kind; and of a processor, on average over all, with the histograms that follow."""
     chance, times = random.Random(0), dict[str, list[float]]()
     page.goto(address + "#/0/rollouts")
     page.wait_for_selector("tbody tr")
+    page.wait_for_timeout(1000)
+    before = processor(process)
     for _ in range(rounds):
         for kind, queries in questions(max(steps), chance).items():
             for query in queries:
@@ -114,7 +137,9 @@ def interactions(page: Any, address: str, rounds: int, steps: list[int]) -> dict
         page.wait_for_selector("tbody tr")
         page.wait_for_timeout(250)
         times.setdefault("open", []).append(page.evaluate(OPEN, place))
-    return times
+    count = sum(map(len, times.values()))
+    server, others = (1000 * (b - a) / count for a, b in zip(before, processor(process), strict=True))
+    return times, {"server": round(server, 1), "browser": round(others, 1)}
 
 
 def figures(values: list[float]) -> dict[str, float]:
@@ -174,13 +199,15 @@ def main() -> None:
                 page.reload()
                 page.wait_for_selector(".question")
                 paints.append(page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
+            found["processor until then, s"] = round(processor(process)[0], 2)
             found["first contentful paint, ms"] = figures(paints)
             steps = [
                 int(p) for p in page.evaluate("fetch('api/0/overview').then((a) => a.json())")["parts"] if p[-1] != "e"
             ]
-            times = interactions(page, address, options.rounds, steps)
+            times, used = interactions(page, address, options.rounds, steps, process)
             found |= {f"{kind}, ms": figures(values) for kind, values in times.items()}
             found["together, ms"] = figures([value for values in times.values() for value in values])
+            found["processor for each, ms"] = used
             found["memory, MB"] = round(memory(process))
             page.close()
         found |= long_reply(browser, Path(temporary) / "long")

@@ -52,7 +52,7 @@ QUESTIONS: dict[str, tuple[str, str, str, str, str]] = {
         "tasks whose last visit was wrong throughout",
         "g.valid > 1 and g.right_n = 0 and g.gid in (select last_gid from tasks)",
         f"""{_LAST} and "group" in (select "group" from rollouts group by "group" having max(reward) < $)""",
-        "",
+        "-step",
     ),
     "once": (
         "right once in its group",
@@ -68,7 +68,7 @@ QUESTIONS: dict[str, tuple[str, str, str, str, str]] = {
         "g.gid in (select last_gid from tasks where best_right = 1 and last_right < 0.5)",
         f"""{_LAST} and task in (select task from rollouts group by task, "group" having min(reward) >= $)
         and "group" in (select "group" from rollouts group by "group" having avg((reward >= $)::int) < 0.5)""",
-        "",
+        "-step",
     ),
     "longest": ("longest", "", "", "", "-length"),
     "best": ("highest reward, read these first", "a loophole in the reward stands at the top", "", "", "-reward"),

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
-from test_vllm import GAP, complete, gap, needs_vllm, ragged, small
+from test_vllm import GAP, complete, digits, gap, needs_vllm, ragged, small
 from tiny_models import make
 
+import posttrain
 from posttrain.engines.adapter_alone import AdapterAlone
 from posttrain.engines.opening import open_engine
 from posttrain.engines.replicas import Many
 from posttrain.engines.vllm import VLLMEngine
 from posttrain.models.adapter_folder import save_adapter
-from posttrain.models.folder import load_model
+from posttrain.models.folder import load_model, save_model
 from posttrain.models.lora import Adaptable, LoRA, adapters, attach, begin, decoder_of, targets_of
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Alone
@@ -106,6 +107,22 @@ def test_hand_over_of_an_adapter_that_binds_less_than_it_should_stops_the_run(
         }
         with pytest.raises(UserError, match=message[what]):
             engine.load(model, 1)
+
+
+@needs_vllm
+def test_a_run_learns_with_adapters_handed_over_alone_and_logs_the_mismatch(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    save_model(small(tokenizer), tmp_path / "start", tokenizer)
+    tasks = [{"id": str(i), "prompt": f"{i}+1="} for i in range(6)]
+    run = posttrain.rl(
+        tasks, env=digits, model=str(tmp_path / "start"), out=str(tmp_path / "run"), engine="vllm", handover="adapter",
+        slots=64, lora=4, algorithm="grpo", kl=0.0, lr=2e-2, steps=6, prompts=6, group=16, max_tokens=8, quiet=True,
+    )  # fmt: skip
+    rows = run.metrics
+    assert rows[-1]["reward"] > rows[0]["reward"] + 0.2
+    for row in rows:
+        assert row["ratio/first"] == 1.0 and row["sampler/gap/max"] < 1e-3 and row["sampler/kl"] < 1e-6
 
 
 def test_what_cannot_be_handed_over_alone_is_refused_in_one_line(tokenizer: Tokenizer) -> None:

@@ -19,6 +19,7 @@ from posttrain.record.rows import rows_of as made_of
 from posttrain.record.rows import transcripts_of
 from posttrain.record.schema import KEY, NUMBERS, PIECE, ROLLOUTS, VERSION
 from posttrain.record.writing import half, table_of, write_table
+from posttrain.runs.printing import sample
 from posttrain.runs.record import Record
 from posttrain.types import (
     Branch,
@@ -133,7 +134,7 @@ def test_bytes_in_a_task_are_counted_and_other_columns_stand_as_they_are() -> No
         "answer": 7,
         "raw": b"\x00" * 1000,
         "messages": [{"role": "user", "content": "hi"}],
-        "odd": {1, 1},
+        "odd": {1},
     }
     (row,) = made_of(1, [Outcome(Rollout(task, "a#0", [], 0.0))], "rl")
     assert json.loads(row["columns"]) == {
@@ -463,3 +464,16 @@ def test_evaluated_rollouts_are_printed_too(tmp_path: Path, capsys: pytest.Captu
     assert "held ── reward 1" in capsys.readouterr().out
     assert main(["rollouts", folder, "--held-out", "--step", "1"]) == 2
     assert rows_of(read_table(folder, 2, held_out=True))[0]["kind"] == "eval"
+
+
+def test_given_rows_are_printed_with_what_was_said_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = Record.create(tmp_path, {"seed": 0}, "prefer", {})
+    given = [Rollout({"id": "a"}, "a#0", [said(n)], 0.0, text=f"reply {n}") for n in (0, 1)]
+    label = {"comparisons": [[0, 1, 1.0, 0.0]], "labels": [0.5]}
+    record.rollouts(1, [Outcome(r, None, member=n, label=label) for n, r in enumerate(given)], "prefer")
+    record.close({})
+    rows = read_rollouts(tmp_path, 1)
+    assert [(row["kind"], row["member"], row["label"]) for row in rows] == [("prefer", 0, label), ("prefer", 1, label)]
+    sample([{**row, "reward": None} for row in rows], 2)
+    shown = capsys.readouterr().out
+    assert "── a#0 ── response 0, 0 over 1, label 0.5 ── eos" in shown and "response 1" in shown

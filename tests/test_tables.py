@@ -1,6 +1,7 @@
 """The tables of rollouts: what any library reads in them, what is rounded, older files, the index, questions in SQL."""
 
 import json
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,17 @@ def test_the_index_of_a_run_is_whole_when_it_ends_and_made_again_when_it_is_not(
     (folder / "rollouts" / "step-000003.parquet").unlink()
     index.open_index(folder)
     assert parquet.read_table(left[0]).num_rows == first.num_rows - 3
+
+
+def test_a_run_that_cannot_be_written_is_indexed_elsewhere(tmp_path: Path) -> None:
+    one, two = (recorded(tmp_path / name, steps) for name, steps in (("one", 1), ("two", 2)))
+    for folder in (one, two):
+        shutil.rmtree(folder / "index")
+        (folder / "index").write_text("in the way")
+    found = [index.open_index(folder) for folder in (one, two)]
+    rows = [sum(parquet.read_table(path).num_rows for path in paths) for paths in found]
+    assert rows == [3, 7] and not any(tmp_path in path.parents for paths in found for path in paths)
+    assert (one / "index").read_text() == "in the way"
 
 
 def test_a_resumed_run_forgets_the_index_of_what_it_plays_again(tmp_path: Path) -> None:

@@ -197,7 +197,9 @@ def test_steps_are_numbered_and_their_order_is_of_the_seed_and_the_epoch(tokeniz
         for step in steps:
             caught: list[Any] = []
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Demonstrations, "batches", lambda self, given, _, caught=caught: caught.extend(given) or [])
+                patch.setattr(
+                    Demonstrations, "batches", lambda self, given, _, caught=caught: caught.extend(given) or []
+                )
                 step.updates[0]()
             found.append([own[id(t)] for t in caught])
         return found

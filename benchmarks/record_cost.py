@@ -75,7 +75,7 @@ class Watch:
         return sink, found
 
 
-def watched(watch: Watch) -> Any:
+def watched(watch: Watch, level: str) -> Any:
     """The methods that are measured, in place of their own."""
     accumulate, produce, learned = LocalLearner._accumulate, Experience.produce, Experience.learned
     update, rollouts = LocalLearner.update, Record.rollouts
@@ -114,11 +114,11 @@ def watched(watch: Watch) -> Any:
         rollouts(self, step, outcomes, kind)
 
     stack = [
-        patch.object(LocalLearner, "_accumulate", accumulated),
+        *([patch.object(LocalLearner, "_accumulate", accumulated)] if level == "full" else []),
         patch.object(LocalLearner, "update", timed("update", update)),
         patch.object(Experience, "produce", timed("produce", produce)),
         patch.object(Experience, "learned", timed("learned", learned)),
-        patch.object(Record, "rollouts", written),
+        *([patch.object(Record, "rollouts", written)] if level == "full" else []),
         *(patch.object(Ledger, name, timed("account", getattr(Ledger, name)))
           for name in ("credit", "choose", "feed", "settle", "outcomes")),
     ]  # fmt: skip
@@ -148,31 +148,41 @@ def spread(task: posttrain.Task, reply: str) -> float:
 
 
 def measured(case: Any, rounds: int) -> dict[str, Any]:
+    """The run of all levels, and the account that a run of each level keeps."""
+    found = ran(case, rounds, "full")
+    for level in LEVELS:
+        found[f"{level} account"] = ran(case, rounds, level)["account"] if level != "full" else found.pop("account")
+    return found
+
+
+def ran(case: Any, rounds: int, level: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         given = case(out, rounds)
         watch = Watch(8, out)
         rows, env, model = (given.pop(name) for name in ("rows", "env", "model"))
-        stack = watched(watch)
+        stack = watched(watch, level)
         for entry in stack:
             entry.start()
         try:
             posttrain.rl(
                 rows, env, model, out=str(out / "rl"), algorithm="grpo", group=8, threads=1, env_workers=0, quiet=True,
-                record="full", save_every=10_000, **given,
+                record=level, save_every=10_000, **given,
             )  # fmt: skip
         finally:
             for entry in stack:
                 entry.stop()
-    return figures(watch, rounds)
+    return figures(watch, rounds, level)
 
 
-def figures(watch: Watch, rounds: int) -> dict[str, Any]:
+def figures(watch: Watch, rounds: int, level: str) -> dict[str, Any]:
     """Per cent of a step's CPU time; the first step warms up."""
     spent = {name: values[len(values) // rounds :] for name, values in watch.spent.items()}
     steps = rounds - 1
     step = sum(sum(spent[name]) for name in ("produce", "update", "learned")) / steps
     extra: dict[str, Any] = {"seconds of a step": step, "account": 100 * sum(spent["account"]) / steps / step}
+    if level != "full":
+        return extra
     for level in ("sample", "full"):
         for what in ("update", "table"):
             own, base = spent[f"{what} {level}"], spent[f"{what} tokens"]

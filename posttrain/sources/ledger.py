@@ -88,7 +88,7 @@ class _Fed:
 def _advantages(credited: Credited) -> tuple[list[float], list[bool]]:
     """Of each rollout the mean over its tokens, and whether any token has one. All at once: there may be thousands."""
     columns = credited.per_token["advantage"]
-    sizes = np.array([len(values) for values in columns])
+    sizes = credited.scores.length.long().numpy()
     first = np.concatenate([[0], sizes.cumsum()[:-1]])
     every = torch.cat(columns).double().cpu().numpy()
     return (np.add.reduceat(every, first) / sizes).tolist(), np.logical_or.reduceat(every != 0, first).tolist()

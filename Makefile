@@ -17,7 +17,7 @@ test-long: .venv/ready
 	$(BIN)/python -m pytest tests -m long
 
 test-vllm: .venv-vllm/ready
-	.venv-vllm/bin/python -m pytest tests/test_vllm.py
+	.venv-vllm/bin/python -m pytest tests/test_vllm.py tests/test_vllm_adapters.py
 
 test-verifiers: .venv/ready .venv-verifiers/ready
 	$(BIN)/python -m pytest tests/test_verifiers_library.py

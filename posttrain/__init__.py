@@ -34,7 +34,7 @@ from posttrain.types import (
 )
 
 if TYPE_CHECKING:
-    from posttrain.envs.recording import recorded
+    from posttrain.envs.recording import note, recorded
     from posttrain.envs.tools import Tools
     from posttrain.training.evaluation import Evaluated
     from posttrain.training.labelling import Labelled
@@ -70,6 +70,7 @@ __all__ = [
     "distill",
     "evaluate",
     "label",
+    "note",
     "prefer",
     "recorded",
     "reward_model",
@@ -78,7 +79,7 @@ __all__ = [
     "sft",
 ]
 
-LATER = {"Tools": "posttrain.envs.tools", "recorded": "posttrain.envs.recording"}
+LATER = {"Tools": "posttrain.envs.tools", "note": "posttrain.envs.recording", "recorded": "posttrain.envs.recording"}
 """What is imported when it is asked for: rewards that need none of it start sooner."""
 
 

@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import re
+import stat
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -224,10 +225,15 @@ def _said(error: BaseException) -> str:
 
 
 def _read(path: Path) -> bytes:
+    """The bytes of a plain file: of a pipe or a device there is no end to wait for."""
     try:
-        if path.stat().st_size > MOST_BYTES:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise PictureError(f"{path} is no file: give the path of a picture's file")
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
             raise PictureError(f"{path} has more than {MOST_BYTES:,} bytes: make it smaller")
-        return path.read_bytes()
+        return data
     except (OSError, ValueError) as error:
         if isinstance(error, PictureError):
             raise

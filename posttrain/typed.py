@@ -98,6 +98,8 @@ class TrainingOptions(DataOptions, total=False):
     for each product."""
     rslora: bool
     """Divide alpha by the square root of the rank instead (rsLoRA): large ranks then learn as fast as small ones."""
+    dora: bool
+    """With --lora: let the length of each row of an adapted matrix learn by itself, and the adapters turn it (DoRA)."""
     precision: Literal["float32", "bfloat16"]
     """Arithmetic of forward and backward passes; weights and moments stay in float32."""
     device: str
@@ -363,9 +365,10 @@ class RLOptions(TrainingOptions, total=False):
     replicas: int
     """Sample with so many engines, each a process of this machine with a copy of the weights; 0: with the learner's
     own, in its process (vLLM: one process). No token depends on it, and one that dies is replaced."""
-    handover: Literal["copied", "nccl", "ipc"]
-    """How weights reach --replicas of vLLM on cards: copied, through memory of the machine; nccl, from card to card;
-    ipc, within one card. The last two are vLLM's own and have not been tried on cards yet."""
+    handover: Literal["copied", "adapter", "nccl", "ipc"]
+    """How weights reach vLLM: copied, all of them through memory of the machine, adapters merged; adapter, with --lora,
+    the frozen ones once and then the adapters alone. With --replicas on cards: nccl, from card to card; ipc, within one
+    card. These two are vLLM's own and have not been tried on cards yet."""
     launch: Literal["local", "ray"]
     """Where --replicas are processes: local, this machine, or ray, wherever a Ray cluster has room (RAY_ADDRESS; else
     one of this machine is made). Other machines have to see --out under the same path."""

@@ -528,6 +528,7 @@ class Rollout:
     side: str = ""  # of the episode, where the policy plays several: each has a rollout, and is compared with its like
     pieces: list[Piece] = field(default_factory=list)  # all scored tokens, in order; []: its group does not branch
     branch: Branch | None = None  # where it left another one; None: it began with the prompt
+    notes: dict[str, Any] = field(default_factory=dict)  # what its environment noted: JSON data; for reading only
     seconds: float = field(default=0.0, compare=False)  # from its last turn to its reward: depends on the clock
 
     @property

@@ -32,9 +32,9 @@ import numpy as np
 import posttrain
 from posttrain.algorithms.table import TABLE
 from posttrain.envs import arithmetic
-from posttrain.reproduce.experiment import student_interval
 from posttrain.runs.curves import COLOURS
 from posttrain.runs.reading import read_metrics, read_run
+from posttrain.runs.student import student_interval
 from posttrain.types import Task, UserError
 
 if TYPE_CHECKING:

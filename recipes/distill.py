@@ -23,7 +23,7 @@ from typing import Any
 
 import posttrain
 from posttrain.envs import arithmetic
-from posttrain.reproduce.experiment import student_interval
+from posttrain.runs.student import student_interval
 
 STEPS, ROLLOUTS = 60, 128  # of each kind of training: as many rollouts for all
 MEASURED = (0, 10, 30, 60)  # steps after which accuracy is told

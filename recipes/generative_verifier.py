@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
-from posttrain.reproduce.experiment import student_interval
 from posttrain.runs.reading import read_run
+from posttrain.runs.student import student_interval
 from posttrain.seeds import seed_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -19,7 +19,7 @@ from typing import Any
 
 import posttrain
 from posttrain.envs.guess import halves, hint_at, tasks
-from posttrain.reproduce.experiment import student_interval
+from posttrain.runs.student import student_interval
 from posttrain.types import Task
 
 LEAST, LIMIT, GUESSES = 10, 40, 5

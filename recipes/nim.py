@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
-from posttrain.reproduce.experiment import student_interval
+from posttrain.runs.student import student_interval
 from posttrain.types import Task
 
 STONES, MOST = 12, 3

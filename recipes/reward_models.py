@@ -26,8 +26,8 @@ import numpy as np
 import posttrain
 from posttrain.data.items import to_item
 from posttrain.data.tasks import hold_out, to_tasks
-from posttrain.reproduce.experiment import student_interval
 from posttrain.runs.reading import read_run
+from posttrain.runs.student import student_interval
 from posttrain.services.reward_model import RewardModel
 from posttrain.types import Task
 

@@ -34,8 +34,8 @@ import posttrain
 from posttrain import Ask, Reply, Rollout, Turn
 from posttrain.models.folder import load_model
 from posttrain.models.likelihood import token_logp
-from posttrain.reproduce.experiment import student_interval
 from posttrain.runs.checkpoint import resolve
+from posttrain.runs.student import student_interval
 from posttrain.sources.packing import pack, split_microbatches
 from posttrain.training.intervals import ratio_interval
 from posttrain.types import StopReason

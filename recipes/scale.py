@@ -20,8 +20,8 @@ from typing import Any
 
 from staleness import kept, prepared
 
-from posttrain.reproduce.experiment import student_interval
 from posttrain.runs.reading import read_metrics, read_timing
+from posttrain.runs.student import student_interval
 
 WAYS = {
     "one process, two threads": "--threads 2",

@@ -17,7 +17,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from posttrain.reproduce.experiment import student_interval
+from posttrain.runs.student import student_interval
 
 HERE = Path(__file__).resolve().parent
 

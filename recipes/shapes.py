@@ -18,7 +18,7 @@ from typing import Any
 import posttrain
 from posttrain.envs.shapes import KINDS, tasks
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.reproduce.experiment import student_interval
+from posttrain.runs.student import student_interval
 
 ROWS, ASKED = 6000, 300
 EPOCHS, STEPS = 8, 100

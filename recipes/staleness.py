@@ -20,7 +20,7 @@ from typing import Any
 
 import posttrain
 from posttrain.envs import arithmetic
-from posttrain.reproduce.experiment import student_interval
+from posttrain.runs.student import student_interval
 from posttrain.types import Task
 
 ROWS, AHEAD, PER_ANSWER = ("grpo", "gspo", "cispo"), (0, 1, 2, 4), 45

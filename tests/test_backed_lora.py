@@ -22,7 +22,7 @@ from posttrain.models.linear import Linear
 from posttrain.models.lora import LoRA, attach, begin, frozen_copy, merge, sharing, targets_of
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.models.transformers_folder import stored_tensors
-from posttrain.types import Sampling, Task
+from posttrain.types import Sampling, Task, UserError
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
 WITH = ("phi", "phi3", "gemma3_text", "qwen3_moe", "mamba2", "deepseek_v3", "lfm2")
@@ -160,3 +160,60 @@ def test_model_without_linear_layers_is_refused_in_one_line(
     assert main(words) == 2
     told = capsys.readouterr().err.strip().splitlines()
     assert len(told) == 1 and "--lora adapts linear layers, and GPT2LMHeadModel has none" in told[0]
+
+
+def test_weight_that_layers_share_is_not_adapted_in_one_of_them(tmp_path: Path) -> None:
+    model = load_model(make("gemma3_text", tmp_path / "base"))
+    assert isinstance(model, Backed)
+    one, other = model.inner.model.layers
+    other.mlp.up_proj = one.mlp.up_proj
+    with pytest.raises(UserError, match=r"--lora: model.layers.0.mlp.up_proj of Gemma3ForCausalLM shares its weight"):
+        attach(model, LoRA(3, 6.0), lambda name: "mlp" in name)
+    attach(model, LoRA(3, 6.0), lambda name: "self_attn" in name)
+    other.mlp.up_proj = torch.nn.Linear(32, 48, bias=False)
+    other.mlp.up_proj.weight = one.mlp.up_proj.weight  # as transformers ties
+    with pytest.raises(UserError, match="shares its weight with other layers"):
+        attach(model, LoRA(3, 6.0), lambda name: "mlp" in name)
+
+
+def test_block_that_several_layers_are_is_adapted_once_and_merges(tmp_path: Path) -> None:
+    model = load_model(make("gemma3_text", tmp_path / "base"))
+    assert isinstance(model, Backed)
+    one, other = model.inner.model.layers
+    other.mlp = one.mlp
+    attach(model, LoRA(3, 6.0), lambda name: True)
+    begin(model, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    before = logits(model)
+    merge(model)
+    assert torch.allclose(logits(model), before, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["zamba2", "falcon_h1"])
+def test_last_product_of_a_state_space_mixer_is_left_to_its_kernels(kind: str, tmp_path: Path) -> None:
+    model = load_model(make(kind, tmp_path / "base"))
+    assert isinstance(model, Backed) and "out_proj" not in targets_of(model) and "in_proj" in targets_of(model)
+    targets = set(targets_of(model))
+    if kind == "zamba2":  # its blocks of attention share their weights
+        with pytest.raises(UserError, match="shared_transformer.* of Zamba2ForCausalLM shares its weight"):
+            attach(model, LoRA(3, 6.0), lambda name: name.rpartition(".")[2] in targets)
+        model, targets = load_model(tmp_path / "base"), {"in_proj"}
+        assert isinstance(model, Backed)
+    attach(model, LoRA(3, 6.0, base=str(tmp_path / "base")), lambda name: name.rpartition(".")[2] in targets)
+    begin(model, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    before = logits(model)
+    model.save(tmp_path / "ours")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(plain, str(tmp_path / "ours")).eval()
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.arange(3, 15)[None], use_cache=False).logits[0]
+    assert (before - wanted).abs().max() < 1e-3
+    merge(model)
+    assert torch.allclose(logits(model), before, atol=1e-3)

@@ -10,16 +10,18 @@ import pytest
 import torch
 from judged import Spoken, eos_alone, own_pad, scores, spoken, transcript
 from test_reward_training import pairs
-from tiny_models import KINDS, make
+from tiny_models import KINDS, make, make_seeing
 
 import posttrain
 from posttrain.cli.main import main
 from posttrain.models.backed import Backed
-from posttrain.models.critic import ValueModel, new_critic
+from posttrain.models.critic import STORED, ValueModel, new_critic
 from posttrain.models.folder import load_model
 from posttrain.models.lora import LoRA, attach, begin, merge
 from posttrain.models.reward import RewardModel, Shape, load_reward_model, new_reward_model, settle
+from posttrain.models.tensor_files import write_state
 from posttrain.models.tokenizer import EOS, Tokenizer
+from posttrain.protocols import TRAINING
 from posttrain.services.reward_model import RewardModel as Service
 from posttrain.sources.packing import pack
 from posttrain.types import UserError
@@ -102,11 +104,21 @@ def test_forms_that_are_ours_alone_are_read_again_and_left_again(tmp_path: Path,
     assert load_reward_model(tmp_path / "plain").shape == Shape()
 
 
+def test_one_that_sees_is_stored_in_a_form_of_ours_and_read_again(tmp_path: Path) -> None:
+    tokenizer = own_pad()
+    start = make_seeing("qwen2_5_vl", tmp_path / "start", vocab_size=tokenizer.vocab_size, eos_token_id=2)
+    model = new_reward_model(start, Shape(), 1)
+    model.save(tmp_path / "reward")
+    again, texts = load_reward_model(tmp_path / "reward"), spoken(tokenizer, 2)
+    assert model.classifier is None and torch.allclose(scores(again, texts), scores(model, texts), atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["gemma3_text", "phi"])
 def test_a_token_that_pads_is_added_where_there_is_none(tmp_path: Path, kind: str) -> None:
     tokenizer = eos_alone()
     model = trained(tmp_path, kind, tokenizer)
     assert model.pad == tokenizer.vocab_size == model.config.vocab - 1
+    assert isinstance(model.backbone, Backed) and model.backbone.tied
     texts = spoken(tokenizer, model.eos_ids[0])
     other, told = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "reward", output_loading_info=True
@@ -120,6 +132,13 @@ def test_the_output_head_takes_no_memory_and_is_not_stored(tmp_path: Path) -> No
     assert isinstance(model.backbone, Backed) and model.backbone.tied
     assert not any("lm_head" in name for name, _ in model.named_parameters())
     assert model.backbone.head.bias is None
+
+
+def test_a_class_of_transformers_with_other_tensors_is_not_taken(tmp_path: Path) -> None:
+    model = trained(tmp_path, "gemma3_text", own_pad())
+    assert isinstance(model.backbone, Backed) and model.classifier == "Gemma3TextForSequenceClassification"
+    model.backbone.inner.model.layers[0].mlp.more = torch.nn.Parameter(torch.zeros(3))
+    assert model.classifier is None
 
 
 def test_a_service_gives_the_scores_of_training_and_no_bit_depends_on_company(tmp_path: Path) -> None:
@@ -170,6 +189,19 @@ def test_a_critic_starts_from_the_reward_model_and_values_are_its_scores(tmp_pat
     packed = pack([[transcript(prompt, response)]], [0], read="last")
     value = critic(packed, torch.zeros(1, 32))  # type: ignore[operator]
     assert value.item() == pytest.approx(scores(model, [(prompt, response)]).item(), abs=1e-5)
+
+
+def test_a_critic_that_a_run_left_goes_on_as_it_was(tmp_path: Path) -> None:
+    folder = started(tmp_path / "start", "gemma3_text", own_pad())  # its output head is its embedding
+    policy = load_model(folder)
+    critic = new_critic(ValueModel, folder, policy, seed=7)
+    with torch.no_grad():
+        for parameter in critic.parameters():
+            parameter.add_(0.1)
+    (folder / TRAINING).mkdir()
+    write_state(folder / TRAINING / STORED, dict(critic.named_parameters()))
+    again = dict(new_critic(ValueModel, folder, policy, seed=8).named_parameters())
+    assert all(torch.equal(again[name], parameter) for name, parameter in critic.named_parameters())
 
 
 @pytest.mark.parametrize("more", [{}, {"lora": 2}], ids=["whole", "adapter"])

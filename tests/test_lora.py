@@ -331,11 +331,12 @@ def _stored(folder: Path) -> dict[str, Tensor]:
 
 REFUSED = {
     "another kind": ({"peft_type": "LOHA"}, "only LORA"),
-    "dora": ({"use_dora": True}, "use_dora"),
+    "dora without lengths": ({"use_dora": True}, "lacks"),
     "ranks by name": ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
     "biases": ({"bias": "all"}, "bias"),
     "a changed base": ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     "whole modules": ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"),
+    "what names no module": ({"modules_to_save": [["score"]]}, "modules_to_save"),
     "no rank": ({"r": 0}, "r is 0"),
     "another rank": ({"r": 3}, "has shape"),
     "no base": ({"base_model_name_or_path": None}, "is empty"),
@@ -356,7 +357,14 @@ def test_adapters_that_are_none_of_ours_are_refused_in_one_line(base: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"), [("more", "holds"), ("less", "lacks"), ("nan", "not finite"), ("cut", "damaged")]
+    ("damage", "told"),
+    [
+        ("more", "holds"),
+        ("less", "lacks"),
+        ("nan", "not finite"),
+        ("cut", "damaged"),
+        ("whole numbers", "stored as I8"),
+    ],
 )
 def test_damaged_adapters_are_refused_in_one_line(base: Path, tmp_path: Path, damage: str, told: str) -> None:
     saved(base, tmp_path / "adapter")
@@ -369,11 +377,24 @@ def test_damaged_adapters_are_refused_in_one_line(base: Path, tmp_path: Path, da
         del tensors[first]
     elif damage == "nan":
         tensors[first][0, 0] = math.nan
+    elif damage == "whole numbers":
+        tensors[first] = tensors[first].to(torch.int8)
     save_file(tensors, file)
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match=told):
         load_model(file.parent)
+
+
+def test_ranks_for_which_there_is_no_memory_are_refused_before_it_is_taken(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(base)
+    assert isinstance(model, Decoder)
+    monkeypatch.setattr("posttrain.models.lora.available_memory", lambda device: 2.0**20)
+    attach(model, LoRA(4, 8.0), lambda name: True)
+    with pytest.raises(UserError, match="adapters of rank 65,536 take more than the 0.0 GiB of memory that are free"):
+        attach(model, LoRA(65_536, 8.0), lambda name: True)
 
 
 def test_a_fingerprint_is_of_the_numbers_and_not_of_how_they_are_divided_over_files(base: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
@@ -186,9 +187,30 @@ def test_merged_checkpoint_opens_in_transformers_with_equal_logits(
     assert not torch.allclose(logits("merged"), logits("start"), atol=1e-2)
     assert "there already" in refused(capsys, "merge", "run", "--out", "merged")
     assert "holds no adapter" in refused(capsys, "merge", "start", "--out", "other")
+    assert "give one to be made" in refused(capsys, "merge", "run", "--out", ".")
+    assert "File name too long" in refused(capsys, "merge", "run", "--out", "x" * 300)
+    shutil.copytree(last("run"), "bare")
+    Path("bare/adapter_config.json").unlink()
+    assert "holds no adapter_config.json" in refused(capsys, "merge", "bare", "--out", "other")
     tiny(tokenizer, 3).save(place / "start")
     assert "other weights" in refused(capsys, "merge", "run", "--out", "other")
     assert not Path("other").exists()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), Exception("No space left (os error 28)")]
+)
+def test_a_merge_that_the_disk_has_no_room_for_leaves_nothing(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(tokenizer: Tokenizer, folder: Path) -> None:
+        raise error
+
+    ran(SFT, "run")
+    before = set(place.iterdir())
+    monkeypatch.setattr(Tokenizer, "save", full)
+    assert "cannot write merged: No space left" in refused(capsys, "merge", "run", "--out", "merged")
+    assert set(place.iterdir()) == before
 
 
 def test_run_from_an_adapter_goes_on_with_it_and_is_held_near_it(
@@ -205,6 +227,8 @@ def test_run_from_an_adapter_goes_on_with_it_and_is_held_near_it(
     words = [*rl, "--model", "first", "--out", "third"]
     assert "--lora 4" in refused(capsys, *words, "--lora", "8")
     assert "--lora-targets" in refused(capsys, *words, "--lora", "4", "--lora-targets", "q_proj")
+    for option in ("--rslora", "--quantize int8"):
+        assert f"is an adapter without {option.split()[0]}, which goes on" in refused(capsys, *words, *option.split())
     assert (
         main(["eval", "--model", "first", "--tasks", "rows.jsonl", "--env", "env.py:reward", "--max-tokens", "4"]) == 0
     )

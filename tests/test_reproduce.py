@@ -40,12 +40,12 @@ from posttrain.reproduce.experiment import (
     Settings,
     Verdict,
     over_seeds,
-    student_quantile,
 )
 from posttrain.reproduce.figure import Panel, Series
 from posttrain.reproduce.gspo_variance import slope, spreads
 from posttrain.reproduce.length_bias import told
 from posttrain.reproduce.overlong import answered_and_ended
+from posttrain.runs.student import student_quantile
 from posttrain.types import Ask, Reply, StopReason, Task, UserError
 
 SEARCHING = {"reader_hidden": 32, "reader_layers": 2, "lesson_steps": 2, "practice_steps": 2, "questions": 16, "held_out": 8,

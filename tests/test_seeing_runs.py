@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import struct
 import zlib
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from tiny_models import make, make_seeing
 
 import posttrain
+from posttrain.cli.merging import merge_adapter
 from posttrain.envs.pool import EnvPool
 from posttrain.envs.reading import read_turn
 from posttrain.envs.shapes import draw, tasks
@@ -258,6 +260,19 @@ def test_what_is_no_picture_is_refused_in_one_line(image: Any, message_: str) ->
     assert isinstance(found, Invalid) and message_ in found.reason
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_has_no_end_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(PictureError, match=r"picture\.png is no file"):
+        PICTURES.put(str(path))
+
+
 def test_a_picture_that_breaks_off_is_refused_when_it_is_looked_at(folders: Callable[[str], Path]) -> None:
     tokenizer = Tokenizer.load(folders("smolvlm"))
     name = PICTURES.put(drawn(5, 64, 64)[:2000])
@@ -440,6 +455,26 @@ def test_adapters_of_a_model_that_sees_leave_its_tower_alone_unless_that_is_aske
     assert any("text_model" in name for name in names)
     assert any("vision_model" in name for name in names) == train_vision
     assert load_model(run.path / "checkpoints/step-000002").vision.processor.files  # type: ignore[attr-defined]
+
+
+def test_an_adapter_of_a_model_that_sees_still_sees_when_it_goes_on_and_is_opened_and_merged(
+    tmp_path: Path, folders: Callable[[str], Path]
+) -> None:
+    rows = [{"messages": [message("what?", (drawn(n),)), {"role": "assistant", "content": str(n)}]} for n in range(4)]
+    how = dict(model=str(folders("qwen2_5_vl")), lora=2, rows=2, save_every=1, out=str(tmp_path / "run"), **HOW)
+    run = posttrain.sft(rows, steps=2, **how)  # type: ignore[arg-type]
+    last = run.path / "checkpoints/step-000002"
+    whole = (last / "adapter_model.safetensors").read_bytes()
+    shutil.rmtree(last)
+    posttrain.sft(rows, steps=2, resume=True, **how)  # type: ignore[arg-type]
+    assert (last / "adapter_model.safetensors").read_bytes() == whole
+    (last / "tokenizer.json").unlink()  # as PEFT would leave it
+    asked = [{"id": "0", "messages": [message("what?", (drawn(0),))]}]
+    found = posttrain.evaluate(asked, lambda task, reply: 1.0, str(last), samples=1, max_tokens=2, threads=1)
+    assert all(t.media for r in found.rollouts for t in r.transcripts)
+    merge_adapter(str(last), tmp_path / "merged")
+    assert Tokenizer.load(tmp_path / "merged").pictures is not None
+    assert (tmp_path / "merged/preprocessor_config.json").exists()
 
 
 def test_engines_of_other_processes_are_not_shown_pictures(tmp_path: Path, folders: Callable[[str], Path]) -> None:

@@ -25,6 +25,7 @@ from posttrain.envs.reading import Done, read_turn, read_verdict
 from posttrain.envs.wire import Garbled, read_answer, write_answer
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.record.reading import read_rollouts
 from posttrain.sources.scores import describe, scoreboard, usable
 from posttrain.types import Graded, Invalid, Reply, Rollout, Sampling, Sides, SpanReward, StopReason, Task, Turn
 
@@ -239,8 +240,7 @@ def test_a_run_of_self_play_is_exact_over_workers_and_resumes(tokenizer: Tokeniz
     assert files("workers", 4, 2) == expected
     files("resumed", 2, 1)
     assert files("resumed", 4, 1, resume=True) == expected
-    lines = [json.loads(line) for name, content in expected.items() if "step" in name for line in content.splitlines()]
-    assert {line["side"] for line in lines} == {"x", "y"}
+    assert {row["side"] for step in range(1, 5) for row in read_rollouts(tmp_path / "whole", step)} == {"x", "y"}
 
 
 def test_an_evaluation_tells_the_sides_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def outcomes() -> list[Outcome]:
     plain = Rollout({"id": "18"}, "18#0", [said(3)], 0.0, text="no")
     late = Invalid("took too long", InvalidKind.TIMEOUT)
     return [
-        Outcome(conversation(), -0.75, Fate.TRAINED, "", ("moved by KL",), -0.25, 0.125, numbers),
+        Outcome(conversation(), -0.75, Fate.TRAINED, "", ("moved by KL",), -0.25, 0.125, numbers=numbers),
         Outcome(Rollout({"id": "17"}, "17#2", [], late, side="black")),
         Outcome(plain, 0.0, Fate.EQUAL, "all rewards are 0"),
     ]
@@ -127,6 +127,20 @@ def test_a_row_has_all_that_was_known_of_a_rollout(tmp_path: Path) -> None:
     assert (third["fate"], third["why"], third["learner"]) == ("equal group", "all rewards are 0", None)
 
 
+def test_bytes_in_a_task_are_counted_and_other_columns_stand_as_they_are() -> None:
+    task = {
+        "id": "a",
+        "answer": 7,
+        "raw": b"\x00" * 1000,
+        "messages": [{"role": "user", "content": "hi"}],
+        "odd": {1, 1},
+    }
+    (row,) = made_of(1, [Outcome(Rollout(task, "a#0", [], 0.0))], "rl")
+    assert json.loads(row["columns"]) == {
+        "answer": 7, "raw": "1000 bytes", "messages": [{"role": "user", "content": "hi"}], "odd": "{1}",
+    }  # fmt: skip
+
+
 def test_numbers_of_tokens_keep_eleven_bits_and_the_engines_all(tmp_path: Path) -> None:
     row, *_ = read_rollouts(recorded(tmp_path), 1, EVERY)
     given = outcomes()[0].numbers
@@ -153,6 +167,18 @@ def test_the_bytes_of_a_file_follow_from_its_rows_alone(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert parquet.read_table(tmp_path / "a").equals(tables[0]) and not list(tmp_path.glob("*.tmp"))
     assert parquet.read_schema(tmp_path / "a").metadata[KEY] == VERSION.encode()
+
+
+def test_some_rollouts_of_a_large_step_are_read_without_the_others(tmp_path: Path) -> None:
+    many = [Outcome(Rollout({"id": f"{n}"}, f"{n}#0", [said(n, 2000)], float(n))) for n in range(150)]
+    write_table(tmp_path / "a.parquet", table := table_of(made_of(7, many, "rl")))
+    write_lines(tmp_path / "a.jsonl", 7, many)
+    assert parquet.ParquetFile(tmp_path / "a.parquet").num_row_groups == 3
+    for places in ([149, 3, 64, 63, 3], [0], []):
+        assert read_file(tmp_path / "a.parquet", None, places).equals(table.take(pa.array(places, pa.int64())))
+        assert read_file(tmp_path / "a.jsonl", ["reward"], places)["reward"].to_pylist() == list(map(float, places))
+    with pytest.raises(UserError, match="there is no rollout 150: there are 150"):
+        read_file(tmp_path / "a.parquet", None, [150])
 
 
 def test_a_table_of_another_version_or_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -5,20 +5,27 @@ A stub stands in for vLLM itself, which need not be installed.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import tiny
 from processes import descendants, gone
+from tiny_models import make
 
 from posttrain.engines import vllm
+from posttrain.engines.announced import announced
 from posttrain.engines.vllm import VLLMEngine
+from posttrain.models.decoder import new_decoder
+from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.types import Sampling, UserError
 
@@ -56,6 +63,26 @@ def test_weights_of_another_version_stop_the_run_in_one_line(
         with pytest.raises(UserError, match="sampled with weights of version 1, not 0; its output is in") as caught:
             engine.poll()
     Path(str(caught.value).rpartition(" ")[2]).unlink()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["native", "gemma3_text", "gpt2"])
+def test_a_tied_head_is_handed_over_twice_and_lies_where_the_embedding_does(
+    kind: str, tied: bool, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    config = replace(tiny(tokenizer).config, tied=tied)
+    model = new_decoder(config, 0) if kind == "native" else load_model(make(kind, tmp_path, tie_word_embeddings=tied))
+    laid = vllm.laid_for_vllm(model, torch.float32)
+    memory = torch.zeros(laid.bytes, dtype=torch.uint8)
+    laid.write(model, memory)
+    stored = {own.name: own for own in laid.stored}
+    assert len(stored) == len(laid.stored), "each name once"
+    head, embedding = (stored[name] for name in ("lm_head.weight", announced(model).embedding))
+    assert (head.offset == embedding.offset) is tied
+    assert torch.equal(head.tensor_in(memory, torch.float32), model.head.weight)
+    assert {own.offset + 4 * torch.Size(own.shape).numel() <= laid.bytes for own in laid.stored} == {True}
+    vllm.prepare(str(tmp_path), model, tokenizer)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 def test_closing_leaves_no_process(tokenizer: Tokenizer) -> None:

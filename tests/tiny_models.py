@@ -57,7 +57,19 @@ DROPPING: dict[str, dict[str, Any]] = {
     "xglm": {"ffn_dim": 48, "attention_heads": 4, "d_model": 32, "num_layers": 2},
 }
 """The same of models that drop out numbers in the forward of a layer, or of the model, by its own flag."""
-OTHERS: dict[str, dict[str, Any]] = {**DROPPING, "phimoe": {**MOE, "router_jitter_noise": 0.01}}
+MIXED: dict[str, dict[str, Any]] = {
+    "zamba2": {
+        "mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 4, "mamba_headdim": 16, "mamba_expand": 2,
+        "chunk_size": 8, "num_mem_blocks": 1, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"],
+        "num_key_value_heads": 4, "attention_head_dim": 16, "adapter_rank": 4, "head_dim": 16, "num_attention_heads": 4,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
+        "mamba_chunk_size": 8, "mamba_expand": 2,
+    },
+}  # fmt: skip
+"""State spaces beside attention, which layers of the first share."""
+OTHERS: dict[str, dict[str, Any]] = {**DROPPING, **MIXED, "phimoe": {**MOE, "router_jitter_noise": 0.01}}
 """What the table of models does not list."""
 
 _PLACES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}

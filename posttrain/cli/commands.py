@@ -577,6 +577,45 @@ def rollouts(
     return 0
 
 
+def view(
+    runs: Annotated[list[str], Parameter(negative_iterable=())],
+    /,
+    *,
+    port: int = 0,
+    browser: bool = False,
+    export: str | None = None,
+    rollouts: int = 200,
+    where: str = "",
+) -> int:
+    """Look at runs in a browser, from their curves down to every number of a single token. It follows runs that are on.
+
+    Parameters
+    ----------
+    runs
+        Folders of runs, running or finished.
+    port
+        Where the pages are served, on this machine alone; 0: any that is free.
+    browser
+        Open them in a browser.
+    export
+        Write one run into this HTML file instead, which opens from disk.
+    rollouts
+        How many rollouts go into that file.
+    where
+        Which of them, as a condition in SQL: "step > 100 and reward < 1".
+    """
+    from posttrain.view import command
+
+    if export is None:
+        if where:
+            raise UserError("--where chooses what goes into a file: it goes with --export FILE")
+        command.serve(runs, port, browser)
+        return 0
+    size = command.export(runs, Path(export), rollouts, where)
+    print(f"exported    {export}, {size / 1e6:.1f} MB: open it in any browser")
+    return 0
+
+
 def query(
     run: str,
     sql: str,

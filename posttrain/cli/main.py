@@ -69,6 +69,7 @@ for _name, _function, _help in (
     ("algorithms", "algorithms", "The algorithms and the idea of each, or one of them in plain mathematics."),
     ("check", "check", "Run a reward or an environment against sample replies, before any training."),
     ("rollouts", "rollouts", "What was said in a step of a run, turn by turn: prompts, replies, tools, rewards."),
+    ("view", "view", "Look at runs in a browser: curves, rollouts, groups, every token with its numbers; comparisons."),
     ("query", "query", "Ask about all rollouts of a run in SQL: one SELECT, over its own files."),
     ("audit", "audit", "Look for reward hacking in a run: what goes with the reward, what spreads, what comes apart."),
     ("plan", "plan", "Simulate a pilot run on other machines: steps per hour, who is idle, the best split of N GPUs."),

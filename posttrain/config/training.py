@@ -79,6 +79,8 @@ class Training(Data):
     each product."""
     rslora: bool = False
     """Divide alpha by the square root of the rank instead (rsLoRA): large ranks then learn as fast as small ones."""
+    dora: bool = False
+    """With --lora: let the length of each row of an adapted matrix learn by itself, and the adapters turn it (DoRA)."""
     precision: Precision = "float32"
     """Arithmetic of forward and backward passes; weights and moments stay in float32."""
     device: str = "auto"
@@ -295,9 +297,10 @@ class RL(Training):
     replicas: int = option(0, least=0, most=1024)
     """Sample with so many engines, each a process of this machine with a copy of the weights; 0: with the learner's own,
     in its process (vLLM: one process). No token depends on it, and one that dies is replaced."""
-    handover: Literal["copied", "nccl", "ipc"] = "copied"
-    """How weights reach --replicas of vLLM on cards: copied, through memory of the machine; nccl, from card to card; ipc,
-    within one card. The last two are vLLM's own and have not been tried on cards yet."""
+    handover: Literal["copied", "adapter", "nccl", "ipc"] = "copied"
+    """How weights reach vLLM: copied, all of them through memory of the machine, adapters merged; adapter, with --lora, the
+    frozen ones once and then the adapters alone. With --replicas on cards: nccl, from card to card; ipc, within one card.
+    These two are vLLM's own and have not been tried on cards yet."""
     launch: Literal["local", "ray"] = "local"
     """Where --replicas are processes: local, this machine, or ray, wherever a Ray cluster has room (RAY_ADDRESS; else one
     of this machine is made). Other machines have to see --out under the same path."""

@@ -55,7 +55,7 @@ class Many:
     folder: Path | None = None  # of weights for engines elsewhere, on a disk that all see
     launch: Literal["local", "ray"] = "local"  # who starts processes, and where
     cpus: float = 1.0  # of a cluster, for each of them
-    handover: Literal["copied", "nccl", "ipc"] = "copied"  # how weights reach processes of this machine
+    handover: Literal["copied", "adapter", "nccl", "ipc"] = "copied"  # how weights reach processes of this machine
     rank: int = 0  # of the process whose engines these are
 
     def __bool__(self) -> bool:
@@ -63,7 +63,13 @@ class Many:
 
     def of(self, world: World) -> Many:
         """The share of one of the processes of a run. Raises UserError where it has none."""
-        if self.handover != "copied" and (world.size > 1 or not self.replicas or self.launch != "local"):
+        if self.handover == "adapter":
+            if self or world.size > 1:
+                raise UserError(
+                    "--handover adapter is of one process of training with one vLLM of its own: leave out --replicas and "
+                    "--engines"
+                )
+        elif self.handover != "copied" and (world.size > 1 or not self.replicas or self.launch != "local"):
             raise UserError(f"--handover {self.handover} is of one process of training, with --replicas on its machine")
         if self and self.replicas + len(self.addresses) < world.size:
             raise UserError(
@@ -263,7 +269,7 @@ def open_pool(
                 memory = SharedMemory(laid)
                 opened.callback(memory.close)
                 transport: Transport = memory
-                if many.handover != "copied":
+                if many.handover in ("nccl", "ipc"):
                     transport = CardToCard(many.handover, laid, seconds)
                     setup["transfer"] = many.handover
                 setups = [_on_device({**setup, "alive": alive}, number) for number in range(many.replicas)]

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from posttrain.engines.adapter_alone import AdapterAlone
 from posttrain.engines.announced import HEAD, announced
 from posttrain.engines.canary import LIMIT, LIMIT_BFLOAT16, Canary
 from posttrain.engines.handover import Laid, SharedMemory
@@ -52,7 +53,8 @@ class VLLMEngine:
     `slots`: how many requests run at once. `precision`: of weights, arithmetic and cache. `cache_gib`: most memory of the
     key-value cache. `start_seconds`, `load_seconds`, `step_seconds`: time limits of vLLM's start, of a hand-over of
     weights and of one decoding step. `poll_steps`: decoding steps after which `poll` returns with nothing; None: it does
-    so with a completion only, and then results follow from the order of the calls. Raises UserError if vLLM is not
+    so with a completion only, and then results follow from the order of the calls. `adapter_alone`: the frozen weights of an
+    adapted model go over once, and behind that its adapters; else all weights, merged. Raises UserError if vLLM is not
     installed or does not start; so do all methods when it has died, failed or overstepped a limit.
     """
 
@@ -71,11 +73,14 @@ class VLLMEngine:
         load_seconds: float = 120.0,
         step_seconds: float = 120.0,
         poll_steps: int | None = None,
+        adapter_alone: bool = False,
     ) -> None:
         require_vllm()
+        self.alone = AdapterAlone(model) if adapter_alone else None
         self.load_seconds, self.step_seconds, self.poll_steps = load_seconds, step_seconds, poll_steps
         self.context, self.vocab, self.version = model.config.context, model.config.vocab, 0
-        self.shared = SharedMemory(laid_for_vllm(model, dtype_of(precision)))
+        base = model if self.alone is None else self.alone.base_of(model)
+        self.shared = SharedMemory(laid_for_vllm(base, dtype_of(precision)))
         self._submitted: list[Request] = []
         self._owed = 0  # requests that the process has
         self.computed = 0  # tokens that went through the model: without those that vLLM's prefix cache had
@@ -83,15 +88,20 @@ class VLLMEngine:
         self.canary = Canary(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
         self.deviation, self._sung = 0.0, 0  # tokens that went through the model for the canary alone
         with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
-            eos, dtype = prepare(folder, model, tokenizer), self.shared.laid.dtype
+            eos, dtype = prepare(folder, base, tokenizer), self.shared.laid.dtype
             cache = cache_bytes(model, slots, dtype, cache_gib)
-            setup = Setup(folder, dtype, self.context, slots, cache, eos, tuple(self.shared.laid.stored))
+            room = 0 if self.alone is None else self.alone.room
+            setup = Setup(
+                folder, dtype, self.context, slots, cache, eos, tuple(self.shared.laid.stored), lora_rank=room
+            )
             try:
                 self.process = _Process(self.shared.descriptor)
             finally:
                 self.shared.close()  # the memory stays as long as it is mapped
             try:
                 self.process.ask(setup, "starting", start_seconds)
+                if self.alone is not None:
+                    self._hand_over(base, 0)
                 self.load(model, 0)
             except BaseException:  # an interruption, too, may come before there is anybody to close us
                 self.process.close()
@@ -100,12 +110,30 @@ class VLLMEngine:
     def load(self, weights: Any, version: int) -> None:
         """Hand over weights. Returns when vLLM has them and says so with version and checksum."""
         assert not self._submitted and not self._owed, "weights change between batches of rollouts, not within one"
+        if self.alone is None:
+            self._hand_over(weights, version)
+        else:
+            self._bind(self.alone, weights, version)
+        self.version = version
+        self._sing(weights)
+
+    def _hand_over(self, weights: Any, version: int) -> None:
+        """All weights, in place."""
         checksum = self.shared.laid.write(weights, self.shared.memory)
         answer = self.process.ask(("load", version), f"taking over weights of version {version}", self.load_seconds)
         if answer != (version, checksum):
             self.process.fail(f"took over version {answer[0]} with checksum {answer[1]:08x}, not {checksum:08x}")
-        self.version = version
-        self._sing(weights)
+
+    def _bind(self, alone: AdapterAlone, weights: Any, version: int) -> None:
+        """The adapters alone."""
+        folder, (checksum, matrices) = alone.write(weights)
+        told = self.process.ask(
+            ("bind", (version, folder)), f"taking over adapters of version {version}", self.load_seconds
+        )
+        if told[:2] != (version, checksum):
+            self.process.fail(f"took over version {told[0]} with checksum {told[1]:08x}, not {checksum:08x}")
+        if told[2] != matrices:
+            self.process.fail(f"has adapters in {told[2]} of {matrices} matrices, after it took over version {version}")
 
     def _sing(self, weights: Any) -> None:
         """Compare what is sampled with what the learner says: a checksum is of bytes that arrived, not of what is used."""
@@ -167,6 +195,8 @@ class VLLMEngine:
         """End the process; requests in it are lost. May be called twice."""
         self._submitted.clear()
         self.process.close()
+        if self.alone is not None:
+            self.alone.close()
 
 
 class _Process(Process):

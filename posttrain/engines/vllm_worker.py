@@ -1,9 +1,10 @@
 """The process in which vLLM runs, and how weights get into it. Decides what vLLM is asked for.
 
-    parent -> worker   first a `Setup`, then ("load", version), ("poll", ([Request], steps)) or ("cancel", id)
-    worker -> parent   ("answer", ...) to each: None; (version, checksum) of the weights taken over; finished
-                       Completions, and how many tokens went through the model for all so far; how many requests were
-                       cancelled. ("alive", None) about once a second while it steps,
+    parent -> worker   first a `Setup`, then ("load", version), ("bind", (version, folder)), ("poll", ([Request], steps)) or
+                       ("cancel", id)
+    worker -> parent   ("answer", ...) to each: None; (version, checksum) of the weights taken over; the same of adapters,
+                       and how many matrices have one; finished Completions, and how many tokens went through the model
+                       for all so far; how many requests were cancelled. ("alive", None) about once a second while it steps,
                        ("failed", message) before it gives up
 
 The worker steps only while the parent waits in a poll, until a request has finished (or for so many steps, where the parent
@@ -23,14 +24,25 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from posttrain.engines.handover import Offer, Stored, checksum_of_names, offered, shared_memory, stored_in
+from posttrain.engines.handover import (
+    Offer,
+    Stored,
+    checksum_of,
+    checksum_of_names,
+    offered,
+    shared_memory,
+    stored_in,
+)
 from posttrain.engines.pace import Pace
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
+from posttrain.models.adapter_config import ADAPTER
+from posttrain.models.tensor_files import open_tensors
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Engine
 from posttrain.types import Completion, Sampling
@@ -56,6 +68,7 @@ class Setup:
     eos_ids: tuple[int, ...]
     weights: tuple[Stored, ...]
     transfer: str | None = None  # vLLM's backend for weights that come from card to card
+    lora_rank: int = 0  # most rows of adapters that come by themselves; 0: none do
 
 
 @dataclass
@@ -76,6 +89,14 @@ def pack_experts(model: Any, gates: Sequence[Tensor]) -> None:
             experts.process_weights_after_loading(layer)
 
 
+def matrices_bound(manager: Any, number: int) -> int:
+    """How many matrices of vLLM's model compute with something of this adapter: whose A, which is never 0, is there."""
+    known = manager._adapter_manager
+    place = known.lora_index_to_id.index(number)
+    stacks = (getattr(module, "lora_a_stacked", ()) for module in known.modules.values())
+    return sum(bool(a[place].any()) for stack in stacks for a in (stack if isinstance(stack, tuple) else (stack,)))
+
+
 class Worker:
     """vLLM with the weights, the requests it has and the version that samples them."""
 
@@ -85,6 +106,7 @@ class Worker:
         self.setup, self.memory, self.connection = setup, memory, connection
         self.tokenizer = Tokenizer.load(setup.folder)
         self.version = -1  # no weights yet
+        self.adapter: Any = None  # vLLM's LoRARequest
         self.running: dict[str, _Running] = {}
         self.asked = 0
         self.computed = 0  # tokens that went through the model, of requests that have finished
@@ -95,6 +117,8 @@ class Worker:
             from vllm.config.weight_transfer import WeightTransferConfig
 
             more["weight_transfer_config"] = WeightTransferConfig(backend=setup.transfer)
+        if setup.lora_rank:
+            more |= {"enable_lora": True, "max_lora_rank": setup.lora_rank, "max_loras": 1, "max_cpu_loras": 1}
         if not gpu:  # compiling takes longer than what it saves
             from torch import _dynamo
 
@@ -125,6 +149,8 @@ class Worker:
         """The answer to a message."""
         if what == "poll":
             return self.poll(*value)
+        if what == "bind":
+            return self.bind(*value)
         return self.cancel(value) if what == "cancel" else self.load(value)
 
     def load(self, version: int) -> tuple[int, int]:
@@ -144,6 +170,23 @@ class Worker:
             self.engine.collective_rpc(lambda worker: pack_experts(worker.model_runner.get_model(), gates))
         self.renewed(version)
         return version, checksum
+
+    def bind(self, version: int, folder: str) -> tuple[int, int, int]:
+        """Sample with a folder's adapters. Returns version, checksum of what was read, how many matrices have one."""
+        from vllm.lora.request import LoRARequest
+
+        assert not self.running, "weights change between batches of rollouts, not within one"
+        if self.adapter is not None:
+            self.engine.remove_lora(self.adapter.lora_int_id)
+        number = 1 if self.adapter is None else self.adapter.lora_int_id + 1
+        self.adapter = LoRARequest(f"version {version}", number, folder)
+        if not self.engine.add_lora(self.adapter):
+            raise RuntimeError("vLLM did not take the adapter")
+        with open_tensors(Path(folder) / ADAPTER) as stored:
+            checksum = checksum_of((name, stored.get_tensor(name)) for name in sorted(stored.keys()))
+        (bound,) = self.engine.collective_rpc(lambda worker: matrices_bound(worker.model_runner.lora_manager, number))
+        self.renewed(version)
+        return version, checksum, bound
 
     def renewed(self, version: int) -> None:
         """What was computed with the weights before is forgotten."""
@@ -203,7 +246,8 @@ class Worker:
         self.asked += 1
         name = str(self.asked)
         self.running[name] = _Running(request)
-        self.engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        self.engine.add_request(name, prompt, params, lora_request=self.adapter)
 
     def _take(self, output: Any) -> list[Completion]:
         """What a request has sampled since; its completion if it ended with that."""

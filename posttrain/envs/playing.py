@@ -247,6 +247,7 @@ class Playing:
             side=side,
             pieces=self._pieces(side) if branching else [],
             branch=self._branch_of(places),
+            notes=ended.notes,
         )
 
     def _branch_of(self, places: Sequence[int]) -> Branch | None:

@@ -43,6 +43,7 @@ class Done:
     rewards: dict[str, float] = field(default_factory=dict)
     spans: tuple[SpanReward, ...] = ()
     sides: dict[str, Done] = field(default_factory=dict)  # what each side earned, where they earned different things
+    notes: dict[str, Any] = field(default_factory=dict)  # what the environment noted: see `recording.note`
 
     def of(self, side: str) -> Done:
         """What a side earned."""

@@ -19,6 +19,7 @@ from typing import Any
 from posttrain.envs.reading import plain_data
 
 MOST_RECORDS = 4096  # of an episode
+MOST_NOTES = 1 << 16  # characters of an episode's notes
 
 Keep = Callable[[int, Any], None]
 """Sends a result to the pool: its number within the episode, and what it is."""
@@ -38,6 +39,14 @@ class Journal:
         self._turns: dict[int, asyncio.Future[None]] = {}  # who waits for those before
         self._asked = 0
         self._thread = threading.get_ident()
+        self.notes: dict[str, Any] = {}
+
+    def note(self, values: Mapping[str, Any]) -> None:
+        """Raises TypeError for what JSON cannot hold, or too much of it."""
+        try:
+            self.notes = noted_data({**self.notes, **values})
+        except ValueError as problem:
+            raise TypeError(f"noted something {problem}") from None
 
     def next(self) -> tuple[int, bool]:
         """The number of what is asked now, and whether its result is known."""
@@ -76,7 +85,33 @@ class Journal:
         return plain
 
 
+def noted_data(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """The notes of an episode as JSON's own types. Raises ValueError with what is wrong with them."""
+    size = [0]
+    found: dict[str, Any] = plain_data(dict(notes), size, 0)
+    if size[0] > MOST_NOTES:
+        raise ValueError(f"that makes {size[0]:,} characters of notes: an episode may have {MOST_NOTES:,}")
+    return found
+
+
 CURRENT: ContextVar[Journal | None] = ContextVar("journal", default=None)
+NOTING: ContextVar[Journal | None] = ContextVar("noting", default=None)
+"""The episode's journal, also within what is recorded."""
+
+
+def note(**values: Any) -> None:
+    """Keep something of an episode for whoever reads its rollout: `note(moves=7, opening="e4")`.
+
+    Plain JSON data, under names of the environment's own; what is noted later under a name replaces what was there. No
+    result depends on it, and outside of an environment it does nothing. Within what is `recorded` it is refused: that is not
+    called again where an episode is played again, so note what it returned.
+    """
+    journal = NOTING.get()
+    if journal is None:
+        return
+    if CURRENT.get() is None:
+        raise RuntimeError("note was called within what is recorded: note what `recorded` returned")
+    journal.note(values)
 
 
 def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -12,11 +12,12 @@ import types
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
+from dataclasses import replace
 from typing import Any
 
 from posttrain.envs.load import is_async, is_generator_env, lift, lift_async
 from posttrain.envs.reading import Done, Event, cleaned, read_verdict, read_yielded, unreadable
-from posttrain.envs.recording import CURRENT, Journal
+from posttrain.envs.recording import CURRENT, NOTING, Journal
 from posttrain.types import Ask, AsyncEnv, Env, Invalid, InvalidKind, Reply, Task, Turn, UserError
 from posttrain.user_code import describe_error, source_file
 
@@ -70,6 +71,10 @@ class _Reports:
         records = self._records
         return Journal(None if records is None else lambda number, value: records(id, number, value), known)
 
+    def _end(self, event: Event, journal: Journal) -> Event:
+        """With what was noted, if it is the end."""
+        return replace(event, notes=journal.notes) if isinstance(event, Done) and journal.notes else event
+
     def _own(self, task: Task) -> Task:
         """The rows of a group are one object: each episode has a copy, to change as it likes."""
         return task if self._alone else copy.deepcopy(task)
@@ -112,8 +117,12 @@ class Stage(_Reports):
         return (yield from self._env(self._own(task)))
 
     def _resume(self, id: int, said: Any) -> Event:
+        journal = self._episodes[id][1]
+        return self._end(self._step(id, said), journal)
+
+    def _step(self, id: int, said: Any) -> Event:
         playing, journal = episode = self._episodes.pop(id)
-        token = CURRENT.set(journal)
+        token, noting = CURRENT.set(journal), NOTING.set(journal)
         try:
             event = read_yielded(playing.send(said))
         except StopIteration as end:
@@ -125,6 +134,7 @@ class Stage(_Reports):
             return self.raised(error)
         finally:
             CURRENT.reset(token)
+            NOTING.reset(noting)
         self._episodes[id] = episode
         if isinstance(event, Invalid):
             self.drop(id)
@@ -200,6 +210,7 @@ class AsyncStage(_Reports):
     async def _play(self, episode: _Waiting, task: Task, journal: Journal) -> None:
         """An episode from its beginning to its end, in one task: what it opens with `async with` it may close."""
         CURRENT.set(journal)  # of this task
+        NOTING.set(journal)
         playing: AsyncGenerator[Any, Any] | None = None
         try:
             playing = self._env(self._own(task))
@@ -212,7 +223,7 @@ class AsyncStage(_Reports):
         except BaseException as error:
             self._let_through(error)
             event = self.raised(error)
-        episode.events.put_nowait(event)  # where it was given up nobody hears it
+        episode.events.put_nowait(self._end(event, journal))  # where it was given up nobody hears it
         if playing is not None:
             with suppress(Exception, asyncio.CancelledError):  # code of the user's that cleans up
                 async with asyncio.timeout(self._seconds):  # not wait_for, which would close it in another task

@@ -8,9 +8,9 @@ and what cannot be read is `Garbled`.
     worker -> pool   {"ready": whether it is a plain reward, "async": whether it waits} or {"failed": message}, then for
                      each command, in order unless it waits,
                      {"number": n, "turn": {...}}, {"number": n, "ask": {...}}, {"number": n, "done": {...}} or
-                     {"number": n, "sides": {side: {...}}}, or {"number": n} where nothing is to be said: to a dropped
-                     episode, and to a replayed step, whose answer the pool has had before; and at any time
-                     {"number": n, "record": [which, result]}
+                     {"number": n, "sides": {side: {...}}}, the last two perhaps with "notes": {...}, or {"number": n}
+                     where nothing is to be said: to a dropped episode, and to a replayed step, whose answer the pool has
+                     had before; and at any time {"number": n, "record": [which, result]}
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import struct
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
 
 from posttrain.envs.reading import (
@@ -34,7 +34,7 @@ from posttrain.envs.reading import (
     read_ask,
     read_turn,
 )
-from posttrain.envs.recording import MOST_RECORDS
+from posttrain.envs.recording import MOST_RECORDS, noted_data
 from posttrain.pictures import MOST_BYTES, PICTURES, PictureError, digests, has_parts, is_name
 from posttrain.types import Ask, Invalid, InvalidKind, SpanReward, Turn
 
@@ -148,9 +148,11 @@ def write_answer(number: int, event: Event | None) -> bytes:
         return _written({"number": number, "turn": turn, **({"pictures": pictures} if pictures else {})})
     if isinstance(event, Ask):
         return _written({"number": number, "ask": {"service": event.service, "content": event.content}})
+    noted = {"notes": event.notes} if event.notes else {}
     if event.sides:
-        return _written({"number": number, "sides": {side: _plain_done(done) for side, done in event.sides.items()}})
-    return _written({"number": number, "done": _plain_done(event)})
+        sides = {side: _plain_done(done) for side, done in event.sides.items()}
+        return _written({"number": number, "sides": sides, **noted})
+    return _written({"number": number, "done": _plain_done(event), **noted})
 
 
 def _plain_done(event: Done) -> dict[str, Any]:
@@ -184,10 +186,12 @@ def read_greeting(content: bytes) -> Greeting | str:
 def read_answer(content: bytes) -> Answer | Record:
     """Raises Garbled."""
     message = _read(content)
-    number, pictures = message.pop("number", None), message.pop("pictures", {})
+    number, pictures, notes = message.pop("number", None), message.pop("pictures", {}), message.pop("notes", {})
     kinds = set(message)
     if type(number) is int and kinds == {"record"}:
         return _read_record(number, message["record"])
+    if notes and kinds not in ({"done"}, {"sides"}):
+        raise Garbled("notes of no end")
     if pictures and kinds != {"turn"}:
         raise Garbled("pictures of no turn")
     if type(number) is not int or kinds not in ({"turn"}, {"ask"}, {"done"}, {"sides"}, set()):
@@ -195,9 +199,9 @@ def read_answer(content: bytes) -> Answer | Record:
     if not kinds:
         return Answer(number, None)
     if kinds == {"done"}:
-        return Answer(number, _read_done(_object(message["done"])))
+        return Answer(number, replace(_read_done(_object(message["done"])), notes=_read_notes(notes)))
     if kinds == {"sides"}:
-        return Answer(number, _read_sides(_object(message["sides"])))
+        return Answer(number, replace(_read_sides(_object(message["sides"])), notes=_read_notes(notes)))
     if kinds == {"ask"}:
         asked = _object(message["ask"])
         if asked.keys() != {"service", "content"}:
@@ -241,6 +245,13 @@ def _read_record(number: int, record: Any) -> Record:
         return Record(number, which, plain_data(result, [0], 0))
     except ValueError:
         raise Garbled("a record that is none") from None
+
+
+def _read_notes(notes: Any) -> dict[str, Any]:
+    try:
+        return noted_data(_object(notes))
+    except ValueError:
+        raise Garbled("notes that are none") from None
 
 
 def _read_sides(sides: dict[str, Any]) -> Done:

@@ -20,11 +20,11 @@ RANK_MOST = 2**20
 LANGUAGE_MODEL, CLASSIFIER = "CAUSAL_LM", "SEQ_CLS"
 SCORES = ("classifier", "score")  # PEFT's `modules_to_save` of sequence classification
 BEYOND = (
-    "rank_pattern", "alpha_pattern", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out",
+    "rank_pattern", "alpha_pattern", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out",
     "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config",
     "kasa_config", "monteclora_config", "velora_config",
 )  # fmt: skip
-"""Entries that stand for something else than W + scale * B A."""
+"""Entries that stand for something else than W + scale * B A, or that with the lengths of its rows (DoRA)."""
 
 
 class AdapterConfig(NamedTuple):
@@ -36,6 +36,7 @@ class AdapterConfig(NamedTuple):
     base: str  # as it stands there
     task: str | None
     saved: tuple[str, ...]  # modules that are stored whole beside the adapters
+    dora: bool = False
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -61,8 +62,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             f"{file}: {odd[0]} is {shown(fields[odd[0]])}, which plain LoRA has not: merge it with PEFT "
             "(merge_and_unload) and give the whole checkpoint"
         )
-    saved = fields.get("modules_to_save") or ()
-    if not isinstance(saved, Sequence) or isinstance(saved, str) or not set(saved) <= set(SCORES):
+    saved = fields.get("modules_to_save") or []
+    if not isinstance(saved, list) or any(name not in SCORES for name in saved):
         raise UserError(
             f"{file}: modules_to_save is {shown(saved)}; only a score head can be stored beside adapters: merge it with "
             "PEFT (merge_and_unload) and give the whole checkpoint"
@@ -70,7 +71,15 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     alpha = fields.number("lora_alpha", 0.0, 1e9, 8.0)
     rank = fields.whole("r", 1, RANK_MOST)
     base = fields.text("base_model_name_or_path", "")
-    return AdapterConfig(rank, alpha, fields.flag("use_rslora"), base, fields.text("task_type", None), tuple(saved))
+    return AdapterConfig(
+        rank,
+        alpha,
+        fields.flag("use_rslora"),
+        base,
+        fields.text("task_type", None),
+        tuple(saved),
+        fields.flag("use_dora"),
+    )
 
 
 def write_adapter_config(folder: Path, config: AdapterConfig, targets: Sequence[str]) -> None:
@@ -82,6 +91,7 @@ def write_adapter_config(folder: Path, config: AdapterConfig, targets: Sequence[
         "r": config.rank,
         "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
         "use_rslora": config.rslora,
+        "use_dora": config.dora,
         "target_modules": list(targets),
         "modules_to_save": list(config.saved) or None,
         "lora_dropout": 0.0,

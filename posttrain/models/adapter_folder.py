@@ -30,7 +30,7 @@ from posttrain.models.adapter_config import (
 )
 from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
-from posttrain.models.folder import INNER, SCORE, check_finite, load_model, weight_files
+from posttrain.models.folder import INNER, SCORE, check_dtype, check_finite, load_model, weight_files
 from posttrain.models.json_files import Fields, read_json, write_json
 from posttrain.models.lora import TARGETS, Adaptable, LoRA, adapters, attach, merge, stored_matrices
 from posttrain.models.quantized import KINDS
@@ -47,15 +47,12 @@ def save_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     lora, tensors = decoder.lora, dict[str, Tensor]()
     assert lora is not None
-    for adapter in adapters(decoder):
-        for name, place in zip(adapter.names, adapter.places, strict=True):
-            tensors[f"{PREFIX}{name}.lora_A.weight"] = adapter.a[place.inner]
-            tensors[f"{PREFIX}{name}.lora_B.weight"] = adapter.b[place.rows]
+    tensors |= stored_adapters(decoder)
     tensors |= {f"{PREFIX}{name}": tensor for name, tensor in (also or {}).items()}
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in sorted(tensors.items())}
     write_tensors(folder / ADAPTER, described, sorted(tensors.items(), key=lambda item: item[0]))
     task, saved = (CLASSIFIER, SCORES) if also else (LANGUAGE_MODEL, ())
-    config = AdapterConfig(lora.rank, lora.alpha, lora.rslora, lora.base, task, saved)
+    config = AdapterConfig(lora.rank, lora.alpha, lora.rslora, lora.base, task, saved, lora.dora)
     write_adapter_config(folder, config, _targets(decoder))
     packed = {"quantize": lora.quantize} if lora.quantize else {}
     write_json(folder / NOTE, {"base": lora.digest, **packed, **(note or {})})
@@ -113,9 +110,9 @@ def read_adapter(decoder: Adaptable, folder: Path, heads: Iterable[str] = ()) ->
         digest, packed = fields.text("base", ""), fields.text("quantize", "")
         if packed and packed not in KINDS:
             raise fields.refuse("quantize", " or ".join(KINDS))
-        lora = LoRA(config.rank, config.alpha, config.rslora, base_named(config.base), digest, packed)
+        lora = LoRA(config.rank, config.alpha, config.rslora, base_named(config.base), digest, packed, config.dora)
         attach(decoder, lora, names.__contains__)
-        places = _places(decoder)
+        places = stored_adapters(decoder)
         odd = [name for name in there if name not in places and name not in beside]
         lacking = [name for name in places if name not in there]
         if odd or not places:
@@ -128,6 +125,7 @@ def read_adapter(decoder: Adaptable, folder: Path, heads: Iterable[str] = ()) ->
         for name, place in places.items():
             if there[name] != tuple(place.shape):
                 raise UserError(f"{file}: {name} has shape {list(there[name])}, here it must be {list(place.shape)}")
+            check_dtype(file, name, stored.get_slice(name).get_dtype())
             place.copy_(stored.get_tensor(name))
             check_finite(file, name, place)
         found = {name: stored.get_tensor(own) for own, name in beside.items()}
@@ -136,13 +134,15 @@ def read_adapter(decoder: Adaptable, folder: Path, heads: Iterable[str] = ()) ->
     return found
 
 
-def _places(decoder: Adaptable) -> dict[str, Tensor]:
+def stored_adapters(decoder: Adaptable) -> dict[str, Tensor]:
     """Where each stored tensor lies in the adapters of a decoder."""
     found = {}
     for adapter in adapters(decoder):
         for name, place in zip(adapter.names, adapter.places, strict=True):
             found[f"{PREFIX}{name}.lora_A.weight"] = adapter.a.detach()[place.inner]
             found[f"{PREFIX}{name}.lora_B.weight"] = adapter.b.detach()[place.rows]
+            if adapter.magnitude is not None:
+                found[f"{PREFIX}{name}.lora_magnitude_vector"] = adapter.magnitude.detach()[place.rows]
     return found
 
 

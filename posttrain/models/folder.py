@@ -138,7 +138,7 @@ def _read_heads(folder: Path) -> dict[str, Tensor]:
     for file in weight_files(folder):
         with open_tensors(file) as shard:
             for name in set(HEADS).intersection(shard.keys()):
-                _check_dtype(file, name, shard.get_slice(name).get_dtype())
+                check_dtype(file, name, shard.get_slice(name).get_dtype())
                 found[name] = shard.get_tensor(name)
                 check_finite(file, name, found[name])
     return found
@@ -308,7 +308,7 @@ def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict
         slices = {name: shard.get_slice(name) for name, (_, shard) in where.items()}
         _check_shapes(folder, {n: tuple(s.get_shape()) for n, s in slices.items() if n not in also}, model)
         for name in [stored for pieces in expected.values() for stored, _ in pieces]:
-            _check_dtype(where[name][0], name, slices[name].get_dtype())
+            check_dtype(where[name][0], name, slices[name].get_dtype())
         for name, parameter in model.named_parameters():
             for stored, piece, rows in _pieces_here(parameter, expected[name]):
                 file, shard = where[stored]
@@ -317,7 +317,7 @@ def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict
                 check_finite(file, stored, piece)
         found = {name: where[name][1].get_tensor(name) for name in also if name in where}
         for name, tensor in found.items():
-            _check_dtype(where[name][0], name, slices[name].get_dtype())
+            check_dtype(where[name][0], name, slices[name].get_dtype())
             check_finite(where[name][0], name, tensor)
         return found
 
@@ -339,7 +339,7 @@ def check_finite(file: Path, name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_dtype(file: Path, name: str, dtype: str) -> None:
+def check_dtype(file: Path, name: str, dtype: str) -> None:
     if dtype not in DTYPES:
         raise UserError(
             f"{file}: {name} is stored as {dtype}; supported are {', '.join(DTYPES)}: give the unquantized checkpoint"

@@ -21,6 +21,7 @@ from posttrain.models.linear import (
     Linear,
     accumulates,
     add_product,
+    before_scale,
     collected,
     learned,
     multiplied,
@@ -196,15 +197,17 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, norm, rate), weight, adapter = ctx.saved_tensors, ctx.linear.weight, ctx.linear.adapter
         place = collected(weight)
-        to_normed = grad @ narrowed(weight, grad.dtype) if any(ctx.needs_input_grad[:2]) else None
-        to_inner = None if adapter is None else adapter.back(grad, to_normed)
+        through = before_scale(adapter, grad, weight)
+        to_normed = through @ narrowed(weight, grad.dtype) if any(ctx.needs_input_grad[:2]) else None
+        to_inner = None if adapter is None else adapter.back(through, to_normed)
         if place is not None or adapter is not None:
             normed = torch.empty_like(x, dtype=grad.dtype)
             _library().rms_norm(x, norm, 0.0, normed, rate, known=True)
             if place is not None:
                 add_product(place, grad.t(), normed)
             if to_inner is not None:
-                adapter.collect(to_inner, grad, normed)
+                adapter.collect(to_inner, through, normed)
+                adapter.collect_magnitude(grad, normed, weight)
         to_x = to_norm = None
         if to_normed is not None:
             to_x, norms = torch.empty_like(x), x.new_zeros(torch.get_num_threads(), x.shape[1])
@@ -228,14 +231,16 @@ class _SwiGLULinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight, adapter = ctx.saved_tensors, ctx.linear.weight, ctx.linear.adapter
-        to_inner = grad @ narrowed(weight, grad.dtype)
-        to_low = None if adapter is None else adapter.back(grad, to_inner)
+        through = before_scale(adapter, grad, weight)
+        to_inner = through @ narrowed(weight, grad.dtype)
+        to_low = None if adapter is None else adapter.back(through, to_inner)
         inner, to_x = torch.empty_like(to_inner), torch.empty_like(x)
         _library().swiglu_backward(to_inner, x, inner, to_x)
         if (place := collected(weight)) is not None:
             add_product(place, grad.t(), inner)
         if to_low is not None:
-            adapter.collect(to_low, grad, inner)
+            adapter.collect(to_low, through, inner)
+            adapter.collect_magnitude(grad, inner, weight)
         return to_x, None, *of_learned(ctx, grad)
 
 

@@ -32,7 +32,7 @@ def names_of_head(inner: Any) -> set[str]:
 def let_head_go(model: Backed) -> None:
     """Nothing reads the output head: it becomes the embedding, and takes no memory of its own."""
     head, embedding = model.inner.get_output_embeddings(), model.inner.get_input_embeddings()
-    if head.weight.shape == embedding.weight.shape:
+    if head.weight.shape[1] == embedding.weight.shape[1]:
         head.weight = embedding.weight
     else:  # the embedding is narrower than the hidden states
         head.weight.requires_grad_(False)

@@ -44,9 +44,12 @@ class Linear(nn.Module):
             return accumulated
         if self.adapter is None:
             return product(x, self.weight, self.bias)
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return multiplied(x.to(product_type(x)), self)
+        if self.adapter.magnitude is None:
             return product(x, self.weight, self.bias) + self.adapter(x)
-        return multiplied(x.to(product_type(x)), self)
+        out = self.adapter.scaled(product(x, self.weight, None) + self.adapter(x), self.weight)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -78,11 +81,22 @@ class Place(NamedTuple):
 class Adapter(nn.Module):
     """What a low-rank adapter adds to a product: scale * B A x (LoRA, arXiv 2106.09685, equation 3).
 
+    With a magnitude m each output is that of a row whose length is m: m / |W + scale * B A| (W + scale * B A) x, before the
+    bias, the length of the rows taken for a constant (DoRA, arXiv 2402.09353, equation 5 and section 4.3).
+
     A product may compute several stored matrices at once (q, k, v), each of which has an A and a B of its own, or none.
     All A lie on top of each other, [pieces * rank, inputs], for one product with x; so do all B, [their outputs, rank].
     """
 
-    def __init__(self, inputs: int, outputs: int, pieces: Sequence[tuple[str, slice]], rank: int, scale: float) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        pieces: Sequence[tuple[str, slice]],
+        rank: int,
+        scale: float,
+        dora: bool = False,
+    ) -> None:
         """Uninitialised. `pieces`: the names of the adapted matrices, and which of the outputs each computes."""
         super().__init__()
         self.names = tuple(name for name, _ in pieces)
@@ -94,6 +108,7 @@ class Adapter(nn.Module):
         self.places = tuple(places)
         self.a = nn.Parameter(torch.empty(len(pieces) * rank, inputs))
         self.b = nn.Parameter(torch.empty(end, rank))
+        self.magnitude = nn.Parameter(torch.empty(end)) if dora else None  # of the rows of B
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, inputs] -> [T, outputs], by operations that can be differentiated twice."""
@@ -105,6 +120,42 @@ class Adapter(nn.Module):
             end = place.outputs.stop
         parts.append(inner.new_zeros(len(x), self.outputs - end))
         return torch.cat([part for part in parts if part.shape[1]], 1)
+
+    @torch.no_grad()
+    def lengths(self, weight: Tensor) -> Tensor:
+        """|W + scale * B A| of each adapted row, [rows of B], at least float32.
+
+        As |W|^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T: the sum itself is not made. While weights stand still it is
+        found once.
+        """
+        known = _ways().narrowed
+        if known is not None and self.magnitude in known:
+            return known[self.magnitude]
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        found = []
+        with torch.autocast(weight.device.type, enabled=False):
+            for place in self.places:
+                w, a, b = (
+                    x.detach().to(wide) for x in (weight[place.outputs], self.a[place.inner], self.b[place.rows])
+                )
+                squares = w.square().sum(1)
+                squares += 2 * self.scale * (w @ a.t()).mul_(b).sum(1) + self.scale**2 * (b @ (a @ a.t()) * b).sum(1)
+                found.append(squares.clamp_min_(0).sqrt_())
+        lengths = torch.cat(found)
+        if known is not None and self.magnitude is not None:
+            known[self.magnitude] = lengths
+        return lengths
+
+    def scaled(self, out: Tensor, weight: Tensor) -> Tensor:
+        """Outputs [T, outputs] before the bias, of rows whose lengths are the magnitude; themselves without one."""
+        if self.magnitude is None:
+            return out
+        share, parts, end = self.magnitude / self.lengths(weight), [], 0
+        for place in self.places:
+            parts += [share.new_ones(place.outputs.start - end), share[place.rows]]
+            end = place.outputs.stop
+        parts.append(share.new_ones(self.outputs - end))
+        return (out * torch.cat(parts)).to(out.dtype)  # a share in bfloat16 would lose what an update adds to it
 
     def shifted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The product with the weight and what is added to it, without a gradient; all of the type of products.
@@ -122,10 +173,10 @@ class Adapter(nn.Module):
 
     def merged(self, weight: Tensor) -> Tensor:
         """A copy of the weight with the adapter in it."""
-        weight = weight.detach().clone()
+        whole, weight = weight, weight.detach().clone()
         for place in self.places:
             weight[place.outputs].addmm_(self.b.detach()[place.rows], self.a.detach()[place.inner], alpha=self.scale)
-        return weight
+        return weight if self.magnitude is None else self.scaled(weight.t(), whole).t().contiguous()
 
     def inner(self, x: Tensor) -> Tensor:
         """scale * A x."""
@@ -144,6 +195,17 @@ class Adapter(nn.Module):
         if to_x is not None:
             to_x.addmm_(to_inner, narrowed(self.a, grad.dtype))
         return to_inner
+
+    def collect_magnitude(self, grad: Tensor, x: Tensor, weight: Tensor) -> None:
+        """Adds its gradient to that of the magnitude; what was scaled is computed again. grad: of the product."""
+        if self.magnitude is None:
+            return
+        to_magnitude, lengths = collected(self.magnitude), self.lengths(weight)
+        assert to_magnitude is not None
+        out = self.shifted(x, narrowed(weight, x.dtype), None)
+        for place in self.places:
+            moved = (grad[:, place.outputs] * out[:, place.outputs]).sum(0, dtype=lengths.dtype)
+            to_magnitude[place.rows] += moved / lengths[place.rows]
 
     def collect(self, to_inner: Tensor, grad: Tensor, x: Tensor) -> None:
         """Adds the gradients of A and B to theirs."""
@@ -291,7 +353,7 @@ def written_out(linear: Linear) -> bool:
 def learned(linear: Linear) -> tuple[Tensor | None, ...]:
     """The bias, and what else torch is to see that there is a gradient to be had."""
     adapter = linear.adapter
-    return linear.bias, linear.parameter, *(() if adapter is None else (adapter.a, adapter.b))
+    return linear.bias, linear.parameter, *(() if adapter is None else (adapter.a, adapter.b, adapter.magnitude))
 
 
 def in_one_block() -> bool:
@@ -333,9 +395,20 @@ def add_product(place: Tensor, one: Tensor, other: Tensor) -> None:
 
 def multiplied(x: Tensor, linear: Linear) -> Tensor:
     """The product, without a gradient. x is of the type of products."""
-    weight, bias, adapter = narrowed(linear.weight), linear.bias, linear.adapter
+    own, bias, adapter = linear.weight, linear.bias, linear.adapter
+    weight = narrowed(own)
     shift = None if bias is None else narrowed(bias)
-    return product(x, weight, shift) if adapter is None else adapter.shifted(x, weight, shift)
+    if adapter is None:
+        return product(x, weight, shift)
+    if adapter.magnitude is None:
+        return adapter.shifted(x, weight, shift)
+    out = adapter.scaled(adapter.shifted(x, weight, None), own)
+    return out if shift is None else out.add_(shift)
+
+
+def before_scale(adapter: Adapter | None, grad: Tensor, weight: Tensor) -> Tensor:
+    """Of the gradient of a product, that of what its magnitude scales: the same where it has none."""
+    return grad if adapter is None else adapter.scaled(grad, weight)
 
 
 class _Product(torch.autograd.Function):
@@ -354,11 +427,13 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight, adapter = ctx.saved_tensors, ctx.linear.weight, ctx.linear.adapter
-        to_x = grad @ narrowed(weight, grad.dtype) if ctx.needs_input_grad[0] else None
+        inner = before_scale(adapter, grad, weight)
+        to_x = inner @ narrowed(weight, grad.dtype) if ctx.needs_input_grad[0] else None
         if (place := collected(weight)) is not None:
             add_product(place, grad.t(), x)
         if adapter is not None:
-            adapter.collect(adapter.back(grad, to_x), grad, x)
+            adapter.collect(adapter.back(inner, to_x), inner, x)
+            adapter.collect_magnitude(grad, x, weight)
         return None if to_x is None else to_x.to(ctx.type), None, *of_learned(ctx, grad)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
@@ -19,6 +20,7 @@ from torch.nn import functional
 from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder
 from posttrain.models.linear import Adapter, Linear, LinearOfRows
+from posttrain.models.memory import available_memory, in_gib
 from posttrain.models.quantized import QuantizedLinear, require
 from posttrain.models.stored import stored_pieces
 from posttrain.seeds import seed_of
@@ -47,6 +49,7 @@ class LoRA:
     base: str = ""  # where the weights below lie: a folder, or a Hugging Face model's name
     digest: str = ""  # a fingerprint of these
     quantize: str = ""  # how they are packed, if they are: see `quantized`
+    dora: bool = False  # whether the length of each row learns by itself (arXiv 2402.09353)
 
     @property
     def scale(self) -> float:
@@ -94,14 +97,21 @@ def is_adapted(model: Model) -> bool:
 def attach(decoder: Adaptable, lora: LoRA, adapts: Callable[[str], bool]) -> None:
     """Freeze a decoder and give it adapters, uninitialised, for the stored matrices of which `adapts` holds.
 
-    These are named as in a checkpoint, such as model.layers.0.self_attn.q_proj.
+    These are named as in a checkpoint, such as model.layers.0.self_attn.q_proj. Raises UserError if there is no room.
     """
     decoder.requires_grad_(False)
     decoder.lora = lora
     if isinstance(decoder, Backed):
+        places = _places_of_weights(decoder)
         for name, layer in list(products(decoder)):
             if isinstance(layer, nn.Linear) and (adapts(name) or lora.quantize):
+                if places[layer.weight] > 1:  # merged in one place, it would be another weight in the others
+                    raise UserError(
+                        f"--lora: {name} of {type(decoder.inner).__name__} shares its weight with other layers; choose "
+                        "others by --lora-targets, without --quantize, or leave it out"
+                    )
                 decoder.inner.set_submodule(name, LinearOfRows(layer))
+    needed, room = 0, available_memory(decoder.head.device)
     for _, linear, matrices in linears(decoder):
         pieces, end = [], 0
         for stored, rows in matrices:
@@ -109,14 +119,28 @@ def attach(decoder: Adaptable, lora: LoRA, adapts: Callable[[str], bool]) -> Non
             if adapts(stored):
                 pieces.append((stored, slice(begin, end)))
         outputs, inputs = linear.weight.shape
+        needed += lora.rank * sum(inputs + rows.stop - rows.start for _, rows in pieces) * decoder.head.dtype.itemsize
+        if needed > room:
+            raise UserError(
+                f"adapters of rank {lora.rank:,} take more than the {in_gib(room)} of memory that are free: take a smaller "
+                "rank"
+            )
         if pieces:
             with torch.device(linear.weight.device):
-                linear.adapter = Adapter(inputs, outputs, pieces, lora.rank, lora.scale).to(linear.weight.dtype)
+                linear.adapter = Adapter(inputs, outputs, pieces, lora.rank, lora.scale, lora.dora).to(
+                    linear.weight.dtype
+                )
     if lora.quantize:
         require(lora.quantize)
         for name, linear, _ in list(linears(decoder)):
             if not isinstance(linear, QuantizedLinear):
                 _put(decoder, name, QuantizedLinear(linear, lora.quantize))
+
+
+def _places_of_weights(model: Backed) -> Counter[Tensor]:
+    """In how many places of the model each parameter is read. A block that several layers are is one place."""
+    children = (child for parent in model.modules() for child in parent._modules.values() if child is not None)
+    return Counter(p for child in children for p in child._parameters.values() if p is not None)
 
 
 def _put(decoder: Adaptable, name: str, module: nn.Module) -> None:
@@ -126,27 +150,33 @@ def _put(decoder: Adaptable, name: str, module: nn.Module) -> None:
 def begin(decoder: Adaptable, seed: int) -> None:
     """Adapters that change nothing yet: B is 0, and A as PEFT has it, kaiming_uniform with a = sqrt(5) (arXiv 1502.01852).
 
-    A matrix begins with the same A whichever others are adapted.
+    A matrix begins with the same A whichever others are adapted. A magnitude begins as the lengths of the rows.
     """
     with torch.no_grad():
-        for adapter in adapters(decoder):
+        for _, linear, _ in linears(decoder):
+            if (adapter := linear.adapter) is None:
+                continue
             bound = 1 / math.sqrt(adapter.a.shape[1])  # sqrt(6 / ((1 + 5) inputs))
             for name, place in zip(adapter.names, adapter.places, strict=True):
                 generator = torch.Generator().manual_seed(seed_of(seed, "lora", name))
                 drawn = torch.empty(adapter.rank, adapter.a.shape[1]).uniform_(-bound, bound, generator=generator)
                 adapter.a[place.inner].copy_(drawn)
             adapter.b.zero_()
+            if adapter.magnitude is not None:
+                adapter.magnitude.copy_(adapter.lengths(linear.weight))
 
 
 def products(model: Backed) -> Iterator[tuple[str, nn.Linear | Linear]]:
     """(name within transformers' model, module) of every linear layer that may be adapted: all but the output head."""
     head, left = model.inner.get_output_embeddings(), set[str]()
-    if "mamba" in model.inner.config.get_text_config().model_type:
-        left.add("out_proj")  # fused kernels read its weight themselves, as PEFT knows too
+    # a state-space mixer: fused kernels read the weight of its last product themselves, as PEFT knows too of some
+    mixers = {name for name, m in model.inner.named_modules() if {"A_log", "D"} <= m._parameters.keys()}
     if any("experts" in name and parameter.ndim == 3 for name, parameter in model.inner.named_parameters()):
         left.update(EXPERTS)
     for name, module in model.inner.named_modules():
-        if module is not head and name.rpartition(".")[2] not in left and _is_a_product(module):
+        place, _, last = name.rpartition(".")
+        within = last == "out_proj" and place in mixers
+        if module is not head and last not in left and not within and _is_a_product(module):
             yield name, module
 
 
@@ -214,8 +244,8 @@ def shared_copy(decoder: Adaptable) -> Adaptable:
     attach(other, decoder.lora, lambda name: name in names)
     with torch.no_grad():
         for mine, theirs in zip(adapters(other), adapters(decoder), strict=True):
-            mine.a.copy_(theirs.a)
-            mine.b.copy_(theirs.b)
+            for own, other_own in zip(mine.parameters(), theirs.parameters(), strict=True):
+                own.copy_(other_own)
     return other.requires_grad_(False)
 
 

@@ -130,14 +130,12 @@ class Tokenizer:
         if chat_template is not None:
             text, name = read_template(chat_template)  # its mistakes first: nothing was read for them
             return cls.load(folder).templated(text, name)
-        folder = checkpoint_folder(folder)
-        file = folder / "tokenizer.json"
-        if not file.exists():
-            from posttrain.models.adapter_config import base_of, is_adapter
+        from posttrain.models.adapter_config import described_in
 
-            if is_adapter(folder):  # PEFT leaves it with the base
-                return cls.load(base_of(folder))
-            return _load_with_transformers(folder)
+        folder = checkpoint_folder(folder)
+        described, file = described_in(folder), folder / "tokenizer.json"
+        if not file.exists():
+            return cls.load(described) if described != folder else _load_with_transformers(folder)  # as PEFT leaves it
         text = read_text(file)
         config = _read_special(folder / "tokenizer_config.json")
         named = _read_special(folder / "special_tokens_map.json")  # older checkpoints name them here
@@ -147,8 +145,8 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_str(text)
             _check_ids(backend)
             tokenizer = _tried(cls(backend, config, template, name))
-        source = read_json(folder / "config.json", optional=True)
-        return tokenizer._seeing(ImageProcessor.of(folder, source))
+        source = read_json(described / "config.json", optional=True)
+        return tokenizer._seeing(ImageProcessor.of(described, source))
 
     @classmethod
     def train(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from posttrain.messages import one_line
 from posttrain.record.older import rows_of_lines, seconds_of_lines
-from posttrain.record.rows import Row
+from posttrain.record.rows import Row, said_by
 from posttrain.record.schema import KEY, ROLLOUTS, SCALARS, SECONDS, TOKENS, VERSION, columns
 from posttrain.record.writing import table_of
 from posttrain.runs import files
@@ -33,8 +33,14 @@ _JSON = ("columns", "notes", "answers", "label")
 SUFFIXES = (".parquet", ".jsonl")
 
 
-def read_table(folder: Folder, step: int, names: Iterable[str] | None = None, held_out: bool = False) -> pa.Table:
-    """The rollouts of a step, with these columns or all. UserError if there are none.
+def read_table(
+    folder: Folder,
+    step: int,
+    names: Iterable[str] | None = None,
+    held_out: bool = False,
+    places: Sequence[int] | None = None,
+) -> pa.Table:
+    """The rollouts of a step, with these columns or all, all of them or those in these places. UserError if there are none.
 
     `held_out`: those of the evaluation after that step.
     """
@@ -44,10 +50,12 @@ def read_table(folder: Folder, step: int, names: Iterable[str] | None = None, he
         what = "evaluated rollouts" if held_out else "rollouts"
         there = f"take one of {steps[0]} to {steps[-1]}" if steps else "it holds none at all"
         raise UserError(f"{folder} holds no {what} of step {step}: {there}")
-    return read_file(path, names)
+    return read_file(path, names, places)
 
 
-def read_file(file: str | os.PathLike[str], names: Iterable[str] | None = None) -> pa.Table:
+def read_file(
+    file: str | os.PathLike[str], names: Iterable[str] | None = None, places: Sequence[int] | None = None
+) -> pa.Table:
     """The rollouts in a file, such as an evaluation leaves; UserError if there are none."""
     path = Path(file)
     if not path.is_file():
@@ -56,8 +64,9 @@ def read_file(file: str | os.PathLike[str], names: Iterable[str] | None = None) 
     if path.suffix == ".jsonl":
         step = step_of(path.stem)
         kind = "rl" if step is not None and path.parent.name == files.ROLLOUTS else "eval"
-        return table_of(rows_of_lines(path, step or 0, kind), wanted)
-    return _read(path, wanted)
+        table = table_of(rows_of_lines(path, step or 0, kind), wanted)
+        return table if places is None else table.take(pa.array(places, pa.int64()))
+    return _read(path, wanted, places)
 
 
 def rows_of(table: pa.Table) -> list[Row]:
@@ -73,6 +82,7 @@ def rows_of(table: pa.Table) -> list[Row]:
         if "parts" in row:
             row["parts"] = {part["name"]: part["value"] for part in row["parts"] or ()}
         for turn in row.get("turns") or ():
+            turn["text"] = said_by(turn, row.get("prompt") or "", row.get("text") or "")
             turn["calls"] = [{**call, "arguments": json.loads(call["arguments"])} for call in turn["calls"] or ()]
     return rows
 
@@ -109,7 +119,7 @@ def read_seconds(folder: Folder, step: int) -> list[Row]:
     return found
 
 
-def _read(path: Path, wanted: pa.Schema) -> pa.Table:
+def _read(path: Path, wanted: pa.Schema, places: Sequence[int] | None = None) -> pa.Table:
     """These columns of a file. Raises UserError if it is damaged, or of another version."""
     try:
         with path.open("rb") as source:
@@ -120,7 +130,10 @@ def _read(path: Path, wanted: pa.Schema) -> pa.Table:
                 raise UserError(
                     f"{path} holds no rollouts of this version of posttrain: read it with the one that wrote it"
                 )
-            table: pa.Table = file.read(columns=wanted.names, use_threads=False)
+            if places is None:
+                table: pa.Table = file.read(columns=wanted.names, use_threads=False)
+            else:
+                table = _rows(file, wanted.names, places)
         return table.select(wanted.names).cast(pa.schema(list(wanted)))
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, UserError):
@@ -128,6 +141,23 @@ def _read(path: Path, wanted: pa.Schema) -> pa.Table:
         if isinstance(error, OSError) and error.errno is not None:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
         raise UserError(f"{path} is damaged ({one_line(error)[:100]}): put a copy of it back") from error
+
+
+def _rows(file: parquet.ParquetFile, names: list[str], places: Sequence[int]) -> pa.Table:
+    """The rows in these places, of whose groups of rows no other is read."""
+    ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)], dtype=np.int64)
+    wanted = np.array(places, dtype=np.int64)
+    if len(wanted) and not 0 <= wanted.min() <= wanted.max() < (ends[-1] if len(ends) else 0):
+        raise UserError(f"there is no rollout {wanted.max()}: there are {ends[-1] if len(ends) else 0}")
+    own = np.searchsorted(ends, wanted, side="right")
+    groups, within = np.unique(own, return_inverse=True)
+    if not len(groups):
+        return file.schema_arrow.empty_table().select(names)
+    sizes = [file.metadata.row_group(int(group)).num_rows for group in groups]
+    table = file.read_row_groups([int(group) for group in groups], columns=names, use_threads=False)
+    begins = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+    first = np.concatenate([[0], ends])[own]
+    return table.take(pa.array(begins[within] + wanted - first))
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:

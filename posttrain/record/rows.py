@@ -32,11 +32,20 @@ def rows_of(step: int, outcomes: Sequence[Outcome], kind: str) -> list[Row]:
         member = count if outcome.member is None else outcome.member
         own = columns.setdefault(id(rollout.task), "")
         if not own:
-            own = columns[id(rollout.task)] = as_json({k: v for k, v in rollout.task.items() if k != "id"})
+            own = columns[id(rollout.task)] = as_json({k: _shown(v) for k, v in rollout.task.items() if k != "id"})
         head = {"step": step, "index": index, "kind": kind, "member": member, "columns": own}
         fate = None if kind == "eval" else str(outcome.fate)
         found.append({**head, **_of_rollout(rollout), **_of_outcome(outcome), "fate": fate})
     return found
+
+
+def _shown(value: Any) -> Any:
+    """A task's column without what is no text and no number: of bytes, how many they are."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"{len(value)} bytes"
+    if isinstance(value, Mapping):
+        return {name: _shown(item) for name, item in value.items()}
+    return [_shown(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def seconds_of(outcomes: Iterable[Outcome]) -> list[Row]:
@@ -54,9 +63,12 @@ def visit_of(group: str) -> tuple[str, int]:
     return (task, int(visit)) if task and visit.isdecimal() and visit.isascii() else (group, 0)
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def as_json(value: Any) -> str:
     """Anything as JSON in one line."""
-    return json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _JSON.encode(plain(value))
 
 
 def finite(value: float | None) -> float | None:
@@ -97,11 +109,12 @@ def _of_rollout(rollout: Rollout) -> Row:
         "step_rewards": [{"at": at, "reward": finite(value)} for at, value in rollout.steps],
         "stop": str(rollout.stop),
         "truncated": rollout.stop.truncated,
+        "notes": as_json(rollout.notes) if rollout.notes else None,
         "answers": as_json([_answer(*said) for said in rollout.answers]) if rollout.answers else None,
         "branch_of": rollout.branch.of if rollout.branch else None,
         "branch_turns": rollout.branch.turns if rollout.branch else None,
         "branch_taken": list(rollout.branch.taken) if rollout.branch else None,
-        "turns": [_turn(turn) for turn in rollout.turns],
+        "turns": [_turn(turn, rollout) for turn in rollout.turns],
         **of_transcripts(rollout.transcripts),
     }
 
@@ -141,11 +154,12 @@ def _joined(lists: Iterable[Sequence[float]], kind: Any) -> np.ndarray:
     return np.concatenate(found) if found else np.zeros(0, dtype=kind)
 
 
-def _turn(turn: PlayedTurn) -> Row:
-    """Without its seconds: they depend on the clock, and rollouts do not."""
+def _turn(turn: PlayedTurn, rollout: Rollout) -> Row:
+    """Without its seconds: they depend on the clock, and rollouts do not. Nor is what is said twice: see `said_by`."""
+    whole = {SpanKind.PROMPT: rollout.prompt, SpanKind.SAMPLED: rollout.text}.get(turn.kind)
     return {
         "role": str(turn.kind),
-        "text": turn.text,
+        "text": None if turn.text == whole else turn.text,
         "transcript": turn.transcript,
         "first": turn.start,
         "length": turn.length,
@@ -153,6 +167,12 @@ def _turn(turn: PlayedTurn) -> Row:
         "cut": turn.cut,
         "calls": [_call(call) for call in turn.calls],
     }
+
+
+def said_by(turn: Mapping[str, Any], prompt: str, text: str) -> str:
+    """What a turn of a row says: where it is all of the row's prompt, or of its text, it is not written again."""
+    said: str | None = turn["text"]
+    return (prompt if turn["role"] == SpanKind.PROMPT else text) if said is None else said
 
 
 def _call(call: ToolCall) -> Row:

@@ -40,7 +40,7 @@ _CALL = pa.struct([("tool", _TEXT), ("arguments", _TEXT), ("end", pa.int32()), (
 _TURN = pa.struct(
     [
         ("role", _TEXT),  # prompt | sampled | observation | tool: see SpanKind
-        ("text", _TEXT),
+        ("text", _TEXT),  # null where it is all of the row's `prompt` (role prompt) or `text` (role sampled)
         ("transcript", pa.int32()),
         ("first", pa.int32()),  # place of its first token in that transcript
         ("length", pa.int32()),

@@ -8,11 +8,13 @@ where zstd finds them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import parquet
 
 from posttrain.record.schema import NUMBERS, ROLLOUTS
@@ -20,7 +22,10 @@ from posttrain.runs.files import naming
 
 KEPT_BITS = 11  # of a number's mantissa, the one that is not written included: those of half precision
 _DROPPED = 24 - KEPT_BITS
-LEVEL = 3  # of zstd
+LEVEL = 9  # of zstd
+GROUP_TOKENS, LEAST_ROWS = 1 << 17, 64
+"""About how many tokens stand in a group of rows, which is read as a whole where one rollout is opened; and how many rows
+at least, for a group costs bytes and time of its own."""
 _ELEMENT = ".list.element"
 _SPLIT = [f"{name}{_ELEMENT}" for name in ("tokens", "engine", *NUMBERS)]
 
@@ -40,8 +45,9 @@ def table_of(rows: Sequence[Mapping[str, Any]], schema: pa.Schema = ROLLOUTS) ->
     for field in schema:
         values = [row.get(field.name) for row in rows]
         if field.name in NUMBERS:
-            values = [None if value is None else half(value) for value in values]
-        elif field.name == "kept":
+            columns.append(_numbers(values))
+            continue
+        if field.name == "kept":
             values = [None if value is None else np.array(value, dtype=bool) for value in values]
         columns.append(_array(values, field.type))
     return pa.Table.from_arrays(columns, schema=schema)
@@ -56,7 +62,7 @@ def write_table(path: Path, table: pa.Table, ending: str = ".tmp") -> None:
         parquet.write_table(
             table,
             file,
-            row_group_size=max(1, table.num_rows),
+            row_group_size=_rows_together(table),
             compression="zstd",
             compression_level=LEVEL,
             use_dictionary=leaves,
@@ -64,6 +70,24 @@ def write_table(path: Path, table: pa.Table, ending: str = ".tmp") -> None:
             write_statistics=False,
         )
     unfinished.replace(path)
+
+
+def _rows_together(table: pa.Table) -> int:
+    """How many rows a group has."""
+    rows = max(1, table.num_rows)
+    if "tokens" not in table.column_names:
+        return rows
+    tokens = pc.sum(table["length"]).as_py() or 0
+    return rows if tokens <= GROUP_TOKENS else max(LEAST_ROWS, rows * GROUP_TOKENS // tokens)
+
+
+def _numbers(values: list[Any]) -> pa.Array:
+    """Lists of numbers, rounded; all at once, since there may be thousands of short ones."""
+    there = [value for value in values if value is not None]
+    flat = half(np.concatenate(there)) if there else np.zeros(0, dtype=np.float32)
+    ends = accumulate((0 if value is None else len(value) for value in values), initial=0)
+    begins = [None if value is None else end for value, end in zip(values, ends, strict=False)]
+    return pa.ListArray.from_arrays(pa.array([*begins, len(flat)], pa.int32()), pa.array(flat))
 
 
 def _array(values: list[Any], kind: pa.DataType) -> pa.Array:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from posttrain.reproduce.figure import Panel, draw
-from posttrain.training.intervals import Interval
+from posttrain.runs.student import student_interval
 from posttrain.types import UserError
 
 Settings = Mapping[str, Any]
@@ -225,26 +225,6 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 def differences(numbers: Mapping[int, Numbers], one: str, other: str, figure: Callable[[Numbers], float]) -> Estimate:
     """figure(one arm) - figure(other arm), seed by seed: both begin with the same model and tasks."""
     return over_seeds([figure(n[one]) - figure(n[other]) for n in numbers.values()])
-
-
-def student_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Interval of the mean of a few independent values, assumed normal: (low, high); (nan, nan) of fewer than two."""
-    if len(values) < 2:
-        return math.nan, math.nan
-    half = student_quantile((1 + level) / 2, len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    mean = float(np.mean(values))
-    return mean - half, mean + half
-
-
-def student_quantile(probability: float, freedom: int) -> float:
-    """Quantile, above the median, of Student's distribution, by bisection of its distribution function.
-
-    With t = sqrt(freedom) tan(angle) the density becomes cos(angle)^(freedom - 1), which is smooth on a finite range.
-    """
-    angle = np.linspace(0.0, math.pi / 2, 20001)
-    density = np.cos(angle) ** (freedom - 1)
-    mass = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    return math.sqrt(freedom) * math.tan(float(np.interp((probability - 0.5) * 2 * mass[-1], mass, angle)))
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

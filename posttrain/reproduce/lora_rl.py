@@ -113,8 +113,8 @@ EXPERIMENT = Experiment(
     "lora-rl",
     "In reinforcement learning adapters learn as well as all weights, even of rank 1, at some ten times the learning rate.",
     "LoRA Without Regret, Thinking Machines Lab, 2025 (thinkingmachines.ai/blog/lora)",
-    {"steps": 150, "prompts": 64, "group": 8, "minibatches": 2, "lr": 2.1e-3, "lr_adapters": 4e-3, "alpha": 32.0, "apart": 3.0,
-     "max_tokens": 4, "near": 0.03, "imitation_epochs": 4.0},
+    {"steps": 150, "prompts": 64, "group": 8, "minibatches": 2, "lr": 2.1e-3, "lr_adapters": 4e-3, "alpha": 32.0,
+     "apart": 3.0, "max_tokens": 4, "near": 0.03, "imitation_epochs": 4.0},
     measure,
     conclude,
 )  # fmt: skip

@@ -1,23 +1,33 @@
-"""Draws what happened over the steps of a run, or of several. Decides which metrics are worth a panel."""
+"""Draws what happened over the steps of a run, or of several. Decides which metrics are worth a panel.
+
+A curve that is the same as one drawn before, such as the accuracy where the reward is 1 or 0, is not drawn again. Of runs
+under one label the mean is drawn, with the 95% interval of it. What the health check found stands on the axis of the steps.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from posttrain.runs.files import CURVES, Folder
-from posttrain.runs.reading import read_metrics, read_timing
+from posttrain.runs.reading import read_health, read_metrics, read_timing
+from posttrain.runs.student import student_interval
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
+PARTS = "reward/"
 PANELS = {
     "reward": "Reward",
+    PARTS: "Parts of the reward",
+    "accuracy": "Accuracy",
     "loss": "Training loss",
     "eval/accuracy": "Held-out accuracy",
     "eval/reward": "Held-out reward",
@@ -28,82 +38,175 @@ PANELS = {
     "logp_per_token/chosen": "Better responses, nats per token",
     "logp_per_token/rejected": "Other responses, nats per token",
     "length": "Reply length, tokens",
+    "truncated": "Share of replies cut off",
     "entropy": "Entropy, nats per token",
     "kl": "KL from the reference, nats per token",
+    "grad_norm": "Gradient norm",
     "explained_variance": "Explained variance of the critic",
     "groups/no_signal": "Share of groups without signal",
+    "invalid": "Share of rewards that are invalid",
     "diversity/similarity": "Similarity of replies within a group",
     "tokens_per_second": "Speed, tokens per second",
 }
-"""Metric -> title in `curves`, in the order in which they are drawn."""
+"""Metric -> title in `curves`, in the order in which they are drawn. `PARTS` stands for all parts of the reward at once."""
+SILENT = ("truncated", "invalid", "kl")  # worth no panel while they are 0
+MOST_PARTS = 6
 
 WIDTH, HEIGHT = 4.2, 2.5  # of a panel with its margins, in inches
 LEFT, TOP, BOTTOM = 0.6, 0.3, 0.2  # inches for labels of an axis, for a legend, for the name of the steps
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's, for the colour-blind
+FOUND = "#aa3377"  # findings of the health check
+
+Points = tuple[np.ndarray, np.ndarray]  # steps, values
 
 
-def curves(runs: Folder | Mapping[str, Folder], out: Folder | None = None) -> Path:
+@dataclass
+class _Line:
+    """The runs under one label: for each metric the points of each of them that has it, and what was found."""
+
+    label: str
+    series: dict[str, list[Points]] = field(default_factory=dict)
+    found: dict[str, int] = field(default_factory=dict)  # finding -> its first step
+
+
+def curves(runs: Folder | Mapping[str, Folder | Sequence[Folder]], out: Folder | None = None) -> Path:
     """Draw what happened over the steps, one panel for each metric of `PANELS` that was recorded.
 
-    `runs` is the folder of a run, or label -> folder for several in the same panels, such as one for each seed.
-    Writes `out`, a PNG; by default curves.png in the folder of the run, the first of several.
+    `runs` is the folder of a run, or label -> folder for several in the same panels, or label -> folders, such as those of
+    several seeds. Writes `out`, a PNG; by default curves.png in the folder of the run, the first of several.
     """
+    folders = {name: _listed(given) for name, given in (runs if isinstance(runs, Mapping) else {"": runs}).items()}
+    lines = [_read(label, own) for label, own in folders.items()]
+    names = _panels(lines)
+    if not names:
+        told = ", ".join(str(folder) for own in folders.values() for folder in own)
+        raise UserError(f"{told}: no metric was recorded yet, so nothing can be drawn")
+    path = Path(out) if out is not None else Path(next(iter(folders.values()))[0]) / CURVES
+    _figure(lines, names).savefig(path)
+    return path
+
+
+def _figure(lines: Sequence[_Line], names: Sequence[str]) -> Figure:
     from matplotlib.figure import Figure
 
-    folders = dict(runs) if isinstance(runs, Mapping) else {"": runs}
-    recorded = {label: _series(folder) for label, folder in folders.items()}
-    names = _panels({name for series in recorded.values() for name in series})
-    if not names:
-        raise UserError(f"{', '.join(map(str, folders.values()))}: no metric was recorded yet, so nothing can be drawn")
     columns = 2 if len(names) == 4 else min(len(names), 3)
     rows = math.ceil(len(names) / columns)
-    above = TOP if len(folders) > 1 else 0.0
-    width, height = WIDTH * columns, HEIGHT * rows + above + BOTTOM
+    found = _findings(lines)
+    above = TOP if len(lines) > 1 else 0.0
+    below = BOTTOM + (0.2 if found else 0.0)
+    width, height = WIDTH * columns, HEIGHT * rows + above + below
     figure = Figure((width, height), 150)
     # Stated, not measured: matplotlib draws everything twice to find out, which takes longer than many a short run.
     figure.subplots_adjust(
-        LEFT / width, (BOTTOM + 0.3) / height, 1 - 0.15 / width, 1 - (above + 0.25) / height,
+        LEFT / width, (below + 0.3) / height, 1 - 0.15 / width, 1 - (above + 0.25) / height,
         wspace=LEFT / (WIDTH - LEFT), hspace=0.28,
     )  # fmt: skip
     axes: Axes | None = None
     for place, name in enumerate(names, 1):
         axes = figure.add_subplot(rows, columns, place, sharex=axes)
-        for number, (label, series) in enumerate(recorded.items()):
-            if name in series:
-                _curve(axes, *series[name], COLOURS[number % len(COLOURS)], label)
+        if name == PARTS:
+            _parts(axes, lines[0])
+        else:
+            for number, line in enumerate(lines):
+                if name in line.series:
+                    _curve(axes, line.series[name], COLOURS[number % len(COLOURS)], line.label)
+        _mark(axes, found)
         _dress(axes, name, bottom=place + columns > len(names))
-    if len(folders) > 1:
-        lines = {str(line.get_label()): line for panel in figure.axes for line in panel.get_legend_handles_labels()[0]}
-        figure.legend(lines.values(), lines.keys(), loc="upper left", ncols=6, frameon=False, fontsize=9)
-    path = Path(out) if out is not None else Path(next(iter(folders.values()))) / CURVES
-    figure.savefig(path)
-    return path
+    if found:
+        told = "health: " + ", ".join(f"{name} at step {step}" for name, step in sorted(found.items(), key=_second))
+        figure.text(0.1 / width, 0.06 / height, told, fontsize=8, color=FOUND)
+    if len(lines) > 1:
+        drawn = {str(line.get_label()): line for panel in figure.axes for line in panel.get_legend_handles_labels()[0]}
+        figure.legend(drawn.values(), drawn.keys(), loc="upper left", ncols=6, frameon=False, fontsize=9)
+    return figure
 
 
-def _panels(names: set[str]) -> list[str]:
-    """The names to draw, in the order of `PANELS`."""
-    drawn = [name for name in PANELS if name in names]
-    return (
-        [name for name in drawn if name != "loss"] if "reward" in drawn else drawn
-    )  # in RL the loss shows no progress
+# -- what is drawn -----------------------------------------------------------------------------------------------------
 
 
-def _series(folder: Folder) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _listed(given: Folder | Sequence[Folder]) -> list[Folder]:
+    return list(given) if isinstance(given, list | tuple) else [given]  # type: ignore[list-item]
+
+
+def _read(label: str, folders: Sequence[Folder]) -> _Line:
+    line = _Line(label)
+    for folder in folders:
+        for name, points in _series(folder).items():
+            line.series.setdefault(name, []).append(points)
+        for row in read_health(folder):
+            line.found[row["name"]] = min(row["step"], line.found.get(row["name"], row["step"]))
+    return line
+
+
+def _series(folder: Folder) -> dict[str, Points]:
     """Name -> (steps, values), of what was recorded and finite."""
     points: dict[str, list[tuple[int, float]]] = {}
-    for line in read_metrics(folder) + read_timing(folder):
-        for name, value in line.items():
+    for row in read_metrics(folder) + read_timing(folder):
+        for name, value in row.items():
             if name != "step" and value is not None:
-                points.setdefault(name, []).append((line["step"], value))
+                points.setdefault(name, []).append((row["step"], value))
     return {name: (np.array(pairs)[:, 0], np.array(pairs)[:, 1]) for name, pairs in points.items()}
+
+
+def _panels(lines: Sequence[_Line]) -> list[str]:
+    """The names to draw, in the order of `PANELS`."""
+    there = {name for line in lines for name in line.series}
+    drawn: list[str] = []
+    for name in PANELS:
+        if name == PARTS:
+            # with several runs the colours are theirs; a single part is the reward, or nearly
+            if len(lines) == 1 and len(_names_of_parts(lines[0])) > 1:
+                drawn.append(name)
+        elif name in there:
+            before = [shown for other in drawn for shown in (_names_of_parts(lines[0]) if other == PARTS else [other])]
+            if not any(_same(lines, name, other) for other in before):
+                drawn.append(name)
+    silent = [name for name in SILENT if name in drawn and not any(_moved(line, name) for line in lines)]
+    if "reward" in drawn:
+        silent.append("loss")  # in RL the loss shows no progress
+    return [name for name in drawn if name not in silent]
+
+
+def _names_of_parts(line: _Line) -> list[str]:
+    names = [name for name in line.series if name.startswith(PARTS) and name != PARTS + "shaping"]
+    return sorted(names)[:MOST_PARTS]
+
+
+def _same(lines: Sequence[_Line], name: str, other: str) -> bool:
+    """Whether two metrics would give the same curves."""
+    pairs = [(line.series.get(name, []), line.series.get(other, [])) for line in lines]
+    return all(len(one) == len(two) and all(_equal(a, b) for a, b in zip(one, two, strict=True)) for one, two in pairs)
+
+
+def _equal(one: Points, other: Points) -> bool:
+    return np.array_equal(one[0], other[0]) and np.allclose(one[1], other[1], rtol=1e-9, atol=1e-12)
+
+
+def _moved(line: _Line, name: str) -> bool:
+    return any(bool(np.any(values)) for _, values in line.series.get(name, []))
+
+
+def _findings(lines: Sequence[_Line]) -> dict[str, int]:
+    """Finding -> the first step at which any run has it."""
+    found: dict[str, int] = {}
+    for line in lines:
+        for name, step in line.found.items():
+            found[name] = min(step, found.get(name, step))
+    return found
+
+
+def _second(pair: tuple[str, int]) -> int:
+    return pair[1]
+
+
+# -- how ---------------------------------------------------------------------------------------------------------------
 
 
 def _dress(axes: Axes, name: str, bottom: bool) -> None:
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    title = PANELS.get(name, "Held-out " + name.removeprefix("eval/"))
-    axes.set_title(title, loc="left", fontsize=10, color="#222222")
+    axes.set_title(PANELS[name], loc="left", fontsize=10, color="#222222")
     axes.grid(linewidth=0.5, color="#e6e6e6")
     axes.tick_params(length=0, labelsize=8, labelcolor="#555555")
     axes.spines[:].set_visible(False)
@@ -116,12 +219,48 @@ def _dress(axes: Axes, name: str, bottom: bool) -> None:
     axes.set_xlabel("step" if bottom else "", fontsize=9, color="#555555")
 
 
-def _curve(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str, label: str) -> None:
-    """A few points are shown as they are; of many, the running mean, over the raw values drawn faintly."""
-    if len(values) < 30:
-        axes.plot(steps, values, color=colour, linewidth=1.5, marker="o", markersize=2.5, label=label)
+def _mark(axes: Axes, found: Mapping[str, int]) -> None:
+    """Triangles on the axis of the steps, where the health check found something."""
+    if found:
+        where = axes.get_xaxis_transform()
+        axes.plot(sorted(found.values()), [0.0] * len(found), linestyle="", marker="^", markersize=5, color=FOUND,
+                  clip_on=False, transform=where, zorder=5)  # fmt: skip
+
+
+def _parts(axes: Axes, line: _Line) -> None:
+    """The parts of the reward in one panel."""
+    for number, name in enumerate(_names_of_parts(line)):
+        _curve(axes, line.series[name], COLOURS[number % len(COLOURS)], name.removeprefix(PARTS))
+    axes.legend(frameon=False, fontsize=8, loc="best", handlelength=1.2)
+
+
+def _curve(axes: Axes, runs: Sequence[Points], colour: str, label: str) -> None:
+    """A few points are shown as they are; of many, the running mean, over the raw values drawn faintly.
+
+    Of several runs: the mean of these over the steps that all have, with its interval.
+    """
+    if len(runs) > 1:
+        steps = sorted(set.intersection(*(set(own.tolist()) for own, _ in runs)))
+        smooth = [_smoothed(values) for _, values in runs]
+        picked = np.array([values[np.isin(own, steps)] for (own, _), values in zip(runs, smooth, strict=True)])
+        bounds = np.array([student_interval(column) for column in picked.T]).reshape(-1, 2)
+        if picked.min() >= 0:
+            bounds = bounds.clip(min=0.0)  # a norm or a length is not below
+        axes.fill_between(steps, bounds[:, 0], bounds[:, 1], color=colour, alpha=0.18, linewidth=0)
+        axes.plot(steps, picked.mean(0), color=colour, linewidth=1.6, label=label)
         return
+    ((where, values),) = runs
+    if len(values) < 30:
+        axes.plot(where, values, color=colour, linewidth=1.5, marker="o", markersize=2.5, label=label)
+        return
+    axes.plot(where, values, color=colour, linewidth=0.7, alpha=0.25)
+    axes.plot(where, _smoothed(values), color=colour, linewidth=1.6, label=label)
+
+
+def _smoothed(values: np.ndarray) -> np.ndarray:
+    """The running mean of many values, a few as they are."""
+    if len(values) < 30:
+        return values
     window = np.ones(2 * (len(values) // 50) + 3)  # about a twenty-fifth of the run, centred: it does not lag
-    mean = np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
-    axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.25)
-    axes.plot(steps, mean, color=colour, linewidth=1.6, label=label)
+    found: np.ndarray = np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
+    return found

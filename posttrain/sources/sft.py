@@ -171,6 +171,8 @@ class Transcripts(Made[Sequence[Transcript]]):
 
     def make(self, task: Task, length: int | None) -> Sequence[Transcript] | None:
         played: Sequence[tuple[list[Transcript], float | None]]
+        if "transcripts" in task and task.get("replayed"):
+            return None  # it stands in the step that played it, too
         if "transcripts" in task:
             played = [stored(task, self.tokenizer)]
         elif not is_script(task) or (self.enact is None and ("response" in task or _answered(task))):

@@ -41,6 +41,7 @@ def stored(rollout: Rollout) -> dict[str, Any]:
             [name, {"invalid": _verdict(a)} if isinstance(a, Invalid) else {"answer": a}] for name, a in rollout.answers
         ],
         "pieces": [[p.length, p.member, p.reply] for p in rollout.pieces],
+        "notes": dict(rollout.notes),
         "branch": [rollout.branch.of, rollout.branch.turns, list(rollout.branch.taken)] if rollout.branch else None,
     }
 
@@ -62,6 +63,7 @@ def restored(row: Mapping[str, Any], task: Task) -> Rollout:
         row["side"],
         [Piece(*piece) for piece in row["pieces"]],
         Branch(row["branch"][0], row["branch"][1], tuple(row["branch"][2])) if row["branch"] else None,
+        dict(row["notes"]),
     )
 
 

@@ -83,6 +83,7 @@ def adapt(config: Training, decoder: Adaptable, folder: Path) -> None:
         base_named(folder),
         fingerprint(checkpoint_folder(folder)),
         config.quantize or "",
+        config.dora,
     )
     left = decoder.tower() if isinstance(decoder, Backed) and not config.train_vision else set()
     attach(decoder, lora, lambda name: name.rpartition(".")[2] in targets and name not in left)
@@ -128,6 +129,7 @@ def _asked(config: Training) -> list[tuple[str, Any, Any]]:
         ("--lora-targets", config.lora_targets, (ALL,)),
         ("--rslora", config.rslora, False),
         ("--quantize", config.quantize, None),
+        ("--dora", config.dora, False),
     ]
 
 
@@ -145,13 +147,21 @@ def _refuse_other(config: Training, decoder: Adaptable, folder: Path) -> None:
     assert lora is not None
     names = {name.rpartition(".")[2] for adapter in adapters(decoder) for name in adapter.names}
     known = targets_of(decoder)
-    there = (lora.rank, lora.alpha, tuple(name for name in known if name in names), lora.rslora, lora.quantize)
+    there = (
+        lora.rank,
+        lora.alpha,
+        tuple(name for name in known if name in names),
+        lora.rslora,
+        lora.quantize,
+        lora.dora,
+    )
     for (option, value, default), own in zip(_asked(config), there, strict=True):
         asked = named_targets(value, known) if option == "--lora-targets" else value
         if value != default and asked != own:
             told = " ".join(own) if isinstance(own, tuple) else own if isinstance(own, str) else f"{own:g}"
+            has = f"with {option} {told}" if own else f"without {option}"
             raise UserError(
-                f"{folder} is an adapter with {option} {told}, which goes on: leave the option out, or posttrain merge it "
+                f"{folder} is an adapter {has}, which goes on: leave the option out, or posttrain merge it "
                 "and begin a new one"
             )
 

@@ -1,0 +1,145 @@
+"""What a step did: which tokens changed most, one by one and by entry of the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from posttrain.types import UserError
+from posttrain.view.run import OpenRun
+from posttrain.view.source import Part, rows
+
+MOST = 40  # tokens that are listed on each side
+AROUND = 24  # tokens before one that are shown
+BINS = 41
+MEASURES = {
+    "after": ("change of the log-probability by the step", "after", ("before", "engine")),
+    "learner": ("change until the token's last update", "learner", ("before", "engine")),
+    "gap": ("learner less engine, before the step", "before", ("engine",)),
+    "teacher": ("teacher less student", "teacher", ("before", "learner", "engine")),
+    "reference": ("policy less reference", "learner", ("reference",)),
+    "push": ("weight times advantage", "weight", ()),
+}
+"""What may be looked at: in words, which column, less the first of these that is there."""
+_READ = ("index", "tokens", "spans", "engine", "before", "learner", "reference", "weight", "token_advantage", "after",
+         "teacher", "advantage", "fate")  # fmt: skip
+
+
+def changes(run: OpenRun, part: Part, by: str) -> dict[str, Any]:
+    """Of a step: a histogram, the tokens that changed most either way, and the same by vocabulary entry."""
+    if part not in run.store.files:
+        raise UserError(f"there are no rollouts of step {part.name} in this run")
+    table = rows(part, run.store.files[part], names=_READ).to_pydict()
+    steps = sorted(p.step for p in run.store.files if p.held_out == part.held_out)
+    found = {name: known for name in MEASURES if (known := _values(table, name)) is not None}
+    measures = [{"name": name, "says": MEASURES[name][0]} for name in found]
+    about = {"step": part.step, "held_out": part.held_out, "steps": steps, "measures": measures}
+    if not found:
+        return {**about, "by": None}
+    name = by if by in found else next(iter(found))
+    values, row, place = found[name]
+    if not len(values):
+        return {**about, "by": None}
+    order = np.argsort(values)
+    return {
+        **about,
+        "by": name,
+        "n": len(values),
+        "mean": float(values.mean()),
+        "size": float(np.abs(values).mean()),
+        "histogram": _histogram(values),
+        "up": [_one(run, table, name, values, row, place, i) for i in order[::-1][:MOST] if values[i] > 0],
+        "down": [_one(run, table, name, values, row, place, i) for i in order[:MOST] if values[i] < 0],
+        "vocabulary": _vocabulary(run, table, values, row, place),
+    }
+
+
+def _values(table: dict[str, list[Any]], name: str) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]] | None:
+    """(values, which row, which place in its tokens) of every scored token that has one; None: nobody recorded it."""
+    _, first, less = MEASURES[name]
+    if first not in table or all(values is None for values in table[first]):
+        return None
+    values, row, places = [], [], []
+    for number, column in enumerate(table[first]):
+        if column is None:
+            continue
+        spans = table["spans"][number]
+        runs = [np.arange(s["start"], s["start"] + s["length"]) for s in spans if s["learned"]]
+        at = np.concatenate([np.zeros(0, dtype=np.int64), *runs])
+        own = np.asarray(column, dtype=np.float64)
+        if name == "push":
+            each = table["token_advantage"][number]
+            own = own * np.asarray(table["advantage"][number] or 0.0 if each is None else each, dtype=np.float64)
+        elif (base := _base(table, number, less)) is not None and len(base) == len(own):
+            own = own - base
+        else:
+            continue
+        kept = np.isfinite(own)
+        values.append(own[kept])
+        places.append(at[kept])
+        row.append(np.full(int(kept.sum()), number))
+    if not values:
+        return None
+    return np.concatenate(values), np.concatenate(row), np.concatenate(places).astype(np.int64)
+
+
+def _base(table: dict[str, list[Any]], number: int, names: tuple[str, ...]) -> NDArray[Any] | None:
+    for name in names:
+        column = table[name][number] if name in table else None
+        if column is None:
+            continue
+        if name == "engine":  # of each sampled token: those that are scored
+            spans = [s for s in table["spans"][number] if s["kind"] == "sampled"]
+            kept = np.concatenate([np.zeros(0, dtype=bool), *(np.full(s["length"], s["learned"], bool) for s in spans)])
+            column = np.asarray(column, dtype=np.float64)
+            return column[kept] if len(kept) == len(column) else None
+        return np.asarray(column, dtype=np.float64)
+    return None
+
+
+def _histogram(values: NDArray[Any]) -> dict[str, Any]:
+    most = float(np.abs(values).max()) or 1.0
+    counts, edges = np.histogram(values, bins=BINS, range=(-most, most))
+    return {"low": float(edges[0]), "width": float(edges[1] - edges[0]), "counts": counts.tolist()}
+
+
+def _one(
+    run: OpenRun, table: dict[str, list[Any]], name: str, values: Any, row: Any, place: Any, i: int
+) -> dict[str, Any]:
+    number, at = int(row[i]), int(place[i])
+    tokens = table["tokens"][number]
+    pieces = run.pieces.of(tokens[max(0, at - AROUND) : at + 1])
+    own: dict[str, Any] = {
+        "index": table["index"][number],
+        "at": at,
+        "value": float(values[i]),
+        "advantage": table["advantage"][number],
+        "before": "".join(pieces[:-1])[-60:],
+        "piece": pieces[-1],
+    }
+    _, first, less = MEASURES[name]
+    if less:
+        scored = [
+            n for s in table["spans"][number] if s["learned"] for n in range(s["start"], s["start"] + s["length"])
+        ]
+        own["logp"] = float(table[first][number][scored.index(at)])
+    return own
+
+
+def _vocabulary(run: OpenRun, table: dict[str, list[Any]], values: Any, row: Any, place: Any) -> dict[str, Any]:
+    """Entries by the sum of their changes: those that rose most and those that fell most."""
+    ids = np.array([table["tokens"][r][p] for r, p in zip(row.tolist(), place.tolist(), strict=True)], dtype=np.int64)
+    unique, inverse, count = np.unique(ids, return_inverse=True, return_counts=True)
+    total = np.bincount(inverse, weights=values)
+    order = np.argsort(total)
+
+    def shown(i: int) -> dict[str, Any]:
+        [piece] = run.pieces.of([int(unique[i])])
+        return {"id": int(unique[i]), "piece": piece, "n": int(count[i]), "sum": float(total[i])}
+
+    return {
+        "up": [shown(int(i)) for i in order[::-1][:MOST] if total[i] > 0],
+        "down": [shown(int(i)) for i in order[:MOST] if total[i] < 0],
+    }

@@ -1,0 +1,138 @@
+"""One run in one HTML file, which opens from disk without a server, a network or anything beside it.
+
+It decides which rollouts go along: whole groups, drawn by seed from the last step back, or those that a condition names.
+The pages are the same ones; their answers lie in the file, packed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+from base64 import b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.types import UserError
+from posttrain.view.answering import Answers
+from posttrain.view.asking import Question
+from posttrain.view.run import OpenRun
+from posttrain.view.source import Part
+
+STATIC = Path(__file__).parent / "static"
+ROLLOUTS = 200
+MOST = 5000
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rollouts are exported: at most so many of those that a condition, or the filters of a page, name."""
+
+    rollouts: int = ROLLOUTS
+    where: str = ""
+    query: Mapping[str, str] | None = None  # filters as the address of the page has them
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> Selection:
+        text = query.get("rollouts", str(ROLLOUTS))
+        if not text.isdecimal() or not 1 <= int(text) <= MOST:
+            raise UserError(f"rollouts is a number from 1 to {MOST}, not {text[:20]!r}")
+        return cls(int(text), "", {name: value for name, value in query.items() if name != "rollouts"})
+
+
+def exported(run: OpenRun, selection: Selection) -> bytes:
+    """The file's content."""
+    answers = Answers([run])
+    rows = _selected(run, selection)
+    kept: dict[str, Any] = {"runs": answers.of("runs", {}), "0/overview": answers.of("0/overview", {})}
+    for row in rows:
+        place = f"{Part(row['step'], row['held_out']).name}/{row['index']}"
+        kept[f"0/rollout/{place}"] = answers.of(f"0/rollout/{place}", {})
+    kept["rows"] = rows
+    kept["total"] = run.store.value("select count(*) from base")
+    return _page(kept)
+
+
+def _selected(run: OpenRun, selection: Selection) -> list[dict[str, Any]]:
+    query = dict(selection.query or {})
+    if selection.where:
+        query["where"] = selection.where
+    query.pop("as", None)
+    if not query:
+        query = {"where": _latest(run, selection.rollouts)} if run.store.files else {}
+    found: list[dict[str, Any]] = Question.of(query, run.store).page(run.store, 0, selection.rollouts)["rows"]
+    if not found and run.store.files:
+        raise UserError("no rollout fits what is to be exported")
+    return found
+
+
+def _latest(run: OpenRun, rollouts: int) -> str:
+    """Whole groups of the last steps that have as many rollouts."""
+    rows = run.store.ask("select step, sum(n) as n from groups where not held_out group by step order by step desc")
+    count, step = 0, 0
+    for row in rows:
+        count, step = count + row["n"], row["step"]
+        if count >= rollouts:
+            break
+    return f"not held_out and step >= {step}"
+
+
+def _page(kept: Mapping[str, Any]) -> bytes:
+    """The pages with everything inside. What is in it is data: it is packed, and read as JSON alone."""
+    data = json.dumps(kept, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
+        "utf-8", "backslashreplace"
+    )
+    packed = b64encode(gzip.compress(data, 9, mtime=0)).decode("ascii")
+    style = "".join(_read(name) for name in ("vendor/uplot.css", "app.css"))
+    vendored = [_read(name) for name in ("vendor/htm-preact.js", "vendor/uplot.js")]
+    script = bundled()
+    hashes = " ".join(f"'sha256-{_hash(text)}'" for text in [*vendored, script])
+    policy = (
+        f"default-src 'none'; script-src {hashes}; style-src 'sha256-{_hash(style)}'; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    page = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>posttrain view</title>
+<style>{style}</style></head><body><div id="app"></div>
+<script type="application/gzip" id="data">{packed}</script>
+{"".join(f"<script>{text}</script>" for text in vendored)}<script type="module">{script}</script></body></html>
+"""
+    return page.encode()
+
+
+_IMPORT = re.compile(r"^import\s+(?:\{[^}]*\}\s+from\s+)?\"\./(\w+\.js)\";\n", re.MULTILINE)
+
+
+def bundled(name: str = "main.js") -> str:
+    """The modules of the front end as one script, each after those that it imports. Their names do not collide: a test."""
+    done: dict[str, str] = {}
+
+    def add(file: str) -> None:
+        if file in done:
+            return
+        text = _read(file)
+        done[file] = ""
+        for imported in _IMPORT.findall(text):
+            add(imported)
+        body = re.sub(
+            r"^export (?=(?:async )?(?:function|const|let|class)\b)", "", _IMPORT.sub("", text), flags=re.MULTILINE
+        )
+        del done[file]
+        done[file] = body
+
+    add(name)
+    return "\n".join(done.values())
+
+
+def _read(name: str) -> str:
+    text = (STATIC / name).read_text(encoding="utf-8")
+    assert "</script" not in text and "</style" not in text, f"{name} would end its own element"
+    return text
+
+
+def _hash(text: str) -> str:
+    return b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")

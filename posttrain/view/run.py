@@ -1,0 +1,160 @@
+"""A run as `view` has it open: its folder, what its files say, its rollouts in memory, its tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.runs.files import CHECKPOINTS, step_of
+from posttrain.runs.reading import read_health, read_metrics, read_run, read_timing
+from posttrain.types import UserError, succeeds
+from posttrain.view.pieces import Pieces
+from posttrain.view.store import Store
+
+PAUSE = 1.0  # seconds between two looks at a run that is on
+
+
+class OpenRun:
+    """One run. `begin` reads its rollouts in a thread, and goes on doing so while the run does."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.about = read_run(folder)
+        self.store = Store(folder)
+        self.pieces = Pieces(folder, self.about)
+        self.problem: str | None = None  # why its rollouts cannot be read
+        self._ended = threading.Event()
+
+    @property
+    def objective(self) -> list[str]:
+        return list(self.about.get("objective") or ())
+
+    @property
+    def on(self) -> bool:
+        """Whether the run has not ended, as far as it says."""
+        return "end" not in self.about
+
+    def begin(self) -> None:
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def read(self) -> None:
+        """All that is there now."""
+        self.store.success = self._success()
+        self.store.follow()
+        if self.store.success is None and self._inferred():
+            self.store.settle()
+
+    def _follow(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self.about = read_run(self.folder)
+                before = self.store.version
+                self.read()
+                if self.store.version != before:
+                    self.store.read_texts()
+                self.problem = None
+            except UserError as error:
+                self.problem = str(error)
+            except FileNotFoundError:  # a step that a resume has deleted: the next look sees it
+                pass
+            self._ended.wait(PAUSE if self.on else 5 * PAUSE)
+
+    @property
+    def stamp(self) -> list[Any]:
+        """What changes when there is something new to draw."""
+        sizes = []
+        for name in ("run.json", "metrics.jsonl", "health.jsonl"):
+            with contextlib.suppress(OSError):
+                sizes.append((self.folder / name).stat().st_size)
+        return [self.store.version, *sizes]
+
+    # -- its files -----------------------------------------------------------------------------------------------------
+
+    def series(self) -> tuple[list[int], dict[str, list[float | None]]]:
+        """Steps, and for each metric a value at each of them or None."""
+        rows: dict[int, dict[str, float | None]] = {}
+        for line in [*read_metrics(self.folder), *read_timing(self.folder)]:
+            rows.setdefault(line["step"], {}).update({n: v for n, v in line.items() if n != "step"})
+        steps = sorted(rows)
+        names = {name for row in rows.values() for name in row}
+        return steps, {name: [rows[step].get(name) for step in steps] for name in sorted(names)}
+
+    def health(self) -> list[dict[str, Any]]:
+        return read_health(self.folder)
+
+    def checkpoints(self) -> list[int]:
+        inside = self.folder / CHECKPOINTS
+        names = [p.name for p in inside.iterdir()] if inside.is_dir() else []
+        return sorted(step for name in names if (step := step_of(name)) is not None)
+
+    def _success(self) -> float | None:
+        """The reward from which on a reply is right, if the run says so."""
+        given = self.about["config"].get("success", self.about.get("success"))
+        return float(given) if isinstance(given, int | float) and not isinstance(given, bool) else self.store.success
+
+    def _inferred(self) -> bool:
+        """Set what counts as right by what the run itself has counted: the threshold that gives its accuracy."""
+        known = [(row["step"], row["accuracy"]) for row in read_metrics(self.folder) if row.get("accuracy") is not None]
+        if known and all(accuracy == 0 for _, accuracy in known):  # nothing ever was
+            self.store.success = float(self.store.value("select coalesce(max(reward), 0) from base") + 1)
+            return True
+        for step, accuracy in reversed(known[-50:]):
+            rewards = [
+                row["reward"]
+                for row in self.store.ask(
+                    "select reward from base where step = ? and not held_out and reward is not null", [step]
+                )
+            ]
+            limit = threshold(rewards, accuracy)
+            if limit is not None:
+                self.store.success = limit
+                return True
+        return False
+
+
+def threshold(rewards: Sequence[float], accuracy: float) -> float | None:
+    """The reward from which on a share of exactly `accuracy` lies, if there is one that tells right from wrong."""
+    if not rewards or not 0 < accuracy < 1:
+        return None
+    for limit in sorted(set(rewards), reverse=True):
+        share = sum(succeeds(reward, limit) for reward in rewards) / len(rewards)
+        if abs(share - accuracy) < 1e-9:
+            return float(limit)
+    return None
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of their paths that tell them apart, of at most two parts where one would do."""
+    resolved = [folder.resolve() for folder in folders]
+    for count in range(2, max(len(path.parts) for path in resolved) + 1):
+        names = ["/".join(path.parts[-count:]) for path in resolved]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in resolved]
+
+
+def differing(about: Mapping[str, Any], other: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The options in which two runs differ."""
+    a, b = _flat(about["config"]), _flat(other["config"])
+    left_out = {"out", "resume", "overwrite", "quiet", "accept_changes"}
+    return [
+        {"name": name, "a": a.get(name), "b": b.get(name)}
+        for name in sorted(a.keys() | b.keys())
+        if a.get(name) != b.get(name) and name not in left_out
+    ]
+
+
+def _flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{above}{name}.")
+        else:
+            found[above + name] = value
+    return found

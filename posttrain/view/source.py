@@ -1,0 +1,137 @@
+"""Which rollouts a run has, and their tables: the files of a run's record as `view` reads them, old form or new.
+
+A *part* is what one file holds: the rollouts of a step, or of a held-out evaluation after it. It decides what is read when:
+scalars at once, from the index where that is fresh; texts and tokens when somebody asks for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+from pyarrow import parquet
+
+from posttrain.record.index import short
+from posttrain.record.reading import read_file
+from posttrain.record.schema import INDEX, KEY, ROLLOUTS, VERSION
+from posttrain.types import UserError
+
+FOLDERS = {"rollouts": False, "evals": True}
+"""Folder -> whether its rollouts are held out."""
+_FILE = re.compile(r"step-(\d{6,})\.(parquet|jsonl)")
+_PIECE = re.compile(r"(\d{6,})-(\d{6,})\.parquet")
+MADE_OF = b"posttrain.made_of"  # see posttrain.record.index
+
+
+class Part(NamedTuple):
+    """The rollouts of a step, or of the held-out evaluation after it."""
+
+    step: int
+    held_out: bool
+
+    @property
+    def name(self) -> str:
+        """As addresses have it: "12", or "12e"."""
+        return f"{self.step}{'e' if self.held_out else ''}"
+
+    @classmethod
+    def of(cls, name: str) -> Part | None:
+        found = re.fullmatch(r"(\d{1,9})(e?)", name)
+        return cls(int(found[1]), bool(found[2])) if found else None
+
+
+@dataclass(frozen=True)
+class File:
+    """A part's file, and what tells whether it has changed."""
+
+    path: Path
+    stamp: tuple[int, int]  # nanoseconds of its last change, bytes
+
+    @property
+    def lines(self) -> bool:
+        """Whether it is of the older form, lines of JSON."""
+        return self.path.suffix == ".jsonl"
+
+
+def parts_of(folder: Path) -> dict[Part, File]:
+    """All parts of a run with their files, in order. What is gone while it looks is left out."""
+    found: dict[Part, File] = {}
+    for name, held_out in FOLDERS.items():
+        inside = folder / name
+        if not inside.is_dir():
+            continue
+        with os.scandir(inside) as entries:
+            for entry in entries:
+                match = _FILE.fullmatch(entry.name)
+                if not match or not entry.is_file():
+                    continue
+                try:
+                    seen = entry.stat()
+                except FileNotFoundError:
+                    continue
+                part, file = Part(int(match[1]), held_out), File(Path(entry.path), (seen.st_mtime_ns, seen.st_size))
+                if part not in found or found[part].lines:
+                    found[part] = file
+    return dict(sorted(found.items()))
+
+
+def scalars(folder: Path, files: dict[Part, File]) -> Iterator[pa.Table]:
+    """Tables of the index's columns with all rows of these parts, in some order of parts: pieces where they are fresh."""
+    left = dict(files)
+    for path, begin, end in _pieces(folder):
+        own = {part: file for part, file in left.items() if begin <= part.step <= end and not file.lines}
+        if not own or (table := _fresh(path, own)) is None:
+            continue
+        yield table
+        for part in own:
+            del left[part]
+    for part, file in left.items():
+        if not file.lines:
+            yield short(_checked(file.path, [n for n in ROLLOUTS.names if n in _WANTED]), part.held_out)
+
+
+_WANTED = {*INDEX.names, "prompt", "text"}
+
+
+def _pieces(folder: Path) -> list[tuple[Path, int, int]]:
+    inside = folder / "index"
+    found = [(path, _PIECE.fullmatch(path.name)) for path in (inside.iterdir() if inside.is_dir() else ())]
+    return sorted((path, int(match[1]), int(match[2])) for path, match in found if match)
+
+
+def _fresh(path: Path, files: dict[Part, File]) -> pa.Table | None:
+    """A piece of the index, if it was made of these files as they are now."""
+    wanted = {f"{file.path.parent.name}/{file.path.name}": file.stamp[1] for file in files.values()}
+    try:
+        made_of = (parquet.read_schema(path).metadata or {}).get(MADE_OF, b"null")
+        return _checked(path, INDEX.names) if json.loads(made_of) == wanted else None
+    except (OSError, ValueError, pa.ArrowException, UserError):
+        return None
+
+
+def _checked(path: Path, names: Sequence[str]) -> pa.Table:
+    """Some columns of a file. Raises UserError for one that is damaged, or of another version."""
+    try:
+        file = parquet.ParquetFile(path, memory_map=True)
+        version = (file.schema_arrow.metadata or {}).get(KEY, b"").decode("ascii", "replace")
+        if version != VERSION:
+            raise UserError(
+                f"{path} is of the record's version {version or 'none'}, this posttrain reads {VERSION}: "
+                "open it with the posttrain that wrote it"
+            )
+        return file.read([name for name in names if name in file.schema_arrow.names])
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} is damaged ({' '.join(str(error).split())[:120]}): put a copy of it back") from error
+
+
+def rows(
+    part: Part, file: File, indices: Sequence[int] | None = None, names: Sequence[str] = ROLLOUTS.names
+) -> pa.Table:
+    """Rows of a part with these columns: all, or those with these indices."""
+    return read_file(file.path, names, None if indices is None else sorted(set(indices)))

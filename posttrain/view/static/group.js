@@ -1,0 +1,79 @@
+// All replies to a prompt side by side, and the same prompt at its other visits; responses of an item likewise.
+
+import { f, line, shown, visible, whole } from "./format.js";
+import { clipped, measured } from "./measures.js";
+import { change, go, part, to } from "./net.js";
+import { Legend, Picture } from "./rollout.js";
+import { Tokens } from "./tokens.js";
+import { Empty, Fate, html, Problem, useAnswer, useKeys, useMemo, useState } from "./ui.js";
+
+export function Group({ run, about, words, query }) {
+  const { data, problem } = useAnswer(words.length === 2 ? `${run}/group/${words[0]}/${words[1]}` : null);
+  if (words.length !== 2) return html`<${Empty}>No group is chosen: open one from <a href=${to(run, "rollouts", [], { as: "groups" })}>the groups</a>.</${Empty}>`;
+  if (problem) return html`<${Problem} text=${problem} />`;
+  if (!data) return html`<${Empty}>reading …</${Empty}>`;
+  return html`<${Replies} key=${words.join("/")} ...${{ run, about, data, place: words[0], query }} />`;
+}
+
+function Replies({ run, about, data, place, query }) {
+  const { group, visits } = data;
+  const order = query.order || "reward";
+  const rows = useMemo(() => sorted(data.rollouts, order), [data, order]);
+  const all = useMemo(() => rows.map((row) => measured(row, about.bounds)), [rows]);
+  const names = [...new Map(all.flat().map((m) => [m.name, m])).values()];
+  const contributions = group.kind === "prefer" ? ["push", "reference"] : ["change", "push", "surprise"];
+  const name = query.c || contributions.find((n) => names.some((m) => m.name === n)) || names[0]?.name;
+  const most = Math.max(...all.flat().filter((m) => m.name === name).map((m) => m.most), 1e-9);
+  const [at, setAt] = useState(0);
+  const near = visits.findIndex((v) => part(v) === place && v.index === group.first);
+  const visit = (by) => () => visits[near + by] && go(to(run, "group", [part(visits[near + by]), visits[near + by].index], { c: query.c }));
+  useKeys({
+    ...Object.fromEntries(names.slice(0, 9).map((m, i) => [String(i + 1), () => change({ c: m.name })])), "0": () => change({ c: "none" }),
+    l: () => setAt(Math.min(rows.length - 1, at + 1)), h: () => setAt(Math.max(0, at - 1)), ArrowRight: () => setAt(Math.min(rows.length - 1, at + 1)), ArrowLeft: () => setAt(Math.max(0, at - 1)),
+    j: visit(1), k: visit(-1), Enter: () => go(to(run, "rollout", [place, rows[at].index], { c: query.c })),
+    o: () => change({ order: order === "reward" ? "index" : "reward" }),
+  });
+  const prompt = rows[0]?.prompt || "";
+  const item = group.kind === "prefer" || group.kind === "reward-model";
+  return html`
+    <div class="row tight gap"><a href=${to(run, "rollouts", [], { step: group.step, held: group.held_out ? "1" : "" })}>step ${group.step}${group.held_out ? ", held out" : ""}</a><span class="faint">/</span><b class="mono">${item ? "item" : "group"} ${line(group.group)}</b>
+      ${group.side ? html`<span class="pill">${line(group.side)}</span>` : ""}<span class="pill">mean ${f(group.mean)}</span><span class="pill">spread ${f(group.sd)}</span>
+      ${group.right_n !== undefined ? html`<span class=${`pill`}>${group.right_n} of ${group.n} right</span>` : ""}<span class="pill">${group.replies} distinct of ${group.n}</span>${data.hidden > 0 ? html`<span class="pill">${data.hidden} not shown</span>` : ""}
+      <span class="fill"></span><button onClick=${() => change({ order: order === "reward" ? "index" : "reward" })}>order: ${order === "reward" ? "by reward" : "as played"}</button></div>
+    <div class="card gap"><div class="text dense untrusted" style=${{ maxHeight: "120px", overflow: "auto" }}>${visible(prompt)}</div><${Task} columns=${rows[0]?.columns} />
+      ${rows[0]?.media?.length ? html`<div class="row tight">${rows[0].media.map((m) => html`<${Picture} run=${run} name=${m} />`)}</div>` : ""}</div>
+    ${visits.length > 1 ? html`<${Visits} ...${{ run, visits, near, query }} />` : ""}
+    <div class="row tight gap choices"><span class="soft small">colour</span>${names.map((m, i) => html`<button class=${m.name === name ? "on" : ""} onClick=${() => change({ c: m.name })}>${i < 9 ? html`<span class="faint">${i + 1}</span> ` : ""}${m.says}</button>`)}<button class=${name === "none" ? "on" : ""} onClick=${() => change({ c: "none" })}><span class="faint">0</span> none</button><span class="fill"></span>
+      ${names.some((m) => m.name === name) ? html`<${Legend} measure=${{ ...names.find((m) => m.name === name), most }} />` : ""}</div>
+    <div class=${`replies ${rows.length === 2 ? "two" : ""}`}>${rows.map((row, i) => {
+      const own = all[i].find((m) => m.name === name);
+      return html`<${Reply} key=${row.index} ...${{ row, item, chosen: i === at, measure: own ? { ...own, most } : null, clip: clipped(row, about.bounds), open: () => go(to(run, "rollout", [place, row.index], { c: query.c })) }} />`;
+    })}</div>`;
+}
+
+const sorted = (rows, order) => (order === "reward" ? [...rows].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.index - b.index) : rows);
+
+function Task({ columns }) {
+  if (!columns || typeof columns !== "object") return "";
+  const own = Object.entries(columns).filter(([name]) => name !== "prompt");
+  return own.length ? html`<div class="row tight">${own.slice(0, 8).map(([name, value]) => html`<span class="pill untrusted">${visible(name)} ${shown(value).slice(0, 120)}</span>`)}</div>` : "";
+}
+
+function Visits({ run, visits, near, query }) {
+  const means = visits.map((v) => v.mean).filter((v) => v !== null);
+  const low = Math.min(0, ...means);
+  const high = Math.max(...means, low + 1e-9);
+  return html`<div class="card gap"><div class="row tight"><h3>its visits</h3><span class="soft small">mean reward at each; <kbd>j</kbd> <kbd>k</kbd> walk through them</span></div>
+    <div class="visits">${visits.map((v, i) => html`<a class=${`visit ${i === near ? "on" : ""}`} href=${to(run, "group", [part(v), v.index], { c: query.c })} title=${`step ${v.step}: mean ${f(v.mean)}, ${v.right_n} of ${v.n} right, ${v.replies} distinct replies`}><span style=${{ height: `${v.mean === null ? 0 : (38 * (v.mean - low)) / (high - low)}px` }}></span>${v.step}</a>`)}</div></div>`;
+}
+
+function Reply({ row, item, chosen, measure, clip, open }) {
+  const first = Math.max(0, Math.min(...[row.isScored.indexOf(1), row.isSampled.indexOf(1)].filter((i) => i >= 0), row.pieces.length));
+  const begin = first === row.pieces.length ? 0 : first;
+  const label = row.label && (typeof row.label === "object" ? Object.entries(row.label).map(([n, v]) => `${n} ${shown(v)}`) : [shown(row.label)]);
+  return html`<div class=${`card reply ${chosen ? "sel" : ""}`} onClick=${(e) => (getSelection().isCollapsed ? open(e) : 0)}>
+    <div class="reply-head"><b>${item ? "response " : "#"}${item ? row.member : row.index}</b>${row.reward !== null ? html`<span>reward <b>${f(row.reward)}</b></span>` : row.invalid ? html`<span class="bad">invalid</span>` : ""}
+      ${row.advantage !== null && !item ? html`<span class=${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "faint"}>A ${f(row.advantage)}</span>` : ""}<span class="soft">${whole(row.sampled || row.scored)} tokens · ${row.stop || ""} <${Fate} fate=${row.fate === "trained" ? "" : row.fate} /></span></div>
+    <div class="part-pills">${(row.parts || []).map((p) => html`<span class=${`pill ${p.value > 0 ? "on" : ""}`}>${visible(p.name)} ${f(p.value)}</span>`)}${(label || []).map((l) => html`<span class="pill on untrusted">${visible(l)}</span>`)}</div>
+    ${row.known && row.pieces.length ? html`<${Tokens} dense ...${{ row, begin, measure, clip }} />` : html`<div class="text dense">${visible(row.text)}</div>`}</div>`;
+}

@@ -1,0 +1,119 @@
+// What a token may be coloured by: one number for each, of those that were recorded and of what follows from them.
+
+import { floats, integers } from "./format.js";
+
+/** A rollout as it came, with its numbers as arrays by token (nan: none). */
+export function unpack(row) {
+  if (row.isScored) return row;
+  const n = {};
+  for (const [name, text] of Object.entries(row.numbers)) n[name] = floats(text);
+  const ids = integers(row.ids);
+  const scored = new Uint8Array(ids.length);
+  const sampled = new Uint8Array(ids.length);
+  const version = new Float32Array(ids.length).fill(NaN);
+  for (const [kind, start, length, made, learned] of row.spans) {
+    const end = Math.min(start + length, row.end);
+    for (let i = Math.max(start, row.begin); i < end; i++) {
+      scored[i - row.begin] = learned ? 1 : 0;
+      sampled[i - row.begin] = kind === "sampled" || kind === "imitated" ? 1 : 0;
+      if (made !== null) version[i - row.begin] = made;
+    }
+  }
+  return Object.assign(row, { n, ids, isScored: scored, isSampled: sampled, versionAt: version });
+}
+
+const each = (length, at) => Float32Array.from({ length }, (_, i) => at(i));
+
+const logp = (row) => row.n.learner || row.n.before || row.n.engine;
+
+function advantage(row) {
+  if (row.n.token_advantage) return row.n.token_advantage;
+  return row.advantage === null ? null : each(row.ids.length, (i) => (row.isScored[i] ? row.advantage : NaN));
+}
+
+function difference(a, b) {
+  return a && b ? each(a.length, (i) => a[i] - b[i]) : null;
+}
+
+export function ratios(row) {
+  const old = row.n.before || row.n.engine;
+  return row.n.learner && old ? each(old.length, (i) => Math.exp(row.n.learner[i] - old[i])) : null;
+}
+
+/** -1: below the clip with a negative advantage, 1: above it with a positive one: no gradient; 0: neither. */
+export function clipped(row, bounds) {
+  const ratio = ratios(row);
+  const a = advantage(row);
+  if (!ratio || !a || !bounds) return null;
+  const [low, high] = bounds;
+  return each(ratio.length, (i) => (ratio[i] < low - 1e-6 && a[i] < 0 ? -1 : ratio[i] > high + 1e-6 && a[i] > 0 ? 1 : 0));
+}
+
+function push(row, bounds) {
+  const a = advantage(row);
+  if (!row.n.weight || !a) return null;
+  const clip = clipped(row, bounds);
+  return each(a.length, (i) => (clip && clip[i] ? 0 : a[i] * row.n.weight[i]));
+}
+
+function divergence(row) {
+  const own = logp(row);
+  const other = row.n.reference;
+  return own && other ? each(own.length, (i) => Math.exp(other[i] - own[i]) - (other[i] - own[i]) - 1) : null;
+}
+
+function versions(row) {
+  const known = row.versionAt.filter((v) => !Number.isNaN(v));
+  return known.length && Math.min(...known.slice(0, 50000)) !== Math.max(...known.slice(0, 50000)) ? row.versionAt : null;
+}
+
+/** name, what the button says, whether it has a sign, and the numbers of a rollout or null. */
+export const MEASURES = [
+  { name: "advantage", says: "advantage", sign: true, of: advantage },
+  { name: "push", says: "push on weights", sign: true, of: push },
+  { name: "surprise", says: "surprise", of: (row) => (row.n.engine || logp(row)) && each(row.ids.length, (i) => -(row.n.engine || logp(row))[i]) },
+  { name: "entropy", says: "entropy", of: (row) => row.n.entropy || null },
+  { name: "ratio", says: "log ratio", sign: true, of: (row) => difference(row.n.learner, row.n.before || row.n.engine) },
+  { name: "kl", says: "KL", of: divergence },
+  { name: "reference", says: "less reference", sign: true, of: (row) => difference(logp(row), row.n.reference) },
+  { name: "gap", says: "learner − engine", sign: true, of: (row) => difference(row.n.before, row.n.engine) },
+  { name: "change", says: "change by step", sign: true, of: (row) => difference(row.n.after, row.n.before || row.n.engine) },
+  { name: "teacher", says: "teacher − student", sign: true, of: (row) => difference(row.n.teacher, logp(row)) },
+  { name: "value", says: "value", sign: true, of: (row) => row.n.value || null },
+  { name: "returns", says: "return", sign: true, of: (row) => row.n.returns || null },
+  { name: "version", says: "weights", of: versions },
+];
+
+/** Those that a rollout has, with their numbers and the scale: {name, says, sign, values, most, least}. */
+export function measured(row, bounds) {
+  unpack(row);
+  const found = [];
+  for (const measure of MEASURES) {
+    const values = measure.of(row, bounds);
+    if (!values) continue;
+    const sizes = [];
+    let least = Infinity;
+    for (const value of values) {
+      if (Number.isFinite(value)) {
+        sizes.push(Math.abs(value));
+        if (value < least) least = value;
+      }
+    }
+    if (!sizes.length) continue;
+    sizes.sort((a, b) => a - b);
+    const most = sizes[Math.min(sizes.length - 1, Math.floor(0.98 * sizes.length))] || sizes.at(-1) || 1;
+    found.push({ ...measure, values, most, least: measure.name === "version" ? least - 1 : 0 });
+  }
+  return found;
+}
+
+/** The class that colours a token: six steps on either side. */
+export function shade(measure, value) {
+  if (Number.isNaN(value)) return "";
+  if (measure.sign) {
+    const step = Math.min(6, Math.ceil((6 * Math.abs(value)) / measure.most - 0.05));
+    return step > 0 && measure.most > 0 ? (value > 0 ? ` p${step}` : ` n${step}`) : "";
+  }
+  const step = Math.min(6, Math.ceil((6 * (value - measure.least)) / (measure.most - measure.least || 1) - 0.05));
+  return step > 0 ? ` s${step}` : "";
+}

@@ -1,0 +1,136 @@
+// All rollouts: filters, histograms that select, ready questions, one SELECT.
+
+import { Histogram } from "./chart.js";
+import { f, line, visible, whole } from "./format.js";
+import { change, exported, go, here, part, to } from "./net.js";
+import { Fate, html, Problem, Signed, useAnswer, useEffect, useKeys, useRef, useState } from "./ui.js";
+
+const OWN = ["sort", "as", "sel", "offset"]; // what is no filter
+
+/** The rows that were listed last, for whoever walks through them. */
+export const listed = { rows: [], run: -1, address: "" };
+
+const COLUMNS = [
+  ["step", "step", "n"], ["index", "#", "n"], ["group", "group", ""], ["prompt", "prompt", "text"], ["text", "reply", "text"], ["reward", "reward", "n"],
+  ["advantage", "advantage", "n"], ["sd", "spread", "n"], ["length", "tokens", "n"], ["stop", "stop", ""], ["fate", "fate", ""],
+];
+const GROUPS = [
+  ["step", "step", "n"], ["group", "group", ""], ["prompt", "prompt", "text"], ["text", "commonest reply", "text"], ["right", "right", "n"], ["mean", "mean reward", "n"],
+  ["sd", "spread", "n"], ["replies", "distinct", "n"], ["length", "tokens", "n"], ["epoch", "visit", "n"],
+];
+
+function useLater(value, wait) {
+  const [later, set] = useState(value);
+  useEffect(() => {
+    const timer = setTimeout(() => set(value), wait);
+    return () => clearTimeout(timer);
+  }, [value]);
+  return later;
+}
+
+export function Rollouts({ run, about, questions, query }) {
+  const filters = Object.fromEntries(Object.entries(query).filter(([name]) => !OWN.includes(name)));
+  const groups = query.as === "groups";
+  const offset = Number(query.offset || 0);
+  const version = about.stamp[0];
+  const { data, problem, stale } = useAnswer(`${run}/rollouts`, { ...filters, sort: query.sort, as: query.as, offset }, version);
+  const parts = about.parts.slice(0, 4);
+  const names = ["reward", "advantage", "length", ...parts.map((p) => `part.${p}`)];
+  const later = useLater(JSON.stringify(filters), 60);
+  const histograms = useAnswer(`${run}/histograms`, { ...JSON.parse(later), of: names.join(",") }, version);
+  const search = useRef();
+  const rows = data?.rows || [];
+  const at = Math.min(Number(query.sel || 0), Math.max(0, rows.length - 1));
+  if (data && !groups) Object.assign(listed, { rows, run, address: location.hash });
+  const select = (place) => change({ sel: Math.max(0, Math.min(rows.length - 1, place)) });
+  const open = (row, page) => row && go(to(run, page || (groups ? "group" : "rollout"), [part(row), groups ? row.first : row.index]));
+  useKeys({
+    j: () => select(at + 1), k: () => select(at - 1), ArrowDown: () => select(at + 1), ArrowUp: () => select(at - 1),
+    Enter: () => open(rows[at]), g: () => open(rows[at], "group"),
+    "/": () => search.current?.focus(),
+    n: () => data && offset + rows.length < data.count && change({ offset: offset + rows.length, sel: 0 }),
+    p: () => offset && change({ offset: Math.max(0, offset - 200), sel: 0 }),
+    a: () => change({ as: groups ? "" : "groups", sort: "", offset: "", sel: "" }),
+    "[": () => change({ step: Math.max(0, (parseInt(query.step, 10) || 1) - 1), offset: "" }),
+    "]": () => change({ step: (parseInt(query.step, 10) || 0) + 1, offset: "" }),
+    x: () => go(to(run, "rollouts", [], {}), true),
+  });
+  useEffect(() => {
+    document.querySelector("tr.sel")?.scrollIntoView({ block: "nearest" });
+  }, [at]);
+  const most = Math.max(...rows.map((r) => Math.abs(r.advantage || 0)), 0.01);
+  const set = (changes) => change({ ...changes, offset: "", sel: "" });
+  return html`
+    <${Bar} ...${{ about, query, filters, set, search, questions, groups }} count=${data?.count} />
+    <div class="hists">${names.map((name) => histograms.data?.[name] && (histograms.data[name].count || query[name]) ? html`<${Histogram} key=${name} data=${histograms.data[name]} label=${name.replace(/^part\./, "part: ")} chosen=${query[name]} choose=${(range) => set({ [name]: range })} />` : "")}
+      <${Facets} data=${histograms.data} query=${query} set=${set} /></div>
+    ${problem ? html`<${Problem} text=${problem} />` : ""}
+    <div class=${`card list long fading ${stale ? "stale" : ""}`}><table>
+      <thead><tr>${(groups ? GROUPS : [...COLUMNS.slice(0, 6), ...parts.map((p) => [`part.${p}`, p, "n"]), ...COLUMNS.slice(6)]).map(([name, says, kind]) => html`<${Head} ...${{ name, says, kind, sort: query.sort || "", set }} />`)}</tr></thead>
+      <tbody>${rows.map((row, i) => html`<tr class=${`r${i === at ? " sel" : ""}`} key=${`${part(row)}/${groups ? row.first : row.index}`} onClick=${() => open(row)}>
+        ${groups ? html`<${GroupCells} row=${row} />` : html`<${Cells} ...${{ row, run, parts, most, success: about.success }} />`}</tr>`)}</tbody></table>
+      ${data && !rows.length ? html`<div class="empty">Nothing fits. <kbd>x</kbd> takes all filters away.</div>` : ""}</div>
+    <div class="row" style=${{ marginTop: "8px" }}>
+      <span class="soft">${data ? `${whole(offset + (rows.length ? 1 : 0))}–${whole(offset + rows.length)} of ${whole(data.count)}` : ""}</span>
+      <button disabled=${!offset} onClick=${() => change({ offset: Math.max(0, offset - 200), sel: 0 })}>previous</button>
+      <button disabled=${!data || offset + rows.length >= data.count} onClick=${() => change({ offset: offset + rows.length, sel: 0 })}>next</button>
+      ${exported || !data ? "" : html`<span class="sql mono grow untrusted" title="the same question in the terminal">posttrain query RUN "${visible(data.sql)}"</span>`}
+      ${exported ? "" : html`<a href=${`export/${run}?${new URLSearchParams(filters)}`} download>export these</a>`}</div>`;
+}
+
+function Bar({ about, query, filters, set, search, questions, groups, count }) {
+  const asked = questions.find((q) => q.name === query.ask);
+  const given = Object.entries(filters).filter(([name]) => !["q", "ask", "where", "step", "held"].includes(name));
+  return html`<div class="row gap">
+      <div class="row tight"><button class=${groups ? "" : "on"} onClick=${() => set({ as: "", sort: "" })}>rollouts</button><button class=${groups ? "on" : ""} onClick=${() => set({ as: "groups", sort: "" })}>groups</button>${exported ? "" : html`<button class=${query.held === "1" ? "on" : ""} onClick=${() => set({ held: query.held === "1" ? "" : "1", step: "" })} title="those of the evaluations during training">held out</button>`}</div>
+      <input class="search" ref=${search} type="search" placeholder="search texts ( / )" value=${query.q || ""} onInput=${(e) => set({ q: e.target.value })} aria-label="search prompts and replies" />
+      <input style=${{ width: "96px" }} placeholder="steps 1..20" value=${query.step || ""} onChange=${(e) => set({ step: e.target.value.trim() })} aria-label="steps" />
+      ${exported ? "" : html`<input class="condition mono" placeholder="where … in SQL: length > 40 and mean < 1" value=${query.where || ""} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}
+      <span class="soft">${count === undefined ? "" : `${whole(count)} ${groups ? "groups" : "rollouts"}`}</span>
+      ${given.map(([name, value]) => html`<button class="on small" onClick=${() => set({ [name]: "" })} title="take this filter away">${visible(`${name} ${value}`)} ×</button>`)}
+      ${Object.keys(filters).length ? html`<button class="small" onClick=${() => go(to(here().run, "rollouts"))}>all ( x )</button>` : ""}
+      ${about.searchable || exported ? "" : html`<span class="faint small">texts are being read; a search sees their first 80 characters</span>`}</div>
+    <div class="row tight gap">${questions.map((q) => html`<button class=${query.ask === q.name ? "on" : ""} title=${q.means} onClick=${() => set({ ask: query.ask === q.name ? "" : q.name, sort: "", ...(["wrong", "lost"].includes(q.name) && query.ask !== q.name ? { as: "groups" } : {}) })}>${q.says}</button>`)}
+      <span class="soft small">${asked ? asked.means : ""}</span></div>`;
+}
+
+function Head({ name, says, kind, sort, set }) {
+  const on = sort.replace(/^-/, "") === name;
+  const next = !on ? (kind === "n" ? `-${name}` : name) : sort.startsWith("-") ? name : `-${name}`;
+  return html`<th class=${kind === "n" ? "n" : ""} aria-sort=${on ? (sort.startsWith("-") ? "descending" : "ascending") : "none"}><button onClick=${() => set({ sort: next })}>${visible(says)}${on ? (sort.startsWith("-") ? " ↓" : " ↑") : ""}</button></th>`;
+}
+
+function Cells({ row, run, parts, most, success }) {
+  const right = success !== null && row.reward !== null && row.reward >= success - 1e-6;
+  return html`<td class="n">${row.step}${row.held_out ? html`<span class="faint"> held out</span>` : ""}</td><td class="n">${row.index}</td>
+    <td class="mono"><a href=${to(run, "group", [part(row), row.index])} onClick=${(e) => e.stopPropagation()}>${line(row.group)}${row.side ? ` ${line(row.side)}` : ""}</a></td>
+    <td class="mono untrusted prompt" dir="ltr">${line(row.prompt)}</td><td class="mono untrusted said" dir="ltr">${line(row.text)}</td>
+    <td class=${`n ${row.reward === null ? "bad" : right ? "good" : ""}`}>${row.reward === null ? "invalid" : f(row.reward)}</td>
+    ${parts.map((p) => html`<td class="n">${f(row[`part.${p}`])}</td>`)}
+    <td class="n"><${Signed} value=${row.advantage} most=${most} /></td><td class="n">${f(row.sd)}</td><td class="n">${whole(row.length)}</td>
+    <td class=${row.truncated ? "warn" : ""}>${row.stop}</td>
+    <td title=${visible(row.why || "")}><${Fate} fate=${row.fate} />${row.flags?.length ? html` <span class="faint">${row.flags.join(", ")}</span>` : ""}${row.replayed ? html` <span class="faint">replayed</span>` : ""}</td>`;
+}
+
+function GroupCells({ row }) {
+  return html`<td class="n">${row.step}${row.held_out ? html`<span class="faint"> held out</span>` : ""}</td><td class="mono">${line(row.group)}${row.side ? ` ${line(row.side)}` : ""}</td>
+    <td class="mono untrusted prompt" dir="ltr">${line(row.prompt)}</td><td class="mono untrusted said" dir="ltr">${line(row.text)}</td>
+    <td class=${`n ${row.right_n === row.n ? "good" : row.right_n ? "" : "bad"}`}>${row.right_n} of ${row.n}</td><td class="n">${f(row.mean)}</td><td class="n">${f(row.sd)}</td>
+    <td class="n">${row.replies}</td><td class="n">${f(row.length)}</td><td class="n">${row.epoch === null ? "–" : row.epoch + 1}</td>`;
+}
+
+function Facets({ data, query, set }) {
+  if (!data) return "";
+  const toggle = (name, value) => {
+    const chosen = new Set((query[name] || "").split("|").filter(Boolean));
+    chosen.has(value) ? chosen.delete(value) : chosen.add(value);
+    set({ [name]: [...chosen].join("|") });
+  };
+  const some = ["fate", "stop", "kind"].filter((name) => data[name] && (data[name].length > 1 || query[name]));
+  if (!some.length) return "";
+  return html`<div class="card hist" style=${{ flex: "2 1 220px" }}>${some.map((name) => html`<div class="facet" style=${{ marginBottom: "3px" }}><span class="soft small" style=${{ width: "28px" }}>${name}</span>
+    ${data[name].map(([value, n]) => {
+      const own = value === null ? "none" : value;
+      return html`<button class=${`small pill ${(query[name] || "").split("|").includes(own) ? "on" : ""}`} onClick=${() => toggle(name, own)}>${own} ${whole(n)}</button>`;
+    })}</div>`)}</div>`;
+}

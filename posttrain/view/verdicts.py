@@ -1,0 +1,143 @@
+"""The four questions of the overview, answered in words: a word, how it stands, and what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+Values = list[float | None]
+Verdict = dict[str, str]
+
+QUESTIONS = ("Is it learning?", "Is it honest?", "Does it still explore?", "Is it stable?")
+GAIN = 0.02  # of a reward between 0 and 1, or share of a loss, that counts as learning
+GAP = 0.1  # of training reward over held-out reward
+LONGER = 1.5  # times the length at the start
+COLLAPSED, ALONE = 0.33, 0.1  # share of the entropy at the start; see posttrain.runs.history.Limits
+FAR = 3.0  # ratio from which on a look is worth it
+
+
+def verdicts(m: Mapping[str, Values], own: Mapping[str, Any]) -> dict[str, Verdict]:
+    """By the names of the questions, in their order."""
+    answers = (_learning(m), _honest(m, own), _exploring(m), _stable(m))
+    return dict(zip(QUESTIONS, answers, strict=True))
+
+
+def _learning(m: Mapping[str, Values]) -> Verdict:
+    for name, word, better in (("reward", "reward", 1), ("divergence", "divergence", -1), ("accuracy", "accuracy", 1),
+                               ("margin", "margin", 1), ("nll", "loss", -1), ("loss", "loss", -1)):  # fmt: skip
+        ends = _ends(m.get(name))
+        if ends is None:
+            continue
+        before, now = ends
+        text = f"{word} {_f(before)} → {_f(now)}"
+        held = next((n for n in ("eval/accuracy", "eval/reward", "eval/loss", "eval/divergence") if n in m), None)
+        gained = (now - before) * better
+        scale = max(abs(before), abs(now), 1e-9) if better < 0 or max(abs(before), abs(now)) > 2 else 1.0
+        if held is not None:
+            values = [v for v in m[held] if v is not None]
+            text += f"; held-out {_f(values[0])} → {_f(values[-1])}" if values else ""
+        else:
+            text += "; nothing is held out"
+        if gained > GAIN * scale:
+            return _verdict("yes", "good", text)
+        return _verdict("going back" if gained < -GAIN * scale else "not yet", "bad" if gained < 0 else "warn", text)
+    return _verdict("too early", "plain", "no steps yet")
+
+
+def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
+    doubts, said = [], []
+    length, reward = _ends(m.get("length")), _ends(m.get("reward"))
+    held = _ends(m.get("eval/reward", m.get("eval/accuracy")))
+    if length is not None and length[1] > LONGER * length[0]:
+        doubts.append(f"replies are {length[1] / max(length[0], 1e-9):.1f} times as long as at the start")
+    if held is not None and reward is not None and reward[1] - held[1] > GAP:
+        doubts.append(f"the reward is {_f(reward[1] - held[1])} above the held-out one")
+    for name, word in (("truncated", "are cut off"), ("invalid", "have no valid reward")):
+        ends = _ends(m.get(name))
+        if ends is not None and ends[1] > 0.05:
+            doubts.append(f"{ends[1]:.0%} of the replies {word}")
+    rising = _part_alone(own.get("parts") or {})
+    if rising:
+        doubts.append(rising)
+    if doubts:
+        return _verdict("look", "warn", "; ".join(doubts) + ": read the best replies")
+    if not any(name in m for name in ("length", "reward")):
+        return _verdict("nothing to game", "plain", "no reward is maximised here")
+    said.append("one part, one check" if len(own.get("parts") or {}) < 2 else "its parts move together")
+    said.append("held-out follows" if held is not None else "nothing is held out to compare with")
+    return _verdict(
+        "no sign of a loophole", "good", "; ".join(said) + "; a loophole would show as a leap, or in the length"
+    )
+
+
+def _part_alone(parts: Mapping[str, Values]) -> str | None:
+    """A part that has risen while another one has fallen."""
+    moves = {name: (e[1] - e[0]) for name, values in parts.items() if (e := _ends(values)) is not None}
+    up = max(moves, key=lambda n: moves[n], default=None)
+    down = min(moves, key=lambda n: moves[n], default=None)
+    if up is None or down is None or not (moves[up] > 0.05 and moves[down] < -0.05):
+        return None
+    return f"“{up}” rises ({moves[up]:+.2g}) while “{down}” falls ({moves[down]:+.2g})"
+
+
+def _exploring(m: Mapping[str, Values]) -> Verdict:
+    entropy, accuracy = _ends(m.get("entropy")), _ends(m.get("accuracy"))
+    if entropy is None:
+        return _verdict("not asked", "plain", "nothing is sampled, or no entropy was recorded")
+    share = entropy[1] / max(entropy[0], 1e-9)
+    text, limit = f"entropy at {share:.0%} of its start", ALONE
+    if accuracy is not None and accuracy[0] < 1 and max(accuracy) > 0.05:
+        left = min(1.0, (1 - accuracy[1]) / (1 - accuracy[0]))
+        text += f"; {left:.1%} of the mistakes are left"
+        limit = COLLAPSED * left
+    return _verdict("yes", "good", text) if share > limit else _verdict("collapsed", "bad", text)
+
+
+def _stable(m: Mapping[str, Values]) -> Verdict:
+    doubts, said = [], []
+    high, low = _all(m.get("ratio/max")), _all(m.get("ratio/min"))
+    if high and low:
+        said.append(f"ratios within [{_f(min(low))}, {_f(max(high))}]")
+        if max(high) > FAR or min(low) < 1 / FAR:
+            clipped = _ends(m.get("ratio/clipped_high"))
+            doubts.append(said.pop() + (f", {clipped[1]:.1%} clipped above" if clipped else ""))
+    norms = _all(m.get("grad_norm"))
+    if norms and max(norms) > 10 * max(_median(norms), 1e-12):
+        doubts.append(f"a gradient norm of {_f(max(norms))} beside {_f(_median(norms))} as a rule")
+    kl = _ends(m.get("kl"))
+    if kl is not None:
+        said.append(f"KL from the reference {_f(kl[1])}")
+    skipped = _all(m.get("skipped"))
+    if skipped and max(skipped) > 0:
+        doubts.append(f"updates were skipped in {sum(value > 0 for value in skipped)} steps")
+    if not (doubts or said or norms):
+        return _verdict("too early", "plain", "no updates yet")
+    if doubts:
+        return _verdict("look", "warn", "; ".join([*doubts, *said]))
+    return _verdict("yes", "good", "; ".join(said) or "gradient norms keep their size")
+
+
+def _verdict(word: str, tone: str, text: str) -> Verdict:
+    return {"word": word, "tone": tone, "text": text}
+
+
+def _all(values: Values | None) -> list[float]:
+    return [value for value in values or () if value is not None]
+
+
+def _ends(values: Values | None) -> tuple[float, float] | None:
+    """Means of the first and of the last twentieth, of three values at least; None for fewer than two values."""
+    found = _all(values)
+    if len(found) < 2:
+        return None
+    count = min(max(3, len(found) // 20), len(found) // 2 or 1)
+    return fmean(found[:count]), fmean(found[-count:])
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _f(value: float) -> str:
+    return f"{value:.3g}".replace("-", "−")

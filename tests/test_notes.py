@@ -1,0 +1,121 @@
+"""What an environment notes of an episode stands in its rollout, wherever it is played and however often."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import noting
+import pytest
+
+import posttrain
+from posttrain.envs.pool import Done, EnvPool
+from posttrain.envs.wire import Garbled, read_answer, write_answer
+from posttrain.record.reading import read_rollouts
+from posttrain.sources.stored import restored, stored
+from posttrain.types import Invalid, Reply, Rollout
+
+PLACES = [0, 1]
+
+
+def ended(env: Callable[..., Any], replies: Sequence[str], workers: int, **task: Any) -> Done:
+    """How an episode ends with these replies."""
+    with EnvPool(env, workers, seconds=20) as pool:
+        pool.start(0, {"id": "a", "prompt": "Q", **task})
+        for reply in replies:
+            [(_, event)] = pool.poll(None)
+            assert not isinstance(event, Done)
+            pool.send(0, Reply(reply))
+        [(_, event)] = pool.poll(None)
+    assert isinstance(event, Done)
+    return event
+
+
+@pytest.mark.parametrize("workers", PLACES)
+@pytest.mark.parametrize("env", [noting.told, noting.told_waiting])
+def test_later_notes_join_and_replace_earlier_ones(env: Callable[..., Any], workers: int) -> None:
+    done = ended(env, ["a", "b", "a", "end"], workers)
+    assert done.reward == 1.0 and done.notes == {"said": ["a", "b", "a"], "a": 3, "b": 2}
+
+
+@pytest.mark.parametrize("workers", PLACES)
+@pytest.mark.parametrize("env", [noting.told, noting.told_waiting])
+def test_what_was_noted_before_an_environment_raised_is_kept(env: Callable[..., Any], workers: int) -> None:
+    done = ended(env, ["a", "raise"], workers)
+    assert isinstance(done.reward, Invalid) and done.notes == {"said": ["a", "raise"], "a": 1, "raise": 2}
+
+
+@pytest.mark.parametrize("workers", PLACES)
+def test_a_plain_reward_and_one_of_sides_may_note(workers: int) -> None:
+    assert ended(noting.scored, ["xyz"], workers).notes == {"letters": 3, "first": "x"}
+    done = ended(noting.told, ["a", "end"], workers, sides=True)
+    assert done.sides[""].reward == 1.0 and done.notes == {"said": ["a"], "a": 1}
+
+
+def test_an_episode_that_is_played_again_has_its_notes_once(tmp_path: Path) -> None:
+    """Another one of its worker ends it; both are begun anew, and one of them is blamed."""
+    with EnvPool(noting.told, 1, seconds=20) as pool:
+        for id in (0, 1):
+            pool.start(id, {"id": f"{id}", "mark": str(tmp_path / "mark")})
+        found: dict[int, Any] = {}
+        while len(found) < 2:
+            found |= dict(pool.poll(None))
+        pool.send(0, Reply("a"))
+        assert not isinstance(pool.poll(None)[0][1], Done)
+        pool.send(1, Reply("die"))
+        [(id, event)] = pool.poll(None)
+        assert id == 1 and isinstance(event, Done) and isinstance(event.reward, Invalid)
+        pool.send(0, Reply("b"))
+        assert not isinstance(pool.poll(None)[0][1], Done)
+        pool.send(0, Reply("end"))
+        [(_, event)] = pool.poll(None)
+    assert isinstance(event, Done) and event.notes == {"said": ["a", "b"], "a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("env", "id", "told"),
+    [
+        (noting.strange, "object", "noted something whose content holds a value of type object"),
+        (noting.strange, "long", "an episode may have 65,536"),
+        (noting.within, "a", "note was called within what is recorded: note what `recorded` returned"),
+    ],
+)
+def test_what_cannot_be_noted_makes_the_reward_invalid_and_says_why(
+    env: Callable[..., Any], id: str, told: str
+) -> None:
+    done = ended(env, ["x"], 0, **{"id": id})
+    assert isinstance(done.reward, Invalid) and told in done.reward.reason
+
+
+def test_a_note_outside_of_an_environment_does_nothing() -> None:
+    posttrain.note(anything=object())
+    assert noting.scored({}, "xyz") == 1.0
+
+
+def test_notes_of_a_worker_are_read_as_strictly_as_all_that_it_says() -> None:
+    whole = write_answer(3, Done(1.0, notes={"a": [1, None]}))[8:]
+    answer: Any = read_answer(whole)
+    assert answer.event.notes == {"a": [1, None]}
+    message = json.loads(whole)
+    for notes in (5, ["a"], {"a": "b" * (1 << 17)}):
+        with pytest.raises(Garbled):
+            read_answer(json.dumps({**message, "notes": notes}).encode())
+    with pytest.raises(Garbled, match="notes of no end"):
+        read_answer(json.dumps({"number": 3, "notes": {"a": 1}}).encode())
+
+
+def test_a_stored_rollout_has_its_notes_again() -> None:
+    rollout = Rollout({"id": "a"}, "a#0", [], 1.0, notes={"moves": [1, 2]})
+    assert restored(json.loads(json.dumps(stored(rollout))), rollout.task).notes == {"moves": [1, 2]}
+
+
+def test_notes_stand_in_the_record_of_a_run(tmp_path: Path) -> None:
+    rows = [{"id": f"{n}", "prompt": f"{n}+1=", "response": f"{n + 1}"} for n in range(8)]
+    small: dict[str, Any] = {"quiet": True, "threads": 1, "hidden": 16, "layers": 1, "heads": 2}
+    start = posttrain.sft(rows, out=str(tmp_path / "sft"), steps=1, rows=4, tokenizer="characters", **small)
+    run = posttrain.rl(rows, "noting:scored", str(start.path), out=str(tmp_path / "rl"), steps=1, prompts=2, group=2,
+                       max_tokens=4, env_workers=1, quiet=True, threads=1, held_out=0.2)  # fmt: skip
+    for held_out in (False, True):
+        for row in read_rollouts(run.path, 1, held_out=held_out):
+            assert row["notes"] == {"letters": len(row["text"]), "first": row["text"][:1] or None}
+    assert len(read_rollouts(run.path, 0, held_out=True)) == len(read_rollouts(run.path, 1, held_out=True)) > 0

@@ -1,0 +1,465 @@
+"""What `posttrain view` answers, compared with loops over the rows that it was given."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shutil
+from base64 import b64decode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import generated_runs
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from posttrain.record.asking import Questions
+from posttrain.record.reading import read_rollouts
+from posttrain.training.intervals import paired_interval
+from posttrain.types import UserError
+from posttrain.view import reasons
+from posttrain.view.answering import Answers
+from posttrain.view.asking import Question
+from posttrain.view.export import STATIC, Selection, bundled, exported
+from posttrain.view.run import OpenRun, threshold
+from posttrain.view.server import application
+from posttrain.view.source import Part
+from posttrain.view.store import Store
+
+TOKEN = "a-token"
+LOCAL = "http://127.0.0.1"
+
+
+def opened(folder: Path, name: str = "run") -> OpenRun:
+    run = OpenRun(folder, name)
+    run.read()
+    run.store.read_texts()
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return generated_runs.make_run(tmp_path_factory.mktemp("view") / "run", steps=8, groups=8, tokens=20)
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> OpenRun:
+    return opened(folder)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> OpenRun:
+    return opened(generated_runs.make_hostile(tmp_path_factory.mktemp("view") / "hostile"))
+
+
+def every_row(folder: Path, steps: int = 8) -> list[dict[str, Any]]:
+    return [row for step in range(1, steps + 1) for row in read_rollouts(folder, step)]
+
+
+def found(run: OpenRun, **query: str) -> list[dict[str, Any]]:
+    query = {name.replace("__", "."): value for name, value in query.items()}
+    return Question.of({"held": "0", **query}, run.store).page(run.store, 0, 10_000)["rows"]
+
+
+def places(rows: list[dict[str, Any]]) -> set[tuple[int, int]]:
+    return {(row["step"], row["index"]) for row in rows}
+
+
+# -- questions ---------------------------------------------------------------------------------------------------------
+
+FILTERS: list[tuple[dict[str, str], Any]] = [
+    ({}, lambda r: True),
+    ({"step": "2..4"}, lambda r: 2 <= r["step"] <= 4),
+    ({"reward": "0.5..1"}, lambda r: r["reward"] is not None and r["reward"] >= 0.5),
+    ({"reward": "none"}, lambda r: r["reward"] is None),
+    ({"fate": "trained"}, lambda r: r["fate"] == "trained"),
+    ({"fate": "invalid|equal group"}, lambda r: r["fate"] in ("invalid", "equal group")),
+    ({"stop": "length"}, lambda r: r["stop"] == "length"),
+    ({"part__animal": "0.5"}, lambda r: r["parts"].get("animal") == 0.5),
+    ({"q": "BUNNY"}, lambda r: "bunny" in (r["prompt"] + r["text"]).lower()),
+    ({"q": "it's"}, lambda r: "it's" in r["text"]),
+    ({"col__level": "2"}, lambda r: r["columns"]["level"] == 2),
+    ({"task": "8"}, lambda r: r["task"] == "8"),
+    ({"where": "length > 30 and contains(text, 'cat')"}, lambda r: r["length"] > 30 and "cat" in r["text"]),
+    ({"ask": "cut"}, lambda r: r["truncated"]),
+]
+
+
+@pytest.mark.parametrize("query, meant", FILTERS, ids=lambda value: str(value)[:40])
+def test_a_filter_finds_the_rows_that_a_loop_finds(
+    run: OpenRun, folder: Path, query: dict[str, str], meant: Any
+) -> None:
+    assert places(found(run, **query)) == places([row for row in every_row(folder) if meant(row)])
+
+
+@pytest.mark.parametrize(
+    "column", ["reward", "advantage", "length", "step", "text", "prompt", "part.animal", "sd", "task"]
+)
+def test_every_column_sorts_with_nulls_last(run: OpenRun, column: str) -> None:
+    for order in (column, f"-{column}"):
+        values = [row[column] for row in found(run, sort=order) if row[column] is not None]
+        nulls = [row[column] is None for row in found(run, sort=order)]
+        assert values == sorted(values, reverse=order.startswith("-")) and nulls == sorted(nulls)
+
+
+def test_ready_questions_say_of_groups_what_a_loop_says(run: OpenRun, folder: Path) -> None:
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in every_row(folder):
+        groups.setdefault((row["step"], row["group"]), []).append(row)
+    limit = run.store.success
+    assert limit is not None
+
+    def right(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [r for r in rows if r["reward"] is not None and r["reward"] >= limit - 1e-6]
+
+    last: dict[str, tuple[int, str]] = {}
+    for step, group in groups:
+        last[groups[step, group][0]["task"]] = (step, group)
+    wrong = [row for key in last.values() if not right(groups[key]) for row in groups[key]]
+    once = [row for rows in groups.values() if len(right(rows)) == 1 for row in right(rows)]
+    assert places(found(run, ask="wrong")) == places(wrong) and wrong
+    assert places(found(run, ask="once")) == places(once) and once
+    by_group = {(r["step"], r["group"]): r for r in found(run, **{"as": "groups"})}
+    assert by_group.keys() == groups.keys()
+    for key, rows in groups.items():
+        rewards = [r["reward"] for r in rows if r["reward"] is not None]
+        assert by_group[key]["n"] == len(rows) and by_group[key]["right_n"] == len(right(rows))
+        assert by_group[key]["mean"] == pytest.approx(np.mean(rewards)) and by_group[key]["sd"] == pytest.approx(
+            np.std(rewards)
+        )
+
+
+def test_bins_of_a_histogram_hold_every_value_once(run: OpenRun, folder: Path) -> None:
+    data = Question.of({"held": "0"}, run.store).histograms(run.store, ["reward", "advantage", "length", "part.animal"])
+    rows = every_row(folder)
+    for name in ("reward", "advantage", "length"):
+        values = [row[name] for row in rows if row[name] is not None]
+        bins = data[name]["bins"]
+        assert sum(n for _, n in bins) == len(values) == data[name]["count"] and data[name]["none"] == len(rows) - len(
+            values
+        )
+        for number, count in bins:
+            low = data[name]["low"] + number * data[name]["width"]
+            inside = [v for v in values if low - 1e-8 <= v < low + data[name]["width"] - 1e-8]
+            assert len(inside) == count
+    assert dict(data["fate"]) == {f: sum(r["fate"] == f for r in rows) for f in {r["fate"] for r in rows}}
+
+
+REFUSED = [
+    "1=1; drop table base",
+    "1=1) ; copy base to '/tmp/stolen.csv",
+    "(select count(*) from read_text('/etc/passwd')) > 0",
+    "(select count(*) from read_csv('/etc/passwd')) > 0",
+    "1 in (select 1 from glob('/etc/*'))",
+    "reward >",
+    "nothing = 1",
+    "1=1) union select * from rollouts where (1=1; attach '/tmp/x.db'",
+    "(select max(i) from range(100000000000) t(i)) > 0",
+]
+
+
+@pytest.mark.parametrize("condition", REFUSED)
+def test_a_condition_reads_no_file_writes_nothing_and_ends_in_time(
+    run: OpenRun, condition: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("posttrain.view.store.Store.limited.__wrapped__.__defaults__", (0.5,))
+    with pytest.raises(UserError) as refused:
+        found(run, where=condition)
+    assert "\n" not in str(refused.value) and len(found(run)) > 100
+
+
+SHOWN = [{"ask": name} for name in ("wrong", "once", "lost", "cut", "idle", "moved")] + [query for query, _ in FILTERS]
+
+
+@pytest.mark.parametrize("query", SHOWN, ids=str)
+def test_the_select_that_is_shown_finds_the_same_in_the_terminal(run: OpenRun, query: dict[str, str]) -> None:
+    asked = {name.replace("__", "."): value for name, value in query.items()}
+    question = Question.of(asked, run.store)
+    with Questions(run.folder) as terminal:
+        names, rows = terminal.ask(question.sql())
+    assert names[:2] == ["step", "index"]
+    assert {row[:2] for row in rows} == places(question.page(run.store, 0, 10_000)["rows"])
+
+
+# -- following ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on_is_followed_and_what_a_resume_deletes_is_gone(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("index", "step-00000[678]*"))
+    store = Store(copy)
+    assert store.follow() and not store.follow() and store.value("select max(step) from base") == 5
+    for step in (6, 7):
+        shutil.copy(folder / "rollouts" / f"step-{step:06d}.parquet", copy / "rollouts")
+    assert store.follow() and store.value("select max(step) from base") == 7
+    (copy / "rollouts" / "step-000007.parquet").unlink()
+    shutil.copy(folder / "rollouts" / "step-000008.parquet", copy / "rollouts" / "step-000006.parquet")
+    assert store.follow() and store.value("select count(*) from base where step >= 7 and not held_out") == 64
+    assert store.value("select count(*) from groups") == store.value("select count(*) from keys")
+
+
+def test_the_index_and_the_rollouts_say_the_same(folder: Path, run: OpenRun, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("index"))
+    own, other = (found(one, sort="-reward") for one in (opened(copy), run))
+    for a, b in zip(own, other, strict=True):
+        for name in ("mean", "sd"):  # sums in another order
+            assert a.pop(name) == pytest.approx(b[name])
+        assert a == {name: value for name, value in b.items() if name in a}
+
+
+def test_runs_in_lines_of_json_are_read_too() -> None:
+    pilot = Path(__file__).parent / "pilots" / "8x8"
+    run = opened(pilot)
+    rows = found(run)
+    told = [row for step in (4, 5, 6) for row in read_rollouts(pilot, step)]
+    assert places(rows) == places(told)
+    for own, row in zip(sorted(rows, key=lambda r: (r["step"], r["index"])), told, strict=True):
+        for name in ("group", "reward", "advantage", "stop", "length", "sampled", "task", "epoch", "version", "member"):
+            assert own[name] == row[name], name
+    one = Answers([run]).of("0/rollout/5/3", {})
+    assert one["text"] == next(r for r in told if (r["step"], r["index"]) == (5, 3))["text"]
+
+
+def test_what_counts_as_right_is_the_threshold_that_gives_the_accuracy() -> None:
+    assert threshold([0.0, 0.5, 1.0, 1.0], 0.5) == 1.0
+    assert threshold([0.0, 0.5, 1.0, 1.0], 0.75) == 0.5
+    assert threshold([0.0, 0.5], 0.9) is None and threshold([], 0.5) is None
+
+
+# -- one rollout -------------------------------------------------------------------------------------------------------
+
+
+def numbers(text: str) -> np.ndarray:
+    return np.frombuffer(b64decode(text), dtype="<f4")
+
+
+def test_each_number_stands_at_its_token(run: OpenRun, folder: Path) -> None:
+    answers = Answers([run])
+    for index in (0, 9, 25):
+        [row] = [r for r in read_rollouts(folder, 3, None) if r["index"] == index]
+        one = answers.of(f"0/rollout/3/{index}", {})
+        assert "".join(one["pieces"]) == row["prompt"] + row["text"]
+        scored = [n for s in row["spans"] if s["learned"] for n in range(s["start"], s["start"] + s["length"])]
+        for name in ("before", "learner", "reference", "entropy", "weight", "after", "engine"):
+            if row[name] is None:
+                assert name not in one["numbers"]
+                continue
+            expected = np.full(len(row["tokens"]), np.nan, dtype=np.float32)
+            expected[scored] = row[name]
+            np.testing.assert_array_equal(numbers(one["numbers"][name]), expected)
+        assert one["seconds"]["turns"] == pytest.approx([0.2, 0.21])
+
+
+def test_a_long_rollout_comes_in_windows(run: OpenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers([run])
+    whole = answers.of("0/rollout/3/0", {})
+    monkeypatch.setattr("posttrain.view.one.WINDOW", 10)
+    parts = [answers.of("0/rollout/3/0", {"begin": str(begin)}) for begin in range(0, whole["length"], 10)]
+    assert [p for part in parts for p in part["pieces"]] == whole["pieces"]
+    joined = np.concatenate([numbers(part["numbers"]["engine"]) for part in parts])
+    np.testing.assert_array_equal(joined, numbers(whole["numbers"]["engine"]))
+
+
+def test_pieces_joined_are_the_text_whatever_the_bytes(run: OpenRun) -> None:
+    text = "déjà vu 猫が好き 🐈‍⬛ \ud83d".encode("utf-8", "ignore").decode() + "ñ" * 5
+    tokens = generated_runs.tokenizer().encode(text)
+    pieces = run.pieces.of(tokens)
+    assert "".join(pieces) == text and len(pieces) == len(tokens) and "\ufffd" not in "".join(pieces)
+
+
+def test_the_equation_is_one_that_gives_the_advantage() -> None:
+    rewards = [1.0, 0.0, 0.5, 0.0]
+    mean = sum(rewards) / 4
+    sd = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 4)
+    sample = sd * math.sqrt(4 / 3)
+    cases = {
+        "(R − mean) / std": [(1.0 - mean) / (sd + 1e-6), (1.0 - mean) / (sample + 1e-6)],
+        "R − mean": [1.0 - mean],
+        "R − mean of the others": [1.0 - 0.5 / 3],
+        "R": [1.0],
+    }
+    for name, advantages in cases.items():
+        for advantage in advantages:
+            row = {"used": 1.0, "reward": 1.0, "advantage": advantage}
+            assert reasons.equation(row, rewards, [])["equation"] == name
+    unknown = reasons.equation({"used": 1.0, "reward": 1.0, "advantage": 0.123}, rewards, ["  advantage A: R - V(s)"])
+    assert "equation" not in unknown and unknown["formula"] == "R - V(s)"
+
+
+def test_every_fate_has_its_sentence() -> None:
+    from posttrain.types import Fate
+
+    row = {"advantage": 0.0, "flags": [], "invalid": None, "kind": "rl", "reward": 0.0}
+    said = {fate: reasons.why({**row, "fate": str(fate), "why": "longer than 512 tokens"}) for fate in Fate}
+    assert len(set(said.values())) == len(Fate) and all(text.endswith(".") for text in said.values())
+    assert "longer than 512 tokens" in said[Fate.FILTERED]
+
+
+def test_what_a_step_changed_is_what_a_loop_adds_up(run: OpenRun, folder: Path) -> None:
+    data = Answers([run]).of("0/step/3", {"by": "after"})
+    changes, by_token = [], {}
+    for row in read_rollouts(folder, 3, None):
+        scored = [n for s in row["spans"] if s["learned"] for n in range(s["start"], s["start"] + s["length"])]
+        for at, after, before in zip(scored, row["after"] or [], row["before"] or [], strict=False):
+            changes.append((after - before, row["index"], at))
+            by_token[row["tokens"][at]] = by_token.get(row["tokens"][at], 0.0) + after - before
+    changes.sort()
+    assert data["n"] == len(changes) == sum(data["histogram"]["counts"])
+    assert [(d["index"], d["at"]) for d in data["down"][:5]] == [(i, at) for _, i, at in changes[:5]]
+    assert data["up"][0]["value"] == pytest.approx(changes[-1][0], rel=1e-5)
+    best = max(by_token, key=lambda token: by_token[token])
+    assert data["vocabulary"]["up"][0]["id"] == best
+    assert data["vocabulary"]["up"][0]["sum"] == pytest.approx(by_token[best], rel=1e-5)
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_are_paired_task_by_task(run: OpenRun, folder: Path, tmp_path: Path) -> None:
+    other = opened(generated_runs.make_run(tmp_path / "other", steps=8, groups=8, tokens=20, seed=1), "other")
+    data = Answers([run, other]).of("compare", {"a": "0", "b": "1", "of_a": "eval-6", "of_b": "eval-6"})
+    sides = []
+    for place in (folder, other.folder):
+        rows = read_rollouts(place, 6, held_out=True)
+        sides.append({row["task"]: row["reward"] for row in rows if row["reward"] is not None})
+    both = [task for task in sides[0] if task in sides[1]]
+    assert data["n"] == len(both)
+    expected = paired_interval([sides[1][t] for t in both], [sides[0][t] for t in both], resamples=1000)
+    assert (data["difference"]["low"], data["difference"]["high"]) == pytest.approx(expected, abs=0.12)
+    assert data["difference"]["mean"] == pytest.approx(np.mean([sides[1][t] - sides[0][t] for t in both]))
+    assert data["worse"] == sum(sides[1][t] < sides[0][t] for t in both) and any("seeds" in w for w in data["warnings"])
+    assert [o["name"] for o in data["options"]] == ["seed"]
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def client(run: OpenRun, hostile: OpenRun) -> Iterator[TestClient]:
+    with TestClient(application([run, hostile], TOKEN), base_url=LOCAL) as client:
+        yield client
+
+
+def test_only_who_knows_the_token_and_names_this_machine_is_answered(client: TestClient) -> None:
+    assert client.get(f"/{TOKEN}/").status_code == 200
+    for path in ("/", "/api/runs", "/another/api/runs", f"/{TOKEN}x/", "//", f"/{TOKEN[:-1]}/"):
+        assert client.get(path).status_code == 403, path
+    for host in ("evil.example", "127.0.0.1.evil.example", "evil.example:80", ""):
+        assert client.get(f"/{TOKEN}/api/runs", headers={"host": host}).status_code == 403, host
+    assert client.post(f"/{TOKEN}/api/runs").status_code == 403
+
+
+def test_every_answer_carries_the_policy(client: TestClient) -> None:
+    for path in (
+        "/",
+        f"/{TOKEN}/",
+        f"/{TOKEN}/app.css",
+        f"/{TOKEN}/api/runs",
+        f"/{TOKEN}/api/nothing",
+        f"/{TOKEN}/text/1/1/0",
+    ):
+        headers = client.get(path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+        assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../store.py", "%2e%2e/store.py", "vendor/../../store.py", "/etc/passwd", "picture/0/..%2frun.json", "picture/0/x",
+     "api/9/overview", "api/0/rollout/1/999999", "api/0/rollout/x/1", "api/0/step/999", "api/0/rollouts?sort=1;drop",
+     "api/0/rollouts?reward=x", "api/0/rollouts?where=1%3B", "api/compare?a=7", "export/0?rollouts=-1", "text/0/1/99999"],
+)  # fmt: skip
+def test_a_wrong_request_is_refused_in_one_line_and_nothing_breaks(client: TestClient, path: str) -> None:
+    answer = client.get(f"/{TOKEN}/{path}")
+    assert answer.status_code in (200, 400, 403, 404)
+    if answer.status_code != 200:
+        assert "\n" not in answer.json()["problem"]
+    assert client.get(f"/{TOKEN}/api/runs").status_code == 200
+
+
+def test_hostile_texts_arrive_as_the_texts_they_are(client: TestClient) -> None:
+    rows = client.get(f"/{TOKEN}/api/1/rollouts").json()["rows"]
+    said = list(generated_runs.HOSTILE.values())
+    assert len(rows) == len(said)
+    for row, text in zip(rows, said, strict=True):
+        assert len(row["text"]) <= 80
+        if "\ud83d" not in text and "\x00" not in text:
+            assert row["text"] == text[:80]
+    long = client.get(f"/{TOKEN}/api/1/rollout/1/6")
+    assert len(long.content) < 200_000 and long.json()["characters"] == 10_000_000
+    whole = client.get(f"/{TOKEN}/text/1/1/6")
+    assert len(whole.content) == 10_000_000 and whole.headers["content-type"].startswith("text/plain")
+    assert "attachment" in whole.headers["content-disposition"]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_ours_is_as_it_was_published() -> None:
+    vendor = STATIC / "vendor"
+    for line in (vendor / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split()
+        assert hashlib.sha256((vendor / name).read_bytes()).hexdigest() == digest, name
+    assert {p.name for p in vendor.glob("LICENSE*")} == {"LICENSE.htm", "LICENSE.preact", "LICENSE.uplot"}
+
+
+def test_no_script_makes_html_of_text() -> None:
+    for path in STATIC.glob("*.js"):
+        text = path.read_text()
+        for name in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "dangerouslySetInnerHTML",
+            "eval(",
+        ):
+            assert name not in text, f"{path.name}: {name}"
+
+
+def test_the_modules_of_the_front_end_make_one_script() -> None:
+    script = bundled()
+    assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
+    names = re.findall(r"^(?:async )?(?:function|const|let|class) (\w+)", script, re.MULTILINE)
+    assert len(names) == len(set(names)), {name for name in names if names.count(name) > 1}
+
+
+def test_an_exported_file_stands_alone_and_is_small(tmp_path: Path) -> None:
+    run = opened(generated_runs.make_run(tmp_path / "run", steps=4, groups=16, group=8, tokens=500, evals=0))
+    page = exported(run, Selection())
+    text = page.decode()
+    assert len(page) < 5_000_000, f"{len(page):,} bytes"
+    assert "<script src" not in text and "default-src 'none'" in text
+
+
+def test_one_run_is_exported_and_a_wrong_selection_refused(run: OpenRun, hostile: OpenRun) -> None:
+    assert b"window.pwned" not in exported(hostile, Selection())
+    with pytest.raises(UserError, match="fits"):
+        exported(run, Selection(where="reward > 100"))
+    with pytest.raises(UserError, match="rollouts is a number"):
+        Selection.of({"rollouts": "x"})
+
+
+def test_questions_of_the_overview_are_answered_for_every_verb(run: OpenRun, tmp_path: Path) -> None:
+    items = opened(generated_runs.make_items(tmp_path / "items"))
+    for one in (run, items):
+        data = Answers([one]).of("0/overview", {})
+        assert data["questions"][0]["name"] == "Is it learning?" and len(data["questions"]) == 4
+        assert all(q["word"] and q["text"] for q in data["questions"])
+        json.dumps(data, allow_nan=False)
+    learning = Answers([run]).of("0/overview", {})["questions"][0]
+    assert learning["word"] == "yes" and [p["title"] for p in learning["panels"]][-1] == "Groups"
+    right, mixed, wrong = (line["values"] for line in learning["panels"][2]["lines"])
+    assert all(abs(a + b + c - 1) < 1e-5 for a, b, c in zip(right, mixed, wrong, strict=True))
+
+
+def test_parts_of_an_address_are_read_back() -> None:
+    for part in (Part(12, False), Part(0, True), Part(999999, True)):
+        assert Part.of(part.name) == part
+    assert Part.of("x") is None and Part.of("-1") is None and Part.of("1ee") is None

@@ -1,0 +1,304 @@
+"""The pages of `posttrain view` in a real browser: Debian's Chromium, driven by Playwright. Skipped where there is none."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import generated_runs
+import pytest
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="the pages are tested with Playwright, which is not installed"
+)
+
+from posttrain.view.command import HOST, _bound, opened  # noqa: E402
+from posttrain.view.export import Selection, exported  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the pages are tested in Chromium: apt-get install chromium")
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync")  # fmt: skip
+SMALL = {"width": 1280, "height": 720}
+
+
+@contextmanager
+def served(folders: list[Path]) -> Iterator[str]:
+    """The address of a server in a thread."""
+    import uvicorn
+
+    from posttrain.view.server import application
+
+    runs = opened([str(folder) for folder in folders])
+    for run in runs:
+        run.begin()
+    with _bound(0) as bound:
+        config = uvicorn.Config(application(runs, "token"), log_level="error", lifespan="off", ws="none")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+        thread.start()
+        yield f"http://{HOST}:{bound.getsockname()[1]}/token/"
+        server.should_exit = True
+        thread.join(10)
+        for run in runs:
+            run.close()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    place = tmp_path_factory.mktemp("runs")
+    return [
+        generated_runs.make_run(place / "a", steps=6, tokens=24),
+        generated_runs.make_run(place / "b", steps=6, tokens=24, seed=1),
+        generated_runs.make_run(place / "agent", steps=2, agent=True, evals=0),
+        generated_runs.make_items(place / "items"),
+        generated_runs.make_hostile(place / "hostile"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def address(folders: list[Path]) -> Iterator[str]:
+    with served(folders) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+class Watched:
+    """A page, and what went wrong on it."""
+
+    def __init__(self, browser: Any, **options: Any) -> None:
+        self.page = browser.new_page(viewport=SMALL, **options)
+        self.page.set_default_timeout(20_000)
+        self.wrong: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", lambda said: self.wrong.append(said.text) if said.type == "error" else None)
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("dialog", lambda dialog: self.wrong.append("dialog"))
+
+
+def until(page: Any, expression: str, seconds: float = 20.0) -> None:
+    """Wait until it holds: Playwright's own way evaluates text within the page, which the page's policy forbids."""
+    for _ in range(int(seconds / 0.05)):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"never came true: {expression}")
+
+
+@pytest.fixture
+def watched(browser: Any) -> Iterator[Watched]:
+    watched = Watched(browser)
+    yield watched
+    watched.page.close()
+    assert not watched.wrong
+
+
+PLACES = [
+    "#/0/overview", "#/0/rollouts", "#/0/rollouts?as=groups&ask=lost", "#/0/rollouts?q=bunny&sort=-reward&reward=0.5..1",
+    "#/0/rollout/3/5", "#/0/rollout/3e/2", "#/0/group/3/5?c=surprise", "#/0/step", "#/0/step/3?by=push", "#/0/compare",
+    "#/0/compare?a=0&b=0", "#/2/rollout/1/3", "#/2/group/1/3", "#/3/overview", "#/3/group/1/2", "#/3/rollout/1/2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_page_draws_without_an_error_and_fits_the_screen(browser: Any, address: str, theme: str) -> None:
+    watched = Watched(browser, color_scheme=theme)
+    for place in PLACES:
+        watched.page.goto(address + place)
+        watched.page.wait_for_selector("main .card")
+        watched.page.wait_for_timeout(150)
+        assert watched.page.evaluate("document.documentElement.dataset.theme") == theme
+        assert watched.page.evaluate("document.scrollingElement.scrollWidth") <= SMALL["width"], place
+        assert watched.page.locator(".problem").count() == 0, place
+    assert not watched.wrong and all(url.startswith(address) for url in watched.asked)
+    watched.page.close()
+
+
+def test_what_a_model_wrote_never_becomes_more_than_text(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.add_init_script(
+        "addEventListener('securitypolicyviolation', (e) => console.error('policy: ' + e.violatedDirective))"
+    )
+    places = ["overview", "rollouts", "rollouts?as=groups", "step/1", "compare"]
+    places += [f"{kind}/1/{index}" for kind in ("rollout", "group") for index in range(len(generated_runs.HOSTILE))]
+    for place in places:
+        page.goto(f"{address}#/4/{place}")
+        page.wait_for_selector("main .card")
+        page.wait_for_timeout(100)
+        assert page.evaluate("window.pwned") is None, place
+        assert page.evaluate("document.scripts.length") == 3
+        assert (
+            page.locator("main :is(script, img, svg[onload], b b, i b, u, iframe, object, a[href^=javascript])").count()
+            <= 1
+        )
+        said = page.evaluate("document.body.innerText")
+        assert not set(said) & set("\x00\x01\x07\x1b\x7f\x9b\u202e\u202c\u2066\u200b\ufeff"), place
+        assert len(said) < 2_000_000
+    page.goto(f"{address}#/4/rollout/1/0")
+    page.wait_for_selector(".tokens")
+    assert "<script>window.pwned = 1</script>" in page.inner_text("main")
+
+
+def test_the_keys_lead_everywhere(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address)
+    page.wait_for_selector(".question")
+    page.keyboard.press("r")
+    page.wait_for_selector("tr.sel")
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    until(page, "location.hash.includes('sel=2')")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".one")
+    assert "/rollout/1/2" in page.url
+    page.keyboard.press("l")
+    until(page, "location.hash.includes('/rollout/1/3')")
+    page.keyboard.press("k")
+    until(page, "location.hash.includes('/rollout/1/2')")
+    page.wait_for_selector(".t.at")
+    page.keyboard.press("3")
+    until(page, "location.hash.includes('c=')")
+    page.keyboard.press("ArrowRight")
+    until(page, "location.hash.includes('t=')")
+    page.keyboard.press("g")
+    page.wait_for_selector(".replies")
+    page.keyboard.press("?")
+    assert page.locator(".help kbd").count() > 15
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".help", state="detached")
+    page.keyboard.press("c")
+    page.wait_for_selector(".compare-grid")
+    page.keyboard.press("s")
+    until(page, "location.hash.includes('a=1')")
+    page.keyboard.press("d")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_an_address_brings_back_what_it_showed(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/0/rollouts")
+    page.fill("input[type=search]", "bunny")
+    until(page, "location.hash.includes('q=bunny')")
+    page.click("th button:has-text('reward')")
+    page.click("button:has-text('trained')")
+    until(page, "location.hash.includes('fate=trained')")
+    page.wait_for_selector(".stale", state="detached")
+    shown = page.inner_text("tbody")
+    again = page.context.browser.new_page()
+    again.goto(page.url)
+    again.wait_for_selector("tbody tr")
+    again.wait_for_selector(".stale", state="detached")
+    assert again.inner_text("tbody") == shown and "bunny" in shown
+    again.close()
+
+
+def test_dragging_over_a_histogram_chooses_a_range(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/0/rollouts")
+    box = page.wait_for_selector("canvas[aria-label='histogram of length']").bounding_box()
+    page.mouse.move(box["x"] + 2, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
+    page.mouse.up()
+    until(page, "location.hash.includes('length=')")
+    page.wait_for_selector(".stale", state="detached")
+    low, high = map(float, page.evaluate("new URLSearchParams(location.hash.split('?')[1]).get('length')").split(".."))
+    place = page.locator("thead th").all_inner_texts().index("tokens")
+    lengths = [int(row.locator("td").nth(place).inner_text()) for row in page.locator("tbody tr").all()[:40]]
+    assert lengths and all(low <= n <= high for n in lengths)
+
+
+def test_tasks_that_are_wrong_every_time_are_three_clicks_away(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address)
+    page.click("nav a:has-text('Rollouts')")
+    page.click("button:has-text('wrong every time')")
+    until(page, "location.hash.includes('ask=wrong')")
+    page.wait_for_selector(".stale", state="detached")
+    page.click("tbody tr")
+    page.wait_for_selector(".replies .reply")
+    assert "0 of 8 right" in page.inner_text("main")
+
+
+def test_a_step_in_a_chart_opens_its_rollouts(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/0/overview")
+    box = page.wait_for_selector(".u-over").bounding_box()
+    page.mouse.click(box["x"] + box["width"] - 3, box["y"] + 20)
+    until(page, "location.hash.includes('rollouts?step=6')")
+
+
+def test_the_cursor_of_text_and_tracks_is_one(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/0/rollout/3/5?c=surprise")
+    page.wait_for_selector(".t.at")
+    page.hover(".t[data-i='15']")
+    assert "token 15" in page.inner_text(".side")
+    box = page.locator(".track canvas").first.bounding_box()
+    page.mouse.click(box["x"] + box["width"] - 2, box["y"] + 5)
+    last = page.locator(".t").count() - 1
+    until(page, f"document.querySelector('.t.at').dataset.i === '{last}'")
+    assert f"t={last}" in page.url
+
+
+def test_a_run_that_goes_on_is_drawn_as_it_goes(browser: Any, folders: list[Path], tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(folders[0], copy, ignore=shutil.ignore_patterns("index", "step-000006*"))
+    (copy / "run.json").write_text((copy / "run.json").read_text().replace('"end"', '"not yet"'))
+    with served([copy]) as address:
+        watched = Watched(browser)
+        watched.page.goto(address + "#/0/rollouts?held=0")
+        watched.page.wait_for_selector("text=320 rollouts")
+        shutil.copy(folders[0] / "rollouts" / "step-000006.parquet", copy / "rollouts" / "step-000006.parquet")
+        watched.page.wait_for_selector("text=384 rollouts")
+        assert not watched.wrong
+        watched.page.close()
+
+
+def test_a_reply_of_many_tokens_makes_few_elements_and_scrolls(browser: Any, tmp_path: Path) -> None:
+    run = generated_runs.make_run(tmp_path / "long", steps=1, groups=1, group=2, tokens=32_000, evals=0)
+    with served([run]) as address:
+        watched = Watched(browser)
+        page = watched.page
+        page.goto(address + "#/0/rollout/1/0")
+        page.wait_for_selector(".t.at")
+        assert page.locator(".t").count() < 8000
+        page.keyboard.press("ArrowRight")
+        page.evaluate("document.querySelector('.tokens').scrollTo(0, 1e9)")
+        until(page, "[...document.querySelectorAll('.chunk')].at(-1).querySelector('.t')")
+        last = page.evaluate("[...document.querySelectorAll('.t')].at(-1).dataset.i")
+        assert int(last) > 15_000 and not watched.wrong
+        page.close()
+
+
+def test_an_exported_file_opens_from_disk_and_asks_nobody(browser: Any, folders: list[Path], tmp_path: Path) -> None:
+    [run] = opened([str(folders[0])])
+    run.read()
+    file = tmp_path / "run.html"
+    file.write_bytes(exported(run, Selection(rollouts=100)))
+    watched = Watched(browser, offline=True)
+    page = watched.page
+    page.goto(file.as_uri())
+    page.wait_for_selector(".question .uplot")
+    page.click("nav a:has-text('Rollouts')")
+    page.wait_for_selector("text=100 rollouts")
+    page.click("th button:has-text('reward')")
+    until(page, "location.hash.includes('sort=-reward')")
+    page.click("tbody tr >> nth=3")
+    page.wait_for_selector(".one .t.at")
+    page.keyboard.press("g")
+    page.wait_for_selector(".replies .reply")
+    assert watched.asked == [file.as_uri()] and not watched.wrong
+    page.close()

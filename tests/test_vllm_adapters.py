@@ -1,0 +1,145 @@
+"""An adapter that is handed to vLLM alone is what it samples with, or the run stops. See `make test-vllm`."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny
+from test_vllm import GAP, complete, digits, gap, needs_vllm, ragged, small
+from tiny_models import make
+
+import posttrain
+from posttrain.engines.adapter_alone import AdapterAlone
+from posttrain.engines.opening import open_engine
+from posttrain.engines.replicas import Many
+from posttrain.engines.vllm import VLLMEngine
+from posttrain.models.adapter_folder import save_adapter
+from posttrain.models.folder import load_model, save_model
+from posttrain.models.lora import Adaptable, LoRA, adapters, attach, begin, decoder_of, targets_of
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.protocols import Alone
+from posttrain.types import UserError
+
+pytestmark = pytest.mark.timeout(1800)  # vLLM takes a quarter of a minute to start, and minutes on a busy machine
+
+
+def adapted(model: Any, rank: int = 4, **how: Any) -> Adaptable:
+    decoder = decoder_of(model)
+    targets = targets_of(decoder)
+    attach(decoder, LoRA(rank, 2.0 * rank, **how), lambda name: name.rpartition(".")[2] in targets)
+    begin(decoder, 0)
+    return decoder
+
+
+def move(model: Adaptable, version: int) -> None:
+    """An update of the adapters."""
+    generator = torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for adapter in adapters(model):
+            adapter.b.add_(0.05 * torch.randn(adapter.b.shape, generator=generator))
+
+
+def of_transformers(tokenizer: Tokenizer, folder: Path) -> Any:
+    return load_model(
+        make(
+            "gemma3_text", folder, vocab_size=tokenizer.vocab_size, hidden_size=64, head_dim=32, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+
+
+@needs_vllm
+@pytest.mark.parametrize("kind", ["native", "native, packed", "gemma3_text"])
+def test_vllm_samples_with_the_newest_adapter_and_gets_nothing_else(
+    kind: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    model = of_transformers(tokenizer, tmp_path) if kind == "gemma3_text" else small(tokenizer)
+    adapted(model, quantize="int8" if "packed" in kind else "")
+    prompts, how = ragged(12)
+    with closing(VLLMEngine(model, tokenizer, slots=16, adapter_alone=True)) as engine:
+        assert engine.counts()["canary"] < GAP
+        engine.shared.laid.write = None  # type: ignore[method-assign, assignment]  # the base never goes over again
+        stale = complete(engine, prompts, how)
+        for version in range(1, 6):
+            move(model, version)
+            engine.load(model, version)
+            assert engine.counts()["canary"] < GAP < 0.01
+        done = complete(engine, prompts, how)
+        assert {c.version for c in done} == {5} and gap(model, prompts, done, 1.0).abs().max() < GAP
+        assert gap(model, prompts, stale, 1.0).abs().max() > 0.1  # the change is one that shows
+
+
+@needs_vllm
+@pytest.mark.parametrize("what", ["some are missing", "the ones before", "other bytes"])
+def test_hand_over_of_an_adapter_that_binds_less_than_it_should_stops_the_run(
+    tokenizer: Tokenizer, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small(tokenizer)
+    adapted(model)
+    before, write = copy.deepcopy(model), AdapterAlone.write
+
+    def wrong(self: AdapterAlone, weights: Any) -> tuple[str, tuple[int, int]]:
+        if what == "the ones before":
+            return write(self, before)
+        folder, (checksum, matrices) = write(self, weights)
+        if what == "other bytes":
+            save_adapter(before, Path(folder))
+            return folder, (checksum, matrices)
+        some = small(tokenizer)
+        attach(some, LoRA(4, 8.0), lambda name: "layers.0" in name)
+        begin(some, 0)
+        _, (checksum, _) = write(self, some)
+        return folder, (checksum, matrices)
+
+    with closing(VLLMEngine(model, tokenizer, slots=4, adapter_alone=True)) as engine:
+        for version in (1, 2, 3, 4):
+            move(model, version)
+        monkeypatch.setattr(AdapterAlone, "write", wrong)
+        message = {
+            "some are missing": "has adapters in 7 of 14 matrices, after it took over version 1",
+            "the ones before": "nats off the learner's log-probabilities.* after it took over version 1",
+            "other bytes": "version 1 with checksum .*, not ",
+        }
+        with pytest.raises(UserError, match=message[what]):
+            engine.load(model, 1)
+
+
+@needs_vllm
+def test_a_run_learns_with_adapters_handed_over_alone_and_logs_the_mismatch(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    save_model(small(tokenizer), tmp_path / "start", tokenizer)
+    tasks = [{"id": str(i), "prompt": f"{i}+1="} for i in range(6)]
+    run = posttrain.rl(
+        tasks, env=digits, model=str(tmp_path / "start"), out=str(tmp_path / "run"), engine="vllm", handover="adapter",
+        slots=64, lora=4, algorithm="grpo", kl=0.0, lr=2e-2, steps=6, prompts=6, group=16, max_tokens=8, quiet=True,
+    )  # fmt: skip
+    rows = run.metrics
+    assert rows[-1]["reward"] > rows[0]["reward"] + 0.2
+    for row in rows:
+        assert row["ratio/first"] == 1.0 and row["sampler/gap/max"] < 1e-3 and row["sampler/kl"] < 1e-6
+
+
+def test_what_cannot_be_handed_over_alone_is_refused_in_one_line(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match="and the model has none: give --lora"):
+        AdapterAlone(tiny(tokenizer))
+    with pytest.raises(UserError, match="vLLM computes plain adapters, not DoRA: leave it out, they are merged"):
+        AdapterAlone(adapted(tiny(tokenizer), dora=True))
+    with pytest.raises(UserError, match="not ranks above 512"):
+        AdapterAlone(adapted(tiny(tokenizer), rank=600))
+    with pytest.raises(UserError, match="--handover adapter is of one process of training with one vLLM of its own"):
+        Many(2, handover="adapter").of(Alone())
+    with pytest.raises(UserError, match="--handover adapter is of vLLM: give --engine vllm, or leave it out"):
+        open_engine("local", adapted(tiny(tokenizer)), tokenizer, 4, "float32", many=Many(handover="adapter"))
+
+
+def test_room_is_made_for_the_next_rank_that_vllm_knows(tokenizer: Tokenizer) -> None:
+    for rank, room in ((1, 1), (3, 8), (8, 8), (65, 128)):
+        alone = AdapterAlone(adapted(tiny(tokenizer), rank=rank))
+        assert alone.room == room
+        alone.close()

@@ -338,7 +338,13 @@ def test_backed_model_learns_and_goes_on_exactly(kind: str, tmp_path: Path, toke
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights cannot be trained"),
         ({"num_hidden_layers": 3}, "lacks tensors"),
         ({"num_hidden_layers": 1}, "holds unknown tensors"),
-        ({"hidden_size": 64}, "shape|cannot open"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000; it must be a whole number from 0 to"),
+        ({"hidden_size": 64}, r"has shape \[.*\], config.json says \[.*64"),
+        (
+            {"vocab_size": 2**40},
+            "announces 35,184,.* parameters, 131,.* GiB of weights; .* are free: correct the sizes",
+        ),
+        ({"sliding_window": None}, "the forward of Gemma3ForCausalLM fails, correct config.json: .*sliding_window"),
     ],
 )
 def test_folder_that_is_not_what_it_says_is_refused_in_one_line(
@@ -353,6 +359,19 @@ def test_folder_that_is_not_what_it_says_is_refused_in_one_line(
     with pytest.raises(UserError, match=message) as caught:
         load_model(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_weights_that_mean_nothing_without_scales_are_refused(
+    dtype: torch.dtype, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for file in folders("phi").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    stored = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.fc1.weight"
+    save_file({**stored, name: stored[name].to(dtype)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=f"{name} is stored as .*: give the unquantized checkpoint"):
+        load_model(tmp_path)
 
 
 def test_weights_that_are_not_finite_are_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:

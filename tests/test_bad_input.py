@@ -209,6 +209,18 @@ BROKEN: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.parametrize("verb", ["sft", "rl", "eval"])
+def test_a_tokenizer_of_another_model_is_refused(
+    place: Path, capfd: pytest.CaptureFixture[str], tokenizer: Tokenizer, verb: str
+) -> None:
+    """Where no text that is read has a token beyond the vocabulary too: each would be another word."""
+    save_model(tiny(tokenizer), place / "another", tokenizer)
+    known = "".join(token for token in tokenizer.vocabulary if len(token) == 1)
+    many = "".join(chr(code) for code in range(0x4E00, 0x4E00 + tokenizer.vocab_size))
+    Tokenizer.train([known * 9, many], 4096, "characters").save(place / "another")
+    refused(capfd, words(verb, model="another"), "do not belong together", "copy the model's own tokenizer.json")
+
+
 @pytest.mark.parametrize("verb", ["rl", "eval"])
 @pytest.mark.parametrize("case", BROKEN)
 def test_reward_that_can_score_nothing_is_warned_of_and_then_ends_the_run_in_one_line(

@@ -334,6 +334,19 @@ def test_pictures_that_a_model_cannot_see_are_refused(
     refused(lacking, "shows 0 places for 1 pictures")
 
 
+@pytest.mark.parametrize(
+    ("id", "said"), [(9999, "token 9999 is .* vocabulary ends at"), (2, "no reply would ever end")]
+)
+def test_placeholders_that_can_be_none_are_refused(
+    id: int, said: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(folders("smolvlm"), tmp_path / "other")
+    file = tmp_path / "other/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "image_token_id": id}))
+    with pytest.raises(UserError, match=said):
+        load_model(file.parent)
+
+
 def test_text_that_stands_for_a_picture_is_refused(folders: Callable[[str], Path], reader: Tokenizer) -> None:
     tokenizer, digest = Tokenizer.load(folders("qwen3_vl")), PICTURES.hold(drawn(1))
     for text, pictures in (("a <image>", []), ("<image><image>", [digest])):

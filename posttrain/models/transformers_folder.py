@@ -22,6 +22,7 @@ from torch import Tensor
 
 from posttrain.batch import Layout
 from posttrain.messages import one_line
+from posttrain.models.announced import check_layers, check_room, other_shape
 from posttrain.models.backed import NAME, Backed, NotFlatError, Way, attending, segment_attention
 from posttrain.models.config_json import read_eos_ids
 from posttrain.models.folder import HEADS, SCORE, is_reward_model
@@ -30,7 +31,7 @@ from posttrain.models.headless import let_head_go, names_of_head
 from posttrain.models.image_processor import ImageProcessor, placeholder_ids
 from posttrain.models.json_files import read_json, shown, write_json
 from posttrain.models.lora import plain_weights
-from posttrain.models.memory import available_memory, in_gib
+from posttrain.models.memory import available_memory
 from posttrain.models.outline import context_of
 from posttrain.models.routing import attach, find_routers, watching
 from posttrain.models.rows import is_sharded, whole
@@ -78,6 +79,10 @@ def load_backed(
     text = source.get("text_config")
     ends = {**(text if isinstance(text, dict) else {}), **source}
     model.eos_ids = read_eos_ids(folder, ends, model.generation, model.config.vocab)
+    if model.vision is not None and set(model.eos_ids) & set(model.vision.placeholders):
+        raise UserError(
+            f"{folder / 'config.json'}: one token ends replies and stands for pictures: no reply would ever end"
+        )
     choose_way(model, folder)
     if headless:
         let_head_go(model)
@@ -110,6 +115,12 @@ def _vision(inner: Any, folder: Path, source: Mapping[str, Any]) -> Vision | Non
     processor = ImageProcessor.of(folder, source)
     if processor is None or not hasattr(inner.base_model, "get_image_features"):
         return None
+    vocab = inner.get_output_embeddings().weight.shape[0]
+    if odd := [id for id in placeholder_ids(source) if not 0 <= id < vocab]:
+        raise UserError(
+            f"{folder / 'config.json'}: token {odd[0]} is to stand for pictures or films, and the vocabulary ends at "
+            f"{vocab - 1}"
+        )
     return Vision(inner, processor, placeholder_ids(source))
 
 
@@ -179,32 +190,33 @@ def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
 
 
 def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: bool, headless: bool) -> Any:
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
 
     kind: Any = AutoModelForCausalLM
     if source.get("model_type") in SEEING and isinstance(source.get("vision_config"), dict):
         kind = AutoModelForImageTextToText
-    files = list(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{folder} holds no safetensors files: copy or convert the weights")
-    needed, room = sum(file.stat().st_size for file in files), available_memory(torch.device("cpu"))
-    if needed > room:
-        raise UserError(f"{folder} holds {in_gib(needed)} of weights; {in_gib(room)} of memory are free")
-    model_type, more = source.get("model_type"), {}
+    check_layers(folder, source)
+    how: dict[str, Any] = dict(trust_remote_code=trust, local_files_only=True)
+    model_type, more, shapes = source.get("model_type"), {}, {}
     if read_json(folder / "config.json").get("model_type") != model_type:  # a reward model of a form that is ours alone
         described: Any = CONFIG_MAPPING[model_type]  # type: ignore[index]
         entries, _ = described.get_config_dict(folder)  # as it reads files: with infinities
         more["config"] = described.from_dict({**entries, "model_type": model_type})
     try:
         with _quiet():
+            config = more.get("config") or AutoConfig.from_pretrained(folder, **how)
+            with torch.device("meta"):
+                shapes = check_room(folder, kind.from_config(copy.deepcopy(config), trust_remote_code=trust), dtype)
             opened: Any = kind.from_pretrained(
-                folder, dtype=dtype, trust_remote_code=trust, local_files_only=True, use_safetensors=True,
-                output_loading_info=True, **more,
-            )  # fmt: skip
+                folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **how, **more
+            )
+    except UserError:
+        raise
     except Exception as error:  # transformers raises whatever its models' code does
-        said = " ".join(str(error).split())
-        raise UserError(f"{folder}: transformers cannot open {model_type} as a language model: {said:.300}") from error
+        other = other_shape(folder, shapes)
+        said = f"{folder}: {other}" if other else f"{folder}: transformers cannot open {model_type} as a language model"
+        raise UserError(said if other else f"{said}: {one_line(error):.300}") from error
     inner, told = opened
     _check_tensors(folder, inner, told, headless)
     return inner
@@ -253,7 +265,15 @@ def choose_way(model: Backed, folder: Path) -> None:
     _register()
     limit = TOLERANCE if model.head.dtype in (torch.float32, torch.float64) else COARSE
     with torch.no_grad(), _quiet():
-        own, states = _own_forward(model, folder)
+        try:
+            own, states = _own_forward(model, folder)
+        except UserError:
+            raise
+        except Exception as error:  # config.json may say what its code does not expect
+            kind = type(model.inner).__name__
+            raise UserError(
+                f"{folder}: the forward of {kind} fails, correct config.json: {one_line(error):.300}"
+            ) from error
         model.scale, model.cap = _head_of(model, states, own)
         apart = _difference(model.head.logits(states), own)
         if not apart <= limit:

@@ -33,6 +33,7 @@ from posttrain.user_code import load_named
 TRIAL_TURNS = 8  # of a sample reply to an environment that may wait for a word which it does not contain
 READ_FOR_UNKNOWN = 20  # tasks
 MOST_UNKNOWN = 0.01  # share of their tokens that may be unknown to the tokenizer
+MOST_BEYOND = 1.05  # times the vocabulary: some checkpoints lack a few tokens that are never used in texts
 SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}")
 
 
@@ -265,7 +266,12 @@ def fitting(tasks: Tasks | None, pool: EnvPool, tokenizer: Tokenizer, too_long: 
 
 
 def end_tokens(model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that end a reply. Raises UserError if there is none: nothing would ever stop."""
+    """The ids that end a reply. Raises UserError if there is none: nothing would ever stop; and for another's tokenizer."""
+    if tokenizer.vocab_size > MOST_BEYOND * model.config.vocab:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model's vocabulary {model.config.vocab:,}: they do not "
+            "belong together; copy the model's own tokenizer.json and tokenizer_config.json into its folder"
+        )
     if model.eos_ids:
         return model.eos_ids
     if tokenizer.eos_id is None:

@@ -1,4 +1,4 @@
-"""What the record of single tokens costs: python benchmarks/record_cost.py [--rounds 12]
+"""What the record of single tokens costs: python benchmarks/record/cost.py [--rounds 12]
 
 Each case is one run of GRPO. Every gradient of it is computed four times, with the tap of each level of --record in turn
 and in an order that changes, so that levels are compared on the same rollouts, weights and moments of the machine; then
@@ -35,7 +35,7 @@ from posttrain.sources.recording import GROUPS
 from posttrain.sources.rl import Experience
 from posttrain.types import Outcome
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 LEVELS = ("tokens", "sample", "full")
 GOALS = {"sample": 1.0, "full": 3.0}  # % of a step, over "tokens"
 

@@ -8,6 +8,7 @@ where zstd finds them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -58,18 +59,24 @@ def write_table(path: Path, table: pa.Table, ending: str = ".tmp") -> None:
     unfinished = path.with_name(path.name + ending)
     split = [name for name in _SPLIT if name.removesuffix(_ELEMENT) in table.schema.names]
     leaves = [leaf for field in table.schema for leaf in _leaves(field.name, field.type) if leaf not in split]
-    with naming(path), unfinished.open("wb") as file:
-        parquet.write_table(
-            table,
-            file,
-            row_group_size=_rows_together(table),
-            compression="zstd",
-            compression_level=LEVEL,
-            use_dictionary=leaves,
-            column_encoding=dict.fromkeys(split, "BYTE_STREAM_SPLIT"),
-            write_statistics=False,
-        )
-    unfinished.replace(path)
+    try:
+        with naming(path), unfinished.open("wb") as file:
+            parquet.write_table(
+                table,
+                file,
+                row_group_size=_rows_together(table),
+                compression="zstd",
+                compression_level=LEVEL,
+                use_dictionary=leaves,
+                column_encoding=dict.fromkeys(split, "BYTE_STREAM_SPLIT"),
+                write_statistics=False,
+                write_page_checksum=True,
+            )
+        unfinished.replace(path)
+    except OSError:  # no room: what is not whole is of no use
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 def _rows_together(table: pa.Table) -> int:

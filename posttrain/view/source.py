@@ -96,6 +96,7 @@ def scalars(folder: Path, files: dict[Part, File]) -> Iterator[pa.Table]:
             yield short(_checked(file.path, [n for n in ROLLOUTS.names if n in _WANTED]), part.held_out)
 
 
+_UNUSED = {"step_rewards", "versions", "media", "branch_of", "branch_turns", "branch_taken"}
 _WANTED = {*INDEX.names, "prompt", "text"}
 
 
@@ -110,7 +111,7 @@ def _fresh(path: Path, files: dict[Part, File]) -> pa.Table | None:
     wanted = {f"{file.path.parent.name}/{file.path.name}": file.stamp[1] for file in files.values()}
     try:
         made_of = (parquet.read_schema(path).metadata or {}).get(MADE_OF, b"null")
-        return _checked(path, INDEX.names) if json.loads(made_of) == wanted else None
+        return _checked(path, [n for n in INDEX.names if n not in _UNUSED]) if json.loads(made_of) == wanted else None
     except (OSError, ValueError, pa.ArrowException, UserError):
         return None
 

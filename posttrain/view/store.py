@@ -209,8 +209,8 @@ class Store:
         parts = _parts_of(table)
         for name in parts:
             if name not in self.parts:
-                self.parts.append(name)
                 self._database.execute(f"alter table base add column {named('part.' + name)} double")
+                self.parts.append(name)  # only now: who asks meanwhile is told of the columns there are
         table = table.drop_columns(["parts"])
         for name, values in parts.items():
             table = table.append_column(f"part.{name}", values)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,11 +149,23 @@ def contains_answer(prompt: str | None, columns: Mapping[str, Any] | None) -> bo
     return False
 
 
+_kept: WeakKeyDictionary[Store, tuple[tuple[int, bool], float | None]] = WeakKeyDictionary()
+
+
 def leaks(store: Store) -> float | None:
     """Share of the tasks whose prompts contain their answers, if that tells some of them from others."""
+    stamp = (store.version, store.searchable)
+    known = _kept.get(store)
+    if known is None or known[0] != stamp:
+        known = _kept[store] = (stamp, _share(store))
+    return known[1]
+
+
+def _share(store: Store) -> float | None:
     rows = store.ask(
-        """select distinct p.value as prompt, c.value as columns from full_texts f
-           join strings p on p.id = f.prompt join strings c on c.id = f.columns order by all limit ?""",
+        """with t as (select distinct prompt, columns from full_texts where columns is not null order by all limit ?)
+           select p.value as prompt, c.value as columns from t
+           join strings p on p.id = t.prompt join strings c on c.id = t.columns""",
         [TASKS],
     )
     if not rows:

@@ -159,7 +159,7 @@ function Token({ row, at, all, ratio, clip, about }) {
   const a = all.find((m) => m.name === "advantage")?.values[at];
   if (clip && about.bounds && has(clip[at])) add("clip", html`<span class=${clip[at] ? "down" : ""}>${clipText(ratio[at], a, about.bounds)}</span>`);
   for (const m of all) if (["entropy", "advantage", "kl", "value", "returns"].includes(m.name) && has(m.values[at])) add(m.name === "kl" ? "KL (k3)" : m.says, f(m.values[at]));
-  if (has(n("weight"))) add("push on weights", html`${f(n("weight"))}${pushed(row, at) ? html` <span class="pill bad" title=${PUSHED}>pushed though clipped</span>` : ""}`, PUSH);
+  if (has(n("weight"))) add("push on weights", html`${f(n("weight"))}${pushed(row, at) ? html` <span class="bad" title=${PUSHED}>pushed though clipped</span>` : ""}`, PUSH);
   if (has(n("after"))) add("by the step", `${f(Math.exp(old))} → ${f(Math.exp(n("after")))}`);
   if (has(n("kept"))) add("kept by entropy", n("kept") ? "yes" : "no");
   if (has(row.versionAt[at])) add("version of the weights", html`${row.versionAt[at]} <span class="faint">as the engine reports</span>`);

@@ -32,7 +32,7 @@ function Changes({ run, data, stale }) {
   const measure = data.measures.find((m) => m.name === data.by);
   const push = data.by === "push";
   return html`<div class=${`fading ${stale ? "stale" : ""}`}>
-    <div class="card gap row"><div><b>${measure.says}</b><div class="soft small">${whole(data.n)} tokens, mean size ${f(data.size)}, mean ${f(data.mean)}</div><div class="soft small">${measure.about}</div>${data.pushed?.length ? html`<div class="bad">${whole(data.pushed.length)} token${data.pushed.length === 1 ? "" : "s"} pushed though clipped: ${data.pushed.slice(0, 6).map(([index, at]) => html`<a href=${to(run, "rollout", [data.step, index], { t: at, c: "push" })}>rollout ${index}, token ${at}</a> `)}</div>` : ""}</div><span class="fill"></span>
+    <div class="card gap row"><div><b>${measure.says}</b><div class="soft small">${whole(data.n)} tokens, mean size ${f(data.size)}, mean ${f(data.mean)}</div><div class="soft small">${measure.about}</div>${data.pushed?.length ? html`<div class="bad">${whole(data.pushed.length)} token${data.pushed.length === 1 ? "" : "s"} pushed though clipped: ${data.pushed.slice(0, 6).map(([index, at], i) => html`${i ? " · " : ""}<a href=${to(run, "rollout", [data.step, index], { t: at, c: "push" })}>rollout ${index}, token ${at}</a>`)}</div>` : ""}</div><span class="fill"></span>
       <svg width="330" height="56" role="img" aria-label="histogram of the changes">${data.histogram.counts.map((n, i) => {
         const tall = n ? 2 + (36 * Math.log1p(n)) / Math.log1p(most) : 0;
         return html`<rect x=${i * 8} y=${40 - tall} width="7" height=${tall} class=${i < 20 ? "hist-down" : i > 20 ? "hist-up" : "hist-zero"}><title>${`${f(data.histogram.low + i * data.histogram.width)}: ${whole(n)} tokens`}</title></rect>`;

@@ -3,7 +3,7 @@
 import { Histogram } from "./chart.js";
 import { f, line, visible, whole } from "./format.js";
 import { change, exported, go, here, part, to } from "./net.js";
-import { Fate, html, Problem, Signed, useAnswer, useEffect, useKeys, useRef, useState } from "./ui.js";
+import { Fate, html, Problem, Signed, useAnswer, useEffect, useKeys, useMemo, useRef, useState } from "./ui.js";
 
 const OWN = ["sort", "as", "sel", "offset"]; // what is no filter
 
@@ -59,6 +59,8 @@ export function Rollouts({ run, about, questions, query }) {
     document.querySelector("tr.sel")?.scrollIntoView({ block: "nearest" });
   }, [at]);
   const most = Math.max(...rows.map((r) => Math.abs(r.advantage || 0)), 0.01);
+  const body = useMemo(() => rows.map((row, i) => html`<tr class=${`r${i === at ? " sel" : ""}`} key=${`${part(row)}/${groups ? row.first : row.index}`} onClick=${() => open(row)}>
+        ${groups ? html`<${GroupCells} row=${row} />` : html`<${Cells} ...${{ row, run, parts, most, success: about.success }} />`}</tr>`), [data, at, about.success]); // not drawn again when a histogram arrives
   const set = (changes) => change({ ...changes, offset: "", sel: "" });
   return html`
     <${Bar} ...${{ about, query, filters, set, search, questions, groups }} count=${data?.count} />
@@ -67,8 +69,7 @@ export function Rollouts({ run, about, questions, query }) {
     ${problem ? html`<${Problem} text=${problem} />` : ""}
     <div class=${`card list long fading ${stale ? "stale" : ""}`} data-of=${of}><table>
       <thead><tr>${(groups ? GROUPS : [...COLUMNS.slice(0, 6), ...parts.map((p) => [`part.${p}`, p, "n"]), ...COLUMNS.slice(6)]).map(([name, says, kind]) => html`<${Head} ...${{ name, says, kind, sort: query.sort || "", set }} />`)}</tr></thead>
-      <tbody>${rows.map((row, i) => html`<tr class=${`r${i === at ? " sel" : ""}`} key=${`${part(row)}/${groups ? row.first : row.index}`} onClick=${() => open(row)}>
-        ${groups ? html`<${GroupCells} row=${row} />` : html`<${Cells} ...${{ row, run, parts, most, success: about.success }} />`}</tr>`)}</tbody></table>
+      <tbody>${body}</tbody></table>
       ${data && !rows.length ? html`<div class="empty">Nothing fits. <kbd>x</kbd> takes all filters away.</div>` : ""}</div>
     <div class="row" style=${{ marginTop: "8px" }}>
       <span class="soft">${data ? `${whole(offset + (rows.length ? 1 : 0))}–${whole(offset + rows.length)} of ${whole(data.count)}` : ""}</span>

@@ -90,6 +90,7 @@ def main() -> None:
         f"next        .venv/bin/posttrain rl --model {out / 'sft'} --tasks {out / 'practice.jsonl'} --env arithmetic "
         "--algorithm dr-grpo --prompts 128 --lr 7e-4 --max-tokens 4"
     )
+    print(f"look        .venv/bin/posttrain view {learned.path}")
 
 
 if __name__ == "__main__":

@@ -225,14 +225,10 @@ class Step:
     updates: Sequence[Callable[[], Sequence[Batch]]]  # called in order, each just before its optimizer update
     stats: Stats
     tokens: int = 0  # sampled, or imitated, in this step: what its speed is measured by
-    rollouts: list[Outcome] = field(default_factory=list)
-    """All that were played, in order, and those that were replayed behind them. What became of them is known when
-    `Source.learned` has been called, which completes them in place."""
+    played: Sequence[Rollout] = ()  # in order
+    outcomes: list[Outcome] = field(default_factory=list)
+    """What became of those that were played, in their order, and behind them of those that were replayed; or of given rows
+    that are recorded. It is known when `Source.learned` has been called, which completes it in place."""
     seconds: Mapping[str, float] = field(default_factory=dict)  # what took time in it: "waiting" for environments alone
     counts: Mapping[str, float] = field(default_factory=dict)  # of services and engines: they depend on the clock
     work: Mapping[str, float] = field(default_factory=dict)  # what the engine counted in it: see `engines.pace`
-    shown: list[Outcome] = field(default_factory=list)  # given rows that are recorded; completed likewise
-
-    @property
-    def played(self) -> list[Rollout]:
-        return [outcome.rollout for outcome in self.rollouts if not outcome.replayed]

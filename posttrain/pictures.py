@@ -221,7 +221,7 @@ def digests(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _said(error: BaseException) -> str:
-    return inline(re.sub(r"<_io\.BytesIO[^>]*>", "the file", message_of(error))) or type(error).__name__
+    return inline(re.sub(r"(image file )?<_io\.BytesIO[^>]*>", "it", message_of(error))) or type(error).__name__
 
 
 def _read(path: Path) -> bytes:

@@ -57,17 +57,20 @@ class Sink:
 
         names = dict.fromkeys(name for _, columns in self._passed for name in columns)
         for name in names:
+            taps = [tap for tap, columns in self._passed if name in columns]
             parts = [
-                (place, columns[name][first:last].float())
+                columns[name][first:last].float()
                 for tap, columns in self._passed
                 if name in columns
-                for place, first, last in tap.spans
+                for first, last in tap.runs
             ]
-            if parts:
-                whole = torch.cat([values for _, values in parts]).cpu()
-                pieces = whole.split([len(values) for _, values in parts])
-                for (place, _), piece in zip(parts, pieces, strict=True):
-                    self.found.setdefault(place, {})[name] = piece.numpy()
+            if not parts:
+                continue
+            whole, begin = torch.cat(parts).cpu().numpy(), 0
+            for place, first, last in (span for tap in taps for span in tap.spans):
+                end = begin + last - first
+                self.found.setdefault(place, {})[name] = whole[begin:end]
+                begin = end
         self._passed.clear()
         for columns in self.found.values():
             share = columns.pop(SHARE, None)
@@ -95,6 +98,16 @@ class Tap:
     @property
     def entropy(self) -> bool:
         return bool(self.spans) and self.sink.entropy
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """The same rows, neighbours together."""
+        found: list[tuple[int, int]] = []
+        for _, first, last in self.spans:
+            if found and found[-1][1] == first:
+                first = found.pop()[0]
+            found.append((first, last))
+        return found
 
     def watch(self, outputs: Outputs) -> None:
         """Those of the update's forward pass. What a token weighs is known when its gradient passes by.

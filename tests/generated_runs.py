@@ -206,7 +206,7 @@ def played(
                 "version": step - 1,
                 "versions": [step - 1],
                 "notes": json.dumps({"colour": "red"}) if member == 0 else None,
-                **(_numbers(rng, n, row["engine"], fate) if numbers and place % 4 != 3 else {}),
+                **(_numbers(rng, n, row["engine"], fate, advantage) if numbers and place % 4 != 3 else {}),
             }
         )
     return found
@@ -273,7 +273,7 @@ def _row(text: Tokenizer, begin: Sequence[int], ids: Sequence[int], agent: bool)
     }
 
 
-def _numbers(rng: np.random.Generator, n: int, engine: np.ndarray, fate: str) -> dict[str, Any]:
+def _numbers(rng: np.random.Generator, n: int, engine: np.ndarray, fate: str, advantage: float = 1.0) -> dict[str, Any]:
     before = engine + rng.normal(0, 1e-4, n).astype(np.float32)
     learner = before + rng.normal(0, 0.08, n).astype(np.float32)
     own = {
@@ -281,7 +281,7 @@ def _numbers(rng: np.random.Generator, n: int, engine: np.ndarray, fate: str) ->
         "learner": learner,
         "reference": before - rng.normal(0, 0.2, n).astype(np.float32),
         "entropy": rng.exponential(0.9, n).astype(np.float32),
-        "weight": np.full(n, 0.0 if fate != "trained" else 1 / (64 * n), dtype=np.float32),
+        "weight": np.full(n, 0.0 if fate != "trained" else advantage / (64 * n), dtype=np.float32),
         "after": np.minimum(before + rng.normal(0, 0.15, n), -1e-6).astype(np.float32),
     }
     assert own.keys() <= set(NUMBERS)

@@ -17,7 +17,7 @@ import torch
 from branching import STOP
 from conftest import tiny
 from episodes import said
-from test_rl_source import row, source
+from test_rl_source import accounted, row, source
 
 import posttrain
 from posttrain.algorithms.aggregate import TokenMean
@@ -540,8 +540,9 @@ def test_tokens_of_a_step_are_those_that_were_sampled(tokenizer: Tokenizer) -> N
 def test_without_tools_arpo_is_grpo_to_the_last_bit(tokenizer: Tokenizer) -> None:
     found = []
     for name in ("grpo", "arpo"):
-        step = source(tokenizer, row(name)).produce(1)
-        told = [(o.rollout, o.advantage) for o in step.rollouts]
+        experience = source(tokenizer, row(name))
+        experience.produce(1)
+        told = [(o.rollout, o.advantage) for o in accounted(experience)]
         found.append([(r.text, r.reward, [t.as_dict() for t in r.transcripts], a) for r, a in told])
     assert found[0] == found[1]
 

@@ -187,7 +187,8 @@ def test_only_what_a_run_has_written_is_named_at_its_end(place: Path, capsys: py
     (place / "pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
     assert main("prefer --tasks pairs.jsonl --model start --steps 1 --threads 1 --out preferred".split()) == 0
     said = capsys.readouterr().out
-    assert str(Path("preferred") / "curves.png") in said and "rollouts" not in said
+    assert str(Path("preferred") / "curves.png") in said
+    assert ("rollouts" in said) == (place / "preferred" / "rollouts").exists()
 
 
 def test_eval_compares_two_checkpoints_and_writes_its_figures(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,7 @@ def test_fates_add_up_to_what_was_played_and_each_is_what_happened(tokenizer: To
     fates: set[Fate] = set()
     for number in (1, 2):
         step, before, times = played(experience, number)
-        own = [o for o in step.rollouts if not o.replayed]
+        own = [o for o in step.outcomes if not o.replayed]
         assert {id(o.rollout) for o in own} == before and len(own) == len(before), (
             "one account for each that was played"
         )
@@ -114,7 +114,7 @@ def test_fates_add_up_to_what_was_played_and_each_is_what_happened(tokenizer: To
             told = outcome.flags or outcome.fate is not Fate.TRAINED
             assert told or not still, "whoever learns from a rollout without an advantage says why"
             fates.add(outcome.fate)
-        again = [o for o in step.rollouts if o.replayed]
+        again = [o for o in step.outcomes if o.replayed]
         assert not again or algorithm.replay
         assert len(again) == len(times.keys() - before)
     wanted = {Fate.INVALID, Fate.SMALL, Fate.TRAINED}
@@ -178,7 +178,7 @@ def test_numbers_of_tokens_are_those_of_their_updates(tokenizer: Tokenizer, name
                     weights[key] = weights.get(key, torch.zeros(int(mine.sum()))) + slope[mine]
     experience.learned(step, stats)
     assert last
-    for outcome in (o for o in step.rollouts if id(o.rollout) in last):
+    for outcome in (o for o in step.outcomes if id(o.rollout) in last):
         key, numbers = id(outcome.rollout), outcome.numbers
         assert numbers["learner"].tolist() == last[key]["learner"].tolist(), "bit for bit"
         assert numbers["entropy"] == pytest.approx(last[key]["entropy"].numpy(), abs=1e-5)
@@ -220,7 +220,7 @@ def test_a_sample_has_eight_groups_by_the_seed_alone_and_none_are_taken_of_ids_a
 
 def outcomes(tokenizer: Tokenizer, algorithm: Algorithm, env: Any, **how: Any) -> list[Outcome]:
     experience = source(tokenizer, algorithm, env, **how)
-    return played(experience, 1)[0].rollouts
+    return played(experience, 1)[0].outcomes
 
 
 def level(task: Task, reply: str) -> float:
@@ -264,7 +264,7 @@ def test_an_update_that_was_skipped_is_flagged_on_what_it_was_given(tokenizer: T
         batches = [replace(b, weight=b.weight * math.nan) for b in build()] if place == 1 else build()
         assert experience.learner.update(batches, objective)["skipped"][0] == (place == 1)
     experience.learned(step, Stats())
-    for outcome in (o for o in step.rollouts if o.fate is Fate.TRAINED):
+    for outcome in (o for o in step.outcomes if o.fate is Fate.TRAINED):
         there = id(outcome.rollout) in skipped
         assert outcome.flags == (("update skipped",) if there else ())
         assert outcome.why.endswith("of 3, which was skipped" if there else "of 3")
@@ -278,7 +278,7 @@ def test_shaping_and_penalty_are_what_the_reward_gained_and_lost(tokenizer: Toke
     assert all(o.penalty == 0 for o in shaped)
     experience = source(tokenizer, row("rloo", kl=0.5, prompts=6), size=(6, 4))
     experience.recording = Recording("full")
-    for outcome in played(experience, 1)[0].rollouts:
+    for outcome in played(experience, 1)[0].outcomes:
         before, reference = outcome.numbers["before"], outcome.numbers["reference"]
         assert outcome.penalty == pytest.approx(0.5 * float((before - reference).sum()), abs=1e-5)
         assert outcome.shaping == 0
@@ -287,14 +287,14 @@ def test_shaping_and_penalty_are_what_the_reward_gained_and_lost(tokenizer: Toke
 def test_tokens_that_are_not_selected_are_told(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("dr-grpo", top_entropy=0.3, prompts=6), size=(6, 4))
     experience.recording = Recording("full")
-    kept = [o.numbers["kept"] for o in played(experience, 1)[0].rollouts]
+    kept = [o.numbers["kept"] for o in played(experience, 1)[0].outcomes]
     tokens = np.concatenate(kept)
     assert tokens.dtype == bool and tokens.sum() == round(0.3 * len(tokens))
 
 
 def test_replayed_rollouts_are_the_same_after_a_resumption(tokenizer: Tokenizer) -> None:
     def told(step: Step) -> list[tuple[Any, ...]]:
-        again = [o for o in step.rollouts if o.replayed]
+        again = [o for o in step.outcomes if o.replayed]
         return [(o.rollout.task, o.rollout.group, o.rollout.text, o.advantage, o.why) for o in again]
 
     experience = source(tokenizer, row("sac", replay=30, minibatches=3))

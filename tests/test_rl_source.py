@@ -46,6 +46,7 @@ from posttrain.types import (
     Completion,
     Invalid,
     InvalidKind,
+    Outcome,
     Reply,
     Rollout,
     Sampling,
@@ -121,6 +122,12 @@ def ledger_of(credited: Credited, algorithm: Algorithm = TABLE["grpo"]) -> Ledge
     ledger = Ledger(algorithm, 1, credited.rollouts, {}, SAMPLE)
     ledger.credit(credited)
     return ledger
+
+
+def accounted(experience: Experience) -> list[Outcome]:
+    """What is known of the rollouts of a step that was made and not learned from yet."""
+    assert experience._ledger is not None
+    return experience._ledger.outcomes()
 
 
 def weights(learner: LocalLearner) -> torch.Tensor:
@@ -224,12 +231,12 @@ def test_what_a_token_is_told_is_its_own_rollout_s_though_others_were_dropped(to
             valid.setdefault(rollout.group, []).append(rollout.reward)
     sizes = [len(own) for own in valid.values()]
     assert 2 <= min(sizes[:3]) < 4 and min(sizes) >= 2, "a group before others has to lose a member"
-    for rollout, told in ((o.rollout, o.advantage) for o in step.rollouts):
+    for rollout, told in ((o.rollout, o.advantage) for o in accounted(experience)):
         own = valid[rollout.group]
         lost = isinstance(rollout.reward, Invalid)
         expected = None if lost else pytest.approx(rollout.reward - sum(own) / len(own), abs=1e-6)  # type: ignore[operator]
         assert told == expected
-    advantage = {id(o.rollout): o.advantage for o in step.rollouts}
+    advantage = {id(o.rollout): o.advantage for o in accounted(experience)}
     fed = 0
     for place, build in enumerate(step.updates):
         rollouts = learned_from(build)
@@ -298,10 +305,13 @@ def test_a_task_that_comes_twice_in_a_step_makes_two_groups(tokenizer: Tokenizer
 
 
 def test_reward_penalty_of_rloo_reaches_the_advantage(tokenizer: Tokenizer) -> None:
-    plain = source(tokenizer, row("rloo", kl=0.0)).produce(1)
-    punished = source(tokenizer, row("rloo", kl=0.5)).produce(1)
-    same = [r.transcripts[0].tokens for r in plain.played] == [r.transcripts[0].tokens for r in punished.played]
-    assert same and [o.advantage for o in plain.rollouts] != [o.advantage for o in punished.rollouts]
+    told = []
+    for kl in (0.0, 0.5):
+        experience = source(tokenizer, row("rloo", kl=kl))
+        experience.produce(1)
+        told.append([(o.rollout.transcripts[0].tokens, o.advantage) for o in accounted(experience)])
+    tokens, advantages = ([[own[i] for own in one] for one in told] for i in (0, 1))
+    assert tokens[0] == tokens[1] and advantages[0] != advantages[1]
 
 
 def invalidate(rollouts: list[Rollout], *places: int) -> list[Rollout]:
@@ -473,8 +483,9 @@ def test_rollouts_without_advantage_are_fed_only_where_something_else_moves_thei
         return digits(task, reply) if task["id"] in "024" else 1.0
 
     for name, every in (("dr-grpo", False), ("grpo", True)):
-        step = source(tokenizer, row(name), coarse, size=(6, 4)).produce(1)
-        told = {id(o.rollout): o.advantage for o in step.rollouts}
+        experience = source(tokenizer, row(name), coarse, size=(6, 4))
+        step = experience.produce(1)
+        told = {id(o.rollout): o.advantage for o in accounted(experience)}
         for build in step.updates:
             rollouts = learned_from(build)
             fed = {i for b in build() for i in b.rollout.tolist()}

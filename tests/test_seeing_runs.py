@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from tiny_models import make, make_seeing
 
 import posttrain
+from posttrain.cli.main import main
 from posttrain.cli.merging import merge_adapter
 from posttrain.envs.pool import EnvPool
 from posttrain.envs.reading import read_turn
@@ -356,6 +357,14 @@ def test_text_that_stands_for_a_picture_is_refused(folders: Callable[[str], Path
         tokenizer.encode("say <image>")
     with pytest.raises(PictureError, match="token 5 stands for a picture"):
         tokenizer.check_tokens([4, 5])
+
+
+def test_a_conversation_says_why_it_ends(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("<image> hi\n"))
+    assert main(["chat", str(folders("smolvlm"))]) == 2
+    assert "the conversation ends here" in capsys.readouterr().err
 
 
 def hostile(task: Task) -> Generator[Turn, Reply, float]:

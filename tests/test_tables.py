@@ -1,6 +1,7 @@
 """The tables of rollouts: what any library reads in them, what is rounded, older files, the index, questions in SQL."""
 
 import json
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from posttrain.record.rows import rows_of as made_of
 from posttrain.record.rows import transcripts_of
 from posttrain.record.schema import KEY, NUMBERS, PIECE, ROLLOUTS, VERSION
 from posttrain.record.writing import half, table_of, write_table
+from posttrain.runs.printing import sample
 from posttrain.runs.record import Record
 from posttrain.types import (
     Branch,
@@ -133,7 +135,7 @@ def test_bytes_in_a_task_are_counted_and_other_columns_stand_as_they_are() -> No
         "answer": 7,
         "raw": b"\x00" * 1000,
         "messages": [{"role": "user", "content": "hi"}],
-        "odd": {1, 1},
+        "odd": {1},
     }
     (row,) = made_of(1, [Outcome(Rollout(task, "a#0", [], 0.0))], "rl")
     assert json.loads(row["columns"]) == {
@@ -332,6 +334,17 @@ def test_the_index_of_a_run_is_whole_when_it_ends_and_made_again_when_it_is_not(
     assert parquet.read_table(left[0]).num_rows == first.num_rows - 3
 
 
+def test_a_run_that_cannot_be_written_is_indexed_elsewhere(tmp_path: Path) -> None:
+    one, two = (recorded(tmp_path / name, steps) for name, steps in (("one", 1), ("two", 2)))
+    for folder in (one, two):
+        shutil.rmtree(folder / "index")
+        (folder / "index").write_text("in the way")
+    found = [index.open_index(folder) for folder in (one, two)]
+    rows = [sum(parquet.read_table(path).num_rows for path in paths) for paths in found]
+    assert rows == [3, 7] and not any(tmp_path in path.parents for paths in found for path in paths)
+    assert (one / "index").read_text() == "in the way"
+
+
 def test_a_resumed_run_forgets_the_index_of_what_it_plays_again(tmp_path: Path) -> None:
     folder = recorded(tmp_path, PIECE + 2)
     Record.resume(folder, PIECE + 1).close({})
@@ -463,3 +476,16 @@ def test_evaluated_rollouts_are_printed_too(tmp_path: Path, capsys: pytest.Captu
     assert "held ── reward 1" in capsys.readouterr().out
     assert main(["rollouts", folder, "--held-out", "--step", "1"]) == 2
     assert rows_of(read_table(folder, 2, held_out=True))[0]["kind"] == "eval"
+
+
+def test_given_rows_are_printed_with_what_was_said_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = Record.create(tmp_path, {"seed": 0}, "prefer", {})
+    given = [Rollout({"id": "a"}, "a#0", [said(n)], 0.0, text=f"reply {n}") for n in (0, 1)]
+    label = {"comparisons": [[0, 1, 1.0, 0.0]], "labels": [0.5]}
+    record.rollouts(1, [Outcome(r, None, member=n, label=label) for n, r in enumerate(given)], "prefer")
+    record.close({})
+    rows = read_rollouts(tmp_path, 1)
+    assert [(row["kind"], row["member"], row["label"]) for row in rows] == [("prefer", 0, label), ("prefer", 1, label)]
+    sample([{**row, "reward": None} for row in rows], 2)
+    shown = capsys.readouterr().out
+    assert "── a#0 ── response 0, 0 over 1, label 0.5 ── eos" in shown and "response 1" in shown

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.audit.classifier import Classifier, read_labelled, train
+from posttrain.audit.replies import holds_replies
 from posttrain.audit.report import Audit, audit
 from posttrain.audit.sycophancy import OPINION, Probe, compare, probed
 from posttrain.messages import clip, safe
 from posttrain.runs.printing import table
-from posttrain.runs.reading import read_run, rollout_steps
+from posttrain.runs.reading import read_run
 from posttrain.types import Task, UserError
 
 WIDTH = 80
@@ -95,7 +96,7 @@ def _has_rollouts(request: Request) -> bool:
     only_probed = (
         request.sycophancy and request.gold is None and not request.disagreement and request.classifier is None
     )
-    return not only_probed or bool(rollout_steps(str(request.run)))
+    return not only_probed or holds_replies(str(request.run))
 
 
 # -- the probe ---------------------------------------------------------------------------------------------------------

@@ -61,6 +61,11 @@ class Replies:
         return replace(self, tasks=[{**known.get(str(own["id"]), {}), **_told(own)} for own in self.tasks])
 
 
+def holds_replies(run: Folder) -> bool:
+    """Whether the run holds what its policy said: others keep the rows that they were given."""
+    return read_run(run)["verb"] in ("rl", "distill") and bool(rollout_steps(run))
+
+
 def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:
     """The replies of at most so many steps, evenly spread, the first and the last among them.
 
@@ -68,7 +73,7 @@ def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:
     """
     read_run(run)
     there = rollout_steps(run)
-    if not there:
+    if not holds_replies(run):
         raise UserError(f"{run} holds no rollouts: audit a run of posttrain rl, after its first step")
     places = sorted({round(p) for p in np.linspace(0, len(there) - 1, min(most_steps, len(there)))})
     steps = [there[p] for p in places]

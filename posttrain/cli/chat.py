@@ -42,7 +42,9 @@ def converse(model: str, config: Chat) -> None:
     with open_dialogue(config, dialogue(_ask, _say, config.system, chat, raters), device) as ground:
         print("a message and Enter; an empty line ends" if chat else "text to continue and Enter; an empty line ends")
         player = ground.player(embedded(decoder, tokenizer, slots=1), tokenizer, decoder.config.context)
-        player.play([Episode({"id": "dialogue"}, "dialogue", secrets.randbits(62))])
+        for played in player.play([Episode({"id": "dialogue"}, "dialogue", secrets.randbits(62))]):
+            if isinstance(played.reward, Invalid):  # what was typed cannot be shown
+                raise UserError(f"the conversation ends here: {played.reward.reason}")
 
 
 def dialogue(

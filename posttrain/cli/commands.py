@@ -625,7 +625,7 @@ def query(
     memory: float = 2.0,
     json: bool = False,
 ) -> int:
-    """Ask about all rollouts of a run in SQL. Nothing but the run's own files is read, and nothing is written.
+    """Ask about all rollouts of a run in SQL. Nothing but the run's own files is read, and none of them is changed.
 
     Tables: rollouts and evals (every column of posttrain rollouts --json), seconds, metrics, timing, health, and
     rollout_index, which has what is short of all rollouts and is the fastest.

@@ -6,11 +6,13 @@ missing, whoever reads makes it again.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -60,7 +62,8 @@ class Index:
         """Make the piece of what was written last."""
         sources = _sources(self._folder).get(self._piece) if self._held else None
         if sources:
-            _write(self._folder, self._piece, sources, self._held)
+            with suppress(OSError):  # no room: whoever asks for it makes it
+                _write(piece_file(self._folder, self._piece), sources, self._held)
         self._held = {}
 
 
@@ -76,31 +79,37 @@ def open_index(folder: Folder) -> list[Path]:
     path, found = Path(folder), []
     for piece, sources in sorted(_sources(path).items()):
         file = piece_file(path, piece)
-        found.append(file if _made_of(file) == _mark(sources) else _write(path, piece, sources))
+        if _made_of(file) != _mark(sources):
+            try:
+                _write(file, sources)
+            except OSError:
+                file = _elsewhere(path.resolve()) / file.name
+                _write(file, sources)
+        found.append(file)
     return found
 
 
-def _write(
-    folder: Path, piece: int, sources: list[Source], known: Mapping[Path, pa.Table] = MappingProxyType({})
-) -> Path:
+@cache
+def _elsewhere(run: Path) -> Path:
+    """A folder of this process for a run that it cannot write to; it is deleted at the end."""
+    made = tempfile.TemporaryDirectory(prefix="posttrain-index-")
+    atexit.register(made.cleanup)
+    return Path(made.name)
+
+
+def _write(path: Path, sources: list[Source], known: Mapping[Path, pa.Table] = MappingProxyType({})) -> None:
     """Write a piece. `known`: what of it need not be read.
 
     What of its rollouts is damaged is left out, as whoever asks for it is told.
     """
     tables = []
-    for held_out, path in sources:
+    for held_out, source in sources:
         with suppress(UserError):
-            tables.append(known[path] if path in known else short(read_file(path, _READ), held_out))
+            tables.append(known[source] if source in known else short(read_file(source, _READ), held_out))
     table = pa.concat_tables(tables) if tables else pa.schema(list(INDEX)).empty_table()
     table = table.combine_chunks().replace_schema_metadata({**(INDEX.metadata or {}), _MADE_OF: _mark(sources)})
-    path, ending = piece_file(folder, piece), f".{os.getpid()}.tmp"  # others may write it too
-    try:
-        path.parent.mkdir(exist_ok=True)
-        write_table(path, table, ending)
-    except OSError:
-        path = Path(tempfile.mkdtemp(prefix="posttrain-index-")) / path.name
-        write_table(path, table, ending)
-    return path
+    path.parent.mkdir(exist_ok=True)
+    write_table(path, table, f".{os.getpid()}.tmp")  # others may write it too
 
 
 def short(table: pa.Table, held_out: bool) -> pa.Table:

@@ -83,7 +83,9 @@ def rows_of(table: pa.Table) -> list[Row]:
             row["parts"] = {part["name"]: part["value"] for part in row["parts"] or ()}
         for turn in row.get("turns") or ():
             turn["text"] = said_by(turn, row.get("prompt") or "", row.get("text") or "")
-            turn["calls"] = [{**call, "arguments": json.loads(call["arguments"])} for call in turn["calls"] or ()]
+            turn["calls"] = [
+                {**call, "arguments": json.loads(call["arguments"] or "{}")} for call in turn["calls"] or ()
+            ]
     return rows
 
 
@@ -123,7 +125,7 @@ def _read(path: Path, wanted: pa.Schema, places: Sequence[int] | None = None) ->
     """These columns of a file. Raises UserError if it is damaged, or of another version."""
     try:
         with path.open("rb") as source:
-            file = parquet.ParquetFile(source)
+            file = parquet.ParquetFile(source, page_checksum_verification=True)
             version = (file.schema_arrow.metadata or {}).get(KEY, b"").decode()
             missing = [name for name in wanted.names if name not in file.schema_arrow.names]
             if version != VERSION or missing:

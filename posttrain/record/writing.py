@@ -8,6 +8,8 @@ where zstd finds them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +46,9 @@ def table_of(rows: Sequence[Mapping[str, Any]], schema: pa.Schema = ROLLOUTS) ->
     for field in schema:
         values = [row.get(field.name) for row in rows]
         if field.name in NUMBERS:
-            values = [None if value is None else half(value) for value in values]
-        elif field.name == "kept":
+            columns.append(_numbers(values))
+            continue
+        if field.name == "kept":
             values = [None if value is None else np.array(value, dtype=bool) for value in values]
         columns.append(_array(values, field.type))
     return pa.Table.from_arrays(columns, schema=schema)
@@ -56,18 +59,24 @@ def write_table(path: Path, table: pa.Table, ending: str = ".tmp") -> None:
     unfinished = path.with_name(path.name + ending)
     split = [name for name in _SPLIT if name.removesuffix(_ELEMENT) in table.schema.names]
     leaves = [leaf for field in table.schema for leaf in _leaves(field.name, field.type) if leaf not in split]
-    with naming(path), unfinished.open("wb") as file:
-        parquet.write_table(
-            table,
-            file,
-            row_group_size=_rows_together(table),
-            compression="zstd",
-            compression_level=LEVEL,
-            use_dictionary=leaves,
-            column_encoding=dict.fromkeys(split, "BYTE_STREAM_SPLIT"),
-            write_statistics=False,
-        )
-    unfinished.replace(path)
+    try:
+        with naming(path), unfinished.open("wb") as file:
+            parquet.write_table(
+                table,
+                file,
+                row_group_size=_rows_together(table),
+                compression="zstd",
+                compression_level=LEVEL,
+                use_dictionary=leaves,
+                column_encoding=dict.fromkeys(split, "BYTE_STREAM_SPLIT"),
+                write_statistics=False,
+                write_page_checksum=True,
+            )
+        unfinished.replace(path)
+    except OSError:  # no room: what is not whole is of no use
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 def _rows_together(table: pa.Table) -> int:
@@ -77,6 +86,15 @@ def _rows_together(table: pa.Table) -> int:
         return rows
     tokens = pc.sum(table["length"]).as_py() or 0
     return rows if tokens <= GROUP_TOKENS else max(LEAST_ROWS, rows * GROUP_TOKENS // tokens)
+
+
+def _numbers(values: list[Any]) -> pa.Array:
+    """Lists of numbers, rounded; all at once, since there may be thousands of short ones."""
+    there = [value for value in values if value is not None]
+    flat = half(np.concatenate(there)) if there else np.zeros(0, dtype=np.float32)
+    ends = accumulate((0 if value is None else len(value) for value in values), initial=0)
+    begins = [None if value is None else end for value, end in zip(values, ends, strict=False)]
+    return pa.ListArray.from_arrays(pa.array([*begins, len(flat)], pa.int32()), pa.array(flat))
 
 
 def _array(values: list[Any], kind: pa.DataType) -> pa.Array:

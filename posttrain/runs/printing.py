@@ -60,7 +60,7 @@ def sample(rollouts: Sequence[Rollout | Mapping[str, Any]], count: int, stream: 
     width = columns(out)
     for rollout in rollouts[:count]:
         row = rollout if isinstance(rollout, Mapping) else shown(rollout)
-        reward = f"invalid: {row['invalid']}" if row.get("invalid") is not None else f"reward {_cell(row['reward'])}"
+        reward = _judged(row)
         credit = f" ── advantage {_cell(row['advantage'])}" if row.get("advantage") is not None else ""
         if row.get("fate") not in (None, Fate.TRAINED):
             credit += f" ── {row['fate']}{': ' + row['why'] if row.get('why') else ''}"
@@ -70,6 +70,18 @@ def sample(rollouts: Sequence[Rollout | Mapping[str, Any]], count: int, stream: 
         lines += [*(_beside(name, text, width) for name, text in _said(row)), ""]
         out.write("\n".join(lines) + "\n")
     out.flush()
+
+
+def _judged(row: Mapping[str, Any]) -> str:
+    """What it earned; of a given row, what was said of it."""
+    if row.get("invalid") is not None:
+        return f"invalid: {row['invalid']}"
+    label = row.get("label")
+    if row["reward"] is not None or not isinstance(label, Mapping):
+        return f"reward {_cell(row['reward'])}" if row["reward"] is not None else str(row.get("kind") or "no reward")
+    said = [f"{better} over {worse}" for better, worse, *_ in label.get("comparisons", ())]
+    said += [f"label {_cell(value)}" for value in label.get("labels", ())]
+    return ", ".join([f"response {row['member']}", *said])
 
 
 def shown(rollout: Rollout) -> Mapping[str, Any]:

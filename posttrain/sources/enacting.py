@@ -11,7 +11,7 @@ from posttrain.envs.play import Episode, Player
 from posttrain.envs.pool import EnvPool
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.record.older import of_line
-from posttrain.record.rows import transcripts_of
+from posttrain.record.rows import said_by, transcripts_of
 from posttrain.types import Invalid, Sampling, SpanKind, Task, Transcript, UserError
 
 MOST_FAILED = 3  # episodes in a row: so many look like all of them
@@ -103,7 +103,7 @@ def stored(task: Task, tokenizer: Tokenizer) -> tuple[list[Transcript], float | 
             if turn["role"] == "sampled" and turn["length"]:
                 transcript, start = transcripts[turn["transcript"]], turn["first"]
                 text = tokenizer.decode(transcript.tokens[start : start + turn["length"]])
-                if not text.startswith(turn["text"]):
+                if not text.startswith(said_by(turn, row["prompt"], row["text"])):
                     raise UserError("the rollout was made with another tokenizer: its tokens are other words here")
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         if isinstance(error, UserError):

@@ -218,7 +218,7 @@ class Comparisons:
         places, items = [place for place, _ in found], [item for _, item in found]
         shown = self.showing.choose(self.items, self.rows, number, found) if self.showing else []
         tokens = sum(item.n_scored for item in items)
-        return Step(number, [lambda: self._update(places, items)], stats, tokens, shown=shown)
+        return Step(number, [lambda: self._update(places, items)], stats, tokens, outcomes=shown)
 
     def batches(
         self,

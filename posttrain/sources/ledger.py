@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from posttrain.algorithms.credit import equal_rewards
 from posttrain.algorithms.filters import OverlongFilter
@@ -51,6 +52,7 @@ class _Account:
     fate: Fate = Fate.UNSELECTED
     why: str = "no update drew it"
     advantage: float | None = None
+    moved: bool = False  # whether any of its tokens has an advantage
     shaping: float = 0.0
     penalty: float = 0.0
     replayed: bool = False
@@ -81,6 +83,15 @@ class _Fed:
 
     sink: Sink
     accounts: Mapping[int, _Account]
+
+
+def _advantages(credited: Credited) -> tuple[list[float], list[bool]]:
+    """Of each rollout the mean over its tokens, and whether any token has one. All at once: there may be thousands."""
+    columns = credited.per_token["advantage"]
+    sizes = credited.scores.length.long().numpy()
+    first = np.concatenate([[0], sizes.cumsum()[:-1]])
+    every = torch.cat(columns).double().cpu().numpy()
+    return (np.add.reduceat(every, first) / sizes).tolist(), np.logical_or.reduceat(every != 0, first).tolist()
 
 
 class Ledger:
@@ -114,15 +125,17 @@ class Ledger:
         if not credited.rollouts:
             return
         self._credited = credited
-        advantages, scores = credited.per_token["advantage"], credited.scores
+        scores = credited.scores
         equal, reward = equal_rewards(scores).tolist(), scores.reward.tolist()
         sizes = scores.group.bincount()[scores.group].tolist()
+        added = None if credited.shaping is None else credited.shaping.tolist()
+        means, moved = _advantages(credited)
         for i, rollout in enumerate(credited.rollouts):
             account = self._accounts[id(rollout)]
-            account.advantage = advantages[i].mean().item()
-            account.shaping = 0.0 if credited.shaping is None else credited.shaping[i].item()
+            account.advantage, account.moved = means[i], moved[i]
+            account.shaping = 0.0 if added is None else added[i]
             account.penalty = scores.penalty[i].double().sum().item() if scores.penalty else 0.0
-            if advantages[i].any():
+            if moved[i]:
                 continue
             if equal[i] and sizes[i] > 1:
                 account.fate, account.why = Fate.EQUAL, f"all rewards of its group are {reward[i]:g}"
@@ -133,28 +146,31 @@ class Ledger:
 
     def choose(self, parts: Sequence[Credited]) -> None:
         """Draw the groups whose numbers are recorded, once it is known what each update learns from."""
-        own = [self._credited] if self._credited is not None else []
-        drawn = [part for part in parts if any(id(rollout) not in self._accounts for rollout in part.rollouts)]
-        groups = {rollout.group for part in (*own, *parts) for rollout in part.rollouts}
-        if self.recording.level == "sample":  # of those that are moved: of the others there is little to see
-            groups = {r.group for part in parts for i, r in enumerate(part.rollouts) if self._moves(part, i)}
+        again = [self._enter(part) for part in parts]
+        drawn = [self._accounts[id(rollout)] for part in parts for rollout in part.rollouts]
+        # of those that are moved, where only some are taken: of the others there is little to see
+        full = self.recording.level == "full"
+        groups = {a.rollout.group for a in drawn if full or a.moved or self.row.moves_every_token}
+        if full and self._credited is not None:
+            groups |= {rollout.group for rollout in self._credited.rollouts}
         self._chosen = self.recording.chosen(self.number, groups)
-        for credited in own:
-            self._note(credited, range(len(credited.rollouts)))
-        for part in drawn:
-            again = [i for i, rollout in enumerate(part.rollouts) if id(rollout) not in self._accounts]
-            for i in again:
-                self._accounts[id(part.rollouts[i])] = self._replayed(part, i)
-            self._note(part, again)
+        if self._credited is not None:
+            self._note(self._credited, range(len(self._credited.rollouts)))
+        for part, rows in zip(parts, again, strict=True):
+            self._note(part, rows)
 
-    def _replayed(self, part: Credited, i: int) -> _Account:
-        """Of a rollout of an earlier step. Its task is not kept with it: a run that was continued has to record the same."""
-        rollout = part.rollouts[i]
-        again = replace(rollout, task={"id": rollout.group.rpartition("#")[0]}, seconds=0.0)
-        return _Account(again, advantage=part.per_token["advantage"][i].mean().item(), replayed=True)
+    def _enter(self, part: Credited) -> list[int]:
+        """Open accounts for rollouts of earlier steps that this update drew; their places in it.
 
-    def _moves(self, part: Credited, i: int) -> bool:
-        return self.row.moves_every_token or bool(part.per_token["advantage"][i].any())
+        Their tasks are not kept with them, and a run that was continued has to record the same.
+        """
+        again = [i for i, rollout in enumerate(part.rollouts) if id(rollout) not in self._accounts]
+        means, moved = _advantages(part) if again else ([], [])
+        for i in again:
+            rollout = part.rollouts[i]
+            known = replace(rollout, task={"id": rollout.group.rpartition("#")[0]}, seconds=0.0)
+            self._accounts[id(rollout)] = _Account(known, advantage=means[i], moved=moved[i], replayed=True)
+        return again
 
     def _note(self, credited: Credited, rows: Iterable[int]) -> None:
         """What is known of these rollouts' tokens before the updates."""
@@ -178,10 +194,11 @@ class Ledger:
     def feed(self, part: Credited, fed: Sequence[int], coefficients: Mapping[str, float]) -> Sink:
         """Note which rollouts the next update is given, by their places in `part`; where it leaves what it computes."""
         accounts = {i: self._account(part.rollouts[i]) for i in fed}
-        number = len(self._updates) + 1
+        number, warming = len(self._updates) + 1, coefficients.get("policy", 1.0) == 0
         for i, account in accounts.items():
             account.updates.append(number)
-            account.flags |= dict.fromkeys(self._flags(part, i, coefficients))
+            if not account.moved or warming:
+                account.flags |= dict.fromkeys([WARMING] if warming else self._flags(part, i, coefficients))
         sink = Sink(frozenset(i for i in fed if part.rollouts[i].group in self._chosen))
         self._updates.append(_Fed(sink, accounts))
         return sink
@@ -190,10 +207,6 @@ class Ledger:
         """What moves a rollout, where it is not its advantage."""
         row, success = self.row, part.scores.success
         critic = ["moved by critic"] if row.critic is not None else []
-        if coefficients.get("policy", 1.0) == 0:
-            return [WARMING]
-        if part.per_token["advantage"][i].any():
-            return []
         penalised = row.kl is not None and row.kl.where == "loss" and coefficients.get("kl", row.kl.beta)
         bonus = row.entropy is not None and coefficients.get("entropy", row.entropy.coefficient)
         imitated = row.imitation is not None and success is not None and bool(success[i])

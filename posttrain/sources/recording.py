@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -47,5 +48,6 @@ def on_cpu(columns: Sequence[Tensor]) -> list[NDArray[np.float32]]:
     """[n_i] each: copied at once, not one by one."""
     if not columns:
         return []
-    whole: Any = torch.cat([values.detach().float() for values in columns]).cpu()
-    return [piece.numpy() for piece in whole.split([len(values) for values in columns])]
+    whole: Any = torch.cat([values.detach() for values in columns]).float().cpu().numpy()
+    ends = accumulate((values.numel() for values in columns), initial=0)
+    return [whole[first:last] for first, last in pairwise(ends)]

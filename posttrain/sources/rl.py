@@ -111,7 +111,9 @@ class Experience:
         updates = self.minibatches.updates(number, credited, self.coefficients, ledger)
         sampled = sum(r.n_own for r in collected.played)
         seconds = {**played.seconds, "credit": time.perf_counter() - began}
-        return Step(number, updates, stats, sampled, ledger.outcomes(), seconds, played.counts, played.work)
+        return Step(
+            number, updates, stats, sampled, collected.played, seconds=seconds, counts=played.counts, work=played.work
+        )
 
     def _measure_staleness(self, rollouts: Sequence[Rollout], stats: Stats) -> None:
         """How many updates lie between the weights that sampled each token and those that are about to learn from it."""
@@ -134,7 +136,7 @@ class Experience:
         self._watched = None
         if self._ledger is not None:
             self._ledger.settle(self.learner, self.size.tokens_per_microbatch)
-            step.rollouts[:] = self._ledger.outcomes()
+            step.outcomes[:] = self._ledger.outcomes()
             self._ledger = None
 
     def _steer(self, step: Step, stats: Stats) -> None:

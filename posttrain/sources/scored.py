@@ -42,7 +42,7 @@ class Judgements(Memoryless):
         progress(self.items, self.rows, number, stats)
         shown = self.showing.choose(self.items, self.rows, number, found) if self.showing else []
         tokens = sum(item.n_scored for item in items)
-        return Step(number, [lambda: [b for _, b in self.batches(items)]], stats, tokens, shown=shown)
+        return Step(number, [lambda: [b for _, b in self.batches(items)]], stats, tokens, outcomes=shown)
 
     def learned(self, step: Step, stats: Stats) -> None:
         if self.showing is not None:

@@ -227,7 +227,7 @@ class Demonstrations(Memoryless):
         progress(self.transcripts, self.rows, number, stats)
         shown = self.showing.choose(self.transcripts, self.rows, number, found) if self.showing else []
         tokens = sum(t.n_scored for row in rows for t in row)
-        return Step(number, [lambda: self.batches(rows, self.showing)], stats, tokens, shown=shown)
+        return Step(number, [lambda: self.batches(rows, self.showing)], stats, tokens, outcomes=shown)
 
     def learned(self, step: Step, stats: Stats) -> None:
         if self.showing is not None:

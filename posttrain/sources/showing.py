@@ -101,7 +101,7 @@ class Showing:
         skipped = self._sink.skipped
         self._rows, self._places, self._sink = {}, {}, Sink()
         if skipped:
-            for outcome in step.shown:
+            for outcome in step.outcomes:
                 outcome.numbers.pop("weight", None)  # nothing was moved with it
 
 

@@ -191,12 +191,12 @@ class Trainer:
             self._settle()
         due = config.eval_every and number % config.eval_every == 0
         held_out = self.measure(stats) if self.measure and (due or number == self.steps) else None
-        if trained.step.rollouts:
+        if trained.step.played:
             stats.add("rollouts", len(trained.step.played))
         metrics, timing = stats.means(), _timing(trained)
         with writing(self.folder):
-            if kept := trained.step.rollouts or trained.step.shown:
-                self.record.rollouts(number, kept, config.verb)
+            if trained.step.outcomes:
+                self.record.rollouts(number, trained.step.outcomes, config.verb)
             if held_out:
                 self.record.evaluated(number, held_out)
             self.record.metrics(number, metrics)

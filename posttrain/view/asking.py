@@ -14,7 +14,7 @@ from typing import Any
 from posttrain.types import Fate, StopReason, UserError
 from posttrain.view.store import Store, named, quoted
 
-PAGE = 200  # rows that are handed out at once
+PAGE = 100  # rows that are handed out at once
 BINS = 32
 NUMBERS = ("reward", "advantage", "length", "sampled", "epoch", "shaping", "penalty", "used", "version")
 SORTS = {
@@ -52,7 +52,7 @@ QUESTIONS: dict[str, tuple[str, str, str, str, str]] = {
         "tasks whose last visit was wrong throughout",
         "g.valid > 1 and g.right_n = 0 and g.gid in (select last_gid from tasks)",
         f"""{_LAST} and "group" in (select "group" from rollouts group by "group" having max(reward) < $)""",
-        "",
+        "-step",
     ),
     "once": (
         "right once in its group",
@@ -68,7 +68,7 @@ QUESTIONS: dict[str, tuple[str, str, str, str, str]] = {
         "g.gid in (select last_gid from tasks where best_right = 1 and last_right < 0.5)",
         f"""{_LAST} and task in (select task from rollouts group by task, "group" having min(reward) >= $)
         and "group" in (select "group" from rollouts group by "group" having avg((reward >= $)::int) < 0.5)""",
-        "",
+        "-step",
     ),
     "longest": ("longest", "", "", "", "-length"),
     "best": ("highest reward, read these first", "a loophole in the reward stands at the top", "", "", "-reward"),
@@ -151,9 +151,7 @@ class Question:
             self._column(name[4:], value)
         elif name == "where":
             store.check_condition(value)
-            self.where.append(
-                f'(b.step, b.held_out, b."index") in (select (step, held_out, "index") from rollouts where ({value}\n))'
-            )
+            self.where.append(f"b.row in (select row from rollouts where ({value}\n))")
             self.shown.append(f"({value})")
 
     def _column(self, name: str, value: str) -> None:
@@ -308,9 +306,8 @@ def _found(text: str, store: Store) -> str:
     """Rows whose prompt or reply has this text, whatever its case."""
     inside = f"(select id from strings where contains(lower(value), {quoted(text.lower())}))"
     starts = f"b.text in {inside} or b.prompt in {inside}"
-    if not store.searchable:
-        return f"({starts})"
-    return f"b.row in (select row from full_texts where text in {inside} or prompt in {inside})"
+    longer = f" or b.row in (select row from full_texts where longer and (text in {inside} or prompt in {inside}))"
+    return f"({starts}{longer if store.longer else ''})"
 
 
 def _plain(value: Any) -> Any:

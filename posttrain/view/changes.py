@@ -15,15 +15,15 @@ MOST = 40  # tokens that are listed on each side
 AROUND = 24  # tokens before one that are shown
 BINS = 41
 MEASURES = {
-    "after": ("change of the log-probability by the step", "after", ("before", "engine")),
-    "learner": ("change until the token's last update", "learner", ("before", "engine")),
-    "gap": ("learner less engine, before the step", "before", ("engine",)),
+    "after": ("change by the step", "after", ("before", "engine")),
+    "learner": ("until its last update", "learner", ("before", "engine")),
+    "gap": ("learner less engine", "before", ("engine",)),
     "teacher": ("teacher less student", "teacher", ("before", "learner", "engine")),
     "reference": ("policy less reference", "learner", ("reference",)),
-    "push": ("weight times advantage", "weight", ()),
+    "push": ("push on the weights", "weight", ()),
 }
 """What may be looked at: in words, which column, less the first of these that is there."""
-_READ = ("index", "tokens", "spans", "engine", "before", "learner", "reference", "weight", "token_advantage", "after",
+_READ = ("index", "tokens", "spans", "engine", "before", "learner", "reference", "weight", "after",
          "teacher", "advantage", "fate")  # fmt: skip
 
 
@@ -69,9 +69,8 @@ def _values(table: dict[str, list[Any]], name: str) -> tuple[NDArray[Any], NDArr
         runs = [np.arange(s["start"], s["start"] + s["length"]) for s in spans if s["learned"]]
         at = np.concatenate([np.zeros(0, dtype=np.int64), *runs])
         own = np.asarray(column, dtype=np.float64)
-        if name == "push":
-            each = table["token_advantage"][number]
-            own = own * np.asarray(table["advantage"][number] or 0.0 if each is None else each, dtype=np.float64)
+        if not less:
+            pass
         elif (base := _base(table, number, less)) is not None and len(base) == len(own):
             own = own - base
         else:

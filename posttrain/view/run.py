@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.record.index import open_index
 from posttrain.runs.files import CHECKPOINTS, step_of
 from posttrain.runs.reading import read_health, read_metrics, read_run, read_timing
 from posttrain.types import UserError, succeeds
@@ -58,12 +59,19 @@ class OpenRun:
                 self.read()
                 if self.store.version != before:
                     self.store.read_texts()
+                    self._index()
                 self.problem = None
             except UserError as error:
                 self.problem = str(error)
             except FileNotFoundError:  # a step that a resume has deleted: the next look sees it
                 pass
             self._ended.wait(PAUSE if self.on else 5 * PAUSE)
+
+    def _index(self) -> None:
+        """Make what is missing of the index of a run that has ended: the next one to open it need not wait."""
+        if not self.on and not any(file.lines for file in self.store.files.values()):
+            with contextlib.suppress(OSError):
+                open_index(self.folder)
 
     @property
     def stamp(self) -> list[Any]:

@@ -44,7 +44,7 @@ create table keys (gid integer, step integer, held_out boolean, kind kind_name, 
 create table base (row integer, step integer, held_out boolean, "index" integer, gid integer, member integer,
                    kind kind_name, fate fate_name, stop stop_name, invalid_kind invalid_kind_name, prompt integer,
                    text integer, {", ".join(f"{name} {kind}" for name, kind in _PLAIN.items())});
-create table full_texts (row integer, prompt integer, text integer, columns integer, notes integer);
+create table full_texts (row integer, prompt integer, text integer, columns integer, notes integer, longer boolean);
 """
 
 
@@ -68,6 +68,7 @@ class Store:
         self.success: float | None = None  # the reward from which on a reply is right; None: nobody said
         self.version = 0  # rises with every change
         self.searchable = False  # whether texts are held
+        self.longer = False  # whether any of them is longer than its beginning, which is held anyway
         self.progress = 0.0  # share of the parts that are there have been read
         self._writing = threading.Lock()
         self._database = duckdb.connect(
@@ -253,7 +254,8 @@ class Store:
         extra = "".join(f", b.{named('part.' + name)}" for name in self.parts)
         self._database.execute(
             f"""create or replace view rollouts as
-                select b.step, b.held_out, b."index", b.kind, g."group", b.member, g.task, g.side, g.epoch, {plain}, b.fate,
+                select b.row, b.step, b.held_out, b."index", b.kind, g."group", b.member, g.task, g.side, g.epoch, {plain},
+                       b.fate,
                        b.stop, b.invalid_kind, coalesce(p.value, s.value) as prompt, coalesce(t.value, u.value) as text,
                        c.value as columns, n.value as notes, g.mean, g.sd, g.n, g.right_n{extra}
                 from base b left join groups g using (gid) left join strings s on s.id = b.prompt
@@ -278,6 +280,7 @@ class Store:
             if held > TEXT_BYTES:
                 self._database.execute("delete from full_texts")
                 return
+        self.longer = bool(self.value("select bool_or(longer) from full_texts"))
         self.searchable = True
 
     def _hold(self, some: Sequence[Part]) -> int:
@@ -295,8 +298,10 @@ class Store:
             steps = sorted(part.step for part in some)
             cursor.execute(
                 f"""insert into full_texts
-                    select b.row, p.id, t.id, c.id, n.id from incoming i
-                    join (select row, step, held_out, "index" from base where step between {steps[0]} and {steps[-1]}) b
+                    select b.row, p.id, t.id, c.id, n.id, coalesce(p.id <> b.prompt or t.id <> b.text, false)
+                    from incoming i
+                    join (select row, step, held_out, "index", prompt, text from base
+                          where step between {steps[0]} and {steps[-1]}) b
                       on b.step = i.step and b.held_out = i.held_out and b."index" = i."index"
                     left join strings p on p.value = i.prompt left join strings t on t.value = i.text
                     left join strings c on c.value = i.columns left join strings n on n.value = i.notes"""

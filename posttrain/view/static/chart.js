@@ -85,7 +85,7 @@ export function Chart({ panel, events = [], onStep, height = 108, sync = "steps"
           width: Math.max(120, place.current.clientWidth), height, padding: [5, 9, 0, 0], series, bands, legend: { show: false },
           cursor: { sync: { key: sync }, points: { show: false }, y: false, drag: { x: true, y: false } },
           scales: { x: { time: false }, y: scaleOf(panel) },
-          axes: [{ ...axis, size: 20, space: 60 }, { ...axis, size: 44, space: 24, values: (u, ticks) => ticks.map((v) => (v === null ? "" : f(v))) }],
+          axes: [{ ...axis, size: 20, space: 60 }, { ...axis, size: 44, space: 24, ...(panel.log ? { grid: { ...axis.grid, filter: decades } } : {}), values: (u, ticks) => ticks.map((v) => (v === null ? "" : f(v))) }],
           hooks: {
             draw: [(u) => marks(u, events)],
             setCursor: [(u) => told(u, panel, shown.current)],
@@ -122,6 +122,8 @@ export function Chart({ panel, events = [], onStep, height = 108, sync = "steps"
       <span class="keys" title=${panel.lines.map((line) => line.name).join(", ")}><span class="soft" ref=${shown}></span>${panel.lines.length > 1 ? panel.lines.map((line, i) => html`<span class=${`key c-${nameOf(line, i)}`}>${line.name}</span>`) : ""}</span></div>
     <div ref=${place}></div></div>`;
 }
+
+const decades = (u, splits) => splits.map((v) => (v > 0 && Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-9 ? v : null));
 
 function told(u, panel, element) {
   if (!element) return;

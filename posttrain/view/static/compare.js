@@ -58,7 +58,7 @@ function Grid({ grid }) {
   const at = (i) => grid.low + ((grid.high - grid.low) * i) / 8;
   return html`<svg width="410" height="396" role="img" aria-label="tasks by their mean reward in A and in B">${grid.counts.map((column, i) => column.map((n, j) => {
     const strength = n ? 0.12 + 0.8 * (Math.log1p(n) / Math.log1p(most)) : 0;
-    return html`<g><rect x=${44 + i * size} y=${6 + (8 - j) * size} width=${size - 2} height=${size - 2} class=${n ? "cell" : "empty"} fill-opacity=${n ? strength : 1}><title>${`A ${f(at(i))}, B ${f(at(j))}: ${whole(n)} tasks`}</title></rect>${n ? html`<text x=${44 + i * size + size / 2 - 1} y=${6 + (8 - j) * size + size / 2 + 3} text-anchor="middle" class="ink">${n}</text>` : ""}</g>`;
+    return html`<g><rect x=${44 + i * size} y=${6 + (8 - j) * size} width=${size - 2} height=${size - 2} class=${n ? "cell" : "empty"} fill-opacity=${n ? strength : 1}><title>${`A ${f(at(i))}, B ${f(at(j))}: ${whole(n)} tasks`}</title></rect>${n ? html`<text x=${44 + i * size + size / 2 - 1} y=${6 + (8 - j) * size + size / 2 + 3} text-anchor="middle" class=${strength > 0.5 ? "inverse" : "ink"}>${n}</text>` : ""}</g>`;
   }))}${[0, 4, 8].map((i) => html`<g><text x=${44 + i * size + size / 2} y="364" text-anchor="middle">${f(at(i))}</text><text x="38" y=${6 + (8 - i) * size + size / 2 + 3} text-anchor="end">${f(at(i))}</text></g>`)}<text x="214" y="384" text-anchor="middle">A</text><text x="4" y="178">B</text></svg>`;
 }
 

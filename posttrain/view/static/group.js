@@ -43,7 +43,7 @@ function Replies({ run, about, data, place, query }) {
     <div class="card gap"><div class="text dense untrusted" style=${{ maxHeight: "120px", overflow: "auto" }}>${visible(prompt)}</div><${Task} columns=${rows[0]?.columns} />
       ${rows[0]?.media?.length ? html`<div class="row tight">${rows[0].media.map((m) => html`<${Picture} run=${run} name=${m} />`)}</div>` : ""}</div>
     ${visits.length > 1 ? html`<${Visits} ...${{ run, visits, near, query }} />` : ""}
-    <div class="row tight gap choices"><span class="soft small">colour</span>${names.map((m, i) => html`<button class=${m.name === name ? "on" : ""} onClick=${() => change({ c: m.name })}>${i < 9 ? html`<span class="faint">${i + 1}</span> ` : ""}${m.says}</button>`)}<button class=${name === "none" ? "on" : ""} onClick=${() => change({ c: "none" })}><span class="faint">0</span> none</button><span class="fill"></span>
+    <div class="row tight gap choices"><span class="soft small">colour</span>${names.map((m, i) => html`<button class=${m.name === name ? "on" : ""} title=${m.about || ""} onClick=${() => change({ c: m.name })}>${i < 9 ? html`<span class="faint">${i + 1}</span> ` : ""}${m.says}</button>`)}<button class=${name === "none" ? "on" : ""} onClick=${() => change({ c: "none" })}><span class="faint">0</span> none</button><span class="fill"></span>
       ${names.some((m) => m.name === name) ? html`<${Legend} measure=${{ ...names.find((m) => m.name === name), most }} />` : ""}</div>
     <div class=${`replies ${rows.length === 2 ? "two" : ""}`}>${rows.map((row, i) => {
       const own = all[i].find((m) => m.name === name);
@@ -59,10 +59,10 @@ function Task({ columns }) {
   return own.length ? html`<div class="row tight">${own.slice(0, 8).map(([name, value]) => html`<span class="pill untrusted">${visible(name)} ${shown(value).slice(0, 120)}</span>`)}</div>` : "";
 }
 
-function Visits({ run, visits, near, query }) {
+function Visits({ run, visits, near, query, best }) {
   const means = visits.map((v) => v.mean).filter((v) => v !== null);
   const low = Math.min(0, ...means);
-  const high = Math.max(...means, low + 1e-9);
+  const high = Math.max(...means, best ?? 0, low + 1e-9);
   return html`<div class="card gap"><div class="row tight"><h3>its visits</h3><span class="soft small">mean reward at each; <kbd>j</kbd> <kbd>k</kbd> walk through them</span></div>
     <div class="visits">${visits.map((v, i) => html`<a class=${`visit ${i === near ? "on" : ""}`} href=${to(run, "group", [part(v), v.index], { c: query.c })} title=${`step ${v.step}: mean ${f(v.mean)}, ${v.right_n} of ${v.n} right, ${v.replies} distinct replies`}><span style=${{ height: `${v.mean === null ? 0 : (38 * (v.mean - low)) / (high - low)}px` }}></span>${v.step}</a>`)}</div></div>`;
 }

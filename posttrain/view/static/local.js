@@ -1,6 +1,6 @@
 // Answers about the rollouts that an exported file holds: the same questions, without a database.
 
-const PAGE = 200;
+const ROWS = 100;
 
 export function local(kept, path, query) {
   if (path === "runs") return { ...kept.runs, questions: kept.runs.questions.filter((q) => ["longest", "best", "cut"].includes(q.name)) };
@@ -43,7 +43,7 @@ function page(kept, query) {
     });
   }
   const offset = Number(query.offset || 0);
-  return { rows: rows.slice(offset, offset + Number(query.limit || PAGE)), count: rows.length, sql: "" };
+  return { rows: rows.slice(offset, offset + Number(query.limit || ROWS)), count: rows.length, sql: "" };
 }
 
 function histograms(rows, names) {

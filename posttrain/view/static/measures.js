@@ -49,13 +49,6 @@ export function clipped(row, bounds) {
   return each(ratio.length, (i) => (ratio[i] < low - 1e-6 && a[i] < 0 ? -1 : ratio[i] > high + 1e-6 && a[i] > 0 ? 1 : 0));
 }
 
-function push(row, bounds) {
-  const a = advantage(row);
-  if (!row.n.weight || !a) return null;
-  const clip = clipped(row, bounds);
-  return each(a.length, (i) => (clip && clip[i] ? 0 : a[i] * row.n.weight[i]));
-}
-
 function divergence(row) {
   const own = logp(row);
   const other = row.n.reference;
@@ -70,15 +63,15 @@ function versions(row) {
 /** name, what the button says, whether it has a sign, and the numbers of a rollout or null. */
 export const MEASURES = [
   { name: "advantage", says: "advantage", sign: true, of: advantage },
-  { name: "push", says: "push on weights", sign: true, of: push },
+  { name: "push", says: "push", sign: true, about: "weight of the token in the gradient: above 0 it is made more likely", of: (row) => row.n.weight || null },
   { name: "surprise", says: "surprise", of: (row) => (row.n.engine || logp(row)) && each(row.ids.length, (i) => -(row.n.engine || logp(row))[i]) },
   { name: "entropy", says: "entropy", of: (row) => row.n.entropy || null },
   { name: "ratio", says: "log ratio", sign: true, of: (row) => difference(row.n.learner, row.n.before || row.n.engine) },
   { name: "kl", says: "KL", of: divergence },
-  { name: "reference", says: "less reference", sign: true, of: (row) => difference(logp(row), row.n.reference) },
-  { name: "gap", says: "learner − engine", sign: true, of: (row) => difference(row.n.before, row.n.engine) },
-  { name: "change", says: "change by step", sign: true, of: (row) => difference(row.n.after, row.n.before || row.n.engine) },
-  { name: "teacher", says: "teacher − student", sign: true, of: (row) => difference(row.n.teacher, logp(row)) },
+  { name: "reference", says: "− reference", sign: true, of: (row) => difference(logp(row), row.n.reference) },
+  { name: "gap", says: "− engine", sign: true, of: (row) => difference(row.n.before, row.n.engine) },
+  { name: "change", says: "change", about: "of the log-probability, by the whole step", sign: true, of: (row) => difference(row.n.after, row.n.before || row.n.engine) },
+  { name: "teacher", says: "teacher −", sign: true, of: (row) => difference(row.n.teacher, logp(row)) },
   { name: "value", says: "value", sign: true, of: (row) => row.n.value || null },
   { name: "returns", says: "return", sign: true, of: (row) => row.n.returns || null },
   { name: "version", says: "weights", of: versions },

@@ -49,7 +49,7 @@ function OneRollout({ run, about, place, query, row }) {
   const none = query.c === "none" || !measure;
   return html`
     <${Crumbs} ...${{ run, row, place, query }} />
-    <div class="row tight gap choices"><span class="soft small">colour</span>${all.map((m, i) => html`<button class=${!none && m.name === measure.name ? "on" : ""} onClick=${() => change({ c: m.name })}>${i < 9 ? html`<span class="faint">${i + 1}</span> ` : ""}${m.says}</button>`)}
+    <div class="row tight gap choices"><span class="soft small">colour</span>${all.map((m, i) => html`<button class=${!none && m.name === measure.name ? "on" : ""} title=${m.about || ""} onClick=${() => change({ c: m.name })}>${i < 9 ? html`<span class="faint">${i + 1}</span> ` : ""}${m.says}</button>`)}
       ${all.length ? html`<button class=${none ? "on" : ""} onClick=${() => change({ c: "none" })}><span class="faint">0</span> none</button>` : ""}<span class="fill"></span>${none ? "" : html`<${Legend} measure=${measure} />`}</div>
     <div class="one"><div class="left">
       <div class="card tokens" tabindex="0" aria-label="tokens">

@@ -3,7 +3,7 @@
 import { Histogram } from "./chart.js";
 import { f, line, visible, whole } from "./format.js";
 import { change, exported, go, here, part, to } from "./net.js";
-import { Fate, html, Problem, Signed, useAnswer, useEffect, useKeys, useRef, useState } from "./ui.js";
+import { Fate, html, Problem, Signed, useAnswer, useEffect, useKeys, useMemo, useRef, useState } from "./ui.js";
 
 const OWN = ["sort", "as", "sel", "offset"]; // what is no filter
 
@@ -33,7 +33,7 @@ export function Rollouts({ run, about, questions, query }) {
   const groups = query.as === "groups";
   const offset = Number(query.offset || 0);
   const version = about.stamp[0];
-  const { data, problem, stale } = useAnswer(`${run}/rollouts`, { ...filters, sort: query.sort, as: query.as, offset }, version);
+  const { data, problem, stale, of } = useAnswer(`${run}/rollouts`, { ...filters, sort: query.sort, as: query.as, offset }, version);
   const parts = about.parts.slice(0, 4);
   const names = ["reward", "advantage", "length", ...parts.map((p) => `part.${p}`)];
   const later = useLater(JSON.stringify(filters), 60);
@@ -49,7 +49,7 @@ export function Rollouts({ run, about, questions, query }) {
     Enter: () => open(rows[at]), g: () => open(rows[at], "group"),
     "/": () => search.current?.focus(),
     n: () => data && offset + rows.length < data.count && change({ offset: offset + rows.length, sel: 0 }),
-    p: () => offset && change({ offset: Math.max(0, offset - 200), sel: 0 }),
+    p: () => offset && change({ offset: Math.max(0, offset - 100), sel: 0 }),
     a: () => change({ as: groups ? "" : "groups", sort: "", offset: "", sel: "" }),
     "[": () => change({ step: Math.max(0, (parseInt(query.step, 10) || 1) - 1), offset: "" }),
     "]": () => change({ step: (parseInt(query.step, 10) || 0) + 1, offset: "" }),
@@ -59,20 +59,21 @@ export function Rollouts({ run, about, questions, query }) {
     document.querySelector("tr.sel")?.scrollIntoView({ block: "nearest" });
   }, [at]);
   const most = Math.max(...rows.map((r) => Math.abs(r.advantage || 0)), 0.01);
+  const body = useMemo(() => rows.map((row, i) => html`<tr class=${`r${i === at ? " sel" : ""}`} key=${`${part(row)}/${groups ? row.first : row.index}`} onClick=${() => open(row)}>
+        ${groups ? html`<${GroupCells} row=${row} />` : html`<${Cells} ...${{ row, run, parts, most, success: about.success }} />`}</tr>`), [data, at, about.success]); // not drawn again when a histogram arrives
   const set = (changes) => change({ ...changes, offset: "", sel: "" });
   return html`
     <${Bar} ...${{ about, query, filters, set, search, questions, groups }} count=${data?.count} />
     <div class="hists">${names.map((name) => histograms.data?.[name] && (histograms.data[name].count || query[name]) ? html`<${Histogram} key=${name} data=${histograms.data[name]} label=${name.replace(/^part\./, "part: ")} chosen=${query[name]} choose=${(range) => set({ [name]: range })} />` : "")}
       <${Facets} data=${histograms.data} query=${query} set=${set} /></div>
     ${problem ? html`<${Problem} text=${problem} />` : ""}
-    <div class=${`card list long fading ${stale ? "stale" : ""}`}><table>
+    <div class=${`card list long fading ${stale ? "stale" : ""}`} data-of=${of}><table>
       <thead><tr>${(groups ? GROUPS : [...COLUMNS.slice(0, 6), ...parts.map((p) => [`part.${p}`, p, "n"]), ...COLUMNS.slice(6)]).map(([name, says, kind]) => html`<${Head} ...${{ name, says, kind, sort: query.sort || "", set }} />`)}</tr></thead>
-      <tbody>${rows.map((row, i) => html`<tr class=${`r${i === at ? " sel" : ""}`} key=${`${part(row)}/${groups ? row.first : row.index}`} onClick=${() => open(row)}>
-        ${groups ? html`<${GroupCells} row=${row} />` : html`<${Cells} ...${{ row, run, parts, most, success: about.success }} />`}</tr>`)}</tbody></table>
+      <tbody>${body}</tbody></table>
       ${data && !rows.length ? html`<div class="empty">Nothing fits. <kbd>x</kbd> takes all filters away.</div>` : ""}</div>
     <div class="row" style=${{ marginTop: "8px" }}>
       <span class="soft">${data ? `${whole(offset + (rows.length ? 1 : 0))}–${whole(offset + rows.length)} of ${whole(data.count)}` : ""}</span>
-      <button disabled=${!offset} onClick=${() => change({ offset: Math.max(0, offset - 200), sel: 0 })}>previous</button>
+      <button disabled=${!offset} onClick=${() => change({ offset: Math.max(0, offset - 100), sel: 0 })}>previous</button>
       <button disabled=${!data || offset + rows.length >= data.count} onClick=${() => change({ offset: offset + rows.length, sel: 0 })}>next</button>
       ${exported || !data ? "" : html`<span class="sql mono grow untrusted" title="the same question in the terminal">posttrain query RUN "${visible(data.sql)}"</span>`}
       ${exported ? "" : html`<a href=${`export/${run}?${new URLSearchParams(filters)}`} download>export these</a>`}</div>`;
@@ -83,13 +84,12 @@ function Bar({ about, query, filters, set, search, questions, groups, count }) {
   const given = Object.entries(filters).filter(([name]) => !["q", "ask", "where", "step", "held"].includes(name));
   return html`<div class="row gap">
       <div class="row tight"><button class=${groups ? "" : "on"} onClick=${() => set({ as: "", sort: "" })}>rollouts</button><button class=${groups ? "on" : ""} onClick=${() => set({ as: "groups", sort: "" })}>groups</button>${exported ? "" : html`<button class=${query.held === "1" ? "on" : ""} onClick=${() => set({ held: query.held === "1" ? "" : "1", step: "" })} title="those of the evaluations during training">held out</button>`}</div>
-      <input class="search" ref=${search} type="search" placeholder="search texts ( / )" value=${query.q || ""} onInput=${(e) => set({ q: e.target.value })} aria-label="search prompts and replies" />
+      <input class="search" ref=${search} type="search" placeholder=${about.searchable || exported ? "search texts ( / )" : "search: texts are being read"} value=${query.q || ""} onInput=${(e) => set({ q: e.target.value })} aria-label="search prompts and replies" />
       <input style=${{ width: "96px" }} placeholder="steps 1..20" value=${query.step || ""} onChange=${(e) => set({ step: e.target.value.trim() })} aria-label="steps" />
       ${exported ? "" : html`<input class="condition mono" placeholder="where … in SQL: length > 40 and mean < 1" value=${query.where || ""} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}
       <span class="soft">${count === undefined ? "" : `${whole(count)} ${groups ? "groups" : "rollouts"}`}</span>
       ${given.map(([name, value]) => html`<button class="on small" onClick=${() => set({ [name]: "" })} title="take this filter away">${visible(`${name} ${value}`)} ×</button>`)}
-      ${Object.keys(filters).length ? html`<button class="small" onClick=${() => go(to(here().run, "rollouts"))}>all ( x )</button>` : ""}
-      ${about.searchable || exported ? "" : html`<span class="faint small">texts are being read; a search sees their first 80 characters</span>`}</div>
+      ${Object.keys(filters).length ? html`<button class="small" onClick=${() => go(to(here().run, "rollouts"))}>all ( x )</button>` : ""}</div>
     <div class="row tight gap">${questions.map((q) => html`<button class=${query.ask === q.name ? "on" : ""} title=${q.means} onClick=${() => set({ ask: query.ask === q.name ? "" : q.name, sort: "", ...(["wrong", "lost"].includes(q.name) && query.ask !== q.name ? { as: "groups" } : {}) })}>${q.says}</button>`)}
       <span class="soft small">${asked ? asked.means : ""}</span></div>`;
 }

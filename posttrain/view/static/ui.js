@@ -18,7 +18,7 @@ export function useAnswer(path, query = {}, version = 0) {
     );
     return () => control.abort();
   }, [key, version]);
-  return { data: state.data, problem: state.problem, stale: state.key !== key };
+  return { data: state.data, problem: state.problem, stale: state.key !== key, of: state.key };
 }
 
 /** Keys while a part is there: {j: action, ...}. What is typed into a field is not taken. */

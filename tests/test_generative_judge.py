@@ -21,6 +21,8 @@ from posttrain.kernels import build
 from posttrain.models.decoder import Decoder, causal
 from posttrain.models.folder import load_model, save_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.record.reading import read_rollouts
+from posttrain.runs.reading import rollout_steps
 from posttrain.services.generative import GenerativeJudge
 from posttrain.services.recipe import Generative, generative_of, read_recipe
 from posttrain.types import Invalid, Reply, StopReason, UserError
@@ -295,7 +297,7 @@ def test_labels_are_not_continued_with_another_judge(place: Path) -> None:
 
 def test_it_is_the_reward_of_training_evaluation_and_samples(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = posttrain.rl("rows.jsonl", **options("run", steps=1))
-    rows = [row for file in run.path.glob("rollouts/*") for row in read(file)]
+    rows = [row for step in rollout_steps(run.path) for row in read_rollouts(run.path, step)]
     recipe = read_recipe("judge.toml")
     assert isinstance(recipe, Generative)
     answers = asked(GenerativeJudge(recipe), [{"prompt": row["prompt"], "response": row["text"]} for row in rows])

@@ -10,8 +10,10 @@ from test_processes import PAIRS, QUICK, SMALL, SUMS, nearness
 
 import posttrain
 from posttrain.record.reading import read_rollouts
+from posttrain.record.writing import table_of, write_table
 from posttrain.runs.reading import rollout_steps
 from posttrain.sources.recording import GROUPS
+from posttrain.view.source import File, Part, rows
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +82,18 @@ def test_record_of_each_level_is_exact_after_a_resumption(start: Path, tmp_path:
         assert tables[0] == tables[1]
     found = [told["learner"] is not None for told in read_rollouts(whole, 4, None)]
     assert any(found) == (level != "tokens")
+
+
+def test_before_a_step_of_one_update_is_at_that_update(tmp_path: Path) -> None:
+    told = {"spans": [], "learner": [-1.0, -2.0]}
+    kinds = [
+        {"why": None},
+        {"why": "in update 2 of 3"},
+        {"why": "in update 1 of 3", "before": [-4.0, -3.0]},
+        {"learner": None},
+    ]
+    write_table(tmp_path / "step-000001.parquet", table_of([{**told, **kind} for kind in kinds]))
+    file = File(tmp_path / "step-000001.parquet", (0, 0))
+    found = rows(Part(1, False), file, names=("index", "before"))
+    assert found.column_names == ["index", "before"]
+    assert found["before"].to_pylist() == [[-1.0, -2.0], None, [-4.0, -3.0], None]

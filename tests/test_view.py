@@ -93,7 +93,7 @@ FILTERS: list[tuple[dict[str, str], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("query, meant", FILTERS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("query, meant", FILTERS, ids=lambda value: str(value)[:40] if isinstance(value, dict) else "")
 def test_a_filter_finds_the_rows_that_a_loop_finds(
     run: OpenRun, folder: Path, query: dict[str, str], meant: Any
 ) -> None:
@@ -539,7 +539,7 @@ def test_questions_of_the_overview_are_answered_for_every_verb(run: OpenRun, tmp
         assert all(q["word"] and q["text"] for q in data["questions"])
         json.dumps(data, allow_nan=False)
     learning = Answers([run]).of("0/overview", {})["questions"][0]
-    assert learning["word"] == "yes" and [p["title"] for p in learning["panels"]][-1] == "Groups"
+    assert learning["word"] in ("yes", "yes, but") and [p["title"] for p in learning["panels"]][-1] == "Groups"
     right, mixed, wrong = (line["values"] for line in learning["panels"][2]["lines"])
     assert all(abs(a + b + c - 1) < 1e-5 for a, b, c in zip(right, mixed, wrong, strict=True))
 

@@ -253,6 +253,34 @@ def test_the_cursor_of_text_and_tracks_is_one(watched: Watched, address: str) ->
     assert f"t={last}" in page.url
 
 
+def test_the_clip_is_named_by_ratio_and_advantage_and_of_tokens_without_a_ratio_not_at_all(
+    watched: Watched, address: str
+) -> None:
+    page = watched.page
+    page.goto(address)
+    page.wait_for_selector(".question")
+    said = page.evaluate(
+        """async (address) => {
+          const { clipText, clipped } = await import(address + "measures.js");
+          const n = { learner: Float32Array.of(0, 1, NaN, -1), before: Float32Array.of(0, 0, NaN, 0) };
+          const row = { n, ids: [1, 2, 3, 4], isScored: [1, 1, 0, 1], advantage: -1 };
+          const texts = [[2.849, -1], [2.849, 1], [0.5, -1], [0.5, 1], [1.1, 1]].map(([r, a]) => clipText(r, a, [0.8, 1.2]));
+          return [texts, [...clipped(row, [0.8, 1.2])].map(String)];
+        }""",
+        address,
+    )
+    assert said == [
+        [
+            "above 1.2, not clipped: A < 0",
+            "above 1.2: no gradient in its last update",
+            "below 0.8: no gradient in its last update",
+            "below 0.8, not clipped: A > 0",
+            "within 0.8 … 1.2",
+        ],
+        ["0", "0", "NaN", "-1"],
+    ]
+
+
 def test_a_run_that_goes_on_is_drawn_as_it_goes(browser: Any, folders: list[Path], tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(folders[0], copy, ignore=shutil.ignore_patterns("index", "step-000006*"))

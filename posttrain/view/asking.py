@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.types import Fate, StopReason, UserError
-from posttrain.view.store import Store, named, quoted
+from posttrain.view.store import COLUMNS, Store, named, quoted
 
 PAGE = 100  # rows that are handed out at once
 BINS = 32
@@ -150,9 +150,10 @@ class Question:
         elif name.startswith("col."):
             self._column(name[4:], value)
         elif name == "where":
-            store.check_condition(value)
-            self.where.append(f"b.row in (select row from rollouts where ({value}\n))")
-            self.shown.append(f"({value})")
+            held = by_name(value, store.parts, named_part)
+            store.check_condition(held)
+            self.where.append(f"b.row in (select row from rollouts where ({held}\n))")
+            self.shown.append(f"({by_name(value, store.parts, listed_part)})")
 
     def _column(self, name: str, value: str) -> None:
         """A column of the task, as JSON has it or as its text."""
@@ -175,8 +176,7 @@ class Question:
         conditions += [f"<= {_number(high, name)}"] if dots and high else []
         for condition in conditions:
             self.where.append(f"{column} {condition}")
-            part = f"list_filter(parts, lambda p: p.name = {quoted(name[5:])})[1].value"
-            self.shown.append(f"{part if name.startswith('part.') else name} {condition}")
+            self.shown.append(f"{listed_part(name[5:]) if name.startswith('part.') else name} {condition}")
 
     def _choice(self, name: str, value: str) -> None:
         known = {"fate": Fate, "stop": StopReason}.get(name)
@@ -281,6 +281,34 @@ class Question:
             f"select {number}, count(*) from {source}{clause} group by 1 having {number} is not null order by 1"
         )
         return {**found, "low": begin, "width": width, "bins": bins.fetchall()}
+
+
+_WORD = re.compile(r"""'(?:[^']|'')*' | "(?:[^"]|"")*" | (?<![\w.])[^\W\d]\w*(?!\w|\s*[(.])""", re.VERBOSE)
+
+
+def by_name(condition: str, parts: Sequence[str], say: Callable[[str], str]) -> str:
+    """A condition with the reward's parts, which a person calls by the names of the table's columns, as a database has them.
+
+    A name that is a column of the rollouts' anyway means that column; "part.length" in quotes means the part.
+    """
+
+    def replaced(found: re.Match[str]) -> str:
+        word = found[0]
+        name = word[1:-1].replace('""', '"') if word.startswith('"') else word
+        short = name.removeprefix("part.")
+        meant = short if short in parts and (name != short or name not in COLUMNS) else None
+        return word if meant is None or word.startswith("'") else say(meant)
+
+    return _WORD.sub(replaced, condition)
+
+
+def named_part(name: str) -> str:
+    return named(f"part.{name}")
+
+
+def listed_part(name: str) -> str:
+    """As the files have it."""
+    return f"list_filter(parts, lambda p: p.name = {quoted(name)})[1].value"
 
 
 def _width(low: float, high: float) -> float:

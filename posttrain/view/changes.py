@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from posttrain.types import UserError
+from posttrain.view import signs
 from posttrain.view.run import OpenRun
 from posttrain.view.source import Part, rows
 
 MOST = 40  # tokens that are listed on each side
+LOOKED = 160  # among which the same are merged
 AROUND = 24  # tokens before one that are shown
 BINS = 41
 MEASURES = {
@@ -20,9 +23,19 @@ MEASURES = {
     "gap": ("learner less engine", "before", ("engine",)),
     "teacher": ("teacher less student", "teacher", ("before", "learner", "engine")),
     "reference": ("policy less reference", "learner", ("reference",)),
-    "push": ("push on the weights", "weight", ()),
+    "push": ("push on weights", "weight", ()),
 }
 """What may be looked at: in words, which column, less the first of these that is there."""
+ABOUT = {
+    "gap": "log-probability under the learner before the step, less the engine's",
+    "push": "as recorded: minus the gradient of the loss at a token's log-probability, its advantage in it, over all passes",
+}
+MISSING = {
+    "after": "not recorded: --record-after keeps it",
+    "teacher": "no teacher took part in this step",
+    "reference": "no reference was computed in this step",
+}
+_FULL = "not recorded: --record full keeps it, where the step computes it"
 _READ = ("index", "tokens", "spans", "engine", "before", "learner", "reference", "weight", "after",
          "teacher", "advantage", "fate")  # fmt: skip
 
@@ -34,14 +47,19 @@ def changes(run: OpenRun, part: Part, by: str) -> dict[str, Any]:
     table = rows(part, run.store.files[part], names=_READ).to_pydict()
     steps = sorted(p.step for p in run.store.files if p.held_out == part.held_out)
     found = {name: known for name in MEASURES if (known := _values(table, name)) is not None}
-    measures = [{"name": name, "says": MEASURES[name][0]} for name in found]
+    measures = [
+        {"name": name, "says": says, "about": ABOUT.get(name, ""),
+         "missing": "" if name in found and len(found[name][0]) else MISSING.get(name, _FULL)}
+        for name, (says, *_) in MEASURES.items()
+    ]  # fmt: skip
     about = {"step": part.step, "held_out": part.held_out, "steps": steps, "measures": measures}
     if not found:
         return {**about, "by": None}
-    name = by if by in found else next(iter(found))
-    values, row, place = found[name]
-    if not len(values):
+    usable = [name for name in found if len(found[name][0])]
+    if not usable:
         return {**about, "by": None}
+    name = by if by in usable else usable[0]
+    values, row, place = found[name]
     order = np.argsort(values)
     return {
         **about,
@@ -50,8 +68,9 @@ def changes(run: OpenRun, part: Part, by: str) -> dict[str, Any]:
         "mean": float(values.mean()),
         "size": float(np.abs(values).mean()),
         "histogram": _histogram(values),
-        "up": [_one(run, table, name, values, row, place, i) for i in order[::-1][:MOST] if values[i] > 0],
-        "down": [_one(run, table, name, values, row, place, i) for i in order[:MOST] if values[i] < 0],
+        "pushed": signs.pushed_in(run.store.files[part], run.objective),
+        "up": _most(run, table, name, (values, row, place), [i for i in order[::-1][:LOOKED] if values[i] > 0]),
+        "down": _most(run, table, name, (values, row, place), [i for i in order[:LOOKED] if values[i] < 0]),
         "vocabulary": _vocabulary(run, table, values, row, place),
     }
 
@@ -102,6 +121,18 @@ def _histogram(values: NDArray[Any]) -> dict[str, Any]:
     most = float(np.abs(values).max()) or 1.0
     counts, edges = np.histogram(values, bins=BINS, range=(-most, most))
     return {"low": float(edges[0]), "width": float(edges[1] - edges[0]), "counts": counts.tolist()}
+
+
+def _most(
+    run: OpenRun, table: dict[str, list[Any]], name: str, found: tuple[Any, Any, Any], order: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Tokens in this order; the same one after the same text once, with how often."""
+    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    for i in order:
+        own = _one(run, table, name, *found, i)
+        known = merged.setdefault((own["before"], own["piece"]), own)
+        known["times"] = known.get("times", 0) + 1
+    return list(merged.values())[:MOST]
 
 
 def _one(

@@ -19,6 +19,7 @@ from pyarrow import parquet
 from posttrain.record.rows import said_by
 from posttrain.record.schema import NUMBERS
 from posttrain.types import SpanKind, UserError
+from posttrain.view import signs
 from posttrain.view.pieces import Pieces
 from posttrain.view.reasons import equation, why
 from posttrain.view.source import Part, rows
@@ -45,9 +46,13 @@ def one(
     )
     rewards = [s["used"] if s["used"] is not None else s["reward"] for s in siblings]
     seconds = _seconds(store.folder, part, index)
+    scored = _places(row["spans"] or [], "learned")
+    leaks = signs.contains_answer(row["prompt"], shown["columns"] if isinstance(shown["columns"], dict) else None)
     return {
         **shown,
         "siblings": siblings,
+        "pushed": scored[signs.pushed(row, objective)].tolist(),
+        "leaks": leaks and signs.leaks(store) is not None,
         "why": why(row),
         "equation": equation(row, rewards, objective),
         "seconds": seconds,

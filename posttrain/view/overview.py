@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posttrain.view import signs
 from posttrain.view.run import OpenRun
-from posttrain.view.verdicts import verdicts
+from posttrain.view.verdicts import FAR_APART, verdicts
 
 Values = list[float | None]
 Panel = dict[str, Any]
@@ -16,6 +17,7 @@ _STEPS = """
 select step, avg(mean) as reward, stddev_samp(mean) / sqrt(count(*)) as error, count(*) as groups,
        avg(case when valid > 1 and right_n = valid then 1 else 0 end) as right,
        avg(case when valid > 1 and right_n = 0 then 1 else 0 end) as wrong,
+       avg(case when valid > 1 and low = high then 1 else 0 end) as equal,
        avg(replies) as replies, max(n) as n
 from groups where held_out = {held} group by step order by step
 """
@@ -64,6 +66,10 @@ def overview(run: OpenRun) -> dict[str, Any]:
             _panel(name, steps, [_line(name, values, name)]) for name, values in metrics.items() if name not in used
         ],
         "fates": own.get("fates", {}),
+        "origins": own.get("origins", {}),
+        "foreign": signs.FOREIGN,
+        "pushed": own.get("pushed", 0),
+        "looked": len(signs.looked_at(run.store)),
         **counts,
     }
 
@@ -83,10 +89,15 @@ def _own(run: OpenRun, steps: Sequence[int]) -> dict[str, Any]:
     store = run.store
     if not store.files:
         return {}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {
+        "told": store.success is not None,
+        "origins": signs.origins(store),
+        "pushed": sum(len(signs.pushed_in(file, run.objective)) for file in signs.looked_at(store)),
+        "leaks": signs.leaks(store),
+    }
     rows = {row["step"]: row for row in store.ask(_STEPS.format(held="false"))}
     if rows:
-        for name in ("reward", "error", "right", "wrong", "replies"):
+        for name in ("reward", "error", "right", "wrong", "equal", "replies"):
             found[name] = [_finite(rows[s][name]) if s in rows else None for s in steps]
         found["n"] = max(row["n"] for row in rows.values())
     alike = {row["step"]: row["alike"] for row in store.ask(_LIKE)}
@@ -126,7 +137,14 @@ def _learning(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any])
             "high": [None if e is None else r + 1.96 * e for r, e in pairs],
         }
     groups = None
-    if own.get("right") and own.get("n", 1) > 1:
+    if own.get("equal") and own.get("n", 1) > 1 and not own["told"]:
+        lines = [
+            _line("mixed", [_rest(e, 0.0 if e is not None else None) for e in own["equal"]], "", "sky"),
+            _line("equal", own["equal"], "", "pink"),
+        ]
+        about = "mixed groups are those that teach; without --success nothing says which rewards are right"
+        groups = {**_panel("Groups by their rewards", steps, lines), "stack": True, "about": about}
+    elif own.get("right") and own.get("n", 1) > 1:
         lines = [
             _line("all right", own["right"], "right", "green"),
             _line("mixed", [_rest(r, w) for r, w in zip(own["right"], own["wrong"], strict=True)], "", "sky"),
@@ -205,11 +223,14 @@ def _stable(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -
         for name, word, colour in (("ratio/max", "greatest", "red"), ("ratio/min", "least", "blue"))
         if name in m
     ]
+    gap = _of(steps, m, "sampler/gap/max", "Engine against learner, greatest gap, nats", "pink", zero=True)
+    far = any(value is not None and value > FAR_APART for value in m.get("sampler/gap", ()))
     return [
+        gap if far else None,
         {**_panel("Ratio, least and greatest", steps, ratios), "log": True} if ratios else None,
         _of(steps, m, "grad_norm", "Gradient norm", zero=True),
         _of(steps, m, "kl", "KL from the reference, nats per token", "pink", zero=True),
-        _of(steps, m, "sampler/gap/max", "Engine against learner, greatest gap, nats", "pink", zero=True),
+        None if far else gap,
         _of(steps, m, "explained_variance", "Explained variance of the critic", "green"),
         _of(steps, m, "advantage/std", "Spread of advantages", zero=True),
         _of(steps, m, "skipped", "Updates skipped, share", "red", zero=True),

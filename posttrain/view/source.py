@@ -155,4 +155,17 @@ def rows(
     part: Part, file: File, indices: Sequence[int] | None = None, names: Sequence[str] = ROLLOUTS.names
 ) -> pa.Table:
     """Rows of a part with these columns: all, or those with these indices."""
-    return read_file(file.path, names, None if indices is None else sorted(set(indices)))
+    wanted = [*names, *(name for name in ("learner", "why") if "before" in names and name not in names)]
+    table = read_file(file.path, wanted, None if indices is None else sorted(set(indices)))
+    return _before(table).select([name for name in table.column_names if name in names]) if "before" in names else table
+
+
+def _before(table: pa.Table) -> pa.Table:
+    """With the learner's log-probabilities before the step where they are not written, because no update came before.
+
+    Rollouts of a step with several updates say in `why` which ones learned from them: of these, `before` is not known.
+    """
+    several = pc.starts_with(pc.fill_null(table["why"], ""), "in update")
+    same = pc.and_(pc.is_null(table["before"]), pc.invert(several))
+    filled = pc.if_else(same, table["learner"], table["before"])
+    return table.set_column(table.column_names.index("before"), table.schema.field("before"), filled)

@@ -50,6 +50,13 @@ create table full_texts (row integer, prompt integer, text integer, columns inte
 """
 
 
+COLUMNS = (
+    "step", "held_out", "index", "kind", "group", "member", "task", "side", "epoch", *_PLAIN,
+    "fate", "stop", "invalid_kind", "prompt", "text", "columns", "notes", "mean", "sd", "n", "right_n",
+)  # fmt: skip
+"""What a condition may name, beside the parts of the reward."""
+
+
 def quoted(text: str) -> str:
     """A text as SQL has it."""
     return "'" + text.replace("'", "''").replace("\0", "") + "'"
@@ -129,8 +136,15 @@ class Store:
             raise UserError(said(error)) from None
         if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
             raise UserError("a condition is part of one SELECT: reward < 0.5 and length > 100")
-        with self.limited() as cursor:
-            cursor.execute(sql)
+        try:
+            with self.limited() as cursor:
+                cursor.execute(sql)
+        except UserError as error:
+            if "not found in FROM clause" not in str(error):
+                raise
+            known = ", ".join([*COLUMNS, *(name for name in self.parts if name not in COLUMNS)])
+            first = str(error).split(" in FROM clause")[0].removeprefix("Binder Error: ")
+            raise UserError(f"{first}; the columns are {known}") from None
 
     @contextmanager
     def limited(self, seconds: float = SECONDS) -> Iterator[Any]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from posttrain.view.signs import FOREIGN
+
 Values = list[float | None]
 Verdict = dict[str, str]
 
@@ -14,12 +16,17 @@ GAIN = 0.02  # of a reward between 0 and 1, or share of a loss, that counts as l
 GAP = 0.1  # of training reward over held-out reward
 LONGER = 1.5  # times the length at the start
 COLLAPSED, ALONE = 0.33, 0.1  # share of the entropy at the start; see posttrain.runs.history.Limits
+FAR_APART = 0.1  # nats per token between engine and learner; rounding in half precision leaves about 0.01
 FAR = 3.0  # ratio from which on a look is worth it
 
 
 def verdicts(m: Mapping[str, Values], own: Mapping[str, Any]) -> dict[str, Verdict]:
     """By the names of the questions, in their order."""
-    answers = (_learning(m), _honest(m, own), _exploring(m), _stable(m))
+    learning, honest = _learning(m), _honest(m, own)
+    if learning["word"] == "yes" and honest["tone"] == "warn":
+        told = f"{learning['text']}; see “{QUESTIONS[1]}” before you believe it"
+        learning = _verdict("yes, but", "warn", told)
+    answers = (learning, honest, _exploring(m), _stable(m, own))
     return dict(zip(QUESTIONS, answers, strict=True))
 
 
@@ -37,12 +44,24 @@ def _learning(m: Mapping[str, Values]) -> Verdict:
         if held is not None:
             values = [v for v in m[held] if v is not None]
             text += f"; held-out {_f(values[0])} → {_f(values[-1])}" if values else ""
+            if _unmoved(values, m):
+                text += (
+                    f": exactly the same at all {len(values)} evaluations, though gradients are not 0; "
+                    "does the engine receive new weights?"
+                )
+                return _verdict("look", "warn", text)
         else:
             text += "; nothing is held out"
         if gained > GAIN * scale:
             return _verdict("yes", "good", text)
         return _verdict("going back" if gained < -GAIN * scale else "not yet", "bad" if gained < 0 else "warn", text)
     return _verdict("too early", "plain", "no steps yet")
+
+
+def _unmoved(held: Sequence[float], m: Mapping[str, Values]) -> bool:
+    """Whether a held-out figure never moves while weights do. All wrong and all right are no sign of anything."""
+    norms = _all(m.get("grad_norm"))
+    return len(held) > 2 and len(set(held)) == 1 and held[0] not in (0.0, 1.0) and bool(norms) and _median(norms) > 0
 
 
 def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
@@ -57,11 +76,13 @@ def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
         ends = _ends(m.get(name))
         if ends is not None and ends[1] > 0.05:
             doubts.append(f"{ends[1]:.0%} of the replies {word}")
+    if own.get("leaks") is not None:
+        doubts.append(f"{own['leaks']:.0%} of the prompts contain the answer of their task, and the others do not")
     rising = _part_alone(own.get("parts") or {})
     if rising:
         doubts.append(rising)
     if doubts:
-        return _verdict("look", "warn", "; ".join(doubts) + ": read the best replies")
+        return _verdict("look", "warn", "; ".join(doubts) + ": read the best replies, and their prompts")
     if not any(name in m for name in ("length", "reward")):
         return _verdict("nothing to game", "plain", "no reward is maximised here")
     said.append("one part, one check" if len(own.get("parts") or {}) < 2 else "its parts move together")
@@ -94,8 +115,16 @@ def _exploring(m: Mapping[str, Values]) -> Verdict:
     return _verdict("yes", "good", text) if share > limit else _verdict("collapsed", "bad", text)
 
 
-def _stable(m: Mapping[str, Values]) -> Verdict:
+def _stable(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
     doubts, said = [], []
+    if gap := _gap(m):
+        doubts.append(gap)
+    foreign = {kind: count for kind, count in (own.get("origins") or {}).items() if kind in FOREIGN and count}
+    if foreign:
+        told = " and ".join(f"{count:,} tokens of the {kind}" for kind, count in foreign.items())
+        doubts.append(f"{told} were trained on, which the policy did not write: look at the mask")
+    if own.get("pushed"):
+        doubts.append(f"{own['pushed']:,} tokens were pushed though clipped, in the steps looked at")
     high, low = _all(m.get("ratio/max")), _all(m.get("ratio/min"))
     if high and low:
         said.append(f"ratios within [{_f(min(low))}, {_f(max(high))}]")
@@ -116,6 +145,20 @@ def _stable(m: Mapping[str, Values]) -> Verdict:
     if doubts:
         return _verdict("look", "warn", "; ".join([*doubts, *said]))
     return _verdict("yes", "good", "; ".join(said) or "gradient norms keep their size")
+
+
+def _gap(m: Mapping[str, Values]) -> str | None:
+    """How engine and learner differ where they should not, and what the way it began points at."""
+    mean, most = _all(m.get("sampler/gap")), _all(m.get("sampler/gap/max"))
+    if not mean or max(mean) <= FAR_APART:
+        return None
+    said = f"engine and learner differ by {_f(max(mean))} nats per token"
+    said += f" and up to {_f(max(most))}" if most else ""
+    ess = _all(m.get("sampler/ess"))
+    said += f" (effective share of the sample {_f(min(ess))})" if ess else ""
+    if mean[0] > FAR_APART:
+        return f"{said}, already before the first update: the mask, the tokens or the template differ"
+    return f"{said}, from {_f(mean[0])} at the start: the engine samples with other weights than it claims"
 
 
 def _verdict(word: str, tone: str, text: str) -> Verdict:

@@ -40,13 +40,13 @@ export function ratios(row) {
   return row.n.learner && old ? each(old.length, (i) => Math.exp(row.n.learner[i] - old[i])) : null;
 }
 
-/** -1: below the clip with a negative advantage, 1: above it with a positive one: no gradient; 0: neither. */
+/** -1: below the clip with a negative advantage, 1: above it with a positive one: no gradient; 0: neither; nan: has no ratio. */
 export function clipped(row, bounds) {
   const ratio = ratios(row);
   const a = advantage(row);
   if (!ratio || !a || !bounds) return null;
   const [low, high] = bounds;
-  return each(ratio.length, (i) => (ratio[i] < low - 1e-6 && a[i] < 0 ? -1 : ratio[i] > high + 1e-6 && a[i] > 0 ? 1 : 0));
+  return each(ratio.length, (i) => (Number.isNaN(ratio[i]) ? NaN : ratio[i] < low - 1e-6 && a[i] < 0 ? -1 : ratio[i] > high + 1e-6 && a[i] > 0 ? 1 : 0));
 }
 
 function divergence(row) {
@@ -60,10 +60,22 @@ function versions(row) {
   return known.length && Math.min(...known.slice(0, 50000)) !== Math.max(...known.slice(0, 50000)) ? row.versionAt : null;
 }
 
+/** What the record's `weight` is. It is a gradient already: nothing here multiplies it by the advantage again. */
+export const PUSH = "push on weights, as the run recorded it: minus the gradient of the loss at the token's log-probability, with its advantage, its ratio and its clip in it, summed over all passes of the step; above 0 it is made more likely";
+
+/** On which side of the bounds a ratio lies, and whether that takes its gradient. */
+export function clipText(ratio, advantage, [low, high]) {
+  const side = ratio < low - 1e-6 ? -1 : ratio > high + 1e-6 ? 1 : 0;
+  if (!side) return `within ${low} … ${high}`;
+  const where = side > 0 ? `above ${high}` : `below ${low}`;
+  if (side * advantage > 0) return `${where}: no gradient in its last update`;
+  return `${where}, not clipped: A ${advantage > 0 ? "> 0" : advantage < 0 ? "< 0" : "is 0"}`;
+}
+
 /** name, what the button says, whether it has a sign, and the numbers of a rollout or null. */
 export const MEASURES = [
   { name: "advantage", says: "advantage", sign: true, of: advantage },
-  { name: "push", says: "push", sign: true, about: "weight of the token in the gradient: above 0 it is made more likely", of: (row) => row.n.weight || null },
+  { name: "push", says: "push", sign: true, about: PUSH, of: (row) => row.n.weight || null },
   { name: "surprise", says: "surprise", of: (row) => (row.n.engine || logp(row)) && each(row.ids.length, (i) => -(row.n.engine || logp(row))[i]) },
   { name: "entropy", says: "entropy", of: (row) => row.n.entropy || null },
   { name: "ratio", says: "log ratio", sign: true, of: (row) => difference(row.n.learner, row.n.before || row.n.engine) },

@@ -54,9 +54,18 @@ function Health({ data, run, steps }) {
       const [first, second] = visible(h.message).split("\n");
       return html`<div class="note"><a href=${to(run, "rollouts", [], { step: steps.length ? nearest(steps, h.step) : "" })}>step ${h.step} · ${h.name}</a> ${first}<div class="soft small">${second}</div></div>`;
     })}
-    ${data.health.length ? "" : html`<div class="soft small">entropy, length, KL, signal, leaps, drops and memory stayed within their limits</div>`}
-    <${Fates} fates=${data.fates} />
+    ${data.health.length ? "" : html`<div class="soft small">entropy, length, KL, signal, leaps, drops and memory stayed within their limits; whether engine and learner agree is said under “Is it stable?”</div>`}
+    <${Fates} fates=${data.fates} /><${Origins} data=${data} />
     <div class="soft small">${exported ? "" : "A click on a step opens its rollouts."} <kbd>?</kbd> lists the keys.</div></div>`;
+}
+
+/** Where the tokens come from that were trained on: those that nobody meant to train on in red. */
+function Origins({ data }) {
+  const counts = Object.entries(data.origins);
+  if (!counts.length) return "";
+  const where = `in ${data.looked} step${data.looked === 1 ? "" : "s"} of the run`;
+  return html`<div class="timeline"><span class="soft small" title=${where}>trained on tokens</span>${counts.sort((a, b) => b[1] - a[1]).map(([kind, n]) => html`<span class=${`pill ${data.foreign.includes(kind) ? "bad" : ""}`} title=${where}>${kind} ${whole(n)}</span>`)}
+    ${data.pushed ? html`<span class="pill bad" title=${where}>pushed though clipped ${whole(data.pushed)}</span>` : ""}</div>`;
 }
 
 function Fates({ fates }) {

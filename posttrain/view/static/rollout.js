@@ -1,13 +1,19 @@
 // One rollout: its tokens in the colours of any number, tracks of numbers below, all of one token at the side.
 
 import { f, line, seconds, shown, signed, visible, whole } from "./format.js";
-import { clipped, measured, ratios } from "./measures.js";
+import { clipped, clipText, measured, PUSH, ratios } from "./measures.js";
 import { change, exported, go, here, part, to } from "./net.js";
 import { listed } from "./rollouts.js";
 import { Tokens } from "./tokens.js";
 import { Canvas, colour, Empty, Fate, html, Problem, useAnswer, useKeys, useMemo, useState } from "./ui.js";
 
 const TRACKS = 9;
+const PUSHED = "the clip should have taken the gradient of its last pass, but the recorded push is that of both passes";
+
+const pushed = (row, at) => (row.pushed || []).includes(at + row.begin);
+
+/** Whether tokens that the policy did not write are trained on. */
+const foreign = (row, kind, trained) => Boolean(trained) && ["rl", "sft", "distill"].includes(row.kind) && ["prompt", "observation", "tool"].includes(kind);
 
 export function Rollout({ run, about, words, query }) {
   const [place, index] = words;
@@ -64,6 +70,7 @@ function Crumbs({ run, row, place, query }) {
     <a class="mono" href=${to(run, "group", [place, row.index])}>group ${line(row.group)}</a><span class="faint">/</span><b>rollout ${row.index}</b>${row.side ? html`<span class="pill">${line(row.side)}</span>` : ""}
     <span class="faint small">its group:</span>
     ${row.siblings.slice(0, 32).map((s) => html`<a class=${`pill ${s.index === row.index ? "on" : ""}`} href=${to(run, "rollout", [place, s.index], { c: query.c })} title=${`rollout ${s.index}, advantage ${f(s.advantage)}${s.fate ? `, ${s.fate}` : ""}`}><span class=${s.advantage > 0 ? "up" : s.advantage < 0 ? "down" : "faint"}>${s.advantage > 0 ? "▲" : s.advantage < 0 ? "▼" : "●"}</span> ${s.reward === null ? "invalid" : f(s.reward)}</a>`)}
+    ${row.pushed?.length ? html`<span class="pill bad" title=${PUSHED}>pushed though clipped: ${whole(row.pushed.length)} token${row.pushed.length === 1 ? "" : "s"}</span>` : ""}${row.leaks ? html`<span class="pill bad" title="prompts of other tasks do not">prompt contains the answer</span>` : ""}
     <span class="fill"></span><a class="pill" href=${to(run, "step", [place])}>what the step changed</a></div>`;
 }
 
@@ -80,8 +87,9 @@ function Turns({ run, row, place, at, onAt, measure, clip }) {
     const begin = Math.max(0, turn.first - row.begin);
     const end = Math.min(row.pieces.length, turn.first + turn.length - row.begin);
     const number = row.turns.indexOf(turn);
+    const trained = foreign(row, turn.role, row.spans.some(([kind, start, length, , learned]) => learned && kind === turn.role && start < turn.first + turn.length && start + length > turn.first));
     const took = row.seconds?.turns?.[number];
-    return html`<details key=${number} class=${`turn ${turn.role}`} open=${turn.role === "sampled" || turn.length < 300}><summary>${turn.role}${row.transcripts?.length > 1 ? ` · context ${turn.transcript}` : ""} · ${whole(turn.length)} tokens${took ? ` · ${seconds(took)}` : ""}${turn.reward ? ` · step reward ${f(turn.reward)}` : ""}${turn.cut ? ` · ${turn.cut} tokens did not fit` : ""}</summary>
+    return html`<details key=${number} class=${`turn ${turn.role}`} open=${turn.role === "sampled" || turn.length < 300}><summary>${turn.role}${row.transcripts?.length > 1 ? ` · context ${turn.transcript}` : ""} · ${whole(turn.length)} tokens${took ? ` · ${seconds(took)}` : ""}${turn.reward ? ` · step reward ${f(turn.reward)}` : ""}${turn.cut ? ` · ${turn.cut} tokens did not fit` : ""}${trained ? html` · <b class="bad">trained on</b>` : ""}</summary>
       ${turn.length ? html`<${Tokens} ...${both} begin=${begin} end=${Math.max(begin, end)} />` : ""}${turn.length && row.known ? "" : html`<div class="text dense">${visible(turn.text)}</div>`}
       ${turn.calls.map((call) => html`<div class="call"><b class="mono">${visible(call.tool || "?")}</b> <span class="mono untrusted">${visible(call.arguments)}</span>${call.problem ? html`<div class="bad">${visible(call.problem)}</div>` : ""}</div>`)}
       </details>`;
@@ -147,17 +155,18 @@ function Token({ row, at, all, ratio, clip, about }) {
   const add = (name, value, title = "") => lines.push(html`<dt title=${title}>${name}</dt><dd title=${title}>${value}</dd>`);
   if (has(n("engine"))) add("probability, sampled", f(Math.exp(n("engine"))));
   for (const [name, says] of [["engine", "log-prob, engine"], ["before", "log-prob, learner before"], ["learner", "log-prob, at its update"], ["reference", "log-prob, reference"], ["teacher", "log-prob, teacher"]]) if (has(n(name))) add(says, f(n(name), 4));
-  if (ratio && has(ratio[at])) add("ratio", f(ratio[at], 4));
-  if (clip && about.bounds && has(clip[at])) add("clip", clip[at] ? html`<span class="down">${clip[at] > 0 ? `above ${about.bounds[1]}` : `below ${about.bounds[0]}`}: no gradient</span>` : `within ${about.bounds[0]} … ${about.bounds[1]}`);
+  if (ratio && has(ratio[at])) add("ratio, last update", f(ratio[at], 4));
+  const a = all.find((m) => m.name === "advantage")?.values[at];
+  if (clip && about.bounds && has(clip[at])) add("clip", html`<span class=${clip[at] ? "down" : ""}>${clipText(ratio[at], a, about.bounds)}</span>`);
   for (const m of all) if (["entropy", "advantage", "kl", "value", "returns"].includes(m.name) && has(m.values[at])) add(m.name === "kl" ? "KL (k3)" : m.says, f(m.values[at]));
-  if (has(n("weight"))) add("weight in the loss", f(n("weight")));
+  if (has(n("weight"))) add("push on weights", html`${f(n("weight"))}${pushed(row, at) ? html` <span class="bad" title=${PUSHED}>pushed though clipped</span>` : ""}`, PUSH);
   if (has(n("after"))) add("by the step", `${f(Math.exp(old))} → ${f(Math.exp(n("after")))}`);
   if (has(n("kept"))) add("kept by entropy", n("kept") ? "yes" : "no");
-  if (has(row.versionAt[at])) add("version of the weights", row.versionAt[at]);
+  if (has(row.versionAt[at])) add("version of the weights", html`${row.versionAt[at]} <span class="faint">as the engine reports</span>`);
   const kind = (row.spans.find(([, start, length]) => at + row.begin >= start && at + row.begin < start + length) || ["–"])[0];
   return html`<div class="card"><div><b>token ${whole(at + row.begin)}</b> <span class="soft">of ${whole(row.length)}, id ${row.ids[at]}</span></div>
     <div class="mono untrusted" style=${{ margin: "2px 0 4px" }}>“${line(row.pieces[at])}”</div>
-    <dl class="kv" style=${{ margin: 0 }}>${lines}<dt>comes from</dt><dd>${kind}${row.isScored[at] ? "" : ", not trained on"}</dd></dl></div>`;
+    <dl class="kv" style=${{ margin: 0 }}>${lines}<dt>comes from</dt><dd class=${foreign(row, kind, row.isScored[at]) ? "bad" : ""}>${kind}${row.isScored[at] ? (foreign(row, kind, true) ? ", trained on" : "") : ", not trained on"}</dd></dl></div>`;
 }
 
 function Why({ row, run }) {

@@ -15,16 +15,16 @@ export function Step({ run, about, words, query }) {
   const measures = data?.measures || [];
   useKeys({
     "[": () => open(at - 1), "]": () => open(at + 1), k: () => open(at - 1), j: () => open(at + 1), r: () => data && go(to(run, "rollouts", [], { step: data.step })),
-    ...Object.fromEntries(measures.map((m, i) => [String(i + 1), () => change({ by: m.name })])),
+    ...Object.fromEntries(measures.map((m, i) => [String(i + 1), () => m.missing || change({ by: m.name })])),
   });
   if (problem) return html`<${Problem} text=${problem} />`;
   if (!data) return html`<${Empty}>${words.length || latest.data?.parts.length !== 0 ? "reading …" : "This run has no rollouts."}</${Empty}>`;
   return html`
     <div class="row tight gap choices"><h2>What did step</h2><button disabled=${at <= 0} onClick=${() => open(at - 1)} aria-label="the step before">◂</button>
       <input style=${{ width: "64px" }} value=${data.step} onChange=${(e) => go(to(run, "step", [e.target.value.trim() || "1"], query))} aria-label="step" /><button disabled=${at >= steps.length - 1} onClick=${() => open(at + 1)} aria-label="the next step">▸</button><h2>do?</h2>
-      ${measures.map((m, i) => html`<button class=${m.name === data.by ? "on" : ""} onClick=${() => change({ by: m.name })}><span class="faint">${i + 1}</span> ${m.says}</button>`)}
+      ${measures.map((m, i) => html`<button class=${m.name === data.by ? "on" : ""} disabled=${m.missing !== ""} title=${m.missing || m.about} onClick=${() => change({ by: m.name })}><span class="faint">${i + 1}</span> ${m.says}</button>`)}
       <span class="fill"></span><a href=${to(run, "rollouts", [], { step: data.step })}>its rollouts</a></div>
-    ${data.by ? html`<${Changes} ...${{ run, data, stale }} />` : html`<${Empty}>Of this step only tokens and the engine's log-probabilities were recorded. <span class="mono">--record full</span> keeps what the learner computed, <span class="mono">--record after</span> what the step changed.</${Empty}>`}`;
+    ${data.by ? html`<${Changes} ...${{ run, data, stale }} />` : html`<${Empty}>Of this step only tokens and the engine's log-probabilities were recorded. <span class="mono">--record full</span> keeps what the learner computed, <span class="mono">--record-after</span> what the step changed.</${Empty}>`}`;
 }
 
 function Changes({ run, data, stale }) {
@@ -32,7 +32,7 @@ function Changes({ run, data, stale }) {
   const measure = data.measures.find((m) => m.name === data.by);
   const push = data.by === "push";
   return html`<div class=${`fading ${stale ? "stale" : ""}`}>
-    <div class="card gap row"><div><b>${measure.says}</b><div class="soft small">${whole(data.n)} tokens, mean size ${f(data.size)}, mean ${f(data.mean)}</div></div><span class="fill"></span>
+    <div class="card gap row"><div><b>${measure.says}</b><div class="soft small">${whole(data.n)} tokens, mean size ${f(data.size)}, mean ${f(data.mean)}</div><div class="soft small">${measure.about}</div>${data.pushed?.length ? html`<div class="bad">${whole(data.pushed.length)} token${data.pushed.length === 1 ? "" : "s"} pushed though clipped: ${data.pushed.slice(0, 6).map(([index, at], i) => html`${i ? " · " : ""}<a href=${to(run, "rollout", [data.step, index], { t: at, c: "push" })}>rollout ${index}, token ${at}</a>`)}</div>` : ""}</div><span class="fill"></span>
       <svg width="330" height="56" role="img" aria-label="histogram of the changes">${data.histogram.counts.map((n, i) => {
         const tall = n ? 2 + (36 * Math.log1p(n)) / Math.log1p(most) : 0;
         return html`<rect x=${i * 8} y=${40 - tall} width="7" height=${tall} class=${i < 20 ? "hist-down" : i > 20 ? "hist-up" : "hist-zero"}><title>${`${f(data.histogram.low + i * data.histogram.width)}: ${whole(n)} tokens`}</title></rect>`;
@@ -46,7 +46,7 @@ function Listed({ title, rows, tone, run, data }) {
   return html`<div class="card list"><table><thead><tr><th class="n">${title}</th><th class="n">probability</th><th class="n">A</th><th>token, after what came before</th></tr></thead>
     <tbody>${rows.slice(0, 14).map((x) => html`<tr class="r" onClick=${() => go(to(run, "rollout", [`${data.step}${data.held_out ? "e" : ""}`, x.index], { t: x.at, c: { after: "change", learner: "ratio" }[data.by] || data.by }))}>
       <td class=${`n ${tone}`} style=${{ width: "70px" }}>${f(x.value)}</td><td class="n" style=${{ width: "118px", maxWidth: "118px" }}>${p(x)}</td><td class=${`n ${x.advantage > 0 ? "up" : x.advantage < 0 ? "down" : "faint"}`} style=${{ width: "56px", maxWidth: "56px" }}>${f(x.advantage, 2)}</td>
-      <td class="mono untrusted wide" dir="ltr"><span class="soft">…${line(x.before).slice(-34)}</span><b class="t p3">${line(x.piece)}</b></td></tr>`)}</tbody></table>${rows.length ? "" : html`<div class="empty">none</div>`}</div>`;
+      <td class="mono untrusted wide" dir="ltr"><span class="soft">…${line(x.before).slice(-34)}</span><b class="t p3">${line(x.piece)}</b>${x.times > 1 ? html` <span class="faint" title="as often after the same text: the greatest of their changes is shown">× ${whole(x.times)}</span>` : ""}</td></tr>`)}</tbody></table>${rows.length ? "" : html`<div class="empty">none</div>`}</div>`;
 }
 
 function Entries({ title, rows, tone }) {

@@ -1,0 +1,182 @@
+"""Signs of silent defects that no curve shows: tokens trained on that the policy did not write, tokens that were pushed
+though they were clipped, prompts that contain the answer.
+
+Each is said only where the record decides it; where other explanations are left, nothing is said.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from posttrain.record.reading import read_file
+from posttrain.view.source import File, Part
+from posttrain.view.store import Store
+
+LOOKED = 8  # parts of a run in which its tokens are looked at
+TOKENS = 400_000  # of a part, beyond which only kinds of spans are looked at
+TASKS = 2000  # of which prompts are compared with answers
+TRAINS = ("rl", "sft", "distill")  # verbs that train on what a policy or a demonstration says
+FOREIGN = ("prompt", "observation", "tool")  # spans that neither has written
+ANSWERS = ("answer", "solution", "target", "label", "gold", "expected", "ground_truth")
+SOME = (0.05, 0.95)  # share of the tasks between which a leak tells some from others
+
+_PASSES = re.compile(r"updates per step: (\d+)(?:, in (\d+) epochs of \d+)?")
+_CLIP = re.compile(r"\[ min\(r A, clip\(r, ([\d.]+), ([\d.]+)\) A\) \]")
+_ALIKE, _APART = (
+    0.008,
+    0.04,
+)  # shares: of pushes that are the same but for rounding to eleven bits, and of ratios that are not
+
+
+# -- where trained tokens come from ------------------------------------------------------------------------------------
+
+
+def origins(store: Store) -> dict[str, int]:
+    """Kind of a span -> tokens of it that were trained on, in some steps from first to last."""
+    found: dict[str, int] = {}
+    for file in looked_at(store):
+        for kind, count in _origins(str(file.path), file.stamp):
+            found[kind] = found.get(kind, 0) + count
+    return found
+
+
+def looked_at(store: Store, most: int = LOOKED) -> list[File]:
+    """Evenly chosen files of steps that were trained on."""
+    files = [f for part, f in store.files.items() if isinstance(part, Part) and not part.held_out and not f.lines]
+    if len(files) <= most:
+        return files
+    return [files[round(i * (len(files) - 1) / (most - 1))] for i in range(most)]
+
+
+@lru_cache(maxsize=256)
+def _origins(path: str, stamp: tuple[int, int]) -> tuple[tuple[str, int], ...]:
+    table = read_file(Path(path), ("index", "kind", "fate", "spans"), None)
+    found: dict[str, int] = {}
+    for kind, fate, spans in zip(*(table[n].to_pylist() for n in ("kind", "fate", "spans")), strict=True):
+        if kind not in TRAINS or fate not in (None, "trained"):
+            continue
+        for span in spans or ():
+            if span["learned"]:
+                found[span["kind"]] = found.get(span["kind"], 0) + span["length"]
+    return tuple(sorted(found.items()))
+
+
+# -- pushed though clipped ---------------------------------------------------------------------------------------------
+
+
+def passes(objective: Sequence[str]) -> tuple[float, float, int] | None:
+    """(lowest ratio, greatest, passes over a token) of rows whose clip can be checked; None for all others."""
+    clip = next(filter(None, map(_CLIP.search, objective)), None)
+    exact = any(line.strip().startswith("ratio r: exp(lp - old)") for line in objective)
+    updates = next(filter(None, map(_PASSES.search, objective)), None)
+    if clip is None or updates is None or not exact:
+        return None
+    return float(clip[1]), float(clip[2]), int(updates[2] or 1)
+
+
+def pushed(row: Mapping[str, Any], objective: Sequence[str]) -> NDArray[np.int64]:
+    """Which of its scored tokens were pushed by their last pass, though the clip should have taken its gradient.
+
+    With one pass a clipped token has no push at all. With two, the first of them had a ratio of 1 in rollouts of the
+    step's first update: there a push is w A (1 + r) where nothing is clipped, which gives w, and w A where the second is.
+    Two tokens whose ratio has moved must agree on w, or it was not such a rollout. Of other rollouts, and of more passes,
+    the ratios in between are not recorded, so nothing is said.
+    """
+    none, rule = np.zeros(0, dtype=np.int64), passes(objective)
+    columns = [row.get(name) for name in ("weight", "learner", "before")]
+    if rule is None or any(c is None for c in columns) or row.get("token_advantage") is not None or row.get("flags"):
+        return none
+    if not row.get("advantage") or row.get("fate") != "trained":
+        return none
+    weight, learner, before = (np.asarray(column, dtype=np.float64) for column in columns)
+    if not len(weight) == len(learner) == len(before):
+        return none
+    ratio, (low, high, count) = np.exp(learner - before), rule
+    push = weight / row["advantage"]  # w times the sum of the ratios that were not clipped
+    clipped = ratio < low * (1 - _ALIKE) if row["advantage"] < 0 else ratio > high * (1 + _ALIKE)
+    if count == 1:
+        return np.flatnonzero(clipped & (np.abs(push) > 0))
+    inside = (ratio > low * (1 + _ALIKE)) & (ratio < high * (1 - _ALIKE))
+    if count != 2 or (inside & (np.abs(ratio - 1) > _APART)).sum() < 2:  # nothing tells first updates from others
+        return none
+    each = push[inside] / (1 + ratio[inside])
+    w = float(np.median(each))
+    if not w > 0 or np.abs(each / w - 1).max() > _ALIKE:
+        return none
+    both = np.abs(push / (w * (1 + ratio)) - 1) < _ALIKE
+    return np.flatnonzero(clipped & both & (ratio > _APART))
+
+
+def pushed_in(file: File, objective: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """(index of the rollout, place of the token) of those of a part that were."""
+    if file.lines or passes(objective) is None:
+        return ()
+    return _pushed(str(file.path), file.stamp, tuple(objective))
+
+
+@lru_cache(maxsize=256)
+def _pushed(path: str, stamp: tuple[int, int], objective: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    names = ("index", "fate", "flags", "advantage", "token_advantage", "weight", "learner", "before", "spans")
+    scored = read_file(Path(path), ("scored",), None)["scored"].to_pylist()
+    if sum(count or 0 for count in scored) > TOKENS:
+        return ()
+    found = []
+    for row in read_file(Path(path), names, None).to_pylist():
+        at = [n for s in row["spans"] or () if s["learned"] for n in range(s["start"], s["start"] + s["length"])]
+        found += [(row["index"], at[place]) for place in pushed(row, objective)]
+    return tuple(found)
+
+
+# -- prompts that contain the answer -----------------------------------------------------------------------------------
+
+
+def contains_answer(prompt: str | None, columns: Mapping[str, Any] | None) -> bool:
+    """Whether a prompt has the answer of its task in it, as a word or a number of its own."""
+    for name in ANSWERS:
+        answer = (columns or {}).get(name)
+        if isinstance(answer, str | int | float) and not isinstance(answer, bool) and str(answer).strip():
+            text = re.escape(str(answer).strip())
+            return re.search(rf"(?<!\w){text}(?!\w)", prompt or "") is not None
+    return False
+
+
+_kept: WeakKeyDictionary[Store, tuple[tuple[int, bool], float | None]] = WeakKeyDictionary()
+
+
+def leaks(store: Store) -> float | None:
+    """Share of the tasks whose prompts contain their answers, if that tells some of them from others."""
+    stamp = (store.version, store.searchable)
+    known = _kept.get(store)
+    if known is None or known[0] != stamp:
+        known = _kept[store] = (stamp, _share(store))
+    return known[1]
+
+
+def _share(store: Store) -> float | None:
+    rows = store.ask(
+        """with t as (select distinct prompt, columns from full_texts where columns is not null order by all limit ?)
+           select p.value as prompt, c.value as columns from t
+           join strings p on p.id = t.prompt join strings c on c.id = t.columns""",
+        [TASKS],
+    )
+    if not rows:
+        return None
+    share = sum(contains_answer(row["prompt"], _columns(row["columns"])) for row in rows) / len(rows)
+    return share if SOME[0] <= share <= SOME[1] else None
+
+
+def _columns(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

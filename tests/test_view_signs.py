@@ -1,0 +1,139 @@
+"""What `posttrain view` says of silent defects: each where it was planted, and none where it was not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import generated_runs
+import numpy as np
+import pytest
+
+from posttrain.record.asking import Questions
+from posttrain.record.reading import read_rollouts
+from posttrain.types import UserError
+from posttrain.view import signs
+from posttrain.view.answering import Answers
+from posttrain.view.asking import Question
+from posttrain.view.run import OpenRun
+from posttrain.view.verdicts import verdicts
+
+TWO_PASSES = [*generated_runs.OBJECTIVE, "  ratio r: exp(lp - old)", "  updates per step: 4, in 2 epochs of 2"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> OpenRun:
+    folder = generated_runs.make_run(tmp_path_factory.mktemp("signs") / "run", steps=4, groups=6, tokens=16, agent=True)
+    opened = OpenRun(folder, "run")
+    opened.read()
+    opened.store.read_texts()
+    return opened
+
+
+def passed(ratio: np.ndarray, advantage: float, first: np.ndarray | float, low: float, high: float) -> dict[str, Any]:
+    """A row after two passes, the second at `ratio`, with a clip at these bounds."""
+    free = ratio >= low if advantage < 0 else ratio <= high
+    before = np.full(len(ratio), -1.0)
+    return {"fate": "trained", "flags": [], "advantage": advantage, "before": before, "learner": before + np.log(ratio),
+            "weight": advantage / 64 * (first + np.where(free, ratio, 0))}  # fmt: skip
+
+
+@pytest.mark.parametrize("advantage, low, high", [(-0.54, 0.0, 1.2), (0.8, 0.8, np.inf)])
+def test_tokens_pushed_though_clipped_are_those_whose_side_has_no_clip(
+    advantage: float, low: float, high: float
+) -> None:
+    ratio = np.array([0.7, 0.9, 1.0, 1.1, 0.5, 1.5, 1.15])
+    clipped = {0, 4} if advantage < 0 else {5}
+    assert set(signs.pushed(passed(ratio, advantage, 1.0, low, high), TWO_PASSES)) == clipped
+    assert not len(signs.pushed(passed(ratio, advantage, 1.0, 0.8, 1.2), TWO_PASSES))
+
+
+def test_a_sound_clip_is_never_doubted_whatever_the_ratios_were() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        n, advantage = int(rng.integers(2, 12)), float(rng.choice([-1.0, 1.0]))
+        ratio = np.exp(rng.normal(0, 0.3, n))
+        first = np.exp(rng.normal(0, 0.1, n))  # of rollouts that were in a later update of the first pass
+        first = np.where(first < 0.8, 0, first) if advantage < 0 else np.where(first > 1.2, 0, first)
+        for earlier in (1.0, first):
+            assert not len(signs.pushed(passed(ratio, advantage, earlier, 0.8, 1.2), TWO_PASSES))
+
+
+def test_nothing_is_said_of_a_clip_where_something_else_moves_a_token() -> None:
+    row = passed(np.array([0.7, 0.9, 1.1, 1.15]), -0.5, 1.0, 0.0, 1.2)
+    assert len(signs.pushed(row, TWO_PASSES)) == 1
+    assert not len(signs.pushed({**row, "flags": ["moved by KL"]}, TWO_PASSES))
+    assert not len(signs.pushed(row, ["  maximise  r A", *TWO_PASSES[2:]]))
+
+
+def test_trained_tokens_by_origin_are_what_a_loop_counts(run: OpenRun) -> None:
+    counted: dict[str, int] = {}
+    for step in range(1, 5):
+        for row in read_rollouts(run.folder, step, None):
+            for span in row["spans"]:
+                if span["learned"] and row["fate"] == "trained":
+                    counted[span["kind"]] = counted.get(span["kind"], 0) + span["length"]
+    assert Answers([run]).of("0/overview", {})["origins"] == counted and "sampled" in counted
+
+
+def test_a_prompt_contains_an_answer_only_as_a_word_of_its_own() -> None:
+    assert signs.contains_answer("26=7+7+6+6=", {"answer": "26"}) and not signs.contains_answer(
+        "126+1=", {"answer": "26"}
+    )
+    assert not signs.contains_answer("7+7+6+6=", {"answer": 26}) and not signs.contains_answer("26", {"prompt": "26"})
+
+
+def test_a_gap_is_named_by_how_it_began() -> None:
+    def said(gap: list[float | None]) -> str:
+        return verdicts({"sampler/gap": gap, "sampler/gap/max": gap, "grad_norm": [1.0] * 4}, {})["Is it stable?"][
+            "text"
+        ]
+
+    assert "before the first update" in said([3.0, 3.1, 3.0, 3.2]) and "other weights" in said([1e-7, 1.0, 2.0, 7.0])
+    assert "engine" not in said([0.01, 0.02, 0.01, 0.02])
+
+
+def test_a_held_out_reward_that_never_moves_is_doubted_while_gradients_do() -> None:
+    def said(held: list[float | None], norm: float) -> str:
+        own = {"reward": [0.3] * 4, "eval/reward": held, "grad_norm": [norm] * 4}
+        return verdicts(own, {})["Is it learning?"]["text"]
+
+    assert "exactly the same" in said([0.307] * 4, 1.0)
+    for held, norm in (([0.307] * 4, 0.0), ([0.0] * 4, 1.0), ([0.3, 0.3, 0.3, 0.31], 1.0)):
+        assert "exactly the same" not in said(list(held), norm)
+
+
+def test_a_reward_that_rises_beside_a_doubt_is_no_plain_yes() -> None:
+    rising: dict[str, list[float | None]] = {"reward": [0.0, 0.1, 0.9, 1.0], "length": [5.0, 5.0, 20.0, 20.0]}
+    answers = verdicts(rising, {})
+    assert answers["Is it honest?"]["word"] == "look" and "Is it honest?" in answers["Is it learning?"]["text"]
+    assert answers["Is it learning?"]["word"] == "yes, but"
+
+
+def test_a_condition_calls_parts_by_their_names_and_an_error_lists_the_columns(run: OpenRun) -> None:
+    part = run.store.parts[0]
+    question = Question.of({"held": "0", "where": f"{part} > 0.4 and text not like '%{part} >%'"}, run.store)
+    rows = question.page(run.store, 0, 10_000)["rows"]
+    every = [row for step in range(1, 5) for row in read_rollouts(run.folder, step)]
+    meant = {(r["step"], r["index"]) for r in every if (r["parts"].get(part) or 0) > 0.4}
+    assert {(r["step"], r["index"]) for r in rows} == meant and meant
+    with Questions(run.folder) as terminal:
+        assert {row[:2] for row in terminal.ask(question.sql())[1]} == meant
+    with pytest.raises(UserError, match=f"nothing.*the columns are step.*{part}"):
+        Question.of({"where": "nothing = 1"}, run.store)
+
+
+def test_measures_of_a_step_keep_their_places_and_say_what_is_missing(run: OpenRun) -> None:
+    measures = Answers([run]).of("0/step/2", {"by": "push"})["measures"]
+    assert [m["name"] for m in measures] == ["after", "learner", "gap", "teacher", "reference", "push"]
+    assert {m["name"] for m in measures if m["missing"]} == {"teacher"}
+
+
+def test_push_is_the_recorded_number_and_nothing_multiplies_it(run: OpenRun) -> None:
+    data = Answers([run]).of("0/step/2", {"by": "push"})
+    rows = {row["index"]: row for row in read_rollouts(run.folder, 2, None)}
+    for found in data["up"] + data["down"]:
+        row = rows[found["index"]]
+        scored = [n for s in row["spans"] if s["learned"] for n in range(s["start"], s["start"] + s["length"])]
+        assert found["value"] == pytest.approx(row["weight"][scored.index(found["at"])])
+    listed = [(x["before"], x["piece"]) for x in data["up"]]
+    assert len(set(listed)) == len(listed) and all(x["times"] >= 1 for x in data["up"])

@@ -210,6 +210,7 @@ def test_advantage_and_weight_follow_from_the_record_alone(tokenizer: Tokenizer,
     tokens, beta = sum(o.rollout.n_scored for o in fed), algorithm.kl.beta if algorithm.kl else 0.0
     assert any(o.fate is Fate.TRAINED and o.advantage for o in told)
     for outcome in told:
+        assert outcome.advantage is not None
         group = np.array([used[id(o)] for o in told if o.rollout.group == outcome.rollout.group])
         advantage = (used[id(outcome)] - group.mean()) / (group.std(ddof=1) + 1e-6)
         assert outcome.advantage == pytest.approx(advantage, abs=1e-5)
@@ -239,7 +240,7 @@ def test_values_returns_and_advantages_of_tokens_are_those_of_a_loop(tokenizer: 
     for outcome, own in zip(told, found, strict=True):
         own = (own - every.mean()) / every.std(ddof=1)
         assert outcome.advantage == pytest.approx(own.mean(), abs=1e-5)
-        assert outcome.numbers.get("token_advantage", own) == pytest.approx(own, abs=1e-5)
+        assert outcome.numbers["token_advantage"] == pytest.approx(own, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", TABLE)

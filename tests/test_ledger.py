@@ -195,6 +195,54 @@ def test_numbers_of_tokens_are_those_of_their_updates(tokenizer: Tokenizer, name
         assert len(numbers["after"]) == outcome.rollout.n_scored
 
 
+def recorded(experience: Experience) -> list[Outcome]:
+    """What a step leaves of those that have an advantage."""
+    experience.recording = Recording("full", after=True)
+    return [o for o in played(experience, 1)[0].outcomes if o.advantage is not None]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_advantage_and_weight_follow_from_the_record_alone(tokenizer: Tokenizer, name: str) -> None:
+    algorithm = row(name, prompts=6, minibatches=1, epochs=1, **({"overlong_filter": "true"} if name == "dapo" else {}))
+    told = recorded(source(tokenizer, algorithm, often, size=(6, 4)))
+    used = {id(o): float(o.rollout.reward) + o.shaping - o.penalty for o in told}  # type: ignore[arg-type]
+    fed = [o for o in told if o.fate is not Fate.FILTERED]
+    tokens, beta = sum(o.rollout.n_scored for o in fed), algorithm.kl.beta if algorithm.kl else 0.0
+    assert any(o.fate is Fate.TRAINED and o.advantage for o in told)
+    for outcome in told:
+        assert outcome.advantage is not None
+        group = np.array([used[id(o)] for o in told if o.rollout.group == outcome.rollout.group])
+        advantage = (used[id(outcome)] - group.mean()) / (group.std(ddof=1) + 1e-6)
+        assert outcome.advantage == pytest.approx(advantage, abs=1e-5)
+        if outcome.fate is not Fate.TRAINED:
+            continue
+        numbers, own = outcome.numbers, outcome.rollout.n_scored
+        share = 1 / tokens if name == "dapo" else 1 / (len(fed) * own)
+        away = np.exp(numbers["reference"] - numbers["learner"]) - 1 if beta else 0.0
+        assert numbers["weight"] == pytest.approx(share * (outcome.advantage + beta * away) * np.ones(own), abs=1e-6)
+
+
+def test_values_returns_and_advantages_of_tokens_are_those_of_a_loop(tokenizer: Tokenizer) -> None:
+    algorithm = row("ppo", prompts=3)
+    told, beta = recorded(source(tokenizer, algorithm, often)), algorithm.kl.beta if algorithm.kl else 0.0
+    found: list[np.ndarray] = []
+    for outcome in told:
+        numbers = outcome.numbers
+        rewards = -beta * (numbers["before"] - numbers["reference"]).astype(np.float64)
+        rewards[-1] += float(outcome.rollout.reward)  # type: ignore[arg-type]
+        value, advantage = [*numbers["value"].tolist(), 0.0], [0.0] * (len(rewards) + 1)
+        for t in reversed(range(len(rewards))):
+            advantage[t] = rewards[t] + value[t + 1] - value[t] + 0.95 * advantage[t + 1]
+        found.append(np.array(advantage[:-1]))
+        assert numbers["returns"] == pytest.approx(found[-1] + numbers["value"], abs=1e-5)
+        assert outcome.penalty == pytest.approx(-rewards.sum() + float(outcome.rollout.reward), abs=1e-5)  # type: ignore[arg-type]
+    every = np.concatenate(found)
+    for outcome, own in zip(told, found, strict=True):
+        own = (own - every.mean()) / every.std(ddof=1)
+        assert outcome.advantage == pytest.approx(own.mean(), abs=1e-5)
+        assert outcome.numbers["token_advantage"] == pytest.approx(own, abs=1e-5)
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_recording_changes_no_bit_of_a_run(tokenizer: Tokenizer, name: str) -> None:
     def ran(recording: Recording) -> tuple[torch.Tensor, list[dict[str, float]]]:

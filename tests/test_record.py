@@ -175,6 +175,7 @@ def test_a_resumed_run_is_byte_identical_to_an_uninterrupted_one(tmp_path: Path)
 
     resumed = Record.resume(tmp_path / "killed", 4)
     assert rollout_steps(tmp_path / "killed") == [1, 2, 3, 4]
+    assert not list((tmp_path / "killed").glob("*/*.tmp")), "what was not whole is of no use"
     play(resumed, range(5, 8))
     resumed.close({})
     assert content(tmp_path / "killed") == content(tmp_path / "straight")

@@ -14,11 +14,15 @@ from typing import Any
 
 import generated_runs
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from starlette.testclient import TestClient
 
 from posttrain.record.asking import Questions
-from posttrain.record.reading import read_rollouts
+from posttrain.record.reading import read_file, read_rollouts
+from posttrain.record.schema import KEY
+from posttrain.record.writing import write_table
 from posttrain.training.intervals import paired_interval
 from posttrain.types import UserError
 from posttrain.view import reasons
@@ -188,6 +192,11 @@ def test_the_select_that_is_shown_finds_the_same_in_the_terminal(run: OpenRun, q
 # -- following ---------------------------------------------------------------------------------------------------------
 
 
+def shorten(file: Path) -> None:
+    """Leave 40 rollouts in a file."""
+    write_table(file, read_file(file).slice(0, 40).replace_schema_metadata({KEY: b"1"}))
+
+
 def test_a_run_that_goes_on_is_followed_and_what_a_resume_deletes_is_gone(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("index", "step-00000[678]*"))
@@ -197,9 +206,83 @@ def test_a_run_that_goes_on_is_followed_and_what_a_resume_deletes_is_gone(folder
         shutil.copy(folder / "rollouts" / f"step-{step:06d}.parquet", copy / "rollouts")
     assert store.follow() and store.value("select max(step) from base") == 7
     (copy / "rollouts" / "step-000007.parquet").unlink()
-    shutil.copy(folder / "rollouts" / "step-000008.parquet", copy / "rollouts" / "step-000006.parquet")
-    assert store.follow() and store.value("select count(*) from base where step >= 7 and not held_out") == 64
+    file = copy / "rollouts" / "step-000006.parquet"
+    shorten(file)
+    assert store.follow() and store.value("select max(step) from base where not held_out") == 6
+    assert store.value("select count(*) from base where step = 6 and not held_out") == 40
     assert store.value("select count(*) from groups") == store.value("select count(*) from keys")
+
+
+def damaged(file: Path, how: str) -> None:
+    """Spoil a file of rollouts."""
+    table = read_file(file)
+    other: dict[str, tuple[str, pa.Array]] = {
+        "types": ("reward", pa.array(["<script>"] * len(table))),
+        "step": ("step", pa.array([2] * len(table), pa.int32())),
+    }
+    if how == "torn":
+        file.write_bytes(file.read_bytes()[:-20])
+    elif how == "columns":
+        parquet.write_table(table.drop_columns(["group", "parts"]).replace_schema_metadata({KEY: b"1"}), file)
+    else:
+        name, values = other[how]
+        table = table.set_column(table.schema.get_field_index(name), name, values)
+        parquet.write_table(table.replace_schema_metadata({KEY: b"1"}), file)
+
+
+@pytest.mark.parametrize("how", ["torn", "types", "columns", "step"])
+def test_a_damaged_file_costs_its_own_rows_alone_and_each_other_is_read_once(
+    folder: Path, tmp_path: Path, how: str
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("index"))
+    file = copy / "rollouts" / "step-000003.parquet"
+    damaged(file, how)
+    store, asked = Store(copy), "select count(*) from base where not held_out"
+    assert store.follow() and not store.follow() and store.value(asked) == 7 * 64
+    assert store.problem is not None and str(file) in store.problem and "\n" not in store.problem
+    assert store.value("select count(*) from base where step = 3 and not held_out") == 0
+    file.unlink()
+    shutil.copy(folder / "rollouts" / file.name, file)
+    assert store.follow() and store.value(asked) == 8 * 64 and store.problem is None
+
+
+def test_a_damaged_file_of_lines_costs_its_own_rows_alone(tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(Path(__file__).parent / "pilots" / "8x8", copy)
+    store = Store(copy)
+    store.follow()
+    whole = store.value("select count(*) from base")
+    (copy / "rollouts" / "step-000099.jsonl").write_text("no JSON\n")
+    for again in (store, Store(copy)):
+        assert again.follow() and not again.follow()
+        assert again.value("select count(*) from base") == whole and "step-000099" in str(again.problem)
+
+
+def test_a_piece_of_the_index_that_does_not_fit_its_rollouts_is_not_read(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    file = copy / "rollouts" / "step-000003.parquet"
+    shorten(file)
+    store = Store(copy)
+    store.follow()
+    assert store.value("select count(*) from base where step = 3 and not held_out") == 40
+    shutil.copy(folder / "rollouts" / file.name, file)
+    (piece,) = (copy / "index").iterdir()
+    table = parquet.read_table(piece)
+    parquet.write_table(table.drop_columns(["reward"]).replace_schema_metadata(table.schema.metadata), piece)
+    store = Store(copy)
+    store.follow()
+    assert store.value("select count(reward) from base") > 400
+
+
+def test_a_question_leaves_nothing_in_the_working_directory(
+    run: OpenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Store(run.folder).limited() as cursor:
+        place = cursor.execute("select current_setting('temp_directory')").fetchone()[0]
+        assert Path(place).is_absolute() and not Path(place).is_relative_to(tmp_path)
 
 
 def test_the_index_and_the_rollouts_say_the_same(folder: Path, run: OpenRun, tmp_path: Path) -> None:
@@ -373,7 +456,9 @@ def test_every_answer_carries_the_policy(client: TestClient) -> None:
     "path",
     ["../store.py", "%2e%2e/store.py", "vendor/../../store.py", "/etc/passwd", "picture/0/..%2frun.json", "picture/0/x",
      "api/9/overview", "api/0/rollout/1/999999", "api/0/rollout/x/1", "api/0/step/999", "api/0/rollouts?sort=1;drop",
-     "api/0/rollouts?reward=x", "api/0/rollouts?where=1%3B", "api/compare?a=7", "export/0?rollouts=-1", "text/0/1/99999"],
+     *(way + "9" * 5000 for way in ("text/0/1/", "api/", "picture/", "export/0?rollouts=", "api/compare?a=")),
+     "api/0/rollout/1/1?begin=999999999", "api/0/rollouts?reward=x", "api/0/rollouts?where=1%3B",
+     "api/compare?a=7", "export/0?rollouts=-1", "text/0/1/99999"],
 )  # fmt: skip
 def test_a_wrong_request_is_refused_in_one_line_and_nothing_breaks(client: TestClient, path: str) -> None:
     answer = client.get(f"/{TOKEN}/{path}")

@@ -272,7 +272,7 @@ class Question:
             f"select min({column}), max({column}), count({column}), count(*) - count({column}) from {source}{clause}"
         ).fetchone()
         found = {"low": low, "high": high, "least": low, "count": count, "none": null, "bins": []}
-        if low is None or not (math.isfinite(low) and math.isfinite(high)):
+        if low is None or not math.isfinite(high - low):
             return found
         width = _width(float(low), float(high))
         begin = math.floor(low / width) * width

@@ -60,6 +60,8 @@ def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> int
 
     [run] = opened(folders)
     run.read()
+    if run.store.problem is not None:
+        raise UserError(run.store.problem)
     run.store.read_texts()
     page = exported(run, Selection(rollouts, where))
     try:

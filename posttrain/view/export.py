@@ -38,7 +38,7 @@ class Selection:
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Selection:
         text = query.get("rollouts", str(ROLLOUTS))
-        if not text.isdecimal() or not 1 <= int(text) <= MOST:
+        if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MOST:
             raise UserError(f"rollouts is a number from 1 to {MOST}, not {text[:20]!r}")
         return cls(int(text), "", {name: value for name, value in query.items() if name != "rollouts"})
 

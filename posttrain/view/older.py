@@ -51,17 +51,32 @@ def _reader(files: list[str], columns: Mapping[str, str]) -> str:
     )
 
 
-def scalars(files: Mapping[Part, File]) -> Iterator[pa.Table]:
-    """Tables of some parts at a time."""
-    paths = [str(file.path) for file in files.values()]
+def scalars(files: Mapping[Part, File]) -> Iterator[tuple[list[Part], pa.Table | UserError]]:
+    """Tables of some parts at a time; for a part that cannot be read, why."""
+    parts = list(files)
     connection = duckdb.connect(":memory:", config={"threads": "2", "memory_limit": MEMORY})
     try:
-        for begin in range(0, len(paths), TOGETHER):
-            yield _completed(
-                _fetched(connection, _SELECT + " from " + _reader(paths[begin : begin + TOGETHER], _COLUMNS))
-            )
+        for begin in range(0, len(parts), TOGETHER):
+            yield from _scalars_of(connection, files, parts[begin : begin + TOGETHER])
     finally:
         connection.close()
+
+
+def _scalars_of(
+    connection: Any, files: Mapping[Part, File], parts: list[Part]
+) -> Iterator[tuple[list[Part], pa.Table | UserError]]:
+    """Of all of them at once, or where that fails of each alone."""
+    found: pa.Table | UserError
+    try:
+        paths = [str(files[part].path) for part in parts]
+        found = _completed(_fetched(connection, _SELECT + " from " + _reader(paths, _COLUMNS)))
+    except UserError as error:
+        found = error
+    if isinstance(found, UserError) and len(parts) > 1:
+        for part in parts:
+            yield from _scalars_of(connection, files, [part])
+    else:
+        yield parts, found
 
 
 def _completed(table: pa.Table) -> pa.Table:

@@ -121,6 +121,7 @@ def _array(value: Any) -> NDArray[Any] | None:
 def _shown(row: dict[str, Any], pieces: Pieces, begin: int, window: int) -> dict[str, Any]:
     """A row as it is sent: `window` of its tokens from `begin` on."""
     tokens = row["tokens"] if row["tokens"] is not None else np.zeros(0, dtype=np.int32)
+    begin = min(begin, len(tokens))
     end = min(len(tokens), begin + window)
     spans = row["spans"] or []
     scored, sampled = _places(spans, "learned"), _places(spans, "sampled")

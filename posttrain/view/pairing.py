@@ -76,7 +76,7 @@ def _after(name: str) -> int:
 
 
 def _run(text: str, runs: Sequence[OpenRun]) -> int:
-    if not text.isdecimal() or int(text) >= len(runs):
+    if not text.isdecimal() or len(text) > 9 or int(text) >= len(runs):
         raise UserError(f"there are {len(runs)} runs here, 0 to {len(runs) - 1}: none is {text[:20]!r}")
     return int(text)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.messages import one_line
 from posttrain.record.index import open_index
 from posttrain.runs.files import CHECKPOINTS, step_of
 from posttrain.runs.reading import read_health, read_metrics, read_run, read_timing
@@ -31,7 +32,8 @@ class OpenRun:
 
     @property
     def objective(self) -> list[str]:
-        return list(self.about.get("objective") or ())
+        said = self.about.get("objective")
+        return [line for line in said if isinstance(line, str)] if isinstance(said, list) else []
 
     @property
     def on(self) -> bool:
@@ -60,11 +62,15 @@ class OpenRun:
                 if self.store.version != before:
                     self.store.read_texts()
                     self._index()
-                self.problem = None
+                self.problem = self.store.problem
             except UserError as error:
                 self.problem = str(error)
             except FileNotFoundError:  # a step that a resume has deleted: the next look sees it
                 pass
+            except (
+                Exception
+            ) as error:  # whatever else is wrong with a file: the pages say it, and the next look tries again
+                self.problem = f"{self.folder} cannot be read: {one_line(error)[:200]}"
             self._ended.wait(PAUSE if self.on else 5 * PAUSE)
 
     def _index(self) -> None:

@@ -46,6 +46,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
+LONGEST = 300  # characters of a path: no page has a longer one
 _PICTURES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"BM": "image/bmp"}
 
 
@@ -139,6 +140,9 @@ class _Guard:
                 message = {**message, "headers": [*message["headers"], *own]}
             await send(message)
 
+        if len(scope["path"]) > LONGEST:
+            await _json({"problem": "there is no such page"}, 404)(scope, receive, dressed)
+            return
         token, _, rest = str(scope["path"]).removeprefix("/").partition("/")
         if (
             scope["method"] not in ("GET", "HEAD")

@@ -82,19 +82,34 @@ def parts_of(folder: Path) -> dict[Part, File]:
     return dict(sorted(found.items()))
 
 
-def scalars(folder: Path, files: dict[Part, File]) -> Iterator[pa.Table]:
-    """Tables of the index's columns with all rows of these parts, in some order of parts: pieces where they are fresh."""
+def scalars(folder: Path, files: dict[Part, File]) -> Iterator[tuple[list[Part], pa.Table | UserError]]:
+    """Tables of the index's columns with all rows of some parts, in some order: pieces where they are fresh.
+
+    For a part that cannot be read, why.
+    """
     left = dict(files)
     for path, begin, end in _pieces(folder):
         own = {part: file for part, file in left.items() if begin <= part.step <= end and not file.lines}
         if not own or (table := _fresh(path, own)) is None:
             continue
-        yield table
+        yield list(own), table
         for part in own:
             del left[part]
     for part, file in left.items():
         if not file.lines:
-            yield short(_checked(file.path, [n for n in ROLLOUTS.names if n in _WANTED]), part.held_out)
+            yield [part], _scalars_of(part, file)
+
+
+def _scalars_of(part: Part, file: File) -> pa.Table | UserError:
+    try:
+        table = short(_checked(file.path, [n for n in ROLLOUTS.names if n in _WANTED]), part.held_out)
+        if pc.any(pc.not_equal(table["step"], part.step)).as_py():
+            raise UserError(f"{file.path} holds rollouts of another step: put the right file there")
+        return table
+    except UserError as error:
+        return error
+    except (pa.ArrowException, LookupError):
+        return UserError(f"{file.path} holds no rollouts of this posttrain: open it with what wrote it")
 
 
 _UNUSED = {"step_rewards", "versions", "media", "branch_of", "branch_turns", "branch_taken"}
@@ -112,7 +127,11 @@ def _fresh(path: Path, files: dict[Part, File]) -> pa.Table | None:
     wanted = {f"{file.path.parent.name}/{file.path.name}": file.stamp[1] for file in files.values()}
     try:
         made_of = (parquet.read_schema(path).metadata or {}).get(MADE_OF, b"null")
-        return _checked(path, [n for n in INDEX.names if n not in _UNUSED]) if json.loads(made_of) == wanted else None
+        if json.loads(made_of) != wanted:
+            return None
+        names = [name for name in INDEX.names if name not in _UNUSED]
+        table = _checked(path, names)
+        return table if table.schema.equals(pa.schema([INDEX.field(name) for name in names])) else None
     except (OSError, ValueError, pa.ArrowException, UserError):
         return None
 

@@ -7,9 +7,11 @@ start: it reads no file, loads nothing, and keeps within a limit of memory. What
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from posttrain.types import Fate, InvalidKind, StopReason, UserError
 from posttrain.view import older
 from posttrain.view.source import File, Part, parts_of, rows, scalars
 
-MEMORY = "320MB"
+MEMORY, SPILLED = "320MB", "1GB"  # of the database; on disk, while a question needs more
 TEXT_BYTES = 160 * 2**20  # texts that are held; more are read from their files when they are searched
 SECONDS = 10.0  # of a question that a person wrote
 
@@ -71,6 +73,7 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[Part, File] = {}  # that are in the database
+        self.damaged: dict[Part, tuple[File, str]] = {}  # that are not, and why
         self.parts: list[str] = []  # names of the reward's
         self.success: float | None = None  # the reward from which on a reply is right; None: nobody said
         self.version = 0  # rises with every change
@@ -78,10 +81,12 @@ class Store:
         self.longer = False  # whether any of them is longer than its beginning, which is held anyway
         self.progress = 0.0  # share of the parts that are there have been read
         self._writing = threading.Lock()
+        self._spilled = tempfile.TemporaryDirectory(prefix="posttrain-view-")  # else it would be the working directory
         self._database = duckdb.connect(
             ":memory:",
             config={
-                "enable_external_access": "false",
+                "temp_directory": self._spilled.name,
+                "max_temp_directory_size": SPILLED,
                 "python_enable_replacements": "false",
                 "autoinstall_known_extensions": "false",
                 "autoload_known_extensions": "false",
@@ -90,6 +95,7 @@ class Store:
                 "preserve_insertion_order": "false",
             },
         )
+        self._database.execute("set enable_external_access = false")  # after its directory, which it then keeps
         self._database.execute(_TABLES)
         self._database.execute("set lock_configuration = true")
         self.settle()
@@ -112,7 +118,7 @@ class Store:
         for row in self.ask(
             "select value from strings semi join full_texts on strings.id = full_texts.columns limit 50"
         ):
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 columns = json.loads(row["value"])
                 found |= {n: None for n, v in columns.items() if isinstance(v, str | int | float) and len(str(v)) <= 40}
         return list(found)
@@ -162,8 +168,10 @@ class Store:
         """Read what is new or has changed; whether anything was."""
         with self._writing:
             there = parts_of(self.folder)
+            self.damaged = {part: (file, why) for part, (file, why) in self.damaged.items() if there.get(part) == file}
             gone = [part for part, file in self.files.items() if there.get(part) != file]
-            new = {part: file for part, file in there.items() if self.files.get(part) != file}
+            known = {**self.files, **{part: file for part, (file, _) in self.damaged.items()}}
+            new = {part: file for part, file in there.items() if known.get(part) != file}
             if not gone and not new:
                 self.progress = 1.0
                 return False
@@ -176,30 +184,47 @@ class Store:
             return True
 
     def _forget(self, part: Part) -> None:
+        self._delete(part)
+        del self.files[part]
+
+    def _delete(self, part: Part) -> None:
         where = f"step = {part.step} and held_out = {part.held_out}"
         self._database.execute(f"delete from full_texts where row in (select row from base where {where})")
         self._database.execute(f"delete from base where {where}")
         self._database.execute(f"delete from keys where {where}")
-        del self.files[part]
 
     def _read(self, new: dict[Part, File], among: int) -> None:
         lines = {part: file for part, file in new.items() if file.lines}
-        for table in scalars(self.folder, {part: file for part, file in new.items() if not file.lines}):
-            self._insert(table)
-            read = table.select(["step"]).num_rows
-            self.progress = min(0.99, self.progress + read / max(1, 1024 * among))
-        for read_so_far, table in enumerate(older.scalars(lines), 1):
-            self._insert(table)
-            self.progress = min(0.99, read_so_far * older.TOGETHER / max(1, among))
-        self.files |= new
+        tables = {part: file for part, file in new.items() if not file.lines}
+        read = 0
+        for parts, table in chain(scalars(self.folder, tables), older.scalars(lines)):
+            if isinstance(table, UserError):
+                self.damaged |= {part: (new[part], str(table)) for part in parts}
+                continue
+            try:
+                self._insert(table)
+            except (duckdb.Error, pa.ArrowException, LookupError) as error:
+                self.damaged |= {part: (new[part], f"{new[part].path} cannot be read: {said(error)}") for part in parts}
+                for part in parts:
+                    self._delete(part)
+                continue
+            self.files |= {part: new[part] for part in parts}
+            read += len(parts)
+            self.progress = min(0.99, read / max(1, among))
+
+    @property
+    def problem(self) -> str | None:
+        """What could not be read, if anything."""
+        told = [why for _, why in self.damaged.values()]
+        return None if not told else told[0] if len(told) == 1 else f"{told[0]}; and {len(told) - 1} more files"
 
     def _insert(self, table: pa.Table) -> None:
         """Add rows of the index's columns; of the older form, with whole texts."""
         parts = _parts_of(table)
         for name in parts:
             if name not in self.parts:
-                self.parts.append(name)
                 self._database.execute(f"alter table base add column {named('part.' + name)} double")
+                self.parts.append(name)  # only now: who asks meanwhile is told of the columns there are
         table = table.drop_columns(["parts"])
         for name, values in parts.items():
             table = table.append_column(f"part.{name}", values)

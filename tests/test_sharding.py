@@ -115,11 +115,11 @@ def fails_within(out: Path, rank: int, together: Processes) -> None:
     """The second process fails in the middle of an update; what each of them says of it is written down."""
     outputs, seen = ShardingLearner._outputs, []
 
-    def failing(self: ShardingLearner, *arguments: Any) -> Outputs:
+    def failing(self: ShardingLearner, *arguments: Any, **named: Any) -> Outputs:
         seen.append(1)
         if rank == 1 and len(seen) == 3:
             raise UserError("the disk is full")
-        return outputs(self, *arguments)
+        return outputs(self, *arguments, **named)
 
     ShardingLearner._outputs = failing  # type: ignore[method-assign]
     try:

@@ -34,7 +34,10 @@ from posttrain.training.learning import new_learner
 from posttrain.types import UserError
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.timeout(300)  # a module's processes start in its first test
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(300),
+]  # what tests of the native decoder show, of other models; processes start in the first
 
 KINDS = ("gemma3_text", "phi", "qwen3_moe", "mamba2")
 """Flat and in rows, tied and not, with a biased head, with experts, without attention."""

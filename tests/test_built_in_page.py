@@ -31,6 +31,7 @@ NOT_HERE = {
 }  # or another
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)  # some 10 seconds of one core, which a busy machine does not have at once
 def test_every_block_runs_and_every_episode_goes_as_it_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from posttrain.config import VERBS
 PAGE = ROOT / "docs" / "preferences.md"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_block_runs_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

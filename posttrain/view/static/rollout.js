@@ -36,13 +36,14 @@ function OneRollout({ run, about, place, query, row }) {
     setAt(token);
     change({ t: token + row.begin });
   };
+  const asked = () => Number(here().words[1]); // what is on the screen may still be the one before
   const jump = (row) => row && go(to(run, "rollout", [part(row), row.index], { c: query.c }));
   const beside = (by) => () => {
-    const i = row.siblings.findIndex((s) => s.index === row.index);
-    jump({ ...row.siblings[i + by], step: row.step, held_out: row.held_out });
+    const i = row.siblings.findIndex((s) => s.index === asked());
+    if (row.siblings[i + by]) jump({ ...row.siblings[i + by], step: row.step, held_out: row.held_out });
   };
   const next = (by) => () => {
-    const index = Number(here().words[1]); // the one on the screen may still be the one before
+    const index = asked();
     const i = listed.run === run ? listed.rows.findIndex((r) => part(r) === place && r.index === index) : -1;
     if (i >= 0) jump(listed.rows[i + by]);
     else if (index + by >= 0) go(to(run, "rollout", [place, index + by], { c: query.c }));

@@ -25,7 +25,8 @@ export function useAnswer(path, query = {}, version = 0) {
 export function useKeys(keys) {
   const latest = useRef(keys);
   latest.current = keys;
-  useEffect(() => {
+  useLayoutEffect(() => {
+    // not useEffect, which runs after the next frame: a key pressed before it would be lost
     const pressed = (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);

@@ -94,7 +94,7 @@ def test_a_gap_is_named_by_how_it_began() -> None:
 
 def test_a_held_out_reward_that_never_moves_is_doubted_while_gradients_do() -> None:
     def said(held: list[float | None], norm: float) -> str:
-        own = {"reward": [0.3] * 4, "eval/reward": held, "grad_norm": [norm] * 4}
+        own: dict[str, Any] = {"reward": [0.3] * 4, "eval/reward": held, "grad_norm": [norm] * 4}
         return verdicts(own, {})["Is it learning?"]["text"]
 
     assert "exactly the same" in said([0.307] * 4, 1.0)

@@ -46,7 +46,7 @@ def _without_sides(m: Mapping[str, Values], own: Mapping[str, Any]) -> Mapping[s
 
 
 def _learning(m: Mapping[str, Values]) -> Verdict:
-    for name, word, better in ((SIDES, "", 1), ("reward", "reward", 1), ("divergence", "divergence", -1),
+    for name, word, better in ((SIDES, "", 1), ("divergence", "divergence", -1), ("reward", "reward", 1),
                                ("accuracy", "accuracy", 1), ("margin", "margin", 1), ("nll", "loss", -1),
                                ("loss", "loss", -1)):  # fmt: skip
         ends = _ends(m.get(name))
@@ -72,6 +72,8 @@ def _learning(m: Mapping[str, Values]) -> Verdict:
             text += "; nothing is held out"
         if gained > GAIN * scale:
             return _verdict("yes", "good", text)
+        if gained < 0 and held in ("eval/accuracy", "eval/reward") and values and values[-1] > values[0] + GAIN * scale:
+            return _verdict("unclear", "warn", text)
         return _verdict("going back" if gained < -GAIN * scale else "not yet", "bad" if gained < 0 else "warn", text)
     return _verdict("too early", "plain", "no steps yet")
 
@@ -161,6 +163,13 @@ def _stable(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
         leaps = sum(norm > 10 * max(_median(norms), 1e-12) for norm in norms)
         where = f"of {_f(max(norms))} in one step" if leaps == 1 else f"of up to {_f(max(norms))} in {leaps} steps"
         doubts.append(f"a gradient norm {where}, beside {_f(_median(norms))} as a rule")
+    stale = _all(m.get("staleness/max")) or _all(m.get("staleness"))
+    if stale and max(stale) > 0:
+        most = _all(m.get("sampler/gap/max"))
+        gap = f", up to {_f(max(most))} nats per token apart" if most else ""
+        ess = _all(m.get("sampler/ess"))
+        share = f", effective share of the sample {_f(min(ess))} at least" if ess else ""
+        said.append(f"replies up to {max(stale):.0f} updates old{gap}{share}")
     kl = _ends(m.get("kl"))
     if kl is not None:
         said.append(f"KL from the reference {_f(kl[1])}")
@@ -176,16 +185,23 @@ def _stable(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
 
 def _gap(m: Mapping[str, Values]) -> str | None:
     """How engine and learner differ where they should not, and what the way it began points at."""
-    mean, most = _all(m.get("sampler/gap")), _all(m.get("sampler/gap/max"))
+    mean, most = _fresh(m, "sampler/gap"), _fresh(m, "sampler/gap/max")
     if not mean or max(mean) <= FAR_APART:
         return None
     said = f"engine and learner differ by {_f(max(mean))} nats per token"
     said += f" and up to {_f(max(most))}" if most else ""
-    ess = _all(m.get("sampler/ess"))
+    ess = _fresh(m, "sampler/ess")
     said += f" (effective share of the sample {_f(min(ess))})" if ess else ""
     if mean[0] > FAR_APART:
         return f"{said}, already before the first update: the mask, the tokens or the template differ"
     return f"{said}, from {_f(mean[0])} at the start: the engine samples with other weights than it claims"
+
+
+def _fresh(m: Mapping[str, Values], name: str) -> list[float]:
+    """A figure of the steps whose replies were sampled by the weights that learn from them: in others a gap is no sign."""
+    values = m.get(name) or []
+    ages = m.get("staleness") or [None] * len(values)
+    return [v for v, age in zip(values, ages, strict=False) if v is not None and not age]
 
 
 def _verdict(word: str, tone: str, text: str) -> Verdict:

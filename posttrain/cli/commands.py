@@ -784,7 +784,7 @@ def _ended(verb: str, run: Run) -> int:
     print(f"checkpoint  {run.checkpoint}")
     print(f"curves      {run.path / 'curves.png'}")
     if any((run.path / "rollouts").glob("step-*")):
-        print(f"look at it  posttrain view {run.path}")
+        print(f"rollouts    {run.path / 'rollouts'}\nlook at it  posttrain view {run.path}")
     if run.stopped:
         print(f"stopped     {run.stopped}")
         print(f"continue    posttrain {verb} --out {run.path} --resume")

@@ -87,7 +87,7 @@ class OpenRun:
         for name in ("run.json", "metrics.jsonl", "health.jsonl"):
             with contextlib.suppress(OSError):
                 sizes.append((self.folder / name).stat().st_size)
-        return [self.store.version, *sizes]
+        return [self.store.version, self.on, *sizes]
 
     # -- its files -----------------------------------------------------------------------------------------------------
 

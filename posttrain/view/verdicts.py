@@ -20,6 +20,7 @@ ROUNDING = 1e-3  # of ratios, within which they have not moved
 FAR_APART = 0.1  # nats per token between engine and learner; rounding in half precision leaves about 0.01
 FALLEN = 0.5  # of the share at the start: a fault that the run is unlearning is no sign of a loophole
 SIDES = "held-out figure of sides"
+AROUND = 10  # steps before and behind one, to which its gradient norm is compared
 FAR = 3.0  # ratio from which on a look is worth it
 
 
@@ -159,9 +160,10 @@ def _stable(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
     norms = _all(m.get("grad_norm"))
     if norms and not any(norms):
         return _verdict("nothing moved", "warn", "; ".join([*doubts, "every gradient is 0: no weight has changed"]))
-    if norms and max(norms) > 10 * max(_median(norms), 1e-12):
-        leaps = sum(norm > 10 * max(_median(norms), 1e-12) for norm in norms)
-        where = f"of {_f(max(norms))} in one step" if leaps == 1 else f"of up to {_f(max(norms))} in {leaps} steps"
+    if leaps := _leaps(norms):
+        where = (
+            f"of {_f(leaps[0])} in one step" if len(leaps) == 1 else f"of up to {_f(max(leaps))} in {len(leaps)} steps"
+        )
         doubts.append(f"a gradient norm {where}, beside {_f(_median(norms))} as a rule")
     stale = _all(m.get("staleness/max")) or _all(m.get("staleness"))
     if stale and max(stale) > 0:
@@ -219,6 +221,13 @@ def _ends(values: Values | None) -> tuple[float, float] | None:
         return None
     count = min(max(3, len(found) // 20), len(found) // 2 or 1)
     return fmean(found[:count]), fmean(found[-count:])
+
+
+def _leaps(norms: Sequence[float]) -> list[float]:
+    """Those that stand out from the run and from the steps around them: the first of norms that fall are no leap."""
+    rule = max(_median(norms), 1e-12) if norms else 0.0
+    high = [at for at, norm in enumerate(norms) if norm > 10 * rule]
+    return [norms[at] for at in high if norms[at] > 10 * _median(norms[max(0, at - AROUND) : at + AROUND + 1])]
 
 
 def _median(values: Sequence[float]) -> float:

@@ -13,6 +13,7 @@ Verdict = dict[str, str]
 
 QUESTIONS = ("Is it learning?", "Is it honest?", "Does it still explore?", "Is it stable?")
 GAIN = 0.02  # of a reward between 0 and 1, or share of a loss, that counts as learning
+SOLVED = 0.98  # share of right replies from which on little is left to learn
 GAP = 0.1  # of training reward over held-out reward
 LONGER = 1.5  # times the length at the start
 COLLAPSED, ALONE = 0.33, 0.1  # share of the entropy at the start; see posttrain.runs.history.Limits
@@ -71,6 +72,11 @@ def _learning(m: Mapping[str, Values]) -> Verdict:
                 return _verdict("look", "warn", text)
         else:
             text += "; nothing is held out"
+        accuracy = _ends(m.get("accuracy"))
+        if accuracy is not None and min(accuracy) > SOLVED:
+            return _verdict(
+                "solved", "good", f"{text}; {min(accuracy):.1%} of the replies were right from the start on"
+            )
         if gained > GAIN * scale:
             return _verdict("yes", "good", text)
         if gained < 0 and held in ("eval/accuracy", "eval/reward") and values and values[-1] > values[0] + GAIN * scale:
@@ -164,7 +170,7 @@ def _stable(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
         where = (
             f"of {_f(leaps[0])} in one step" if len(leaps) == 1 else f"of up to {_f(max(leaps))} in {len(leaps)} steps"
         )
-        doubts.append(f"a gradient norm {where}, beside {_f(_median(norms))} as a rule")
+        doubts.append(f"a gradient norm {where}, beside {_f(_rule(norms))} as a rule")
     stale = _all(m.get("staleness/max")) or _all(m.get("staleness"))
     if stale and max(stale) > 0:
         most = _all(m.get("sampler/gap/max"))
@@ -225,9 +231,15 @@ def _ends(values: Values | None) -> tuple[float, float] | None:
 
 def _leaps(norms: Sequence[float]) -> list[float]:
     """Those that stand out from the run and from the steps around them: the first of norms that fall are no leap."""
-    rule = max(_median(norms), 1e-12) if norms else 0.0
+    rule = _rule(norms)
     high = [at for at, norm in enumerate(norms) if norm > 10 * rule]
     return [norms[at] for at in high if norms[at] > 10 * _median(norms[max(0, at - AROUND) : at + AROUND + 1])]
+
+
+def _rule(norms: Sequence[float]) -> float:
+    """The median of those that are not 0: steps without any signal are no measure of the others."""
+    moved = [norm for norm in norms if norm > 0]
+    return _median(moved) if moved else 0.0
 
 
 def _median(values: Sequence[float]) -> float:

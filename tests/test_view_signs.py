@@ -137,6 +137,16 @@ def test_a_task_that_is_right_from_the_start_is_called_solved() -> None:
     assert said([0.97, 0.97, 0.97, 0.97]) == "not yet" and said([0.5, 0.5, 1.0, 1.0]) == "yes"
 
 
+def test_a_gain_within_the_noise_of_the_steps_is_no_learning() -> None:
+    rng = np.random.default_rng(0)
+
+    def said(slope: float) -> str:
+        values = (0.5 + 0.08 * rng.standard_normal(1000) + slope * np.linspace(0, 1, 1000)).tolist()
+        return verdicts({"accuracy": values}, {})["Is it learning?"]["word"]
+
+    assert "yes" not in [said(0.0) for _ in range(10)] and [said(0.2) for _ in range(10)] == ["yes"] * 10
+
+
 def test_sides_that_play_each_other_are_judged_by_what_is_held_out() -> None:
     run: dict[str, Any] = {
         **{"reward": [0.0] * 6, "accuracy": [0.5] * 6, "entropy": [0.4, 0.4, 0.4, 0.1, 0.1, 0.1]},

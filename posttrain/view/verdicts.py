@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -14,6 +15,7 @@ Verdict = dict[str, str]
 QUESTIONS = ("Is it learning?", "Is it honest?", "Does it still explore?", "Is it stable?")
 GAIN = 0.02  # of a reward between 0 and 1, or share of a loss, that counts as learning
 SOLVED = 0.98  # share of right replies from which on little is left to learn
+NOISE = 2.0  # standard errors within which a change is none
 GAP = 0.1  # of training reward over held-out reward
 LONGER = 1.5  # times the length at the start
 COLLAPSED, ALONE = 0.33, 0.1  # share of the entropy at the start; see posttrain.runs.history.Limits
@@ -77,6 +79,8 @@ def _learning(m: Mapping[str, Values]) -> Verdict:
             return _verdict(
                 "solved", "good", f"{text}; {min(accuracy):.1%} of the replies were right from the start on"
             )
+        if abs(gained) > GAIN * scale and abs(gained) < NOISE * _error(_all(m[name])):
+            return _verdict("not yet", "warn", f"{text}; its steps differ as much by chance")
         if gained > GAIN * scale:
             return _verdict("yes", "good", text)
         if gained < 0 and held in ("eval/accuracy", "eval/reward") and values and values[-1] > values[0] + GAIN * scale:
@@ -225,8 +229,20 @@ def _ends(values: Values | None) -> tuple[float, float] | None:
     found = _all(values)
     if len(found) < 2:
         return None
-    count = min(max(3, len(found) // 20), len(found) // 2 or 1)
+    count = _window(found)
     return fmean(found[:count]), fmean(found[-count:])
+
+
+def _window(values: Sequence[float]) -> int:
+    return min(max(3, len(values) // 20), len(values) // 2 or 1)
+
+
+def _error(values: Sequence[float]) -> float:
+    """Standard error of the difference of both ends, from how much values differ from the mean of their neighbours."""
+    if len(values) < 3:
+        return 0.0
+    variance = fmean((a - 2 * b + c) ** 2 for a, b, c in zip(values, values[1:], values[2:], strict=False)) / 6
+    return math.sqrt(2 * variance / _window(values))
 
 
 def _leaps(norms: Sequence[float]) -> list[float]:

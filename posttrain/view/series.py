@@ -1,4 +1,4 @@
-"""Series over the steps that follow from a run's rollouts: rewards of groups, what became of them, replies that are alike."""
+"""Series over the steps that follow from a run's rollouts: rewards of groups, their fates, replies that are alike."""
 
 from __future__ import annotations
 

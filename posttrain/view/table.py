@@ -187,7 +187,7 @@ class Rows:
 
     @cached_property
     def gid(self) -> Codes:
-        """The group of each row: those of a step with the same name and side. Groups are in the order of their first rows."""
+        """The group of each row: those of a step with the same name and side, numbered in the order of their first rows."""
         part = np.cumsum(np.diff(self.key >> 32, prepend=-1) != 0)
         group, side = (self.codes(name).astype(np.int64) + 1 for name in ("group", "side"))
         key = (part * (len(self.values("group")) + 1) + group) * (len(self.values("side")) + 1) + side

@@ -6,6 +6,7 @@ python tests/generated_runs.py FOLDER [--steps 560] [--groups 128] [--group 8] [
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,10 @@ from typing import Any
 import numpy as np
 
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.pictures import FOLDER as PICTURES
+from posttrain.pictures import png
 from posttrain.record.index import open_index
+from posttrain.record.reading import read_file
 from posttrain.record.schema import NUMBERS, ROLLOUTS, SECONDS
 from posttrain.record.writing import table_of, write_table
 
@@ -24,6 +28,11 @@ WORDS = (
     "went saw took made gave found lost liked said told asked played ran sat slept sang and but then so because when she he "
     "they it was had could would very happy sad tired hungry good kind again home away together . , ! ?"
 ).split()
+ANSWERS: list[dict[str, Any]] = [
+    {"service": "judge", "answer": {"reward": 4.5, "clear": 3.0, "short": 6.0}},
+    {"service": "retriever", "answer": [{"id": "p1", "contents": "Rabbits\nA bunny is a young one.", "score": 2.5}]},
+    {"service": "judge", "invalid": "it would rather not say"},
+]
 OBJECTIVE = [
     "grpo: Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300)",
     "  maximise  sum_i sum_t w_i [ min(r A, clip(r, 0.8, 1.2) A) ]",
@@ -206,6 +215,7 @@ def played(
                 "version": step - 1,
                 "versions": [step - 1],
                 "notes": json.dumps({"colour": "red"}) if member == 0 else None,
+                "answers": json.dumps(ANSWERS[: 1 + agent] if member else ANSWERS[2:]),
                 **(_numbers(rng, n, row["engine"], fate, advantage) if numbers and place % 4 != 3 else {}),
             }
         )
@@ -336,7 +346,7 @@ def make_items(folder: Path, steps: int = 3, items: int = 6, seed: int = 0) -> P
                         "fate": "trained",
                         "flags": [],
                         "parts": [],
-                        "label": json.dumps({"chosen": member == 0}),
+                        "label": json.dumps({"comparisons": [[0, 1, 1.0, 0.0]], "labels": []}),
                         "engine": None,
                         "sampled": 0,
                         "learner": numbers["learner"],
@@ -356,6 +366,21 @@ def make_items(folder: Path, steps: int = 3, items: int = 6, seed: int = 0) -> P
             }
         )
     write_files(folder, lines, seed, 2, True, "prefer")
+    return folder
+
+
+def make_seen(folder: Path) -> Path:
+    """A run whose prompts have a picture in them."""
+    make_run(folder, steps=1, groups=2, group=2, evals=0)
+    drawn = png(np.arange(12 * 12 * 3, dtype=np.uint8).reshape(12, 12, 3))
+    digest = hashlib.sha256(drawn).hexdigest()
+    (folder / PICTURES).mkdir()
+    (folder / PICTURES / digest).write_bytes(drawn)
+    file = folder / "rollouts" / "step-000001.parquet"
+    seen = {"media": [digest], "pictures": [{"name": digest, "start": 0, "length": 2, "grid": [1, 1, 2]}]}
+    rows = [{**row, **seen, "prompt": f"[sha256:{digest}]{row['prompt']}"} for row in read_file(file).to_pylist()]
+    save(file, rows)
+    open_index(folder)
     return folder
 
 

@@ -34,6 +34,7 @@ from posttrain.view.run import OpenRun, threshold
 from posttrain.view.server import application
 from posttrain.view.source import Part
 from posttrain.view.store import Store
+from posttrain.view.verdicts import verdicts
 
 TOKEN = "a-token"
 LOCAL = "http://127.0.0.1"
@@ -429,6 +430,63 @@ def test_two_runs_are_paired_task_by_task(run: OpenRun, folder: Path, tmp_path: 
     assert [o["name"] for o in data["options"]] == ["seed"]
 
 
+def rewritten(folder: Path, place: Path, step: int, change: Any) -> OpenRun:
+    """A copy of a run with the rows of a step changed."""
+    shutil.copytree(folder, place)
+    file = place / "rollouts" / f"step-{step:06d}.parquet"
+    rows = read_file(file).to_pylist()
+    generated_runs.save(file, change(rows) or rows)
+    return opened(place, place.name)
+
+
+def test_two_runs_part_at_the_first_token_that_differs(run: OpenRun, folder: Path, tmp_path: Path) -> None:
+    def sampled(rows: list[dict[str, Any]]) -> None:
+        for index, at in ((9, 2), (6, 3)):  # the later rollout, too
+            rows[index]["tokens"][rows[index]["spans"][1]["start"] + at] += 1
+
+    other = rewritten(folder, tmp_path / "other", 3, sampled)
+    told = Answers([run, other]).of("parting", {"a": "0", "b": "1"})
+    at = read_rollouts(folder, 3, None)[6]["spans"][1]["start"] + 3
+    assert (told["first"]["part"], told["first"]["a"], told["first"]["b"], told["first"]["at"]) == ("3", 6, 6, at)
+    assert told["says"].startswith("They part in step 3, rollout 6") and "sampled" in told["says"]
+    before = sum(len(read_rollouts(folder, step)) for step in (1, 2))
+    assert f"The {before} rollouts before it are the same." in told["says"]
+    assert "log-probabilities too" in told["why"] and "A drew its token with probability" in told["why"]
+    assert Answers([other, run]).of("parting", {"a": "0", "b": "1"})["first"]["at"] == at
+
+
+def test_what_a_parting_points_at_follows_from_where_the_token_came_from(
+    run: OpenRun, folder: Path, tmp_path: Path
+) -> None:
+    def prompted(rows: list[dict[str, Any]]) -> None:
+        rows[5]["tokens"][1] += 1
+
+    def ended(rows: list[dict[str, Any]]) -> None:
+        row = rows[5]
+        row["tokens"], row["engine"] = row["tokens"][:-2], row["engine"][:-2]
+        row["spans"][1]["length"] -= 2
+
+    def weighed(rows: list[dict[str, Any]]) -> None:
+        rows[4]["engine"][1] -= 0.25
+
+    def another(rows: list[dict[str, Any]]) -> None:
+        rows[0]["group"] = "another#0"
+
+    told = {}
+    for change in (prompted, ended, weighed, another):
+        other = rewritten(folder, tmp_path / change.__name__, 2, change)
+        told[change.__name__] = Answers([run, other]).of("parting", {})
+    assert "of the prompt" in told["prompted"]["says"] and "template" in told["prompted"]["why"]
+    assert "B ends before token" in told["ended"]["says"] and told["ended"]["first"]["pieces"][1] is None
+    assert told["weighed"]["first"] is None and "never differ" in told["weighed"]["says"]
+    assert "from step 2 on" in told["weighed"]["why"] and "in rollout 4" in told["weighed"]["why"]
+    assert "is in A alone" in told["another"]["says"]
+    shutil.copytree(folder, tmp_path / "same")
+    same = Answers([run, opened(tmp_path / "same")]).of("parting", {})
+    count = run.store.value("select count(*) from base")
+    assert f"all {count:,} rollouts" in same["says"] and same["why"].startswith("Nor do") and same["first"] is None
+
+
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
@@ -552,6 +610,21 @@ def test_questions_of_the_overview_are_answered_for_every_verb(run: OpenRun, tmp
     assert learning["word"] in ("yes", "yes, but") and [p["title"] for p in learning["panels"]][-1] == "Groups"
     right, mixed, wrong = (line["values"] for line in learning["panels"][2]["lines"])
     assert all(abs(a + b + c - 1) < 1e-5 for a, b, c in zip(right, mixed, wrong, strict=True))
+
+
+def test_a_gap_of_replies_that_may_be_old_is_no_sign_of_a_stale_engine() -> None:
+    metrics: dict[str, list[float | None]] = {"sampler/gap": [1e-6, 0.3, 0.4], "sampler/gap/max": [1e-5, 2.0, 3.0]}
+    assert "other weights" in verdicts(metrics, {})["Is it stable?"]["text"]
+    aged = verdicts({**metrics, "staleness": [0.0, 1.0, 2.0], "staleness/max": [0.0, 2.0, 4.0]}, {})["Is it stable?"]
+    assert aged["word"] == "yes" and "replies up to 4 updates old" in aged["text"]
+    stale = verdicts({**metrics, "staleness": [0.0, 0.0, 2.0]}, {})["Is it stable?"]
+    assert stale["word"] == "look"
+
+
+def test_a_picture_is_not_shown_by_its_hash_in_lists(tmp_path: Path) -> None:
+    seen = opened(generated_runs.make_seen(tmp_path / "seen"))
+    [first, *_] = found(seen)
+    assert first["prompt"].startswith("▣ task") and found(seen, q="once there was")
 
 
 def test_parts_of_an_address_are_read_back() -> None:

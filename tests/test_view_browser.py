@@ -57,6 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         generated_runs.make_run(place / "agent", steps=2, agent=True, evals=0),
         generated_runs.make_items(place / "items"),
         generated_runs.make_hostile(place / "hostile"),
+        generated_runs.make_seen(place / "seen"),
     ]
 
 
@@ -109,6 +110,7 @@ PLACES = [
     "#/0/overview", "#/0/rollouts", "#/0/rollouts?as=groups&ask=lost", "#/0/rollouts?q=bunny&sort=-reward&reward=0.5..1",
     "#/0/rollout/3/5", "#/0/rollout/3e/2", "#/0/group/3/5?c=surprise", "#/0/step", "#/0/step/3?by=push", "#/0/compare",
     "#/0/compare?a=0&b=0", "#/2/rollout/1/3", "#/2/group/1/3", "#/3/overview", "#/3/group/1/2", "#/3/rollout/1/2",
+    "#/3/rollouts", "#/3/rollouts?as=groups", "#/3/step/1", "#/5/rollouts", "#/5/rollout/1/0", "#/5/group/1/0",
 ]  # fmt: skip
 
 
@@ -279,6 +281,65 @@ def test_the_clip_is_named_by_ratio_and_advantage_and_of_tokens_without_a_ratio_
         ],
         ["0", "0", "NaN", "-1"],
     ]
+
+
+def test_responses_of_an_item_stand_side_by_side_in_the_colours_of_what_each_token_contributed(
+    watched: Watched, address: str
+) -> None:
+    page = watched.page
+    page.goto(address + "#/3/group/1/2")
+    page.wait_for_selector(".replies.two .reply .t")
+    heads = page.locator(".reply-head").all_inner_texts()
+    assert "chosen" in heads[0] and "rejected" in heads[1] and "margin" in page.inner_text("main")
+    assert "contribution" in page.inner_text(".choices .on")
+    for reply in page.locator(".reply").all():
+        assert reply.locator("[class*=' p'], [class*=' n']").count() > 5
+    tops = [reply.bounding_box()["y"] for reply in page.locator(".reply").all()]
+    assert tops[0] == tops[1]
+    page.goto(address + "#/3/rollouts")
+    page.wait_for_selector("tbody tr")
+    assert "invalid" not in page.inner_text("main") and "reward" not in page.inner_text("thead")
+
+
+def test_what_judges_and_retrievers_said_stands_beside_the_reward(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/2/rollout/1/1")
+    page.wait_for_selector(".tokens .t")
+    said = page.inner_text(".side")
+    assert "judge said reward 4.5 clear 3 short 6" in " ".join(said.split())
+    assert "A bunny is a young one." in said
+    page.goto(address + "#/2/rollout/1/0")
+    until(page, "document.querySelector('.side').innerText.includes('it would rather not say')")
+    page.goto(address + "#/2/group/1/0")
+    page.wait_for_selector(".reply")
+    assert "judge 4.5" in page.inner_text(".replies")
+
+
+def test_a_picture_is_shown_and_opens_larger_by_the_keyboard(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/5/rollout/1/0")
+    page.wait_for_selector(".frame img")
+    until(page, "document.querySelector('.frame img').naturalWidth === 12")
+    page.focus(".frame")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".frame.large")
+    assert page.locator(".frame.large img").bounding_box()["width"] > 400
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".frame.large", state="detached")
+    assert "sha256" not in page.inner_text("main")
+
+
+def test_where_two_runs_part_is_said_with_links_to_both(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/0/compare?a=0&b=1")
+    page.wait_for_selector(".parting a")
+    assert "They part in step 1" in page.inner_text(".parting")
+    page.click(".parting a.pill >> nth=1")
+    page.wait_for_selector(".one .t.at")
+    assert "#/1/rollout/1/" in page.url
+    page.goto(address + "#/0/compare?a=0&b=1")
+    page.click(".parting a:has-text('side by side')")
+    until(page, "document.querySelectorAll('.replies').length === 2")
 
 
 def test_a_run_that_goes_on_is_drawn_as_it_goes(browser: Any, folders: list[Path], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.types import UserError
-from posttrain.view import changes, one, pairing
+from posttrain.view import changes, one, pairing, parting
 from posttrain.view.asking import PAGE, QUESTIONS, Question
 from posttrain.view.overview import overview
 from posttrain.view.reasons import bounds
@@ -29,6 +29,8 @@ class Answers:
             return {"runs": [self._about(run) for run in self.runs], "questions": _ready()}
         if path == "compare":
             return pairing.compared(self.runs, query)
+        if path == "parting":
+            return parting.parted(*pairing.sides(self.runs, query))
         number, _, rest = path.partition("/")
         if not number.isdecimal() or int(number) >= len(self.runs):
             raise KeyError(path)

@@ -12,6 +12,7 @@ from posttrain.view.run import OpenRun
 from posttrain.view.series import finite, series
 from posttrain.view.verdicts import FAR_APART, verdicts
 
+GIVEN = ("sft", "prefer", "reward-model")  # verbs that learn from rows which nobody plays
 Values = list[float | None]
 Panel = dict[str, Any]
 
@@ -74,6 +75,7 @@ def _own(run: OpenRun, steps: Sequence[int]) -> dict[str, Any]:
         return {}
     return {
         "told": store.success is not None,
+        "given": run.about["verb"] in GIVEN,
         "origins": signs.origins(store),
         "pushed": sum(len(signs.pushed_in(file, run.objective)) for file in signs.looked_at(store)),
         "leaks": signs.leaks(store),
@@ -103,7 +105,9 @@ def _learning(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any])
             "high": [None if e is None else r + 1.96 * e for r, e in pairs],
         }
     groups = None
-    if own.get("equal") and own.get("n", 1) > 1 and not own["told"]:
+    if own.get("given"):
+        pass
+    elif own.get("equal") and own.get("n", 1) > 1 and not own["told"]:
         lines = [
             _line("mixed", [_rest(e, 0.0 if e is not None else None) for e in own["equal"]], "", "sky"),
             _line("equal", own["equal"], "", "pink"),
@@ -118,8 +122,8 @@ def _learning(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any])
         ]
         groups = {**_panel("Groups", steps, lines), "stack": True, "about": "mixed groups are those that teach"}
     return [
+        _of(steps, m, "divergence", "KL from the teacher, nats per token", "red"),
         _of(steps, m, "reward", "Reward, 95% band over groups" if band else "Reward", band=band),
-        _of(steps, m, "divergence", "Divergence from the teacher, nats per token", "red"),
         _first(steps, m, [
             ("eval/accuracy", "Held-out accuracy"), ("eval/reward", "Held-out reward"),
             ("eval/loss", "Held-out loss, nats per token"), ("eval/divergence", "Held-out KL from the teacher"),
@@ -167,11 +171,11 @@ def _honest(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -
 
 def _exploring(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -> list[Panel | None]:
     replies = None
-    if own.get("replies") and own.get("n", 1) > 1:
+    if own.get("replies") and own.get("n", 1) > 1 and not own["given"]:
         title = f"Distinct replies in a group of {own['n']}"
         replies = {**_panel(title, steps, [_line("distinct", own["replies"], "replies", "green")]), "zero": True}
     alike = None
-    if any(value is not None for value in own.get("alike", ())):
+    if any(value is not None for value in own.get("alike", ())) and not own["given"]:
         line = _line("alike", own["alike"], "alike", "pink")
         alike = {**_panel("Replies to two prompts alike", steps, [line]), "zero": True,
                  "about": "chance that two rollouts with different prompts begin with the same 80 characters"}  # fmt: skip

@@ -32,8 +32,8 @@ SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "max_turns", "stop", 
 
 def compared(runs: Sequence[OpenRun], query: Mapping[str, str]) -> dict[str, Any]:
     """`a`, `b`: the numbers of runs; `of_a`, `of_b`: which of their rollouts, see `choices`."""
-    number_a, number_b = _run(query.get("a", "0"), runs), _run(query.get("b", str(min(1, len(runs) - 1))), runs)
-    a, b = runs[number_a], runs[number_b]
+    a, b = sides(runs, query)
+    number_a, number_b = runs.index(a), runs.index(b)
     offered = choices(a), choices(b)
     of_a = _chosen(query.get("of_a", ""), offered[0], first=True, alone=a is b)
     of_b = _chosen(query.get("of_b", ""), offered[1], first=False, alone=a is b)
@@ -50,6 +50,11 @@ def compared(runs: Sequence[OpenRun], query: Mapping[str, str]) -> dict[str, Any
     if of_a and of_b:
         found |= _paired(a, b, of_a, of_b)
     return found
+
+
+def sides(runs: Sequence[OpenRun], query: Mapping[str, str]) -> tuple[OpenRun, OpenRun]:
+    """The runs A and B: the first two where none are named."""
+    return runs[_run(query.get("a", "0"), runs)], runs[_run(query.get("b", str(min(1, len(runs) - 1))), runs)]
 
 
 def choices(run: OpenRun) -> list[dict[str, Any]]:

@@ -21,10 +21,24 @@ export function Compare({ run, runs, query }) {
   if (!data) return html`<${Empty}>pairing …</${Empty}>`;
   return html`<div class=${waiting}>
     <div class="row gap"><${Side} label="A" side=${data.a} runs=${runs} names=${["a", "of_a"]} /><button onClick=${swap} title="swap ( s )">⇄</button><${Side} label="B" side=${data.b} runs=${runs} names=${["b", "of_b"]} /></div>
+    ${data.a.run === data.b.run ? "" : html`<${Parting} a=${data.a.run} b=${data.b.run} stamp=${stamp} />`}
     ${data.warnings.map((w) => html`<div class="note">${visible(w)}</div>`)}
     ${data.n === undefined ? html`<${Empty}>Nothing to pair: a run needs evaluations, or tasks that are visited, with their rollouts.</${Empty}>` : data.n === 0 ? html`<${Empty}>No task is in both: ${whole(data.alone.a)} are in A alone, ${whole(data.alone.b)} in B alone.</${Empty}>` : html`<${Paired} data=${data} />`}
     ${data.options.length ? html`<div class="card gap"><h2>Options that differ</h2><table><thead><tr><th>option</th><th>A</th><th>B</th></tr></thead><tbody>${data.options.map((o) => html`<tr><td class="mono">${o.name}</td><td class="mono">${shown(o.a)}</td><td class="mono">${shown(o.b)}</td></tr>`)}</tbody></table></div>` : ""}
     ${data.curves.length ? html`<div class="others">${data.curves.map((panel) => html`<${Chart} key=${panel.title} panel=${panel} onStep=${(step) => go(to(data.b.run, "rollouts", [], { step }))} />`)}</div>` : ""}</div>`;
+}
+
+/** Where the two runs first differ, with a link to both. */
+function Parting({ a, b, stamp }) {
+  const { data, problem } = useAnswer("parting", { a, b }, stamp);
+  if (problem) return html`<${Problem} text=${problem} />`;
+  if (!data) return html`<div class="card gap soft">looking for where they part …</div>`;
+  const at = data.first;
+  const n = data.numbers;
+  const one = (run, index, token) => to(run, "rollout", [(at || n).part, index], { t: token });
+  return html`<div class="card gap parting"><div><b>${at ? "Where they part" : "Do they part?"}</b> <span class="untrusted">${visible(data.says)}</span> <span class="soft untrusted">${visible(data.why || "")}</span></div>
+    ${at ? html`<div class="row tight"><span class="mono untrusted soft">…${line(at.before)}</span>${[["A", a, at.a], ["B", b, at.b]].map(([name, run, index], i) => html`<a class="pill" href=${one(run, index, at.at)}><b class=${i ? "up" : "down"}>${name}</b> ${at.pieces[i] === null ? "ends" : html`<span class="mono untrusted">“${line(at.pieces[i])}”</span>`}</a>`)}
+      <a href=${to(a, "pair", [at.part, at.a, b, at.part, at.b])}>both groups side by side</a></div>` : n ? html`<div class="row tight"><a href=${one(a, n.index)}>rollout ${n.index} of step ${n.step} in A</a><a href=${one(b, n.index)}>in B</a></div>` : ""}</div>`;
 }
 
 function Side({ label, side, runs, names }) {

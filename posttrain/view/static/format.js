@@ -42,8 +42,13 @@ export function visible(text) {
   });
 }
 
+const PICTURE = /\[sha256:[0-9a-f]{64}\]/g;
+
+/** A prompt as a reader sees it: pictures stand beside it, and not as the hashes that name them. */
+export const readable = (text) => visible(text).replace(PICTURE, "▣ ");
+
 /** The same in one line. */
-export const line = (text) => visible(text).replace(/\n/g, "↵").replace(/\t/g, "⇥");
+export const line = (text) => readable(text).replace(/\n/g, "↵").replace(/\t/g, "⇥");
 
 export const shown = (value) => (typeof value === "string" ? visible(value) : JSON.stringify(value));
 

@@ -1,6 +1,7 @@
 // What a token may be coloured by: one number for each, of those that were recorded and of what follows from them.
 
 import { floats, integers } from "./format.js";
+import { given, isItem } from "./items.js";
 
 /** A rollout as it came, with its numbers as arrays by token (nan: none). */
 export function unpack(row) {
@@ -60,6 +61,8 @@ function versions(row) {
   return known.length && Math.min(...known.slice(0, 50000)) !== Math.max(...known.slice(0, 50000)) ? row.versionAt : null;
 }
 
+const CONTRIBUTION = { says: "contribution", about: "what the token adds to the score of its response: its log-probability less the reference's, before the step" };
+
 /** What the record's `weight` is. It is a gradient already: nothing here multiplies it by the advantage again. */
 export const PUSH = "push on weights, as the run recorded it: minus the gradient of the loss at the token's log-probability, with its advantage, its ratio and its clip in it, summed over all passes of the step; above 0 it is made more likely";
 
@@ -89,11 +92,12 @@ export const MEASURES = [
   { name: "version", says: "weights", of: versions },
 ];
 
-/** Those that a rollout has, with their numbers and the scale: {name, says, sign, values, most, least}. */
+/** Those that a rollout has, with their numbers and the scale: {name, says, sign, values, most, least, blank}. */
 export function measured(row, bounds) {
   unpack(row);
   const found = [];
   for (const measure of MEASURES) {
+    if (given(row.kind) && ["ratio", "advantage"].includes(measure.name)) continue; // nobody sampled them
     const values = measure.of(row, bounds);
     if (!values) continue;
     const sizes = [];
@@ -107,10 +111,14 @@ export function measured(row, bounds) {
     if (!sizes.length) continue;
     sizes.sort((a, b) => a - b);
     const most = sizes[Math.min(sizes.length - 1, Math.floor(0.98 * sizes.length))] || sizes.at(-1) || 1;
-    found.push({ ...measure, values, most, least: measure.name === "version" ? least - 1 : 0 });
+    const item = isItem(row.kind) && measure.name === "reference" ? CONTRIBUTION : {};
+    found.push({ ...measure, ...item, values, most, least: measure.name === "version" ? least - 1 : 0, blank: sizes.at(-1) === 0 });
   }
   return found;
 }
+
+/** The one of these names to colour by at first: the first that says anything. */
+export const firstOf = (all, names) => names.map((n) => all.find((m) => m.name === n && !m.blank)).find(Boolean) || all.find((m) => !m.blank) || all[0];
 
 /** The class that colours a token: six steps on either side. */
 export function shade(measure, value) {

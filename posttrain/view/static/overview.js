@@ -2,6 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { f, shown, visible, whole } from "./format.js";
+import { given } from "./items.js";
 import { exported, go, to } from "./net.js";
 import { Empty, html, Problem, useAnswer, useMemo, useState } from "./ui.js";
 
@@ -39,7 +40,7 @@ function About({ data }) {
   return html`<div class="card">
     <div class="row tight"><h2>${visible(data.name)}</h2><span class="pill">${data.verb}</span><span class="pill">seed ${String(data.seed)}</span>
       ${data.git ? html`<span class="pill">git ${data.git.slice(0, 8)}</span>` : ""}<span class="pill">step ${whole(last)}</span>
-      ${data.rollouts ? html`<span class="pill">${whole(data.rollouts)} rollouts, ${whole(data.tokens)} sampled tokens</span>` : ""}
+      ${data.rollouts ? html`<span class="pill">${given(data.verb) ? `${whole(data.rollouts)} ${data.verb === "sft" ? "demonstrations" : "responses"} recorded` : `${whole(data.rollouts)} rollouts, ${whole(data.tokens)} sampled tokens`}</span>` : ""}
       <span class="pill">${data.end ? "ended" : "on"}</span></div>
     <div class="formula mono untrusted">${data.objective.slice(0, 2).map((l) => visible(l.trim())).join("\n")}</div>
     ${data.objective.length > 2 ? html`<details><summary class="soft small">the whole formula</summary><div class="formula mono">${data.objective.slice(2).map((l) => visible(l.trim())).join("\n")}</div></details>` : ""}
@@ -55,7 +56,7 @@ function Health({ data, run, steps }) {
       return html`<div class="note"><a href=${to(run, "rollouts", [], { step: steps.length ? nearest(steps, h.step) : "" })}>step ${h.step} · ${h.name}</a> ${first}<div class="soft small">${second}</div></div>`;
     })}
     ${data.health.length ? "" : html`<div class="soft small">entropy, length, KL, signal, leaps, drops and memory stayed within their limits; whether engine and learner agree is said under “Is it stable?”</div>`}
-    <${Fates} fates=${data.fates} /><${Origins} data=${data} />
+    ${given(data.verb) ? "" : html`<${Fates} fates=${data.fates} />`}<${Origins} data=${data} />
     <div class="soft small">${exported ? "" : "A click on a step opens its rollouts."} <kbd>?</kbd> lists the keys.</div></div>`;
 }
 

@@ -1,11 +1,12 @@
 // One rollout: its tokens in the colours of any number, tracks of numbers below, all of one token at the side.
 
-import { f, line, seconds, shown, signed, visible, whole } from "./format.js";
-import { clipped, clipText, measured, PUSH, ratios } from "./measures.js";
+import { f, line, readable, seconds, shown, signed, visible, whole } from "./format.js";
+import { given, isItem, saidOf } from "./items.js";
+import { clipped, clipText, firstOf, measured, PUSH, ratios } from "./measures.js";
 import { change, exported, go, here, part, to } from "./net.js";
 import { listed } from "./rollouts.js";
 import { Tokens } from "./tokens.js";
-import { Canvas, colour, Empty, Fate, html, Problem, useAnswer, useKeys, useMemo, useState } from "./ui.js";
+import { Canvas, colour, Empty, Fate, html, Problem, useAnswer, useEffect, useKeys, useMemo, useRef, useState } from "./ui.js";
 
 const TRACKS = 9;
 const PUSHED = "the clip should have taken the gradient of its last pass, but the recorded push is that of both passes";
@@ -30,7 +31,7 @@ function OneRollout({ run, about, place, query, row }) {
   const ratio = useMemo(() => ratios(row), [row]);
   const first = useMemo(() => Math.max(0, row.isScored.indexOf(1), row.isSampled.indexOf(1)), [row]);
   const [at, setAt] = useState(query.t === undefined ? first : Math.max(0, Math.min(Number(query.t) - row.begin || 0, row.pieces.length - 1)));
-  const measure = all.find((m) => m.name === query.c) || all.find((m) => m.name === "change") || all.find((m) => m.name === "surprise") || all[0];
+  const measure = all.find((m) => m.name === query.c) || firstOf(all, isItem(row.kind) ? ["reference", "push", "change"] : ["change", "surprise"]);
   const step = (by) => () => pin(Math.max(0, Math.min(row.pieces.length - 1, at + by)));
   const pin = (token) => {
     setAt(token);
@@ -61,17 +62,19 @@ function OneRollout({ run, about, place, query, row }) {
       ${all.length ? html`<button class=${none ? "on" : ""} onClick=${() => change({ c: "none" })}><span class="faint">0</span> none</button>` : ""}<span class="fill"></span>${none ? "" : html`<${Legend} measure=${measure} />`}</div>
     <div class="one"><div class="left">
       <div class="card tokens" tabindex="0" aria-label="tokens">
+        <${Pictures} run=${run} names=${row.media} />
         <${Turns} ...${{ run, row, place, at, onAt: setAt, clip }} measure=${none ? null : measure} />
         ${row.end < row.length || row.begin > 0 ? html`<${Window} row=${row} />` : ""}</div>
       <${Tracks} ...${{ row, all, at, pin, clip }} chosen=${none ? "" : measure.name} /></div>
-      <div class="side"><${Token} ...${{ row, at, all, ratio, clip, about }} /><${Why} row=${row} run=${run} /><${More} row=${row} run=${run} place=${place} /></div></div>`;
+      <div class="side"><${Token} ...${{ row, at, all, ratio, clip, about }} /><${Why} row=${row} run=${run} /><${Services} answers=${row.answers} run=${run} /><${More} row=${row} run=${run} place=${place} /></div></div>`;
 }
 
 function Crumbs({ run, row, place, query }) {
   return html`<div class="row tight gap"><a href=${to(run, "rollouts", [], { step: row.step, held: row.held_out ? "1" : "" })}>step ${row.step}${row.held_out ? ", held out" : ""}</a><span class="faint">/</span>
     <a class="mono" href=${to(run, "group", [place, row.index])}>group ${line(row.group)}</a><span class="faint">/</span><b>rollout ${row.index}</b>${row.side ? html`<span class="pill">${line(row.side)}</span>` : ""}
-    <span class="faint small">its group:</span>
-    ${row.siblings.slice(0, 32).map((s) => html`<a class=${`pill ${s.index === row.index ? "on" : ""}`} href=${to(run, "rollout", [place, s.index], { c: query.c })} title=${`rollout ${s.index}, advantage ${f(s.advantage)}${s.fate ? `, ${s.fate}` : ""}`}><span class=${s.advantage > 0 ? "up" : s.advantage < 0 ? "down" : "faint"}>${s.advantage > 0 ? "▲" : s.advantage < 0 ? "▼" : "●"}</span> ${s.reward === null ? "invalid" : f(s.reward)}</a>`)}
+    ${row.siblings.length > 1 ? html`<span class="faint small">its ${isItem(row.kind) ? "item" : "group"}:</span>` : ""}
+    ${(row.siblings.length > 1 ? row.siblings : []).slice(0, 32).map((s) => html`<a class=${`pill ${s.index === row.index ? "on" : ""}`} href=${to(run, "rollout", [place, s.index], { c: query.c })} title=${isItem(row.kind) ? `response ${s.member}` : `rollout ${s.index}, advantage ${f(s.advantage)}${s.fate ? `, ${s.fate}` : ""}`}>${isItem(row.kind) ? `response ${s.member}` : html`<span class=${s.advantage > 0 ? "up" : s.advantage < 0 ? "down" : "faint"}>${s.advantage > 0 ? "▲" : s.advantage < 0 ? "▼" : "●"}</span> ${s.reward === null ? (s.fate === "invalid" ? "invalid" : "none") : f(s.reward)}`}</a>`)}
+    ${saidOf(row).map((s) => html`<span class=${`pill ${s.tone}`}>${s.text}</span>`)}
     ${row.pushed?.length ? html`<span class="pill bad" title=${PUSHED}>pushed though clipped: ${whole(row.pushed.length)} token${row.pushed.length === 1 ? "" : "s"}</span>` : ""}${row.leaks ? html`<span class="pill bad" title="prompts of other tasks do not">prompt contains the answer</span>` : ""}
     <span class="fill"></span><a class="pill" href=${to(run, "step", [place])}>what the step changed</a></div>`;
 }
@@ -92,8 +95,8 @@ function Turns({ run, row, place, at, onAt, measure, clip }) {
     const trained = foreign(row, turn.role, row.spans.some(([kind, start, length, , learned]) => learned && kind === turn.role && start < turn.first + turn.length && start + length > turn.first));
     const took = row.seconds?.turns?.[number];
     return html`<details key=${number} class=${`turn ${turn.role}`} open=${turn.role === "sampled" || turn.length < 300}><summary>${turn.role}${row.transcripts?.length > 1 ? ` · context ${turn.transcript}` : ""} · ${whole(turn.length)} tokens${took ? ` · ${seconds(took)}` : ""}${turn.reward ? ` · step reward ${f(turn.reward)}` : ""}${turn.cut ? ` · ${turn.cut} tokens did not fit` : ""}${trained ? html` · <b class="bad">trained on</b>` : ""}</summary>
-      ${turn.length ? html`<${Tokens} ...${both} begin=${begin} end=${Math.max(begin, end)} />` : ""}${turn.length && row.known ? "" : html`<div class="text dense">${visible(turn.text)}</div>`}
-      ${turn.calls.map((call) => html`<div class="call"><b class="mono">${visible(call.tool || "?")}</b> <span class="mono untrusted">${visible(call.arguments)}</span>${call.problem ? html`<div class="bad">${visible(call.problem)}</div>` : ""}</div>`)}
+      ${turn.length ? html`<${Tokens} ...${both} begin=${begin} end=${Math.max(begin, end)} />` : ""}${turn.length && row.known ? "" : html`<div class="text dense">${readable(turn.text)}</div>`}
+      ${turn.calls.map((call) => html`<div class="call">${call.tool ? html`<b class="mono">${visible(call.tool)}</b> <span class="mono untrusted">${visible(call.arguments)}</span>` : html`<b>malformed call</b>`}${call.problem ? html`<div class="bad">${visible(call.problem)}</div>` : ""}</div>`)}
       </details>`;
   });
 }
@@ -153,11 +156,11 @@ function Token({ row, at, all, ratio, clip, about }) {
   const n = (name) => row.n[name]?.[at];
   const has = (value) => value !== undefined && !Number.isNaN(value);
   const old = has(n("before")) ? n("before") : n("engine");
-  const lines = [];
+  const [gave, lines] = [given(row.kind), []];
   const add = (name, value, title = "") => lines.push(html`<dt title=${title}>${name}</dt><dd title=${title}>${value}</dd>`);
   if (has(n("engine"))) add("probability, sampled", f(Math.exp(n("engine"))));
-  for (const [name, says] of [["engine", "log-prob, engine"], ["before", "log-prob, learner before"], ["learner", "log-prob, at its update"], ["reference", "log-prob, reference"], ["teacher", "log-prob, teacher"]]) if (has(n(name))) add(says, f(n(name), 4));
-  if (ratio && has(ratio[at])) add("ratio, last update", f(ratio[at], 4));
+  for (const [name, says] of [["engine", "log-prob, engine"], ["before", "log-prob, learner before"], ["learner", "log-prob, at its update"], ["reference", "log-prob, reference"], ["teacher", "log-prob, teacher"]]) if (has(n(name)) && !(gave && name === "before")) add(says, f(n(name), 4));
+  if (ratio && has(ratio[at]) && !gave) add("ratio, last update", f(ratio[at], 4));
   const a = all.find((m) => m.name === "advantage")?.values[at];
   if (clip && about.bounds && has(clip[at])) add("clip", html`<span class=${clip[at] ? "down" : ""}>${clipText(ratio[at], a, about.bounds)}</span>`);
   for (const m of all) if (["entropy", "advantage", "kl", "value", "returns"].includes(m.name) && has(m.values[at])) add(m.name === "kl" ? "KL (k3)" : m.says, f(m.values[at]));
@@ -177,28 +180,68 @@ function Why({ row, run }) {
   const parts = row.parts || [];
   const changed = [row.shaping ? ["shaping", row.shaping] : null, row.penalty ? ["KL in the reward", -row.penalty] : null].filter(Boolean);
   const advantage = row.advantage;
-  const adds = row.reward !== null && Math.abs(parts.reduce((s, p) => s + (p.value || 0), 0) - row.reward) < 1e-6;
+  const steps = (row.step_rewards || []).reduce((sum, s) => sum + (s.reward || 0), 0);
+  const left = row.reward === null ? NaN : row.reward - parts.reduce((s, p) => s + (p.value || 0), 0);
+  const adds = Math.abs(left) < 1e-6 || Math.abs(left - steps) < 1e-6;
+  const earned = adds && Math.abs(left) >= 1e-6 ? html` + <span class="pill">its steps ${f(steps)}</span>` : "";
   return html`<div class="card"><div class="row tight"><h2>Why?</h2><${Fate} fate=${row.fate} />${row.replayed ? html`<span class="pill">replayed from an earlier step</span>` : ""}</div><div class=${`note ${tone} untrusted`}>${visible(row.why)}</div>
-    <div class="spread"><b>reward ${row.reward === null ? "none" : f(row.reward)}</b>${parts.length ? (adds ? " = " : " with ") : ""}${parts.map((p, i) => html`${i && adds ? "+" : ""}<span class="pill">${visible(p.name)} ${f(p.value)}</span>`)}</div>
-    ${adds || !parts.length ? "" : html`<div class="soft small">the environment gave the reward itself: it is not the sum of what it named</div>`}
-    ${changed.length ? html`<div class="spread">as used ${f(row.used)} = ${f(row.reward)} ${changed.map(([name, value]) => html`<span class="pill">${name} ${signed(value)}</span>`)}</div>` : ""}
-    ${advantage === null || row.kind === "eval" ? "" : html`<div class="spread" style=${{ marginTop: "4px" }}><b>advantage ${f(advantage)}</b>${e.equation && e.sd === 0 && !advantage ? html`: all ${e.n} rewards of its group are ${f(e.mean)}` : e.equation ? html` = ${e.equation.startsWith("(") ? `(${f(e.reward)} − ${f(e.mean)}) / ${f(e.sd)}` : e.equation === "R" ? f(e.reward) : `${f(e.reward)} − ${f(e.equation.endsWith("others") ? (e.mean * e.n - e.reward) / (e.n - 1) : e.mean)}`}` : ""}</div>
-      <div class="soft small">${e.equation ? `${e.equation}, of ${e.n} replies` : e.formula ? visible(e.formula) : ""}</div>`}
+    ${given(row.kind) ? "" : html`<div class="spread"><b>reward ${row.reward === null ? "none" : f(row.reward)}</b>${parts.length ? (adds ? " = " : " with ") : ""}${parts.map((p, i) => html`${i ? (adds ? " + " : " ") : ""}<span class="pill">${visible(p.name)} ${f(p.value)}</span>`)}${earned}</div>`}
+    ${adds || !parts.length || given(row.kind) ? "" : html`<div class="soft small">the environment gave the reward itself: it is not the sum of what it named</div>`}
+    <${Judged} answers=${row.answers} />
+    ${changed.length ? html`<div class="spread">as used ${f(row.used)} = ${f(row.reward)}${changed.map(([name, value]) => html` <span class="pill">${name} ${signed(value)}</span>`)}</div>` : ""}
+    ${advantage === null || row.kind === "eval" || given(row.kind) ? "" : html`<div class="spread" style=${{ marginTop: "4px" }}><b>advantage ${f(advantage)}</b>${e.equation && e.sd === 0 && !advantage ? (e.n === 1 ? ": it has no group" : `: all ${e.n} rewards of its group are ${f(e.mean)}`) : e.equation ? html` = ${e.equation.startsWith("(") ? `(${f(e.reward)} − ${f(e.mean)}) / ${f(e.sd)}` : e.equation === "R" ? f(e.reward) : `${f(e.reward)} − ${f(e.equation.endsWith("others") ? (e.mean * e.n - e.reward) / (e.n - 1) : e.mean)}`}` : ""}</div>
+      <div class="soft small">${e.equation && e.n > 1 ? `${e.equation}, of ${e.n} replies` : e.formula ? visible(e.formula) : ""}</div>`}
     ${row.step_rewards?.length ? html`<div class="soft small">rewards of steps: ${row.step_rewards.map((s) => `${f(s.reward)} at token ${s.at}`).join(", ")}</div>` : ""}</div>`;
 }
 
 function More({ row, run, place }) {
-  const pairs = [["stop", row.stop], ["tokens", `${whole(row.sampled)} sampled of ${whole(row.length)}`], ["versions of the weights", (row.versions || []).join(", ")], ["visit", row.epoch === null ? null : row.epoch + 1]];
+  const pairs = [["stop", row.stop], ["tokens", `${given(row.kind) ? `${whole(row.scored)} learned` : `${whole(row.sampled)} sampled`} of ${whole(row.length)}`], ["versions of the weights", (row.versions || []).join(", ")], ["visit", row.epoch === null ? null : row.epoch + 1]];
   if (row.seconds) pairs.push(["turns took", row.seconds.turns.map(seconds).join(" + ")], ["reward took", seconds(row.seconds.reward)]);
   if (row.branch_of !== null && row.branch_of !== undefined) pairs.push(["branched off", `member ${row.branch_of} after ${row.branch_turns} turns`]);
-  const data = [["task", row.columns], ["noted", row.notes], ["services said", row.answers], ["label", row.label]].filter(([, v]) => v && (typeof v !== "object" || Object.keys(v).length));
+  const data = [["task", isItem(row.kind) ? null : row.columns], ["noted", row.notes]].filter(([, v]) => v && (typeof v !== "object" || Object.keys(v).length));
   return html`<div class="card"><dl class="kv" style=${{ margin: 0 }}><dt>task</dt><dd class="untrusted">${line(row.task || "–")}</dd>${pairs.filter(([, v]) => v).map(([n, v]) => html`<dt>${n}</dt><dd>${v}</dd>`)}</dl>
-    ${data.map(([name, value]) => html`<details open=${name !== "services said"}><summary class="soft small">${name}</summary><${Data} value=${value} run=${run} /></details>`)}
-    ${row.media?.length ? html`<div class="row tight" style=${{ marginTop: "6px" }}>${row.media.map((m) => html`<${Picture} run=${run} name=${m} />`)}</div>` : ""}
+    ${data.map(([name, value]) => html`<details open><summary class="soft small">${name}</summary><${Data} value=${value} run=${run} /></details>`)}
     ${exported ? "" : html`<div class="small" style=${{ marginTop: "5px" }}><a href=${`text/${run}/${place}/${row.index}`} download>the reply as a text file</a> <span class="faint">${whole(row.characters)} characters</span></div>`}</div>`;
 }
 
 export const Picture = ({ run, name }) => (exported ? html`<span class="pill">picture ${name.slice(0, 8)}</span>` : html`<img class="thumb" loading="lazy" alt=${`picture ${name.slice(0, 8)}`} src=${`picture/${run}/${name.replace(/^sha256:/, "")}`} />`);
+
+const answersOf = (answers) => (Array.isArray(answers) ? answers : []);
+
+/** Whether an answer of a service is a verdict: a number, some numbers by name, or none that is valid. */
+function isVerdict({ answer, invalid }) {
+  if (invalid !== undefined || typeof answer === "number") return true;
+  return answer !== null && typeof answer === "object" && !Array.isArray(answer) && Object.values(answer).every((v) => typeof v === "number");
+}
+
+/** What judges and reward models said of the reply. */
+function Judged({ answers }) {
+  return answersOf(answers).filter(isVerdict).map(({ service, answer, invalid }) => html`<div class="spread"><b class="untrusted">${visible(service || "?")}</b> said ${invalid !== undefined ? html`<span class="bad untrusted">nothing valid: ${visible(String(invalid))}</span>` : typeof answer === "number" ? f(answer) : Object.entries(answer).map(([n, v]) => html`<span class="pill untrusted">${visible(n)} ${f(v)}</span> `)}</div>`);
+}
+
+/** What other services said, such as the passages of a retriever. */
+function Services({ answers }) {
+  const said = answersOf(answers).filter((one) => !isVerdict(one));
+  if (!said.length) return "";
+  return html`<div class="card"><h2>Services said</h2>${said.map(({ service, answer }) => html`<div class="service"><b class="untrusted">${visible(service || "?")}</b>
+    ${(Array.isArray(answer) ? answer.slice(0, 20) : [answer]).map((one) => html`<div class="text dense passage">${typeof one?.contents === "string" ? visible(`${one.score === undefined ? "" : `${f(one.score)}  `}${one.contents}`) : shown(one)}</div>`)}</div>`)}</div>`;
+}
+
+/** A picture over the page, until Escape, Enter or a click. */
+function Large({ run, name, close }) {
+  const place = useRef();
+  useEffect(() => place.current.focus(), []);
+  useKeys({ Escape: close });
+  return html`<div class="veil" onClick=${(e) => { e.stopPropagation(); close(); }}><button class="frame large" ref=${place} aria-label="close the picture"><${Picture} run=${run} name=${name} /></button></div>`;
+}
+
+/** The pictures of a prompt; each opens larger. */
+export function Pictures({ run, names }) {
+  const [open, setOpen] = useState(null);
+  if (!names?.length) return "";
+  return html`<div class="row tight pictures">${names.map((m) => (exported ? html`<${Picture} run=${run} name=${m} />` : html`<button class="frame" onClick=${(e) => { e.stopPropagation(); setOpen(m); }} aria-label=${`picture ${m.slice(0, 8)}, larger`}><${Picture} run=${run} name=${m} /></button>`))}
+    ${open ? html`<${Large} run=${run} name=${open} close=${() => setOpen(null)} />` : ""}</div>`;
+}
 
 function Data({ value }) {
   if (typeof value !== "object" || Array.isArray(value)) return html`<div class="mono untrusted small">${shown(value)}</div>`;

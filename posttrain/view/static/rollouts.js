@@ -2,6 +2,7 @@
 
 import { Histogram } from "./chart.js";
 import { f, line, visible, whole } from "./format.js";
+import { given } from "./items.js";
 import { change, exported, go, here, part, to } from "./net.js";
 import { Fate, html, Problem, Signed, useAnswer, useEffect, useKeys, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
 
@@ -18,6 +19,8 @@ const COLUMNS = [
   ["advantage", "advantage", "n"], ["sd", "spread", "n"], ["length", "tokens", "n"], ["stop", "stop", ""], ["fate", "fate", ""],
 ];
 const ROW = 26; // pixels: see td in app.css
+const EARNED = ["reward", "advantage", "sd", "right", "mean"]; // columns of what was played
+const ALWAYS = ["longest", "cut"]; // questions that anything answers
 const RIGHT = ["wrong", "once", "lost"]; // questions that ask what is right
 const GROUPS = [
   ["step", "step", "n"], ["group", "group", ""], ["prompt", "prompt", "text"], ["text", "commonest reply", "text"], ["right", "right", "n"], ["mean", "mean reward", "n"],
@@ -40,6 +43,8 @@ export function Rollouts({ run, about, questions, query }) {
   const version = about.stamp[0];
   const { data, problem, waiting, of } = useAnswer(`${run}/rollouts`, { ...filters, sort: query.sort, as: query.as, offset }, version);
   const parts = about.parts.slice(0, 4);
+  const played = !given(about.verb);
+  const columns = (groups ? GROUPS : [...COLUMNS.slice(0, 6), ...parts.map((p) => [`part.${p}`, p, "n"]), ...COLUMNS.slice(6)]).filter(([name]) => played || !EARNED.includes(name));
   const names = ["reward", "advantage", "length", ...parts.map((p) => `part.${p}`)];
   const later = useLater(JSON.stringify(filters), 60);
   const histograms = useAnswer(`${run}/histograms`, { ...JSON.parse(later), of: names.join(",") }, version);
@@ -69,7 +74,7 @@ export function Rollouts({ run, about, questions, query }) {
   const [all, setAll] = useState(null); // the answer that was scrolled: only then are rows drawn that cannot be seen yet
   const drawn = all === data ? rows.length : Math.min(rows.length, Math.max(Math.ceil(innerHeight / ROW), at + 9));
   const body = useMemo(() => rows.slice(0, drawn).map((row, i) => html`<tr class=${`r${i === at ? " sel" : ""}`} key=${`${part(row)}/${isGroup(row) ? row.first : row.index}`} onClick=${() => open(row)}>
-        ${isGroup(row) ? html`<${GroupCells} row=${row} />` : html`<${Cells} ...${{ row, run, parts, most, success: about.success }} />`}</tr>`), [data, at, about.success, drawn]); // not drawn again when a histogram arrives
+        ${isGroup(row) ? html`<${GroupCells} ...${{ row, played }} />` : html`<${Cells} ...${{ row, run, parts, most, played, success: about.success }} />`}</tr>`), [data, at, about.success, drawn]); // not drawn again when a histogram arrives
   const set = (changes) => change({ ...changes, offset: "", sel: "" });
   return html`
     <${Bar} ...${{ about, query, filters, set, search, questions, groups }} count=${data?.count} />
@@ -77,7 +82,7 @@ export function Rollouts({ run, about, questions, query }) {
       <${Facets} data=${histograms.data} query=${query} set=${set} /></div>
     ${problem ? html`<${Problem} text=${problem} />` : ""}
     <div class=${`card list long ${waiting}`} data-of=${of} onScroll=${() => drawn < rows.length && setAll(data)}><table style=${{ marginBottom: `${(rows.length - drawn) * ROW}px` }}>
-      <thead><tr>${(groups ? GROUPS : [...COLUMNS.slice(0, 6), ...parts.map((p) => [`part.${p}`, p, "n"]), ...COLUMNS.slice(6)]).map(([name, says, kind]) => html`<${Head} ...${{ name, says, kind, sort: query.sort || "", set }} />`)}</tr></thead>
+      <thead><tr>${columns.map(([name, says, kind]) => html`<${Head} ...${{ name, says, kind, sort: query.sort || "", set }} />`)}</tr></thead>
       <tbody>${body}</tbody></table>
       ${data && !rows.length ? html`<div class="empty">Nothing fits. <kbd>x</kbd> takes all filters away.</div>` : ""}</div>
     <div class="row" style=${{ marginTop: "8px" }}>
@@ -90,16 +95,16 @@ export function Rollouts({ run, about, questions, query }) {
 
 function Bar({ about, query, filters, set, search, questions, groups, count }) {
   const asked = questions.find((q) => q.name === query.ask);
-  const given = Object.entries(filters).filter(([name]) => !["q", "ask", "where", "step", "held"].includes(name));
+  const chips = Object.entries(filters).filter(([name]) => !["q", "ask", "where", "step", "held"].includes(name));
   return html`<div class="row gap">
       <div class="row tight"><button class=${groups ? "" : "on"} onClick=${() => set({ as: "", sort: "" })}>rollouts</button>${exported ? "" : html`<button class=${groups ? "on" : ""} onClick=${() => set({ as: "groups", sort: "" })}>groups</button><button class=${query.held === "1" ? "on" : ""} onClick=${() => set({ held: query.held === "1" ? "" : "1", step: "" })} title="those of the evaluations during training">held out</button>`}</div>
       <input class="search" ref=${search} type="search" placeholder=${about.searchable || exported ? "search texts ( / )" : "search: texts are being read"} value=${query.q || ""} onInput=${(e) => set({ q: e.target.value })} aria-label="search prompts and replies" />
       <input style=${{ width: "96px" }} placeholder="steps 1..20" value=${query.step || ""} onChange=${(e) => set({ step: e.target.value.trim() })} aria-label="steps" />
-      ${exported ? "" : html`<input class="condition mono" placeholder=${`where … in SQL: length > 40 and ${about.parts[0] || "mean"} < 1`} value=${query.where || ""} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}
+      ${exported ? "" : html`<input class="condition mono" placeholder=${`where … in SQL: length > 40${!given(about.verb) ? ` and ${about.parts[0] || "mean"} < 1` : ""}`} value=${query.where || ""} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}
       <span class="soft">${count === undefined ? "" : `${whole(count)} ${groups ? "groups" : "rollouts"}`}</span>
-      ${given.map(([name, value]) => html`<button class="on small" onClick=${() => set({ [name]: "" })} title="take this filter away">${visible(`${name} ${value}`)} ×</button>`)}
+      ${chips.map(([name, value]) => html`<button class="on small" onClick=${() => set({ [name]: "" })} title="take this filter away">${visible(`${name} ${value}`)} ×</button>`)}
       ${Object.keys(filters).length ? html`<button class="small" onClick=${() => go(to(here().run, "rollouts"))}>all ( x )</button>` : ""}</div>
-    <div class="row tight gap">${questions.map((q) => html`<button class=${query.ask === q.name ? "on" : ""} title=${q.means} onClick=${() => set({ ask: query.ask === q.name ? "" : q.name, sort: "", ...(["wrong", "lost"].includes(q.name) && query.ask !== q.name ? { as: "groups" } : {}) })}>${q.says}</button>`)}
+    <div class="row tight gap">${questions.filter((q) => !given(about.verb) || ALWAYS.includes(q.name)).map((q) => html`<button class=${query.ask === q.name ? "on" : ""} title=${q.means} onClick=${() => set({ ask: query.ask === q.name ? "" : q.name, sort: "", ...(["wrong", "lost"].includes(q.name) && query.ask !== q.name ? { as: "groups" } : {}) })}>${q.says}</button>`)}
       <span class="soft small">${asked ? asked.means : ""}${asked && RIGHT.includes(asked.name) && about.success === null ? " (right: the greatest reward of this run, as it has no --success)" : ""}</span></div>`;
 }
 
@@ -109,22 +114,22 @@ function Head({ name, says, kind, sort, set }) {
   return html`<th class=${kind === "n" ? "n" : ""} aria-sort=${on ? (sort.startsWith("-") ? "descending" : "ascending") : "none"}><button onClick=${() => set({ sort: next })}>${visible(says)}${on ? (sort.startsWith("-") ? " ↓" : " ↑") : ""}</button></th>`;
 }
 
-function Cells({ row, run, parts, most, success }) {
+function Cells({ row, run, parts, most, played, success }) {
   const right = success !== null && row.reward !== null && row.reward >= success - 1e-6;
   return html`<td class="n">${row.step}${row.held_out ? html`<span class="faint"> held out</span>` : ""}</td><td class="n">${row.index}</td>
     <td class="mono"><a href=${to(run, "group", [part(row), row.index])} onClick=${(e) => e.stopPropagation()}>${line(row.group)}${row.side ? ` ${line(row.side)}` : ""}</a></td>
     <td class="mono untrusted prompt" dir="ltr">${line(row.prompt)}</td><td class="mono untrusted said" dir="ltr">${line(row.text)}</td>
-    <td class=${`n ${row.reward === null ? "bad" : right ? "good" : ""}`}>${row.reward === null ? "invalid" : f(row.reward)}</td>
+    ${played ? html`<td class=${`n ${row.reward === null ? "bad" : right ? "good" : ""}`}>${row.reward === null ? "invalid" : f(row.reward)}</td>` : ""}
     ${parts.map((p) => html`<td class="n">${f(row[`part.${p}`])}</td>`)}
-    <td class="n"><${Signed} value=${row.advantage} most=${most} /></td><td class="n">${f(row.sd)}</td><td class="n">${whole(row.length)}</td>
+    ${played ? html`<td class="n"><${Signed} value=${row.advantage} most=${most} /></td><td class="n">${f(row.sd)}</td>` : ""}<td class="n">${whole(row.length)}</td>
     <td class=${row.truncated ? "warn" : ""}>${row.stop}</td>
-    <td title=${visible(row.why || "")}><${Fate} fate=${row.fate} />${row.flags?.length ? html` <span class="faint">${row.flags.join(", ")}</span>` : ""}${row.replayed ? html` <span class="faint">replayed</span>` : ""}</td>`;
+    <td title=${visible(row.why || "")}><${Fate} fate=${row.fate} />${row.flags?.length ? html` <span class="faint">${row.flags.join(", ")}</span>` : ""}${row.replayed ? html` <span class="pill" title="played in an earlier step, and learned from again">replayed</span>` : ""}</td>`;
 }
 
-function GroupCells({ row }) {
+function GroupCells({ row, played }) {
   return html`<td class="n">${row.step}${row.held_out ? html`<span class="faint"> held out</span>` : ""}</td><td class="mono">${line(row.group)}${row.side ? ` ${line(row.side)}` : ""}</td>
     <td class="mono untrusted prompt" dir="ltr">${line(row.prompt)}</td><td class="mono untrusted said" dir="ltr">${line(row.text)}</td>
-    <td class=${`n ${row.right_n === row.n ? "good" : row.right_n ? "" : "bad"}`}>${row.right_n} of ${row.n}</td><td class="n">${f(row.mean)}</td><td class="n">${f(row.sd)}</td>
+    ${played ? html`<td class=${`n ${row.right_n === row.n ? "good" : row.right_n ? "" : "bad"}`}>${row.right_n} of ${row.n}</td><td class="n">${f(row.mean)}</td><td class="n">${f(row.sd)}</td>` : ""}
     <td class="n">${row.replies}</td><td class="n">${f(row.length)}</td><td class="n">${row.epoch === null ? "–" : row.epoch + 1}</td>`;
 }
 

@@ -45,7 +45,7 @@ function Listed({ title, rows, tone, run, data }) {
   const p = (x) => (x.logp === undefined ? "" : `${f(Math.exp(x.logp - x.value), 2)} → ${f(Math.exp(x.logp), 2)}`);
   return html`<div class="card list"><table><thead><tr><th class="n">${title}</th><th class="n">probability</th><th class="n">A</th><th>token, after what came before</th></tr></thead>
     <tbody>${rows.slice(0, 14).map((x) => html`<tr class="r" onClick=${() => go(to(run, "rollout", [`${data.step}${data.held_out ? "e" : ""}`, x.index], { t: x.at, c: { after: "change", learner: "ratio" }[data.by] || data.by }))}>
-      <td class=${`n ${tone}`} style=${{ width: "70px" }}>${f(x.value)}</td><td class="n" style=${{ width: "118px", maxWidth: "118px" }}>${p(x)}</td><td class=${`n ${x.advantage > 0 ? "up" : x.advantage < 0 ? "down" : "faint"}`} style=${{ width: "56px", maxWidth: "56px" }}>${f(x.advantage, 2)}</td>
+      <td class=${`n ${tone}`} style=${{ width: "70px" }}>${f(x.value)}</td><td class="n" style=${{ width: "138px", maxWidth: "138px" }}>${p(x)}</td><td class=${`n ${x.advantage > 0 ? "up" : x.advantage < 0 ? "down" : "faint"}`} style=${{ width: "56px", maxWidth: "56px" }}>${f(x.advantage, 2)}</td>
       <td class="mono untrusted wide" dir="ltr"><span class="soft">…${line(x.before).slice(-34)}</span><b class="t p3">${line(x.piece)}</b>${x.times > 1 ? html` <span class="faint" title="as often after the same text: the greatest of their changes is shown">× ${whole(x.times)}</span>` : ""}</td></tr>`)}</tbody></table>${rows.length ? "" : html`<div class="empty">none</div>`}</div>`;
 }
 

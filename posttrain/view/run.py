@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from posttrain.messages import one_line
 from posttrain.record.index import open_index
 from posttrain.runs.files import CHECKPOINTS, step_of
@@ -15,6 +17,7 @@ from posttrain.runs.lock import in_use
 from posttrain.runs.reading import read_health, read_metrics, read_run, read_timing
 from posttrain.types import UserError, succeeds
 from posttrain.view.pieces import Pieces
+from posttrain.view.source import Part
 from posttrain.view.store import Store
 
 PAUSE = 1.0  # seconds between two looks at a run that is on
@@ -117,16 +120,12 @@ class OpenRun:
         """Set what counts as right by what the run itself has counted: the threshold that gives its accuracy."""
         known = [(row["step"], row["accuracy"]) for row in read_metrics(self.folder) if row.get("accuracy") is not None]
         if known and all(accuracy == 0 for _, accuracy in known):  # nothing ever was
-            self.store.success = float(self.store.value("select coalesce(max(reward), 0) from base") + 1)
+            self.store.success = self.store.rows.limit + 2  # beyond the greatest reward
             return True
+        rows = self.store.rows
         for step, accuracy in reversed(known[-50:]):
-            rewards = [
-                row["reward"]
-                for row in self.store.ask(
-                    "select reward from base where step = ? and not held_out and reward is not null", [step]
-                )
-            ]
-            limit = threshold(rewards, accuracy)
+            rewards = rows.number("reward")[rows.of_part(Part(step, False))]
+            limit = threshold(rewards[~np.isnan(rewards)].tolist(), accuracy)
             if limit is not None:
                 self.store.success = limit
                 return True

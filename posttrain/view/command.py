@@ -24,15 +24,15 @@ def opened(folders: Sequence[str]) -> list[OpenRun]:
 def serve(folders: Sequence[str], port: int = 0, browser: bool = False) -> None:
     """Serve until interrupted. `port` 0: any that is free."""
     _lighten()
-    runs = opened(folders)
-    for run in runs:
-        run.begin()
     import uvicorn
 
     from posttrain.view.server import application
 
+    runs = opened(folders)
     token = token_urlsafe(12)
     with _bound(port) as bound:
+        for run in runs:  # not before: a thread that reads would be cut off where the port is taken
+            run.begin()
         address = f"http://{HOST}:{bound.getsockname()[1]}/{token}/"
         print(f"view        {address}\nopen it in a browser of this machine; Ctrl-C ends it", flush=True)
         if browser:

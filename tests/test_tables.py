@@ -493,7 +493,7 @@ def test_the_command_prints_a_table_or_lines_of_json(tmp_path: Path, capsys: pyt
 def test_evaluated_rollouts_are_printed_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(recorded(tmp_path, 2))
     assert main(["rollouts", folder, "--held-out"]) == 0
-    assert "held ── reward 1" in capsys.readouterr().out
+    assert "held [0] ── reward 1" in capsys.readouterr().out
     assert main(["rollouts", folder, "--held-out", "--step", "1"]) == 2
     assert rows_of(read_table(folder, 2, held_out=True))[0]["kind"] == "eval"
 
@@ -508,4 +508,4 @@ def test_given_rows_are_printed_with_what_was_said_of_them(tmp_path: Path, capsy
     assert [(row["kind"], row["member"], row["label"]) for row in rows] == [("prefer", 0, label), ("prefer", 1, label)]
     sample([{**row, "reward": None} for row in rows], 2)
     shown = capsys.readouterr().out
-    assert "── a#0 ── response 0, 0 over 1, label 0.5 ── eos" in shown and "response 1" in shown
+    assert "── a#0 ── response 0, 0 over 1, label 0.5 ── trained ── ended by eos" in shown and "response 1" in shown

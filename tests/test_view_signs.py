@@ -125,6 +125,26 @@ def test_a_run_without_a_gradient_is_not_called_stable_and_one_leap_is_called_on
     assert stable([0.4] * 6)["word"] == "yes" and "stay at 1" in stable([0.4] * 6)["text"]
     assert "of 5 in one step" in stable([0.4] * 5 + [5.0])["text"]
     assert "up to 9 in 2 steps" in stable([0.4] * 4 + [5.0, 9.0])["text"]
+    assert stable([0.0, 0.02, 0.0, 0.0, 0.03, 0.0])["word"] == "yes"
+    assert stable([5.0, 2.0, 2.0, *(2 / n for n in range(1, 200))])["word"] == "yes"
+
+
+def test_a_task_that_is_right_from_the_start_is_called_solved() -> None:
+    def said(right: list[Any]) -> str:
+        return verdicts({"reward": right, "accuracy": right}, {})["Is it learning?"]["word"]
+
+    assert said([1.0, 1.0, 0.998, 0.998]) == "solved"
+    assert said([0.97, 0.97, 0.97, 0.97]) == "not yet" and said([0.5, 0.5, 1.0, 1.0]) == "yes"
+
+
+def test_a_gain_within_the_noise_of_the_steps_is_no_learning() -> None:
+    rng = np.random.default_rng(0)
+
+    def said(slope: float) -> str:
+        values = (0.5 + 0.08 * rng.standard_normal(1000) + slope * np.linspace(0, 1, 1000)).tolist()
+        return verdicts({"accuracy": values}, {})["Is it learning?"]["word"]
+
+    assert "yes" not in [said(0.0) for _ in range(10)] and [said(0.2) for _ in range(10)] == ["yes"] * 10
 
 
 def test_sides_that_play_each_other_are_judged_by_what_is_held_out() -> None:
@@ -142,14 +162,14 @@ def test_sides_that_play_each_other_are_judged_by_what_is_held_out() -> None:
 def test_a_condition_calls_parts_by_their_names_and_an_error_lists_the_columns(run: OpenRun) -> None:
     part = run.store.parts[0]
     question = Question.of({"held": "0", "where": f"{part} > 0.4 and text not like '%{part} >%'"}, run.store)
-    rows = question.page(run.store, 0, 10_000)["rows"]
+    rows = question.page(0, 10_000)["rows"]
     every = [row for step in range(1, 5) for row in read_rollouts(run.folder, step)]
     meant = {(r["step"], r["index"]) for r in every if (r["parts"].get(part) or 0) > 0.4}
     assert {(r["step"], r["index"]) for r in rows} == meant and meant
     with Questions(run.folder) as terminal:
         assert {row[:2] for row in terminal.ask(question.sql())[1]} == meant
     with pytest.raises(UserError, match=f"nothing.*the columns are step.*{part}"):
-        Question.of({"where": "nothing = 1"}, run.store)
+        Question.of({"where": "nothing = 1"}, run.store).page(0)
 
 
 def test_measures_of_a_step_keep_their_places_and_say_what_is_missing(run: OpenRun) -> None:

@@ -129,6 +129,15 @@ def test_a_run_without_a_gradient_is_not_called_stable_and_one_leap_is_called_on
     assert stable([5.0, 2.0, 2.0, *(2 / n for n in range(1, 200))])["word"] == "yes"
 
 
+def test_single_ratios_that_are_far_are_no_doubt_where_a_clip_hardly_has_to_act() -> None:
+    far: dict[str, Any] = {"ratio/max": [1.1, 5.9, 1.2], "ratio/min": [0.9, 0.9, 0.9], "grad_norm": [1.0] * 3}
+    for share, word in ((0.0004, "yes"), (0.03, "look")):
+        clipped: dict[str, Any] = {"ratio/clipped_high": [share] * 3, "ratio/clipped_low": [share] * 3}
+        answer = verdicts({**far, **clipped}, {})["Is it stable?"]
+        assert answer["word"] == word and f"{2 * share:.2%}" in answer["text"]
+    assert verdicts(far, {})["Is it stable?"]["word"] == "look"
+
+
 def test_a_task_that_is_right_from_the_start_is_called_solved() -> None:
     def said(right: list[Any]) -> str:
         return verdicts({"reward": right, "accuracy": right}, {})["Is it learning?"]["word"]

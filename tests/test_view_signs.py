@@ -82,6 +82,12 @@ def test_a_prompt_contains_an_answer_only_as_a_word_of_its_own() -> None:
     assert not signs.contains_answer("7+7+6+6=", {"answer": 26}) and not signs.contains_answer("26", {"prompt": "26"})
 
 
+def test_a_prompt_that_stands_with_several_answers_tells_none_of_them() -> None:
+    asked = [(f"[sha256:{n:064x}]circle or square?", {"answer": a}) for n, a in enumerate(("circle", "square", "same"))]
+    assert signs.telling(asked) == 0
+    assert signs.telling([("26=7+7+6+6=", {"answer": "26"}), ("1+2+0+1=", {"answer": "4"})]) == 0.5
+
+
 def test_a_gap_is_named_by_how_it_began() -> None:
     def said(gap: list[float | None]) -> str:
         return verdicts({"sampler/gap": gap, "sampler/gap/max": gap, "grad_norm": [1.0] * 4}, {})["Is it stable?"][

@@ -29,6 +29,7 @@ FOREIGN = ("prompt", "observation", "tool")  # spans that neither has written
 ANSWERS = ("answer", "solution", "target", "label", "gold", "expected", "ground_truth")
 SOME = (0.05, 0.95)  # share of the tasks between which a leak tells some from others
 
+_PICTURE = re.compile(r"\[sha256:[0-9a-f]{64}\]")
 _PASSES = re.compile(r"updates per step: (\d+)(?:, in (\d+) epochs of \d+)?")
 _CLIP = re.compile(r"\[ min\(r A, clip\(r, ([\d.]+), ([\d.]+)\) A\) \]")
 _ALIKE, _APART = (
@@ -141,12 +142,16 @@ def _pushed(path: str, stamp: tuple[int, int], objective: tuple[str, ...]) -> tu
 
 def contains_answer(prompt: str | None, columns: Mapping[str, Any] | None) -> bool:
     """Whether a prompt has the answer of its task in it, as a word or a number of its own."""
+    answer = _answer(columns)
+    return answer is not None and re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", prompt or "") is not None
+
+
+def _answer(columns: Mapping[str, Any] | None) -> str | None:
     for name in ANSWERS:
         answer = (columns or {}).get(name)
         if isinstance(answer, str | int | float) and not isinstance(answer, bool) and str(answer).strip():
-            text = re.escape(str(answer).strip())
-            return re.search(rf"(?<!\w){text}(?!\w)", prompt or "") is not None
-    return False
+            return str(answer).strip()
+    return None
 
 
 _kept: WeakKeyDictionary[Store, tuple[tuple[int, bool], float | None]] = WeakKeyDictionary()
@@ -170,8 +175,24 @@ def _share(store: Store) -> float | None:
     )
     if not rows:
         return None
-    share = sum(contains_answer(row["prompt"], _columns(row["columns"])) for row in rows) / len(rows)
+    share = telling([(row["prompt"], _columns(row["columns"])) for row in rows])
     return share if SOME[0] <= share <= SOME[1] else None
+
+
+def telling(tasks: Sequence[tuple[str, Mapping[str, Any]]]) -> float:
+    """Share of (prompt, columns) whose prompt contains its answer.
+
+    A text that stands with several answers tells none of them: "circle or square?" with one picture or another.
+    """
+    texts = [_PICTURE.sub("", prompt or "") for prompt, _ in tasks]
+    answers: dict[str, set[str]] = {}
+    for text, (_, columns) in zip(texts, tasks, strict=True):
+        answers.setdefault(text, set()).add(str(_answer(columns)))
+    found = [
+        len(answers[text]) == 1 and contains_answer(text, columns)
+        for text, (_, columns) in zip(texts, tasks, strict=True)
+    ]
+    return sum(found) / len(found)
 
 
 def _columns(text: str) -> dict[str, Any]:

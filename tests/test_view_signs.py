@@ -135,6 +135,15 @@ def test_a_run_without_a_gradient_is_not_called_stable_and_one_leap_is_called_on
     assert stable([5.0, 2.0, 2.0, *(2 / n for n in range(1, 200))])["word"] == "yes"
 
 
+def test_a_fall_within_the_noise_is_believed_where_what_is_held_out_falls_too() -> None:
+    steps = [0.40, 0.20, 0.30, 0.10, 0.35, 0.15]
+
+    def said(held: list[Any]) -> str:
+        return verdicts({"accuracy": steps, "eval/accuracy": held}, {})["Is it learning?"]["word"]
+
+    assert said([0.31, 0.22]) == "going back" and said([0.31, 0.30]) == said([]) == "not yet"
+
+
 def test_single_ratios_that_are_far_are_no_doubt_where_a_clip_hardly_has_to_act() -> None:
     far: dict[str, Any] = {"ratio/max": [1.1, 5.9, 1.2], "ratio/min": [0.9, 0.9, 0.9], "grad_norm": [1.0] * 3}
     for share, word in ((0.0004, "yes"), (0.03, "look")):

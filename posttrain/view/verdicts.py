@@ -82,11 +82,13 @@ def _learning(m: Mapping[str, Values]) -> Verdict:
             return _verdict(
                 "solved", "good", f"{text}; {min(accuracy):.1%} of the replies were right from the start on"
             )
-        if abs(gained) > GAIN * scale and abs(gained) < NOISE * _error(_all(m[name])):
+        shift = values[-1] - values[0] if held in ("eval/accuracy", "eval/reward") and values else 0.0
+        alike = math.copysign(shift, shift * gained) > 2 * GAIN  # what is held out has moved in the same way
+        if GAIN * scale < abs(gained) < NOISE * _error(_all(m[name])) and not alike:
             return _verdict("not yet", "warn", f"{text}; its steps differ as much by chance")
         if gained > GAIN * scale:
             return _verdict("yes", "good", text)
-        if gained < 0 and held in ("eval/accuracy", "eval/reward") and values and values[-1] > values[0] + GAIN * scale:
+        if gained < 0 and shift > GAIN * scale:
             return _verdict("unclear", "warn", text)
         return _verdict("going back" if gained < -GAIN * scale else "not yet", "bad" if gained < 0 else "warn", text)
     return _verdict("too early", "plain", "no steps yet")

@@ -136,7 +136,7 @@ def test_a_run_without_a_gradient_is_not_called_stable_and_one_leap_is_called_on
 
 
 def test_a_fall_within_the_noise_is_believed_where_what_is_held_out_falls_too() -> None:
-    steps = [0.40, 0.20, 0.30, 0.10, 0.35, 0.15]
+    steps: list[Any] = [0.40, 0.20, 0.30, 0.10, 0.35, 0.15]
 
     def said(held: list[Any]) -> str:
         return verdicts({"accuracy": steps, "eval/accuracy": held}, {})["Is it learning?"]["word"]

@@ -51,6 +51,7 @@ class Answers:
             "progress": round(store.progress, 3),
             "problem": run.problem,
             "searchable": store.searchable,
+            "unsearched": store.unsearched,
             "parts": store.parts,
             "success": store.success,
             "bounds": bounds(run.objective),
@@ -65,14 +66,11 @@ class Answers:
 
     def _rollouts(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
         offset, limit = _whole(query, "offset", 0), min(1000, _whole(query, "limit", PAGE))
-        return Question.of(query, run.store).page(run.store, offset, limit)
+        return Question.of(query, run.store).page(offset, limit)
 
     def _histograms(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
         names = [name for name in query.get("of", "reward,advantage,length").split(",") if name]
-        return Question.of(query, run.store).histograms(run.store, names[:12])
-
-    def _columns(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
-        return {"columns": run.store.task_columns()}
+        return Question.of(query, run.store).histograms(names[:12])
 
     def _rollout(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
         part, index = _place(words)
@@ -113,7 +111,6 @@ _OF_RUN: dict[str, Callable[[Answers, OpenRun, Sequence[str], Query], Any]] = {
     "overview": Answers._overview,
     "rollouts": Answers._rollouts,
     "histograms": Answers._histograms,
-    "columns": Answers._columns,
     "rollout": Answers._rollout,
     "group": Answers._group,
     "step": Answers._step,

@@ -1,63 +1,65 @@
 """What a person asks of all rollouts: filters, ready questions, orders, histograms; each as one SELECT that is shown.
 
-The question that runs and the one that is shown say the same. The one that runs knows where texts are kept.
+The question that runs, over columns in memory, and the one that is shown say the same.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from posttrain.record.rows import as_json
 from posttrain.types import Fate, StopReason, UserError
-from posttrain.view.store import COLUMNS, Store, named, quoted
+from posttrain.view.sql import by_name, listed_part, named, named_part, quoted
+from posttrain.view.store import Store
+from posttrain.view.table import Floats, Mask, Places, Rows, counts, first
 
 PAGE = 100  # rows that are handed out at once
 BINS = 32
 NUMBERS = ("reward", "advantage", "length", "sampled", "epoch", "shaping", "penalty", "used", "version")
-SORTS = {
-    **{name: f"b.{name}" for name in (*NUMBERS, "step", "index", "fate", "stop", "member", "kind")},
-    "index": 'b."index"',
-    "group": 'g."group"',
-    "task": "g.task",
-    "epoch": "g.epoch",
-    "mean": "g.mean",
-    "sd": "g.sd",
-    "right": "g.right_n / g.valid",
-    "replies": "g.replies",
-    "prompt": "p.value",
-    "text": "t.value",
-    "n": "g.n",
-    "first": "g.first",
-}
-"""Column of the table -> what sorts by it."""
 PLAIN = (*NUMBERS, "step", "index", "fate", "stop", "member", "kind", "group", "task", "prompt", "text")
-"""Those of them that the table of rollouts has itself."""
-GROUP_SORTS = {
-    **{
-        name: f"g.{name}" for name in ("step", "task", "epoch", "mean", "sd", "replies", "n", "first", "length", "kind")
-    },
-    "group": 'g."group"',
-    "prompt": "g.task",
-    "right": "g.right_n / g.valid",
+"""Columns that sort, and that the table of rollouts has itself."""
+SORTS = {
+    **{name: name for name in (*PLAIN, "mean", "sd", "right", "replies", "n", "first")},
+    "prompt": "prompt_start",
+    "text": "text_start",
 }
-"""The same where a row is a group."""
+"""What sorts -> by which column."""
+GROUP_SORTS = (
+    "step",
+    "task",
+    "epoch",
+    "mean",
+    "sd",
+    "replies",
+    "n",
+    "first",
+    "length",
+    "kind",
+    "group",
+    "prompt",
+    "right",
+)
+"""What sorts where a row is a group."""
 
 _LAST = "(task, step) in (select (task, max(step)) from rollouts group by task)"
-QUESTIONS: dict[str, tuple[str, str, str, str, str]] = {
+QUESTIONS: dict[str, tuple[str, str, str, str]] = {
     "wrong": (
         "wrong every time",
         "tasks whose last visit was wrong throughout",
-        "g.valid > 1 and g.right_n = 0 and g.gid in (select last_gid from tasks)",
         f"""{_LAST} and "group" in (select "group" from rollouts group by "group" having max(reward) < $)""",
         "-step",
     ),
     "once": (
         "right once in its group",
         "the rare successes that teach most",
-        "g.right_n = 1 and g.valid > 1 and b.reward >= $",
         """reward >= $ and "group" in (select "group" from rollouts group by "group"
         having count(*) filter (reward >= $) = 1 and count(reward) > 1)""",
         "",
@@ -65,45 +67,68 @@ QUESTIONS: dict[str, tuple[str, str, str, str, str]] = {
     "lost": (
         "solved before, lost since",
         "all right at some visit, less than half at the last",
-        "g.gid in (select last_gid from tasks where best_right = 1 and last_right < 0.5)",
         f"""{_LAST} and task in (select task from rollouts group by task, "group" having min(reward) >= $)
         and "group" in (select "group" from rollouts group by "group" having avg((reward >= $)::int) < 0.5)""",
         "-step",
     ),
-    "longest": ("longest", "", "", "", "-length"),
-    "best": ("highest reward, read these first", "a loophole in the reward stands at the top", "", "", "-reward"),
-    "cut": ("cut off", "", "b.truncated", "truncated", ""),
-    "idle": (
-        "taught nothing",
-        "no weight was moved by their advantage",
-        "(b.fate <> 'trained' or b.advantage = 0)",
-        "(fate <> 'trained' or advantage = 0)",
-        "",
-    ),
+    "longest": ("longest", "", "", "-length"),
+    "best": ("highest reward, read these first", "a loophole in the reward stands at the top", "", "-reward"),
+    "cut": ("cut off", "", "truncated", ""),
+    "idle": ("taught nothing", "no weight was moved by their advantage", "(fate <> 'trained' or advantage = 0)", ""),
     "moved": (
         "moved though A = 0",
         "by a KL, an entropy term or a critic",
-        "b.advantage = 0 and len(b.flags) > 0",
         "advantage = 0 and len(flags) > 0",
         "",
     ),
 }
-"""Ready questions: what the button says, what it means, the condition, the same of `posttrain query`, the order.
+"""Ready questions: what the button says, what it means, the condition of `posttrain query`, the order.
 
-$ stands for the reward from which on a reply is right."""
-_GROUPED = "base b join groups g using (gid)"
-_ROW = """
-b.step, b.held_out, b."index", b.kind, b.member, g."group", g.task, g.side, g.epoch, b.reward, b.invalid, b.advantage,
-b.fate, b.why, b.flags, b.stop, b.truncated, b.replayed, b.length, b.sampled, b.version, b.shaping, b.penalty, b.used,
-g.mean, g.sd, g.n, g.right_n, p.value as prompt, t.value as text"""
+$ stands for the reward from which on a reply is right. Which rows that are in memory is in `_READY`."""
+
+
+def _wrong(rows: Rows) -> Mask:
+    last, _, _ = rows.last_visits
+    return (last & (rows.groups["valid"] > 1) & (rows.groups["right_n"] == 0))[rows.gid]
+
+
+def _once(rows: Rows) -> Mask:
+    groups = (rows.groups["valid"] > 1) & (rows.groups["right_n"] == 1)
+    return groups[rows.gid] & (rows.number("reward") >= rows.limit)
+
+
+def _lost(rows: Rows) -> Mask:
+    last, best, share = rows.last_visits
+    return (last & (best == 1) & (share < 0.5))[rows.gid]
+
+
+def _idle(rows: Rows) -> Mask:
+    other = ~rows.equal("fate", Fate.TRAINED) & (rows.codes("fate") >= 0)
+    return other | (rows.number("advantage") == 0)
+
+
+def _moved(rows: Rows) -> Mask:
+    return (rows.number("advantage") == 0) & (flags_of(rows) > 0)
+
+
+_READY: dict[str, Callable[[Rows], Mask]] = {
+    "wrong": _wrong,
+    "once": _once,
+    "lost": _lost,
+    "cut": lambda rows: rows.flag("truncated"),
+    "idle": _idle,
+    "moved": _moved,
+}
 
 
 @dataclass
 class Question:
     """What is asked, read from the address of the page."""
 
-    where: list[str] = field(default_factory=list)  # conditions over base b, groups g, strings
-    shown: list[str] = field(default_factory=list)  # the same over the columns of rollouts
+    store: Store
+    rows: Rows  # as they were when it was asked
+    filters: dict[str, Callable[[], Mask]] = field(default_factory=dict)  # by what they say: which rows are meant
+    shown: list[str] = field(default_factory=list)  # the same as conditions of `posttrain query`
     order: str = ""  # "reward" or "-reward"
     groups: bool = False  # one row a group
     held: bool = False  # of the evaluations
@@ -111,72 +136,74 @@ class Question:
     @classmethod
     def of(cls, query: Mapping[str, str], store: Store) -> Question:
         """Raises UserError for what cannot be read."""
-        asked = cls(order=query.get("sort", ""), groups=query.get("as") == "groups")
+        asked = cls(store, store.rows, order=query.get("sort", ""), groups=query.get("as") == "groups")
         held = query.get("held") or ("0" if any(not part.held_out for part in store.files) else "1")
         if held in ("0", "1"):  # anything else: both
             asked.held = held == "1"
-            asked.where.append("b.held_out" if asked.held else "not b.held_out")
+            asked.filters[f"held {held}"] = lambda: asked.rows.flag("held_out") == asked.held
         for name, value in query.items():
-            asked._take(name, value, store)
+            if value != "" or name == "side":
+                asked._take(name, value)
         ready = QUESTIONS.get(query.get("ask", ""))
         if ready is not None:
-            limit = repr(store.limit)
-            if ready[2]:
-                asked.where.append(ready[2].replace("$", limit))
-                asked.shown.append(" ".join(ready[3].replace("$", limit).split()))
-            asked.order = asked.order or ready[4]
+            _, _, shown, order = ready
+            if shown:
+                asked._filter(f"ask {query['ask']}", lambda: _READY[query["ask"]](asked.rows))
+                asked.shown.append(" ".join(shown.replace("$", repr(asked.rows.limit)).split()))
+            asked.order = asked.order or order
         return asked
 
-    def _both(self, condition: str) -> None:
-        self.where.append(condition)
-        self.shown.append(re.sub(r"\b[bg]\.", "", condition))
+    def _filter(self, says: str, mask: Callable[[], Mask], shown: str = "") -> None:
+        self.filters[says] = mask
+        if shown:
+            self.shown.append(shown)
 
-    def _take(self, name: str, value: str, store: Store) -> None:
-        if value == "" and name not in ("side",):
-            return
-        if name in NUMBERS or name == "step" or name.startswith("part.") or name in ("mean", "sd"):
-            self._range(name, value, store)
+    def _take(self, name: str, value: str) -> None:
+        rows = self.rows
+        if name in NUMBERS or name in ("step", "mean", "sd") or name.startswith("part."):
+            self._range(name, value)
         elif name in ("fate", "stop", "kind", "invalid_kind"):
             self._choice(name, value)
-        elif name in ("task", "group", "side"):
-            self._both(f"g.{named(name)} = {quoted(value)}")
-        elif name == "flag":
-            self._both(f"list_contains(b.flags, {quoted(value)})")
-        elif name == "q":
-            self.where.append(_found(value, store))
-            self.shown.append(
-                f"(contains(lower(prompt), {quoted(value.lower())}) or contains(lower(text), {quoted(value.lower())}))"
+        elif name in ("task", "group"):
+            self._filter(f"{name} {value}", lambda: rows.equal(name, value), f"{named(name)} = {quoted(value)}")
+        elif name == "side":
+            none = rows.codes("side") == -1 if value == "" else False
+            self._filter(
+                f"side {value}", lambda: rows.equal("side", value) | none, f"coalesce(side, '') = {quoted(value)}"
             )
+        elif name == "flag":
+            self._filter(f"flag {value}", lambda: flags_of(rows, value) > 0, f"list_contains(flags, {quoted(value)})")
+        elif name == "q":
+            low = quoted(value.lower())
+            shown = f"(contains(lower(prompt), {low}) or contains(lower(text), {low}))"
+            self._filter(f"q {value}", lambda: _found(rows, value), shown)
         elif name.startswith("col."):
-            self._column(name[4:], value)
+            path = "$." + '"' + name[4:].replace('"', "") + '"'
+            shown = f"json_extract_string(columns, {quoted(path)}) = {quoted(value)}"
+            self._filter(f"{name} {value}", lambda: _column(rows, name[4:], value), shown)
         elif name == "where":
-            held = by_name(value, store.parts, named_part)
-            store.check_condition(held)
-            self.where.append(f"b.row in (select row from rollouts where ({held}\n))")
-            self.shown.append(f"({by_name(value, store.parts, listed_part)})")
+            held = by_name(value, rows.parts, named_part)
+            self._filter(f"where {value}", lambda: _at(rows, self.store.meant(rows, held)))
+            self.shown.append(f"({by_name(value, rows.parts, listed_part)})")
 
-    def _column(self, name: str, value: str) -> None:
-        """A column of the task, as JSON has it or as its text."""
-        path = "$." + '"' + name.replace('"', "") + '"'
-        inside = f"json_extract_string(value, {quoted(path)}) = {quoted(value)}"
-        self.where.append(
-            "b.row in (select row from full_texts where columns in "
-            f"(select id from strings where left(value, 1) = '{{' and json_valid(value) and {inside}))"
-        )
-        self.shown.append(inside.replace("(value,", "(columns,"))
-
-    def _range(self, name: str, value: str, store: Store) -> None:
+    def _range(self, name: str, value: str) -> None:
         """ "0.5", "0..1", "0..", "..1"; "none" for null."""
-        if name.startswith("part.") and name[5:] not in store.parts:
+        if name.startswith("part.") and name[5:] not in self.rows.parts:
             raise UserError(f"no part of the reward is named {name[5:]!r}")
-        column = f"g.{name}" if name in ("epoch", "mean", "sd") else f"b.{named(name) if '.' in name else name}"
+        shown = listed_part(name[5:]) if name.startswith("part.") else name
+        if value == "none":
+            self._filter(f"{name} none", lambda: np.isnan(self.rows.number(name)), f"{shown} is null")
+            return
         low, dots, high = value.partition("..")
-        conditions = ["is null"] if value == "none" else [] if dots else [f"= {_number(low, name)}"]
-        conditions += [f">= {_number(low, name)}"] if dots and low else []
-        conditions += [f"<= {_number(high, name)}"] if dots and high else []
-        for condition in conditions:
-            self.where.append(f"{column} {condition}")
-            self.shown.append(f"{listed_part(name[5:]) if name.startswith('part.') else name} {condition}")
+        if not dots:
+            exact = _number(low, name)
+            self._filter(f"{name} {exact}", lambda: self.rows.number(name) == exact, f"{shown} = {exact!r}")
+        if dots and low:
+            least = _number(low, name)
+            self._filter(f"{name} from {least}", lambda: self.rows.number(name) >= least, f"{shown} >= {least!r}")
+        if dots and high:
+            most = _number(high, name)
+            self._filter(f"{name} to {most}", lambda: self.rows.number(name) <= most, f"{shown} <= {most!r}")
 
     def _choice(self, name: str, value: str) -> None:
         known = {"fate": Fate, "stop": StopReason}.get(name)
@@ -184,12 +211,18 @@ class Question:
         wrong = [one for one in chosen if known is not None and one != "none" and one not in list(known)]
         if wrong:
             raise UserError(f"{name} is never {wrong[0]!r}: one of {', '.join(known or ())}")
-        names = ", ".join(quoted(one) for one in chosen if one != "none")
-        said = [f"b.{name} in ({names})"] if names else []
-        said += [f"b.{name} is null"] if "none" in chosen else []
-        self._both(f"({' or '.join(said)})" if len(said) > 1 else said[0])
+        some = [one for one in chosen if one != "none"]
+        said = [f"{name} in ({', '.join(map(quoted, some))})"] if some else []
+        said += [f"{name} is null"] if "none" in chosen else []
 
-    # -- as SQL --------------------------------------------------------------------------------------------------------
+        def mask() -> Mask:
+            codes = [pc.index(self.rows.values(name), one).as_py() for one in some]
+            codes = [code for code in codes if code >= 0] + ([-1] if "none" in chosen else [])
+            return np.isin(self.rows.codes(name), codes)
+
+        self._filter(f"{name} {value}", mask, f"({' or '.join(said)})" if len(said) > 1 else said[0])
+
+    # -- answers -------------------------------------------------------------------------------------------------------
 
     def sql(self) -> str:
         """What a person may copy: a question of `posttrain query`."""
@@ -203,112 +236,120 @@ class Question:
         order = f" order by {named(name)}{down}" if name in PLAIN else ""
         return f'select step, "index", prompt, text, reward, advantage, fate from {table}{where}{order}'
 
-    def _clause(self) -> str:
-        return f" where {' and '.join(self.where)}" if self.where else ""
+    @property
+    def meant(self) -> Places:
+        """Numbers of the rows that are meant, in order."""
 
-    def _order(self, store: Store) -> str:
-        name, down = self.order.lstrip("-"), " desc" if self.order.startswith("-") else ""
-        if self.groups:
-            column, place = GROUP_SORTS.get(name, ""), "g.step, g.first"
-        else:
-            part = name.startswith("part.") and name[5:] in store.parts
-            column, place = f"b.{named(name)}" if part else SORTS.get(name, ""), 'b.step, b.held_out, b."index"'
-        return f" order by {column}{down} nulls last, {place}" if column else f" order by {place}"
+        def all_of_them() -> Places:
+            mask = np.ones(len(self.rows), dtype=bool)
+            for one in self.filters.values():
+                mask &= one()
+            return np.flatnonzero(mask)
 
-    def page(self, store: Store, offset: int, limit: int = PAGE) -> dict[str, Any]:
-        """Rows of the table, and how many there are in all."""
-        with store.limited() as cursor:
-            count = "count(distinct b.gid)" if self.groups else "count(*)"
-            source = _GROUPED if "g." in self._clause() else "base b"
-            total = cursor.execute(f"select {count} from {source}{self._clause()}").fetchone()[0]
-            found = cursor.execute(
-                self._groups(store, offset, limit) if self.groups else self._rows(store, offset, limit)
-            )
-            names = [column[0] for column in found.description]
-            rows = [dict(zip(names, map(_plain, row), strict=True)) for row in found.fetchall()]
-        return {"rows": rows, "count": total, "sql": self.sql()}
-
-    def _rows(self, store: Store, offset: int, limit: int) -> str:
-        """Texts are looked up for the rows of a page alone, unless they are what it is sorted by."""
-        order, clause = self._order(store), self._clause()
-        texts = {"p": " left join strings p on p.id = b.prompt", "t": " left join strings t on t.id = b.text"}
-        early = "".join(join for alias, join in texts.items() if f"{alias}.value" in order)
-        source = _GROUPED if "g." in clause + order else "base b"
-        parts = "".join(f", b.{named('part.' + name)}" for name in store.parts)
-        return f"""select {_ROW}{parts} from {_GROUPED}{"".join(texts.values())}
-                where b.row in (select b.row from {source}{early}{clause}{order} limit {limit} offset {offset}){order}"""
-
-    def _groups(self, store: Store, offset: int, limit: int) -> str:
-        """Groups of which any rollout is meant, with the prompt and the reply that comes up most."""
-        order, source = self._order(store), _GROUPED if "g." in self._clause() else "base b"
-        return f"""
-            with meant as (select b.gid, count(*) as matched from {source}{self._clause()} group by b.gid),
-                 page as (select g.* from groups g join meant using (gid){order} limit {limit} offset {offset}),
-                 texts as (select gid, any_value(prompt) as prompt, mode(text) as text from base
-                           where gid in (select gid from page) group by gid)
-            select g.* exclude gid, meant.matched, p.value as prompt, t.value as text
-            from page g join meant using (gid) join texts using (gid) left join strings p on p.id = texts.prompt
-            left join strings t on t.id = texts.text{order}"""
-
-    def histograms(self, store: Store, names: list[str]) -> dict[str, Any]:
-        """Of each column: bins of all rollouts that are meant, and how many have none; of choices, their counts."""
-        found: dict[str, Any] = {}
-        known = [n for n in names if n in NUMBERS or (n.startswith("part.") and n[5:] in store.parts)]
-        source = _GROUPED if "g." in self._clause() else "base b"
-        with store.limited() as cursor:
-            for name in known:
-                found[name] = self._bins(cursor, name)
-            for name in ("fate", "stop", "kind"):
-                found[name] = cursor.execute(
-                    f"select b.{name}, count(*) from {source}{self._clause()} group by 1 order by 2 desc"
-                ).fetchall()
+        found: Places = self.rows.remembered(tuple(self.filters), all_of_them)
         return found
 
-    def _bins(self, cursor: Any, name: str) -> dict[str, Any]:
-        """Bins as [number, count], the first of which begins at `low`."""
-        clause, column = self._clause(), "g.epoch" if name == "epoch" else f"b.{named(name)}"
-        source = _GROUPED if "g." in clause + column else "base b"
-        low, high, count, null = cursor.execute(
-            f"select min({column}), max({column}), count({column}), count(*) - count({column}) from {source}{clause}"
-        ).fetchone()
-        found = {"low": low, "high": high, "least": low, "count": count, "none": null, "bins": []}
-        if low is None or not math.isfinite(high - low):
+    def page(self, offset: int, limit: int = PAGE) -> dict[str, Any]:
+        """Rows of the table, and how many there are in all."""
+        count, rows = self._groups(offset, limit) if self.groups else self._rows(offset, limit)
+        return {"rows": rows, "count": count, "sql": self.sql()}
+
+    def _rows(self, offset: int, limit: int) -> tuple[int, list[dict[str, Any]]]:
+        rows, meant, name = self.rows, self.meant, self.order.lstrip("-")
+        column = name if name.startswith("part.") and name[5:] in rows.parts else SORTS.get(name)
+        if column is None:
+            return len(meant), rows.rows(meant[offset : offset + limit])
+        order = first(rows.sortable(column)[meant], self.order.startswith("-"), offset + limit)
+        return len(meant), rows.rows(meant[order[offset : offset + limit]])
+
+    def _groups(self, offset: int, limit: int) -> tuple[int, list[dict[str, Any]]]:
+        """Groups of which any rollout is meant, with the prompt and the reply that comes up most."""
+        rows, name = self.rows, self.order.lstrip("-")
+        matched = np.bincount(rows.gid[self.meant], minlength=len(rows.first_rows))
+        gids = np.flatnonzero(matched)
+        if name in GROUP_SORTS:
+            values = rows.of_groups("task" if name == "prompt" else name)[gids]
+            shown = gids[first(values, self.order.startswith("-"), offset + limit)[offset : offset + limit]]
+        else:
+            shown = gids[offset : offset + limit]
+        found = rows.groups_as(shown)
+        for row, gid in zip(found, shown.tolist(), strict=True):
+            own = rows.members(gid)
+            row["matched"] = int(matched[gid])
+            row["prompt"], row["text"] = (rows.commonest(name, own) for name in ("prompt_start", "text_start"))
+        return len(gids), found
+
+    def histograms(self, names: Sequence[str]) -> dict[str, Any]:
+        """Of each column: bins of all rollouts that are meant, and how many have none; of choices, their counts."""
+        rows, meant = self.rows, self.meant
+        known = [n for n in names if n in NUMBERS or (n.startswith("part.") and n[5:] in rows.parts)]
+        key = (*self.filters, "histograms", *known)
+
+        def all_of_them() -> dict[str, Any]:
+            found: dict[str, Any] = {name: _bins(rows.number(name)[meant]) for name in known}
+            for name in ("fate", "stop", "kind"):
+                found[name] = sorted(counts(rows, name, meant).items(), key=lambda pair: -pair[1])
             return found
-        width = _width(float(low), float(high))
-        begin = math.floor(low / width) * width
-        number = f"cast(floor(({column} - {begin!r}) / {width!r} + 1e-9) as integer)"
-        bins = cursor.execute(
-            f"select {number}, count(*) from {source}{clause} group by 1 having {number} is not null order by 1"
-        )
-        return {**found, "low": begin, "width": width, "bins": bins.fetchall()}
+
+        answer: dict[str, Any] = rows.remembered(key, all_of_them)
+        return answer
 
 
-_WORD = re.compile(r"""'(?:[^']|'')*' | "(?:[^"]|"")*" | (?<![\w.])[^\W\d]\w*(?!\w|\s*[(.])""", re.VERBOSE)
+def flags_of(rows: Rows, flag: str | None = None) -> NDArray[np.int64]:
+    """How many flags each row has, or how often this one."""
+    lists = rows.table["flags"].combine_chunks()
+    parents = pc.list_parent_indices(lists).to_numpy()
+    if flag is not None:
+        parents = parents[pc.fill_null(pc.equal(lists.flatten(), flag), False).to_numpy(zero_copy_only=False)]
+    return np.bincount(parents, minlength=len(rows))
 
 
-def by_name(condition: str, parts: Sequence[str], say: Callable[[str], str]) -> str:
-    """A condition with the reward's parts, which a person calls by the names of the table's columns, as a database has them.
-
-    A name that is a column of the rollouts' anyway means that column; "part.length" in quotes means the part.
-    """
-
-    def replaced(found: re.Match[str]) -> str:
-        word = found[0]
-        name = word[1:-1].replace('""', '"') if word.startswith('"') else word
-        short = name.removeprefix("part.")
-        meant = short if short in parts and (name != short or name not in COLUMNS) else None
-        return word if meant is None or word.startswith("'") else say(meant)
-
-    return _WORD.sub(replaced, condition)
+def _at(rows: Rows, places: Places) -> Mask:
+    mask = np.zeros(len(rows), dtype=bool)
+    mask[places] = True
+    return mask
 
 
-def named_part(name: str) -> str:
-    return named(f"part.{name}")
+def _found(rows: Rows, text: str) -> Mask:
+    """Rows whose prompt or reply has this text, whatever its case: in the whole text where it is held."""
+    mask = np.zeros(len(rows), dtype=bool)
+    for name in ("prompt", "text"):
+        codes, values = rows.fullest(name)
+        has = pc.match_substring(values, text, ignore_case=True).to_numpy(zero_copy_only=False)
+        mask |= np.append(has, False)[codes]  # the last one is that of -1
+    return mask
 
 
-def listed_part(name: str) -> str:
-    """As the files have it."""
-    return f"list_filter(parts, lambda p: p.name = {quoted(name)})[1].value"
+def _column(rows: Rows, name: str, value: str) -> Mask:
+    """Rows whose task has this value in a column of its own, as JSON has it or as its text."""
+
+    def fits(text: str) -> bool:
+        try:
+            columns = json.loads(text)
+        except ValueError:
+            return False
+        found = columns.get(name) if isinstance(columns, dict) else None
+        return found is not None and value == (found if isinstance(found, str) else as_json(found))
+
+    codes, values = rows.whole("columns")
+    has = [fits(text) for text in values.to_pylist()]
+    return np.array([*has, False])[codes]
+
+
+def _bins(values: Floats) -> dict[str, Any]:
+    """Bins as [number, count], the first of which begins at `low`."""
+    none = np.isnan(values)
+    missing = int(none.sum())
+    known = values[~none] if missing else values
+    count = len(known)
+    low, high = (float(known.min()), float(known.max())) if count else (None, None)
+    found: dict[str, Any] = {"low": low, "high": high, "least": low, "count": count, "none": missing, "bins": []}
+    if low is None or high is None or not math.isfinite(high - low):
+        return found
+    width = _width(low, high)
+    begin = math.floor(low / width) * width
+    bins = np.bincount(((known - begin) / width + 1e-9).astype(np.int64))
+    return {**found, "low": begin, "width": width, "bins": [[i, n] for i, n in enumerate(bins.tolist()) if n]}
 
 
 def _width(low: float, high: float) -> float:
@@ -320,23 +361,11 @@ def _width(low: float, high: float) -> float:
     return float(next(power * step for step in (1, 2, 2.5, 5, 10, 20) if power * step >= rough))
 
 
-def _number(text: str, name: str) -> str:
+def _number(text: str, name: str) -> int | float:
     try:
         value = float(text)
     except ValueError:
         raise UserError(f"{name} is a number or a range such as 0..0.5, not {text[:40]!r}") from None
     if not math.isfinite(value):
         raise UserError(f"{name} is a number or a range such as 0..0.5, not {text[:40]!r}")
-    return repr(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
-
-
-def _found(text: str, store: Store) -> str:
-    """Rows whose prompt or reply has this text, whatever its case."""
-    inside = f"(select id from strings where contains(lower(value), {quoted(text.lower())}))"
-    starts = f"b.text in {inside} or b.prompt in {inside}"
-    longer = f" or b.row in (select row from full_texts where longer and (text in {inside} or prompt in {inside}))"
-    return f"({starts}{longer if store.longer else ''})"
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return int(value) if value == int(value) and abs(value) < 1e15 else value

@@ -28,6 +28,8 @@ from posttrain.view.store import Store
 WINDOW = 40_000  # tokens that are handed out at once
 TEXT = 20_000  # characters of a text that are
 GROUP = 64  # rollouts of a group that are drawn side by side
+VISITS = 500  # to a task that are drawn
+_SIBLING = ("index", "member", "reward", "used", "advantage", "fate")
 
 _LONG = ("tokens", "spans", "engine", "kept", "pictures", "forks", *NUMBERS)
 _JSON = ("columns", "notes", "answers", "label")
@@ -39,11 +41,9 @@ def one(
     """A rollout and what is known of its group."""
     [row] = _read(store, part, [index])
     shown = _shown(row, pieces, begin, WINDOW)
-    siblings = store.ask(
-        'select "index", member, reward, used, advantage, fate from base where gid = (select gid from base where step = ? '
-        'and held_out = ? and "index" = ?) order by "index"',
-        [part.step, part.held_out, index],
-    )
+    held = store.rows
+    place = held.place(part, index)
+    siblings = held.rows(held.members(int(held.gid[place])), _SIBLING) if place is not None else []
     rewards = [s["used"] if s["used"] is not None else s["reward"] for s in siblings]
     seconds = _seconds(store.folder, part, index)
     scored = _places(row["spans"] or [], "learned")
@@ -61,24 +61,23 @@ def one(
 
 def group(store: Store, pieces: Pieces, part: Part, index: int) -> dict[str, Any]:
     """All rollouts of the group that one belongs to, and the other visits to the same task."""
-    found = store.ask(
-        'select gid from base where step = ? and held_out = ? and "index" = ?', [part.step, part.held_out, index]
-    )
-    if not found:
+    held = store.rows
+    place = held.place(part, index)
+    if place is None:
         raise _missing(part, index)
-    gid = found[0]["gid"]
-    [about] = store.ask("select * from groups where gid = ?", [gid])
-    own = store.ask('select "index" from base where gid = ? order by "index"', [gid])
-    indices = [row["index"] for row in own][:GROUP]
-    read = _read(store, part, indices)
+    gid = int(held.gid[place])
+    [about] = held.groups_as(np.array([gid]))
+    own = held.number("index")[held.members(gid)].astype(int).tolist()
+    read = _read(store, part, own[:GROUP])
     window = max(500, WINDOW // max(1, len(read)))
-    visits = store.ask(
-        """select step, held_out, first as "index", epoch, n, valid, right_n, mean, sd, replies from groups
-           where task is not distinct from ? and side = ? and kind is not distinct from ? order by step limit 500""",
-        [about["task"], about["side"], about["kind"]],
-    )
+    visits = held.groups_as(held.visits(gid)[:VISITS])
     shown = [{**_shown(row, pieces, 0, window), "why": why(row)} for row in read]
-    return {"group": about, "rollouts": shown, "visits": visits, "hidden": len(own) - len(indices)}
+    return {
+        "group": about,
+        "rollouts": shown,
+        "visits": [{**v, "index": v["first"]} for v in visits],
+        "hidden": len(own) - len(read),
+    }
 
 
 def text_of(store: Store, part: Part, index: int) -> str:

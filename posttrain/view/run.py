@@ -8,12 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from posttrain.messages import one_line
 from posttrain.record.index import open_index
 from posttrain.runs.files import CHECKPOINTS, step_of
+from posttrain.runs.lock import in_use
 from posttrain.runs.reading import read_health, read_metrics, read_run, read_timing
 from posttrain.types import UserError, succeeds
 from posttrain.view.pieces import Pieces
+from posttrain.view.source import Part
 from posttrain.view.store import Store
 
 PAUSE = 1.0  # seconds between two looks at a run that is on
@@ -37,8 +41,8 @@ class OpenRun:
 
     @property
     def on(self) -> bool:
-        """Whether the run has not ended, as far as it says."""
-        return "end" not in self.about
+        """Whether somebody goes on with it: it does not say that it has ended, and has not been killed."""
+        return "end" not in self.about and in_use(self.folder)
 
     def begin(self) -> None:
         threading.Thread(target=self._follow, daemon=True).start()
@@ -86,7 +90,7 @@ class OpenRun:
         for name in ("run.json", "metrics.jsonl", "health.jsonl"):
             with contextlib.suppress(OSError):
                 sizes.append((self.folder / name).stat().st_size)
-        return [self.store.version, *sizes]
+        return [self.store.version, self.on, *sizes]
 
     # -- its files -----------------------------------------------------------------------------------------------------
 
@@ -116,16 +120,12 @@ class OpenRun:
         """Set what counts as right by what the run itself has counted: the threshold that gives its accuracy."""
         known = [(row["step"], row["accuracy"]) for row in read_metrics(self.folder) if row.get("accuracy") is not None]
         if known and all(accuracy == 0 for _, accuracy in known):  # nothing ever was
-            self.store.success = float(self.store.value("select coalesce(max(reward), 0) from base") + 1)
+            self.store.success = self.store.rows.limit + 2  # beyond the greatest reward
             return True
+        rows = self.store.rows
         for step, accuracy in reversed(known[-50:]):
-            rewards = [
-                row["reward"]
-                for row in self.store.ask(
-                    "select reward from base where step = ? and not held_out and reward is not null", [step]
-                )
-            ]
-            limit = threshold(rewards, accuracy)
+            rewards = rows.number("reward")[rows.of_part(Part(step, False))]
+            limit = threshold(rewards[~np.isnan(rewards)].tolist(), accuracy)
             if limit is not None:
                 self.store.success = limit
                 return True

@@ -112,7 +112,8 @@ def _scalars_of(part: Part, file: File) -> pa.Table | UserError:
         return UserError(f"{file.path} holds no rollouts of this posttrain: open it with what wrote it")
 
 
-_UNUSED = {"step_rewards", "versions", "media", "branch_of", "branch_turns", "branch_taken"}
+UNUSED = {"step_rewards", "versions", "media", "branch_of", "branch_turns", "branch_taken"}
+"""Columns of the index that nobody asks for here."""
 _WANTED = {*INDEX.names, "prompt", "text"}
 
 
@@ -129,24 +130,26 @@ def _fresh(path: Path, files: dict[Part, File]) -> pa.Table | None:
         made_of = (parquet.read_schema(path).metadata or {}).get(MADE_OF, b"null")
         if json.loads(made_of) != wanted:
             return None
-        names = [name for name in INDEX.names if name not in _UNUSED]
-        table = _checked(path, names)
-        return table if table.schema.equals(pa.schema([INDEX.field(name) for name in names])) else None
+        names = [name for name in INDEX.names if name not in UNUSED]
+        texts = [name for name in names if INDEX.field(name).type == pa.string()]
+        table = _checked(path, names, texts)
+        plain = pa.schema([(f.name, pa.string() if f.name in texts else f.type) for f in table.schema])
+        return table if plain.equals(pa.schema([INDEX.field(name) for name in names])) else None
     except (OSError, ValueError, pa.ArrowException, UserError):
         return None
 
 
-def _checked(path: Path, names: Sequence[str]) -> pa.Table:
-    """Some columns of a file. Raises UserError for one that is damaged, or of another version."""
+def _checked(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> pa.Table:
+    """Some columns of a file, `texts` as dictionaries. Raises UserError for one that is damaged, or of another version."""
     try:
-        file = parquet.ParquetFile(path, memory_map=True)
+        file = parquet.ParquetFile(path, memory_map=True, read_dictionary=list(texts))
         version = (file.schema_arrow.metadata or {}).get(KEY, b"").decode("ascii", "replace")
         if version != VERSION:
             raise UserError(
                 f"{path} is of the record's version {version or 'none'}, this posttrain reads {VERSION}: "
                 "open it with the posttrain that wrote it"
             )
-        return file.read([name for name in names if name in file.schema_arrow.names])
+        return file.read([name for name in names if name in file.schema_arrow.names], use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} is damaged ({' '.join(str(error).split())[:120]}): put a copy of it back") from error
 

@@ -7,7 +7,6 @@ export function local(kept, path, query) {
   const name = path.split("/").slice(1).join("/");
   if (name === "rollouts") return page(kept, query);
   if (name === "histograms") return histograms(matching(kept.rows, query), (query.of || "reward,advantage,length").split(","));
-  if (name === "columns") return { columns: [] };
   if (name.startsWith("group/")) return group(kept, name.slice(6));
   if (path in kept) return kept[path];
   throw new Error("that is not in this file: it holds one run and some of its rollouts");

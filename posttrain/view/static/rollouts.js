@@ -4,9 +4,12 @@ import { Histogram } from "./chart.js";
 import { f, line, visible, whole } from "./format.js";
 import { given } from "./items.js";
 import { change, exported, go, here, part, to } from "./net.js";
-import { Fate, html, Problem, Signed, useAnswer, useEffect, useKeys, useMemo, useRef, useState } from "./ui.js";
+import { Fate, html, Problem, Signed, useAnswer, useEffect, useKeys, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
 
 const OWN = ["sort", "as", "sel", "offset"]; // what is no filter
+
+/** Whether a row is of a group: while an answer is waited for, rows of the other kind may still be there. */
+const isGroup = (row) => row.matched !== undefined;
 
 /** The rows that were listed last, for whoever walks through them. */
 export const listed = { rows: [], run: -1, address: "" };
@@ -15,6 +18,7 @@ const COLUMNS = [
   ["step", "step", "n"], ["index", "#", "n"], ["group", "group", ""], ["prompt", "prompt", "text"], ["text", "reply", "text"], ["reward", "reward", "n"],
   ["advantage", "advantage", "n"], ["sd", "spread", "n"], ["length", "tokens", "n"], ["stop", "stop", ""], ["fate", "fate", ""],
 ];
+const ROW = 26; // pixels: see td in app.css
 const EARNED = ["reward", "advantage", "sd", "right", "mean"]; // columns of what was played
 const ALWAYS = ["longest", "cut"]; // questions that anything answers
 const RIGHT = ["wrong", "once", "lost"]; // questions that ask what is right
@@ -37,7 +41,7 @@ export function Rollouts({ run, about, questions, query }) {
   const groups = query.as === "groups";
   const offset = Number(query.offset || 0);
   const version = about.stamp[0];
-  const { data, problem, stale, of } = useAnswer(`${run}/rollouts`, { ...filters, sort: query.sort, as: query.as, offset }, version);
+  const { data, problem, waiting, of } = useAnswer(`${run}/rollouts`, { ...filters, sort: query.sort, as: query.as, offset }, version);
   const parts = about.parts.slice(0, 4);
   const played = !given(about.verb);
   const columns = (groups ? GROUPS : [...COLUMNS.slice(0, 6), ...parts.map((p) => [`part.${p}`, p, "n"]), ...COLUMNS.slice(6)]).filter(([name]) => played || !EARNED.includes(name));
@@ -46,34 +50,38 @@ export function Rollouts({ run, about, questions, query }) {
   const histograms = useAnswer(`${run}/histograms`, { ...JSON.parse(later), of: names.join(",") }, version);
   const search = useRef();
   const rows = data?.rows || [];
-  const at = Math.min(Number(query.sel || 0), Math.max(0, rows.length - 1));
-  if (data && !groups) Object.assign(listed, { rows, run, address: location.hash });
-  const select = (place) => change({ sel: Math.max(0, Math.min(rows.length - 1, place)) });
-  const open = (row, page) => row && go(to(run, page || (groups ? "group" : "rollout"), [part(row), groups ? row.first : row.index]));
+  const at = data ? Math.min(Number(query.sel || 0), Math.max(0, rows.length - 1)) : Number(query.sel || 0);
+  const select = (place) => change({ sel: Math.max(0, data ? Math.min(rows.length - 1, place) : place) });
+  const open = (row, page) => row && go(to(run, page || (isGroup(row) ? "group" : "rollout"), [part(row), isGroup(row) ? row.first : row.index]));
   useKeys({
     j: () => select(at + 1), k: () => select(at - 1), ArrowDown: () => select(at + 1), ArrowUp: () => select(at - 1),
     Enter: () => open(rows[at]), g: () => open(rows[at], "group"),
     "/": () => search.current?.focus(),
     n: () => data && offset + rows.length < data.count && change({ offset: offset + rows.length, sel: 0 }),
     p: () => offset && change({ offset: Math.max(0, offset - 100), sel: 0 }),
-    a: () => change({ as: groups ? "" : "groups", sort: "", offset: "", sel: "" }),
+    a: () => exported || change({ as: groups ? "" : "groups", sort: "", offset: "", sel: "" }),
     "[": () => change({ step: Math.max(0, (parseInt(query.step, 10) || 1) - 1), offset: "" }),
     "]": () => change({ step: (parseInt(query.step, 10) || 0) + 1, offset: "" }),
     x: () => go(to(run, "rollouts", [], {}), true),
+  });
+  useLayoutEffect(() => {
+    if (rows.length && !isGroup(rows[0])) Object.assign(listed, { rows, run, address: location.hash });
   });
   useEffect(() => {
     document.querySelector("tr.sel")?.scrollIntoView({ block: "nearest" });
   }, [at]);
   const most = Math.max(...rows.map((r) => Math.abs(r.advantage || 0)), 0.01);
-  const body = useMemo(() => rows.map((row, i) => html`<tr class=${`r${i === at ? " sel" : ""}`} key=${`${part(row)}/${groups ? row.first : row.index}`} onClick=${() => open(row)}>
-        ${groups ? html`<${GroupCells} ...${{ row, played }} />` : html`<${Cells} ...${{ row, run, parts, most, played, success: about.success }} />`}</tr>`), [data, at, about.success]); // not drawn again when a histogram arrives
+  const [all, setAll] = useState(null); // the answer that was scrolled: only then are rows drawn that cannot be seen yet
+  const drawn = all === data ? rows.length : Math.min(rows.length, Math.max(Math.ceil(innerHeight / ROW), at + 9));
+  const body = useMemo(() => rows.slice(0, drawn).map((row, i) => html`<tr class=${`r${i === at ? " sel" : ""}`} key=${`${part(row)}/${isGroup(row) ? row.first : row.index}`} onClick=${() => open(row)}>
+        ${isGroup(row) ? html`<${GroupCells} ...${{ row, played }} />` : html`<${Cells} ...${{ row, run, parts, most, played, success: about.success }} />`}</tr>`), [data, at, about.success, drawn]); // not drawn again when a histogram arrives
   const set = (changes) => change({ ...changes, offset: "", sel: "" });
   return html`
     <${Bar} ...${{ about, query, filters, set, search, questions, groups }} count=${data?.count} />
     <div class="hists">${names.map((name) => histograms.data?.[name] && (histograms.data[name].count || query[name]) ? html`<${Histogram} key=${name} data=${histograms.data[name]} label=${name.replace(/^part\./, "part: ")} chosen=${query[name]} choose=${(range) => set({ [name]: range })} />` : "")}
       <${Facets} data=${histograms.data} query=${query} set=${set} /></div>
     ${problem ? html`<${Problem} text=${problem} />` : ""}
-    <div class=${`card list long fading ${stale ? "stale" : ""}`} data-of=${of}><table>
+    <div class=${`card list long ${waiting}`} data-of=${of} onScroll=${() => drawn < rows.length && setAll(data)}><table style=${{ marginBottom: `${(rows.length - drawn) * ROW}px` }}>
       <thead><tr>${columns.map(([name, says, kind]) => html`<${Head} ...${{ name, says, kind, sort: query.sort || "", set }} />`)}</tr></thead>
       <tbody>${body}</tbody></table>
       ${data && !rows.length ? html`<div class="empty">Nothing fits. <kbd>x</kbd> takes all filters away.</div>` : ""}</div>
@@ -81,7 +89,7 @@ export function Rollouts({ run, about, questions, query }) {
       <span class="soft">${data ? `${whole(offset + (rows.length ? 1 : 0))}–${whole(offset + rows.length)} of ${whole(data.count)}` : ""}</span>
       <button disabled=${!offset} onClick=${() => change({ offset: Math.max(0, offset - 100), sel: 0 })}>previous</button>
       <button disabled=${!data || offset + rows.length >= data.count} onClick=${() => change({ offset: offset + rows.length, sel: 0 })}>next</button>
-      ${exported || !data ? "" : html`<span class="sql mono grow untrusted" title="the same question in the terminal">posttrain query RUN "${visible(data.sql)}"</span>`}
+      ${exported || !data ? "" : html`<span class="sql mono grow untrusted" title="the same question in the terminal">posttrain query RUN "${visible(data.sql).replace(/["\\$`]/g, "\\$&")}"</span>`}
       ${exported ? "" : html`<a href=${`export/${run}?${new URLSearchParams(filters)}`} download>export these</a>`}</div>`;
 }
 
@@ -89,7 +97,7 @@ function Bar({ about, query, filters, set, search, questions, groups, count }) {
   const asked = questions.find((q) => q.name === query.ask);
   const chips = Object.entries(filters).filter(([name]) => !["q", "ask", "where", "step", "held"].includes(name));
   return html`<div class="row gap">
-      <div class="row tight"><button class=${groups ? "" : "on"} onClick=${() => set({ as: "", sort: "" })}>rollouts</button><button class=${groups ? "on" : ""} onClick=${() => set({ as: "groups", sort: "" })}>groups</button>${exported ? "" : html`<button class=${query.held === "1" ? "on" : ""} onClick=${() => set({ held: query.held === "1" ? "" : "1", step: "" })} title="those of the evaluations during training">held out</button>`}</div>
+      <div class="row tight"><button class=${groups ? "" : "on"} onClick=${() => set({ as: "", sort: "" })}>rollouts</button>${exported ? "" : html`<button class=${groups ? "on" : ""} onClick=${() => set({ as: "groups", sort: "" })}>groups</button><button class=${query.held === "1" ? "on" : ""} onClick=${() => set({ held: query.held === "1" ? "" : "1", step: "" })} title="those of the evaluations during training">held out</button>`}</div>
       <input class="search" ref=${search} type="search" placeholder=${about.searchable || exported ? "search texts ( / )" : "search: texts are being read"} value=${query.q || ""} onInput=${(e) => set({ q: e.target.value })} aria-label="search prompts and replies" />
       <input style=${{ width: "96px" }} placeholder="steps 1..20" value=${query.step || ""} onChange=${(e) => set({ step: e.target.value.trim() })} aria-label="steps" />
       ${exported ? "" : html`<input class="condition mono" placeholder=${`where … in SQL: length > 40${!given(about.verb) ? ` and ${about.parts[0] || "mean"} < 1` : ""}`} value=${query.where || ""} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}

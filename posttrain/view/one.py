@@ -190,7 +190,7 @@ def _json(text: str | None) -> Any:
         return _clipped(text)
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -208,7 +208,7 @@ def _held(table: pa.Table) -> pa.Table:
     columns = {}
     for name, kind in _KINDS.items():
         columns[name] = _encoded(table[name]) if kind == _TEXT else table[name].cast(kind)
-    if table["step"].null_count or table["index"].null_count:
+    if table["step"].null_count or table["index"].null_count or (pc.min(table["index"]).as_py() or 0) < 0:
         raise LookupError("rows without a place")
     return pa.table(columns | {f"part.{name}": values for name, values in _parts_of(table).items()})
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from base64 import b64decode
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import generated_runs
 import numpy as np
 import pytest
 
+from posttrain.record.reading import read_file
 from posttrain.view.answering import Answers
 from posttrain.view.run import OpenRun
 
@@ -127,3 +129,18 @@ def test_numbers_of_a_window_are_those_of_its_tokens(answers: Answers, monkeypat
         for name, base in (("engine", 100), ("before", 200)):
             for i, value in by_token(one["numbers"].get(name, "")).items():
                 assert value == base + begin + i
+
+
+def test_before_the_step_is_what_the_learner_said_unless_several_updates_came_between(
+    answers: Answers, tmp_path: Path
+) -> None:
+    folder = answers.runs[0].folder
+    rows = read_file(folder / "rollouts" / "step-000001.parquet").to_pylist()
+    rows[0] |= {"before": None}
+    rows[1] |= {"before": None, "why": "in update 2 of 4"}
+    generated_runs.make_hostile(tmp_path)
+    generated_runs.save(tmp_path / "rollouts" / "step-000001.parquet", rows)
+    run = OpenRun(tmp_path, "run")
+    run.read()
+    one, several, known = (Answers([run]).of(f"0/rollout/1/{i}", {})["numbers"] for i in range(3))
+    assert one["before"] == one["learner"] and "before" not in several and known["before"] != known["learner"]

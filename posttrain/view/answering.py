@@ -14,6 +14,7 @@ from posttrain.view.run import OpenRun
 from posttrain.view.source import Part
 
 Query = Mapping[str, str]
+WAIT = 1.0  # seconds for what is being read
 
 
 class Answers:
@@ -35,10 +36,11 @@ class Answers:
         if not number.isdecimal() or int(number) >= len(self.runs):
             raise KeyError(path)
         name, *words = rest.split("/")
-        answer = _OF_RUN.get(name)
+        answer, run = _OF_RUN.get(name), self.runs[int(number)]
         if answer is None:
             raise KeyError(path)
-        return answer(self, self.runs[int(number)], words, query)
+        run.ready.wait(WAIT)  # one page with all its figures, not one without them first
+        return answer(self, run, words, query)
 
     def _about(self, run: OpenRun) -> dict[str, Any]:
         store = run.store

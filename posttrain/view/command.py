@@ -25,20 +25,21 @@ def serve(folders: Sequence[str], port: int = 0, browser: bool = False) -> None:
     """Serve until interrupted. `port` 0: any that is free."""
     _lighten()
     runs = opened(folders)
-    for run in runs:
-        run.begin()
-    import uvicorn
-
-    from posttrain.view.server import application
-
     token = token_urlsafe(12)
     with _bound(port) as bound:
+        bound.listen()  # whoever is quicker than the imports below waits, and is not refused
         address = f"http://{HOST}:{bound.getsockname()[1]}/{token}/"
         print(f"view        {address}\nopen it in a browser of this machine; Ctrl-C ends it", flush=True)
         if browser:
             import webbrowser
 
             webbrowser.open(address)
+        for run in runs:
+            run.begin()
+        import uvicorn
+
+        from posttrain.view.server import application
+
         config = uvicorn.Config(
             application(runs, token),
             log_level="error",

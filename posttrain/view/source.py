@@ -144,13 +144,14 @@ def _checked(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> pa.
     """Some columns of a file, `texts` as dictionaries. Raises UserError for one that is damaged, or of another version."""
     try:
         file = parquet.ParquetFile(path, memory_map=True, read_dictionary=list(texts))
-        version = (file.schema_arrow.metadata or {}).get(KEY, b"").decode("ascii", "replace")
+        schema = file.schema_arrow  # which is made anew each time
+        version = (schema.metadata or {}).get(KEY, b"").decode("ascii", "replace")
         if version != VERSION:
             raise UserError(
                 f"{path} is of the record's version {version or 'none'}, this posttrain reads {VERSION}: "
                 "open it with the posttrain that wrote it"
             )
-        return file.read([name for name in names if name in file.schema_arrow.names], use_threads=False)
+        return file.read([name for name in names if name in schema.names], use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} is damaged ({' '.join(str(error).split())[:120]}): put a copy of it back") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ class Answers:
     def __init__(self, runs: Sequence[OpenRun]) -> None:
         self.runs = list(runs)
         self._kept: dict[str, tuple[Any, Any]] = {}  # path -> (stamp of the run, answer)
+        self._making = threading.Lock()
 
     def of(self, path: str, query: Query) -> Any:
         """Plain JSON data. Raises UserError for what is not there, or cannot be read; KeyError for no such path."""
@@ -60,11 +62,12 @@ class Answers:
         }
 
     def _overview(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
-        stamp = run.stamp
-        kept = self._kept.get(str(run.folder))
-        if kept is None or kept[0] != stamp:
-            kept = self._kept[str(run.folder)] = (stamp, overview(run))
-        return kept[1]
+        with self._making:  # who reloads the page waits for the same one
+            stamp = run.stamp
+            kept = self._kept.get(str(run.folder))
+            if kept is None or kept[0] != stamp:
+                kept = self._kept[str(run.folder)] = (stamp, overview(run))
+            return kept[1]
 
     def _rollouts(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
         offset, limit = _whole(query, "offset", 0), min(1000, _whole(query, "limit", PAGE))

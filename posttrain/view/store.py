@@ -132,6 +132,8 @@ class Store:
                 self.version += 1
                 shown = time.monotonic()
         self.rows = Rows(merged(tables), self.success, self._texts)
+        del tables
+        pa.default_memory_pool().release_unused()  # what has been read piece by piece is 100 MB
 
     def _tables(self, new: Mapping[Part, File]) -> Iterator[tuple[list[Part], pa.Table | UserError]]:
         yield from scalars(self.folder, {part: file for part, file in new.items() if not file.lines})

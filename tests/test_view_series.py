@@ -91,6 +91,23 @@ def test_fates_and_parts_are_counted_at_their_steps(run: OpenRun) -> None:
         close(own["parts"][name], at_steps(means))
 
 
+def test_a_group_is_shown_with_all_visits_to_its_task_in_order(tmp_path: Path) -> None:
+    run = OpenRun(generated_runs.make_run(tmp_path / "run", steps=9, groups=4, group=3, tokens=4, evals=0), "run")
+    run.read()
+    rows = [row for step in range(1, 10) for row in read_rollouts(run.folder, step)]
+    for step, index in ((1, 0), (5, 4), (9, 11)):
+        [own] = [row for row in rows if (row["step"], row["index"]) == (step, index)]
+        expected = sorted({(row["step"], row["group"]) for row in rows if row["task"] == own["task"]})
+        data = Answers([run]).of(f"0/group/{step}/{index}", {})
+        assert [(visit["step"], visit["group"]) for visit in data["visits"]] == expected and len(expected) > 1
+        for visit in data["visits"]:
+            members = [r for r in rows if (r["step"], r["group"]) == (visit["step"], visit["group"])]
+            assert visit["index"] == min(row["index"] for row in members) and visit["n"] == len(members)
+        assert [row["index"] for row in data["rollouts"]] == [
+            row["index"] for row in rows if (row["step"], row["group"]) == (step, own["group"])
+        ]
+
+
 def test_the_overview_counts_what_was_trained_on_and_is_made_again_when_there_is_more(
     run: OpenRun, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ const COLUMNS = [
   ["step", "step", "n"], ["index", "#", "n"], ["group", "group", ""], ["prompt", "prompt", "text"], ["text", "reply", "text"], ["reward", "reward", "n"],
   ["advantage", "advantage", "n"], ["sd", "spread", "n"], ["length", "tokens", "n"], ["stop", "stop", ""], ["fate", "fate", ""],
 ];
-const ROW = 26; // pixels: see td in app.css
+const ROW = 25; // pixels: see td in app.css
 const EARNED = ["reward", "advantage", "sd", "right", "mean"]; // columns of what was played
 const ALWAYS = ["longest", "cut"]; // questions that anything answers
 const RIGHT = ["wrong", "once", "lost"]; // questions that ask what is right

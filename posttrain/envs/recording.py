@@ -93,7 +93,7 @@ class Journal:
 
 
 def noted_data(notes: Mapping[str, Any]) -> dict[str, Any]:
-    """The notes of an episode as JSON's own types. Raises ValueError with what is wrong; TooMuch, if that is their length."""
+    """The notes of an episode as JSON's own types. Raises ValueError with what is wrong; TooMuch: their length."""
     size = [0]
     found: dict[str, Any] = plain_data(dict(notes), size, 0)
     if size[0] > MOST_NOTES:

@@ -13,6 +13,8 @@ from typing import Any
 import generated_runs
 import pytest
 
+from posttrain.runs.lock import Lock
+
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="the pages are tested with Playwright, which is not installed"
 )
@@ -425,12 +427,18 @@ def test_a_run_that_goes_on_is_drawn_as_it_goes(browser: Any, folders: list[Path
     copy = tmp_path / "run"
     shutil.copytree(folders[0], copy, ignore=shutil.ignore_patterns("index", "step-000006*"))
     (copy / "run.json").write_text((copy / "run.json").read_text().replace('"end"', '"not yet"'))
+    lock = Lock(copy)
     with served([copy]) as address:
         watched = Watched(browser)
         watched.page.goto(address + "#/0/rollouts?held=0")
         watched.page.wait_for_selector("text=320 rollouts")
         shutil.copy(folders[0] / "rollouts" / "step-000006.parquet", copy / "rollouts" / "step-000006.parquet")
         watched.page.wait_for_selector("text=384 rollouts")
+        watched.page.goto(address + "#/0/overview")
+        watched.page.wait_for_selector(".pill:text-is('on')")
+        lock.release()  # as if it had been killed
+        watched.page.reload()
+        watched.page.wait_for_selector(".pill:has-text('cut off')")
         assert not watched.wrong
         watched.page.close()
 

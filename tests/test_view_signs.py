@@ -82,6 +82,12 @@ def test_a_prompt_contains_an_answer_only_as_a_word_of_its_own() -> None:
     assert not signs.contains_answer("7+7+6+6=", {"answer": 26}) and not signs.contains_answer("26", {"prompt": "26"})
 
 
+def test_a_prompt_that_stands_with_several_answers_tells_none_of_them() -> None:
+    asked = [(f"[sha256:{n:064x}]circle or square?", answer) for n, answer in enumerate(("circle", "square", "same"))]
+    assert signs.telling(asked) == 0
+    assert signs.telling([("26=7+7+6+6=", "26"), ("1+2+0+1=", "4"), ("1+1=", None), ("9=9+0=", "9")]) == 0.5
+
+
 def test_a_gap_is_named_by_how_it_began() -> None:
     def said(gap: list[float | None]) -> str:
         return verdicts({"sampler/gap": gap, "sampler/gap/max": gap, "grad_norm": [1.0] * 4}, {})["Is it stable?"][
@@ -125,6 +131,44 @@ def test_a_run_without_a_gradient_is_not_called_stable_and_one_leap_is_called_on
     assert stable([0.4] * 6)["word"] == "yes" and "stay at 1" in stable([0.4] * 6)["text"]
     assert "of 5 in one step" in stable([0.4] * 5 + [5.0])["text"]
     assert "up to 9 in 2 steps" in stable([0.4] * 4 + [5.0, 9.0])["text"]
+    assert stable([0.0, 0.02, 0.0, 0.0, 0.03, 0.0])["word"] == "yes"
+    assert stable([5.0, 2.0, 2.0, *(2 / n for n in range(1, 200))])["word"] == "yes"
+
+
+def test_a_fall_within_the_noise_is_believed_where_what_is_held_out_falls_too() -> None:
+    steps: list[Any] = [0.40, 0.20, 0.30, 0.10, 0.35, 0.15]
+
+    def said(held: list[Any]) -> str:
+        return verdicts({"accuracy": steps, "eval/accuracy": held}, {})["Is it learning?"]["word"]
+
+    assert said([0.31, 0.22]) == "going back" and said([0.31, 0.30]) == said([]) == "not yet"
+
+
+def test_single_ratios_that_are_far_are_no_doubt_where_a_clip_hardly_has_to_act() -> None:
+    far: dict[str, Any] = {"ratio/max": [1.1, 5.9, 1.2], "ratio/min": [0.9, 0.9, 0.9], "grad_norm": [1.0] * 3}
+    for share, word in ((0.0004, "yes"), (0.03, "look")):
+        clipped: dict[str, Any] = {"ratio/clipped_high": [share] * 3, "ratio/clipped_low": [share] * 3}
+        answer = verdicts({**far, **clipped}, {})["Is it stable?"]
+        assert answer["word"] == word and f"{2 * share:.2%}" in answer["text"]
+    assert verdicts(far, {})["Is it stable?"]["word"] == "look"
+
+
+def test_a_task_that_is_right_from_the_start_is_called_solved() -> None:
+    def said(right: list[Any]) -> str:
+        return verdicts({"reward": right, "accuracy": right}, {})["Is it learning?"]["word"]
+
+    assert said([1.0, 1.0, 0.998, 0.998]) == "solved"
+    assert said([0.97, 0.97, 0.97, 0.97]) == "not yet" and said([0.5, 0.5, 1.0, 1.0]) == "yes"
+
+
+def test_a_gain_within_the_noise_of_the_steps_is_no_learning() -> None:
+    rng = np.random.default_rng(0)
+
+    def said(slope: float) -> str:
+        values = (0.5 + 0.08 * rng.standard_normal(1000) + slope * np.linspace(0, 1, 1000)).tolist()
+        return verdicts({"accuracy": values}, {})["Is it learning?"]["word"]
+
+    assert "yes" not in [said(0.0) for _ in range(10)] and [said(0.2) for _ in range(10)] == ["yes"] * 10
 
 
 def test_sides_that_play_each_other_are_judged_by_what_is_held_out() -> None:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
+from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
 from shutil import get_terminal_size
@@ -537,7 +538,7 @@ def rollouts(
     step
         Which step; default: the last that is there.
     group
-        The rollouts of this task only.
+        The rollouts of this task only, or of this group, as the head line of each names it.
     number
         How many are shown.
     order
@@ -551,18 +552,21 @@ def rollouts(
     from posttrain.runs.printing import sample as show
     from posttrain.runs.reading import read_run, rollout_steps
 
+    if number < 1:
+        raise UserError(f"--number {number} must be from 1: it is how many rollouts are shown")
     names = EVERY if json else READ
     if Path(run).suffix in (".parquet", ".jsonl"):
         if step is not None or held_out:
             raise UserError(f"{run} is a file of rollouts: leave out --step and --held-out")
-        rows = rows_of(read_file(run, names))
+        rows, place = rows_of(read_file(run, names)), run
     else:
         read_run(run)  # whether it is one
         wanted = step if step is not None else max(rollout_steps(run, held_out), default=1)
         clock = not json and not held_out  # rows as they were written know of none
         rows = timed_rollouts(run, wanted) if clock else read_rollouts(run, wanted, names, held_out)
-    if group is not None and not (rows := [row for row in rows if row["group"] == group]):
-        raise UserError(f"there are no rollouts of the group {group!r}: the head line of each shown names its group")
+        place = f"{'the evaluation after ' if held_out else ''}step {wanted}"
+    if group is not None:
+        rows, place = _of_group(rows, group, place), f"{group} in {place}"
     keys: dict[str, Callable[[dict[str, Any]], float]] = {
         "best": lambda row: -math.inf if row["reward"] is None else row["reward"],
         "worst": lambda row: -math.inf if row["reward"] is None else -row["reward"],
@@ -572,9 +576,22 @@ def rollouts(
         rows = sorted(rows, key=keys[order], reverse=True)
     if not json:
         show(rows, number)
+        if number < len(rows):
+            print(f"{number} of {len(rows):,} rollouts of {place}: --number shows more, posttrain view all of them")
     for row in rows[:number] if json else ():
         print(dumps(plainly(row), ensure_ascii=False))
     return 0
+
+
+def _of_group(rows: list[dict[str, Any]], name: str, place: str) -> list[dict[str, Any]]:
+    """Those of a group, or of a task. `place`: where they were looked for."""
+    from posttrain.messages import near_or_all
+
+    found = [row for row in rows if name in (row["group"], row["task"])]
+    if not found:
+        known = list(dict.fromkeys(row["group"] for row in rows))
+        raise UserError(f"there are no rollouts of {name!r} in {place}{near_or_all(name, known)}")
+    return found
 
 
 def view(
@@ -604,6 +621,8 @@ def view(
     where
         Which of them, as a condition in SQL: "step > 100 and reward < 1".
     """
+    if missing := [name for name in ("duckdb", "starlette", "uvicorn") if find_spec(name) is None]:
+        raise UserError(f"posttrain view needs {', '.join(missing)}: pip install 'posttrain[view]'")
     from posttrain.view import command
 
     if export is None:
@@ -627,15 +646,14 @@ def query(
 ) -> int:
     """Ask about all rollouts of a run in SQL. Nothing but the run's own files is read, and none of them is changed.
 
-    Tables: rollouts and evals (every column of posttrain rollouts --json), seconds, metrics, timing, health, and
-    rollout_index, which has what is short of all rollouts and is the fastest.
-
     Parameters
     ----------
     run
-        Folder of a run, running or finished.
+        Folder of a run, running or finished; or a file of rollouts, as posttrain eval --out leaves it.
     sql
-        One SELECT statement, such as "select fate, count(*) from rollout_index group by fate".
+        One SELECT statement, such as "select fate, count(*) from rollouts group by fate". Tables: rollouts, evals, metrics,
+        timing, health, seconds, and rollout_index, which has what is short of all rollouts and is the fastest; "describe
+        rollouts" lists the columns of one. A part of the reward: part(parts, 'form'); a note: notes->>'moves'.
     number
         How many rows are shown.
     seconds
@@ -649,17 +667,22 @@ def query(
     from posttrain.record.rows import as_json
     from posttrain.runs.printing import table
 
+    if number < 1:
+        raise UserError(f"--number {number} must be from 1: it is how many rows are shown")
     with Questions(run, seconds, memory) as questions:
-        names, rows = questions.ask(sql, number)
+        names, rows = questions.ask(sql, number + 1)
+    more, rows = len(rows) > number, rows[:number]
     if json:
         for row in rows:
             print(as_json(dict(zip(names, row, strict=True))))
     else:
         cells = [
-            [value if isinstance(value, int | float | None) else clip(inline(str(value))) for value in row]
-            for row in rows
+            [value if isinstance(value, int | float | None) else inline(str(value)) for value in row] for row in rows
         ]
-        table(f"{len(rows)} row{'' if len(rows) == 1 else 's'}", names, cells)
+        counted = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
+        table(f"first {counted}" if more else counted, names, cells, upright=True)
+    if more:
+        print(f"there are more than {number:,} rows: --number says how many are shown", file=sys.stderr)
     return 0
 
 
@@ -761,7 +784,7 @@ def _ended(verb: str, run: Run) -> int:
     print(f"checkpoint  {run.checkpoint}")
     print(f"curves      {run.path / 'curves.png'}")
     if any((run.path / "rollouts").glob("step-*")):
-        print(f"rollouts    {run.path / 'rollouts'}")
+        print(f"rollouts    {run.path / 'rollouts'}\nlook at it  posttrain view {run.path}")
     if run.stopped:
         print(f"stopped     {run.stopped}")
         print(f"continue    posttrain {verb} --out {run.path} --resume")

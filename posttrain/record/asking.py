@@ -6,9 +6,10 @@ any more. A statement that is no SELECT is not begun: COPY would write even wher
 
 from __future__ import annotations
 
+import re
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ import pyarrow as pa
 
 from posttrain.messages import one_line
 from posttrain.record.index import open_index
-from posttrain.record.reading import read_file, read_seconds
+from posttrain.record.reading import SUFFIXES, open_file, read_file, read_seconds
 from posttrain.record.schema import ROLLOUTS as TABLE
 from posttrain.record.schema import SECONDS as SECONDS_TABLE
 from posttrain.record.writing import table_of, write_table
@@ -28,15 +29,23 @@ from posttrain.types import UserError
 
 THREADS = 2
 TABLES = ("rollouts", "evals", "seconds", "rollout_index", "metrics", "timing", "health")
+_PART = "create macro part(among, wanted) as list_filter(among, lambda p: p.name = wanted)[1].value"
+"""A part of the reward by its name: part(parts, 'form')."""
+_JSON = ("columns", "notes", "answers", "label")
 
 
 class Questions:
-    """A database over one run. `seconds`, `gib`: what a question may take."""
+    """A database over one run, or over a file of rollouts as an evaluation leaves it.
+
+    `seconds`, `gib`: what a question may take.
+    """
 
     def __init__(self, folder: Folder, seconds: float = 60.0, gib: float = 2.0) -> None:
-        """Raises UserError if the folder holds no run."""
-        read_run(folder)
+        """Raises UserError if there is neither."""
         self._folder, self._seconds = Path(folder), seconds
+        self._alone = self._folder.suffix in SUFFIXES and self._folder.is_file()
+        if not self._alone:
+            read_run(folder)
         self._made = tempfile.TemporaryDirectory(prefix="posttrain-query-")  # of lines of JSON
         self._base = _library().connect(
             ":memory:",
@@ -57,7 +66,7 @@ class Questions:
         """
         duckdb = _library()
         self._check(sql)
-        self._open({word for word in TABLES if word in sql.lower()})
+        self._open({word for word in TABLES if word in sql.lower()} or set(TABLES if _lists_tables(sql) else ()))
         asked = threading.Timer(self._seconds, self._base.interrupt)
         asked.start()
         try:
@@ -71,7 +80,7 @@ class Questions:
         except duckdb.OutOfMemoryException as error:
             raise UserError("the question needs more memory than it may take: narrow it, or raise --memory") from error
         except duckdb.Error as error:
-            raise UserError(f"the question cannot be answered: {one_line(error)}") from error
+            raise UserError(f"the question cannot be answered: {explained(error, sql, self._tables)}") from error
         finally:
             asked.cancel()
 
@@ -90,14 +99,21 @@ class Questions:
         try:
             statements = duckdb.extract_statements(sql)
         except duckdb.Error as error:
-            raise UserError(f"the question cannot be read: {one_line(error)}") from error
+            raise UserError(f"the question cannot be read: {explained(error, sql, self._tables)}") from error
         if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
             raise UserError("a question is one SELECT statement: nothing is written, changed or loaded here")
 
+    @property
+    def _tables(self) -> tuple[str, ...]:
+        return ("rollouts",) if self._alone else TABLES
+
     def _open(self, wanted: set[str]) -> None:
         """Make the tables, and close everything else."""
+        wanted &= set(self._tables)
         tables: dict[str, list[Path]] = {}
-        if wanted & {"rollouts", "evals"}:
+        if self._alone:
+            tables["rollouts"] = [self._as_table(ROLLOUTS, 0, self._folder)]
+        elif wanted & {"rollouts", "evals"}:
             tables |= {"rollouts": self._files(ROLLOUTS), "evals": self._files(EVALS)}
         if "seconds" in wanted:
             tables["seconds"] = self._files(SECONDS)
@@ -119,9 +135,18 @@ class Questions:
                     f"(select {step} as step, * exclude (filename) from read_parquet([{listed}], filename=true))"
                 )
             if files:
-                self._base.execute(f"create view {name} as select * from {read_files}")
+                self._view(name, read_files, files)
             else:
                 self._base.register(name, (SECONDS_TABLE if name == "seconds" else TABLE).empty_table())
+        self._base.execute(_PART)
+
+    def _view(self, name: str, read_files: str, files: list[Path]) -> None:
+        try:
+            self._base.execute(f"create view {name} as select * from {read_files}")
+        except _library().Error as error:
+            for path in files:
+                open_file(path)  # says which of them is damaged
+            raise UserError(f"the table {name} cannot be read: {one_line(error)}") from error
 
     def _set(self, name: str, value: str) -> None:
         self._base.execute(f"set {name} = {value}")
@@ -150,6 +175,28 @@ def _table(rows: list[dict[str, Any]]) -> pa.Table:
     """Rows that need not name the same columns."""
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: [row.get(name) for row in rows] for name in names or ("step",)})
+
+
+def explained(error: Exception, sql: str, tables: Sequence[str]) -> str:
+    """What DuckDB says of a question, and what helps with the commonest mistakes."""
+    said = one_line(error).partition(" LINE 1:")[0]
+    column = re.search(r'Referenced column "(.*?)" not found', said)
+    field = re.search(r"Cannot extract field '(.*?)' from expression \"(?:\w+\.)?(\w+)\"", said)
+    if table := re.search(r"Table with name (\S+) does not exist", said):
+        return f"there is no table {table[1]}: there {'is' if len(tables) == 1 else 'are'} {', '.join(tables)}"
+    if column and f'"{column[1]}"' in sql:
+        return f"{said}; a text stands in single quotes, names of columns in double ones"
+    if field and field[2] == "parts":
+        return f"the parts of a reward are a list: write part(parts, '{field[1]}')"
+    if field and field[2] in _JSON:
+        return f"{field[2]} is JSON as text: write {field[2]}->>'{field[1]}'"
+    if "syntax error" in said and re.search(r'(?<!")\bgroup\b(?!")(?!\s+by\b)', sql, re.IGNORECASE):
+        return f'{said}; as the name of a column write "group", in double quotes'
+    return said
+
+
+def _lists_tables(sql: str) -> bool:
+    return sql.split()[:1] != [] and sql.split()[0].lower() == "show"
 
 
 def _quoted(text: str) -> str:

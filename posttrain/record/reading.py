@@ -48,9 +48,20 @@ def read_table(
     if path is None:
         steps = rollout_steps(folder, held_out)
         what = "evaluated rollouts" if held_out else "rollouts"
-        there = f"take one of {steps[0]} to {steps[-1]}" if steps else "it holds none at all"
-        raise UserError(f"{folder} holds no {what} of step {step}: {there}")
+        raise UserError(
+            f"{folder} holds no {what} of step {step}: take one of {_listed(steps)}"
+            if steps
+            else f"{folder} holds no {what}: no step has left any"
+        )
     return read_file(path, names, places)
+
+
+def _listed(steps: Sequence[int]) -> str:
+    """ "1 to 20", "0, 5, 10", or of many with gaps their ends."""
+    if steps[-1] - steps[0] == len(steps) - 1 and len(steps) > 1:
+        return f"{steps[0]} to {steps[-1]}"
+    few = [*map(str, steps)] if len(steps) <= 8 else [*map(str, steps[:3]), "...", *map(str, steps[-3:])]
+    return ", ".join(few)
 
 
 def read_file(
@@ -121,6 +132,20 @@ def read_seconds(folder: Folder, step: int) -> list[Row]:
     return found
 
 
+def open_file(path: Path) -> None:
+    """Raises UserError if a table is damaged where it begins or ends."""
+    try:
+        parquet.read_metadata(path)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{path} is damaged ({one_line(error)[:100]}): put a copy of it back, or move it away, and the others are read"
+    )
+
+
 def _read(path: Path, wanted: pa.Schema, places: Sequence[int] | None = None) -> pa.Table:
     """These columns of a file. Raises UserError if it is damaged, or of another version."""
     try:
@@ -142,7 +167,7 @@ def _read(path: Path, wanted: pa.Schema, places: Sequence[int] | None = None) ->
             raise
         if isinstance(error, OSError) and error.errno is not None:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
-        raise UserError(f"{path} is damaged ({one_line(error)[:100]}): put a copy of it back") from error
+        raise _damaged(path, error) from error
 
 
 def _rows(file: parquet.ParquetFile, names: list[str], places: Sequence[int]) -> pa.Table:
@@ -179,8 +204,8 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
 
 
 def plainly(row: Mapping[str, Any]) -> Row:
-    """A row as JSON can hold it, without what is null: neither infinity nor NaN has a form there."""
-    return {name: _plain(value) for name, value in row.items() if value is not None}
+    """A row as JSON can hold it: neither infinity nor NaN has a form there."""
+    return {name: _plain(value) for name, value in row.items()}
 
 
 def _plain(value: Any) -> Any:

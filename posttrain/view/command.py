@@ -28,14 +28,14 @@ def serve(folders: Sequence[str], port: int = 0, browser: bool = False) -> None:
     token = token_urlsafe(12)
     with _bound(port) as bound:
         bound.listen()  # whoever is quicker than the imports below waits, and is not refused
+        for run in runs:  # not before: a thread that reads would be cut off where the port is taken
+            run.begin()
         address = f"http://{HOST}:{bound.getsockname()[1]}/{token}/"
         print(f"view        {address}\nopen it in a browser of this machine; Ctrl-C ends it", flush=True)
         if browser:
             import webbrowser
 
             webbrowser.open(address)
-        for run in runs:
-            run.begin()
         import uvicorn
 
         from posttrain.view.server import application

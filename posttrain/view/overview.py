@@ -36,6 +36,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
         "git": (about.get("git") or {}).get("revision"),
         "start": about.get("start"),
         "end": about.get("end"),
+        "on": run.on,
         "objective": run.objective,
         "sizes": about.get("sizes") or [],
         "options": changed,

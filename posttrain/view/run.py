@@ -13,6 +13,7 @@ import numpy as np
 from posttrain.messages import one_line
 from posttrain.record.index import open_index
 from posttrain.runs.files import CHECKPOINTS, step_of
+from posttrain.runs.lock import in_use
 from posttrain.runs.reading import read_health, read_metrics, read_run, read_timing
 from posttrain.types import UserError, succeeds
 from posttrain.view.pieces import Pieces
@@ -41,8 +42,8 @@ class OpenRun:
 
     @property
     def on(self) -> bool:
-        """Whether the run has not ended, as far as it says."""
-        return "end" not in self.about
+        """Whether somebody goes on with it: it does not say that it has ended, and has not been killed."""
+        return "end" not in self.about and in_use(self.folder)
 
     def begin(self) -> None:
         threading.Thread(target=self._follow, daemon=True).start()
@@ -92,7 +93,7 @@ class OpenRun:
         for name in ("run.json", "metrics.jsonl", "health.jsonl"):
             with contextlib.suppress(OSError):
                 sizes.append((self.folder / name).stat().st_size)
-        return [self.store.version, *sizes]
+        return [self.store.version, self.on, *sizes]
 
     # -- its files -----------------------------------------------------------------------------------------------------
 

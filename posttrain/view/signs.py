@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ FOREIGN = ("prompt", "observation", "tool")  # spans that neither has written
 ANSWERS = ("answer", "solution", "target", "label", "gold", "expected", "ground_truth")
 SOME = (0.05, 0.95)  # share of the tasks between which a leak tells some from others
 
+_PICTURE = re.compile(r"\[sha256:[0-9a-f]{64}\]")
 _PASSES = re.compile(r"updates per step: (\d+)(?:, in (\d+) epochs of \d+)?")
 _CLIP = re.compile(r"\[ min\(r A, clip\(r, ([\d.]+), ([\d.]+)\) A\) \]")
 _ALIKE, _APART = (
@@ -145,12 +146,19 @@ def _pushed(path: str, stamp: tuple[int, int], objective: tuple[str, ...]) -> tu
 
 def contains_answer(prompt: str | None, columns: Mapping[str, Any] | None) -> bool:
     """Whether a prompt has the answer of its task in it, as a word or a number of its own."""
+    return _contains(prompt or "", _answer(columns))
+
+
+def _contains(prompt: str, answer: str | None) -> bool:
+    return answer is not None and re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", prompt) is not None
+
+
+def _answer(columns: Mapping[str, Any] | None) -> str | None:
     for name in ANSWERS:
         answer = (columns or {}).get(name)
         if isinstance(answer, str | int | float) and not isinstance(answer, bool) and str(answer).strip():
-            text = re.escape(str(answer).strip())
-            return re.search(rf"(?<!\w){text}(?!\w)", prompt or "") is not None
-    return False
+            return str(answer).strip()
+    return None
 
 
 def leaks(store: Store) -> float | None:
@@ -161,16 +169,28 @@ def leaks(store: Store) -> float | None:
     tasks = {task for file in looked_at(store, lines=True) for task in _tasks(str(file.path), file.stamp)}
     if not tasks:
         return None
-    share = sum(contained for _, contained in tasks) / len(tasks)
+    share = telling(tasks)
     return share if SOME[0] <= share <= SOME[1] else None
 
 
+def telling(tasks: Collection[tuple[str, str | None]]) -> float:
+    """Share of (prompt, answer) whose prompt contains its answer.
+
+    A text that stands with several answers tells none of them: "circle or square?" with one picture or another.
+    """
+    answers: dict[str, set[str | None]] = {}
+    for prompt, answer in tasks:
+        answers.setdefault(_PICTURE.sub("", prompt), set()).add(answer)
+    alone = [len(answers[_PICTURE.sub("", prompt)]) == 1 and _contains(prompt, answer) for prompt, answer in tasks]
+    return sum(alone) / len(alone)
+
+
 @lru_cache(maxsize=256)
-def _tasks(path: str, stamp: tuple[int, int]) -> frozenset[tuple[str, bool]]:
-    """Prompts of a part, each with whether it contains its answer; those without columns are left out."""
+def _tasks(path: str, stamp: tuple[int, int]) -> frozenset[tuple[str, str | None]]:
+    """Prompts of a part, each with the answer of its task; those without columns are left out."""
     table = read_file(Path(path), ("prompt", "columns"), None)
     pairs = set(zip(table["prompt"].to_pylist(), table["columns"].to_pylist(), strict=True))
-    return frozenset((p or "", contains_answer(p, _columns(c))) for p, c in pairs if c is not None)
+    return frozenset((p or "", _answer(_columns(c))) for p, c in pairs if c is not None)
 
 
 def _columns(text: str) -> dict[str, Any]:

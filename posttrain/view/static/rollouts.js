@@ -89,7 +89,7 @@ export function Rollouts({ run, about, questions, query }) {
       <span class="soft">${data ? `${whole(offset + (rows.length ? 1 : 0))}–${whole(offset + rows.length)} of ${whole(data.count)}` : ""}</span>
       <button disabled=${!offset} onClick=${() => change({ offset: Math.max(0, offset - 100), sel: 0 })}>previous</button>
       <button disabled=${!data || offset + rows.length >= data.count} onClick=${() => change({ offset: offset + rows.length, sel: 0 })}>next</button>
-      ${exported || !data ? "" : html`<span class="sql mono grow untrusted" title="the same question in the terminal">posttrain query RUN "${visible(data.sql)}"</span>`}
+      ${exported || !data ? "" : html`<span class="sql mono grow untrusted" title="the same question in the terminal">posttrain query RUN "${visible(data.sql).replace(/["\\$`]/g, "\\$&")}"</span>`}
       ${exported ? "" : html`<a href=${`export/${run}?${new URLSearchParams(filters)}`} download>export these</a>`}</div>`;
 }
 

@@ -42,7 +42,10 @@ class Answers:
         if answer is None:
             raise KeyError(path)
         run.ready.wait(WAIT)  # one page with all its figures, not one without them first
-        return answer(self, run, words, query)
+        try:
+            return answer(self, run, words, query)
+        finally:
+            run.shown.set()
 
     def _about(self, run: OpenRun) -> dict[str, Any]:
         store = run.store

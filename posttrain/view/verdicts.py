@@ -101,13 +101,15 @@ def _unmoved(held: Sequence[float], m: Mapping[str, Values]) -> bool:
 
 
 def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
-    doubts, said = [], []
+    doubts, said = list[str](), list[str]()
     length, reward = _ends(m.get("length")), _ends(m.get("reward"))
     held = _ends(m.get("eval/reward", m.get("eval/accuracy")))
     if length is not None and length[1] > LONGER * length[0]:
         doubts.append(f"replies are {length[1] / max(length[0], 1e-9):.1f} times as long as at the start")
-    if held is not None and reward is not None and reward[1] - held[1] > GAP:
-        doubts.append(f"the reward is {_f(reward[1] - held[1])} above the held-out one")
+    if held is not None and reward is not None and (gap := reward[1] - held[1]) > GAP:
+        grown = gap > reward[0] - held[0]
+        text = f"the reward is {_f(gap)} above the held-out one"
+        (doubts if grown else said).append(text if grown else f"{text}, {_f(reward[0] - held[0])} at the start")
     for name, word in (("truncated", "are cut off"), ("invalid", "have no valid reward")):
         ends = _ends(m.get(name))
         if ends is None or ends[1] <= 0.05:

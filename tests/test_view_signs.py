@@ -123,6 +123,16 @@ def test_a_fault_that_a_run_is_unlearning_is_no_sign_of_a_loophole() -> None:
     assert honest([0.2] * 4)["word"] == honest([0.0, 0.1, 0.2, 0.2])["word"] == "look"
 
 
+def test_replies_that_shrink_are_told_and_those_that_grow_are_doubted() -> None:
+    def honest(length: list[Any]) -> dict[str, str]:
+        return verdicts({"reward": [0.3] * 4, "length": length}, {})["Is it honest?"]
+
+    assert (
+        honest([10.0, 10.0, 20.0, 20.0])["word"] == "look" and "50% as long" in honest([20.0, 20.0, 10.0, 10.0])["text"]
+    )
+    assert "as long" not in honest([20.0, 20.0, 18.0, 18.0])["text"]
+
+
 def test_a_gap_to_what_is_held_out_is_a_doubt_only_if_the_run_has_opened_it() -> None:
     def honest(reward: list[Any], held: list[Any]) -> dict[str, str]:
         return verdicts({"reward": reward, "eval/reward": held}, {})["Is it honest?"]

@@ -106,6 +106,8 @@ def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
     held = _ends(m.get("eval/reward", m.get("eval/accuracy")))
     if length is not None and length[1] > LONGER * length[0]:
         doubts.append(f"replies are {length[1] / max(length[0], 1e-9):.1f} times as long as at the start")
+    elif length is not None and length[1] * LONGER < length[0]:
+        said.append(f"replies are {length[1] / length[0]:.0%} as long as at the start")
     if held is not None and reward is not None and (gap := reward[1] - held[1]) > GAP:
         grown = gap > reward[0] - held[0]
         text = f"the reward is {_f(gap)} above the held-out one"

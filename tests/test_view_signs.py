@@ -133,6 +133,11 @@ def test_replies_that_shrink_are_told_and_those_that_grow_are_doubted() -> None:
     assert "as long" not in honest([20.0, 20.0, 18.0, 18.0])["text"]
 
 
+def test_where_nothing_was_earned_nothing_is_said_of_loopholes() -> None:
+    assert verdicts({"reward": [0.0] * 4}, {})["Is it honest?"]["word"] == "nothing earned"
+    assert verdicts({"reward": [0.0] * 4, "truncated": [0.5] * 4}, {})["Is it honest?"]["word"] == "look"
+
+
 def test_a_gap_to_what_is_held_out_is_a_doubt_only_if_the_run_has_opened_it() -> None:
     def honest(reward: list[Any], held: list[Any]) -> dict[str, str]:
         return verdicts({"reward": reward, "eval/reward": held}, {})["Is it honest?"]

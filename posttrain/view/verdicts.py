@@ -127,6 +127,9 @@ def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
         doubts.append(rising)
     if doubts:
         return _verdict("look", "warn", "; ".join(doubts) + ": read the best replies, and their prompts")
+    rewards = _all(m.get("reward"))
+    if rewards and not any(rewards):
+        return _verdict("nothing earned", "plain", "; ".join(["no reply has earned anything so far", *said]))
     if not any(name in m for name in ("length", "reward")):
         return _verdict("nothing to game", "plain", "no reward is maximised here")
     said.append("one part, one check" if len(own.get("parts") or {}) < 2 else "no part rises while another falls")

@@ -428,6 +428,14 @@ def test_two_runs_are_paired_task_by_task(run: OpenRun, folder: Path, tmp_path: 
     assert data["difference"]["mean"] == pytest.approx(np.mean([sides[1][t] - sides[0][t] for t in both]))
     assert data["worse"] == sum(sides[1][t] < sides[0][t] for t in both) and any("seeds" in w for w in data["warnings"])
     assert [o["name"] for o in data["options"]] == ["seed"]
+    for opened_run, seed in ((run, None), (other, 0)):
+        opened_run.about["config"] |= {"held_out": 0.2, "split_seed": seed}
+    assert not any("hold out" in w for w in Answers([run, other]).of("compare", {"a": "0", "b": "1"})["warnings"])
+    other.about["config"]["split_seed"] = None  # that of --seed, which differs
+    assert any(
+        "they hold out other tasks" in w for w in Answers([run, other]).of("compare", {"a": "0", "b": "1"})["warnings"]
+    )
+    del run.about["config"]["held_out"], run.about["config"]["split_seed"]
 
 
 def rewritten(folder: Path, place: Path, step: int, change: Any) -> OpenRun:

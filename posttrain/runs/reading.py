@@ -31,6 +31,12 @@ def read_run(folder: Folder) -> Row:
     return run
 
 
+def split_of(config: Row) -> tuple[float, int]:
+    """(share, seed) of what a run holds out, as its run.json has it."""
+    seed = config.get("split_seed")
+    return float(config.get("held_out") or 0.0), int(config.get("seed") or 0) if seed is None else int(seed)
+
+
 def _where_runs_are(folder: Path) -> str:
     """What helps somebody who has named a folder without a run."""
     above = next((path for path in [*folder.absolute().parents][:3] if (path / RUN).is_file()), None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.runs.reading import split_of
 from posttrain.training.intervals import bootstrap_interval, paired_interval
 from posttrain.types import UserError
 from posttrain.view.run import OpenRun, differing
@@ -175,6 +176,13 @@ def _warnings(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> list[str]:
             found.append(f"they sample differently: {name} is {configs[0].get(name)} and {configs[1].get(name)}")
     if of_a and of_b and of_a.split("-")[0] != of_b.split("-")[0]:
         found.append("one side is held out, the other is not")
+    splits = [split_of(config) for config in configs]
+    if splits[0] != splits[1] and all(share for share, _ in splits):
+        (one, seed), (other, other_seed) = splits
+        held = f"{one:g} by seed {seed}, {other:g} by seed {other_seed}"
+        found.append(
+            f"they hold out other tasks ({held}): runs with the same --held-out and --split-seed hold out the same"
+        )
     for run in (a, b):
         if run.on:
             found.append(f"{run.name} has not ended")

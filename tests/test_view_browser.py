@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ playwright = pytest.importorskip(
     "playwright.sync_api", reason="the pages are tested with Playwright, which is not installed"
 )
 
+from posttrain.view.answering import Answers, Query  # noqa: E402
 from posttrain.view.command import HOST, _bound, opened  # noqa: E402
 from posttrain.view.export import Selection, exported  # noqa: E402
 
@@ -190,6 +192,83 @@ def test_the_keys_lead_everywhere(watched: Watched, address: str) -> None:
     until(page, "location.hash.includes('a=1')")
     page.keyboard.press("d")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_keys_pressed_while_an_answer_is_waited_for_count_from_what_was_asked(
+    watched: Watched, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, kept = watched.page, Answers.of
+
+    def slowly(answers: Answers, path: str, query: Query) -> Any:
+        time.sleep(0 if path == "runs" else 0.3)
+        return kept(answers, path, query)
+
+    def press(keys: str, expected: str) -> None:
+        for key in keys:
+            page.keyboard.press(key)
+        until(page, f"location.hash.includes({expected!r})")
+        page.wait_for_timeout(700)
+        assert expected in page.url, "it stays there"
+
+    monkeypatch.setattr(Answers, "of", slowly)
+    page.goto(address)
+    page.wait_for_selector(".question")
+    press("rjj", "sel=2")
+    page.goto(address + "#/0/rollout/1/2")
+    page.wait_for_selector(".t.at")
+    press("lll", "/rollout/1/5")
+    press("kkg", "/group/1/3")
+    page.goto(address + "#/0/group/1/0")
+    page.wait_for_selector(".visit >> nth=1")
+    press("jk", "/group/1/0")
+    page.goto(address + "#/0/step/2")
+    page.wait_for_selector(".two-columns")
+    press("]]", "/step/4")
+    page.goto(address + "#/0/compare?a=0&b=1")
+    page.wait_for_selector(".compare-grid")
+    press("sss", "a=1")
+
+
+def test_a_rollout_that_is_walked_to_begins_at_its_own_first_token(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/2/rollout/1/0")
+    page.wait_for_selector(".t.at")
+    for index in range(1, 12):
+        page.keyboard.press("l" if index % 8 else "j")
+        until(page, f"document.querySelector('main b')?.textContent === 'rollout {index}'")
+        row = page.evaluate(f"fetch('api/2/rollout/1/{index}').then((a) => a.json())")
+        first = next(start for kind, start, _, _, learned in row["spans"] if learned or kind == "sampled")
+        until(page, f"document.querySelector('.t.at')?.dataset.i === '{first}'")
+
+
+def test_the_rows_below_the_screen_are_drawn_once_it_is_scrolled(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/0/rollouts")
+    page.wait_for_selector("tbody tr")
+    height = page.evaluate("document.querySelector('.long').scrollHeight")
+    assert page.locator("tbody tr").count() < 60
+    page.evaluate("document.querySelector('.long').scrollTo(0, 1e9)")
+    until(page, "document.querySelectorAll('tbody tr').length === 100")
+    assert abs(page.evaluate("document.querySelector('.long').scrollHeight") - height) < 60
+    page.keyboard.press("n")
+    until(page, "location.hash.includes('offset=100')")
+    page.wait_for_selector(".stale", state="detached")
+    for _ in range(45):
+        page.keyboard.press("j")
+    until(page, "location.hash.includes('sel=45')")
+    assert page.locator("tr.sel").count() == 1
+
+
+def test_where_only_beginnings_are_searched_the_page_says_so(
+    browser: Any, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.view.store.TEXT_BYTES", 100)
+    with served([folders[0]]) as address:
+        watched = Watched(browser)
+        watched.page.goto(address + "#/0/rollouts?q=bunny")
+        watched.page.wait_for_selector("text=only the first 80 characters of each text")
+        assert not watched.wrong
+        watched.page.close()
 
 
 def test_an_address_brings_back_what_it_showed(watched: Watched, address: str) -> None:

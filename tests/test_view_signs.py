@@ -228,6 +228,8 @@ def test_a_condition_calls_parts_by_their_names_and_an_error_lists_the_columns(r
         assert {row[:2] for row in terminal.ask(question.sql())[1]} == meant
     with pytest.raises(UserError, match=f"nothing.*the columns are step.*{part}"):
         Question.of({"where": "nothing = 1"}, run.store).page(0)
+    with pytest.raises(UserError, match="notes is JSON as text: write notes->>'moves'"):
+        Question.of({"where": "notes.moves = 1"}, run.store).page(0)
 
 
 def test_measures_of_a_step_keep_their_places_and_say_what_is_missing(run: OpenRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import generated_runs
 import pytest
 
+from posttrain.cli.main import main
 from posttrain.runs.lock import Lock
 
 playwright = pytest.importorskip(
@@ -421,6 +423,31 @@ def test_where_two_runs_part_is_said_with_links_to_both(watched: Watched, addres
     page.goto(address + "#/0/compare?a=0&b=1")
     page.click(".parting a:has-text('side by side')")
     until(page, "document.querySelectorAll('.replies').length === 2")
+
+
+@pytest.mark.parametrize("of", ["ask=wrong&as=groups", "ask=longest", "where=text<>'%22%24x%60\\'"])
+def test_the_question_that_is_shown_runs_in_a_terminal(
+    of: str, watched: Watched, address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched.page.goto(f"{address}#/0/rollouts?{of}")
+    watched.page.wait_for_selector(".sql")
+    shown = watched.page.inner_text(".sql")
+    ran = subprocess.run(["bash", "-c", f"printf '%s\\0' {shown}"], capture_output=True, check=True, text=True)
+    words = ran.stdout.split("\0")[:-1]
+    assert len(words) == 4 and words[:2] == ["posttrain", "query"] and main(words[1:]) == 0
+    assert "row" in capsys.readouterr().out
+
+
+def test_keys_go_on_in_the_list_after_a_button_was_clicked(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/0/rollouts")
+    page.click("button:has-text('longest')")
+    page.wait_for_selector("button.on:has-text('longest')")
+    page.wait_for_selector("tbody tr.sel")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".one .t.at")
+    assert "/rollout/" in page.url
 
 
 def test_a_run_that_goes_on_is_drawn_as_it_goes(browser: Any, folders: list[Path], tmp_path: Path) -> None:

@@ -42,6 +42,12 @@ export function visible(text) {
   });
 }
 
+/** A text as a word of a shell's command line. */
+export function inShell(text) {
+  if (/^[\w./+:@%-]+$/.test(text)) return text;
+  return text.includes("'") ? `"${text.replace(/["\\$`]/g, "\\$&")}"` : `'${text}'`;
+}
+
 const PICTURE = /\[sha256:[0-9a-f]{64}\]/g;
 
 /** A prompt as a reader sees it: pictures stand beside it, and not as the hashes that name them. */

@@ -77,7 +77,7 @@ class Questions:
             raise UserError(
                 f"the question took longer than {self._seconds:g} s: narrow it, or raise --seconds"
             ) from error
-        except duckdb.OutOfMemoryException as error:
+        except (duckdb.OutOfMemoryException, MemoryError) as error:
             raise UserError("the question needs more memory than it may take: narrow it, or raise --memory") from error
         except duckdb.Error as error:
             raise UserError(f"the question cannot be answered: {explained(error, sql, self._tables)}") from error
@@ -86,6 +86,10 @@ class Questions:
 
     def close(self) -> None:
         self._base.close()
+        self.clean()
+
+    def clean(self) -> None:
+        """Delete what was made on disk."""
         self._made.cleanup()
 
     def __enter__(self) -> Questions:

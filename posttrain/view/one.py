@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pyarrow import parquet
 
+from posttrain.record.reading import read_seconds
 from posttrain.record.rows import said_by
 from posttrain.record.schema import NUMBERS
+from posttrain.runs.files import SECONDS, kept_file
 from posttrain.types import SpanKind, UserError
 from posttrain.view import signs
 from posttrain.view.pieces import Pieces
@@ -123,6 +124,8 @@ def _shown(row: dict[str, Any], pieces: Pieces, begin: int, window: int) -> dict
     begin = min(begin, len(tokens))
     end = min(len(tokens), begin + window)
     spans = row["spans"] or []
+    if any(s["start"] < 0 or s["length"] < 0 or s["start"] + s["length"] > len(tokens) for s in spans):
+        raise UserError(f"the spans of rollout {row['index']} lie outside its tokens: its file is damaged")
     scored, sampled = _places(spans, "learned"), _places(spans, "sampled")
     numbers = {name: _cut(row[name], scored, begin, end) for name in NUMBERS if row.get(name) is not None}
     if row["engine"] is not None and len(row["engine"]):
@@ -190,7 +193,7 @@ def _json(text: str | None) -> Any:
         return _clipped(text)
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -198,20 +201,20 @@ def _seconds(folder: Path, part: Part, index: int) -> dict[str, Any] | None:
     """What its turns and its reward took, where that was recorded."""
     if part.held_out:
         return None
-    return _seconds_of(str(folder / "seconds" / f"step-{part.step:06d}")).get(index)
+    file = kept_file(folder, SECONDS, part.step)
+    if file is None:
+        return None
+    try:
+        seen = file.stat()
+        return _seconds_of(folder, part.step, (seen.st_mtime_ns, seen.st_size)).get(index)
+    except (OSError, UserError):
+        return None
 
 
 @lru_cache(maxsize=8)
-def _seconds_of(stem: str) -> dict[int, dict[str, Any]]:
-    new, old = Path(f"{stem}.parquet"), Path(f"{stem}.jsonl")
-    try:
-        if new.is_file():
-            return {row["index"]: row for row in parquet.read_table(new).to_pylist()}
-        if old.is_file():
-            return dict(enumerate(map(json.loads, old.read_text().splitlines())))
-    except (OSError, ValueError):
-        return {}
-    return {}
+def _seconds_of(folder: Path, step: int, stamp: tuple[int, int]) -> dict[int, dict[str, Any]]:
+    """`stamp`: of the file, which a resumed run writes anew."""
+    return {row["index"]: row for row in read_seconds(folder, step)}
 
 
 def _missing(part: Part, index: int) -> UserError:

@@ -14,10 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from starlette.testclient import TestClient
 
 from posttrain.cli.main import main
 from posttrain.messages import safe_json
 from posttrain.record import reading
+from posttrain.record.asking import Questions
 from posttrain.record.index import open_index, piece_file
 from posttrain.record.reading import read_file, rows_of
 from posttrain.record.schema import KEY
@@ -26,6 +28,7 @@ from posttrain.types import UserError
 from posttrain.view.answering import Answers
 from posttrain.view.one import _seconds
 from posttrain.view.run import OpenRun
+from posttrain.view.server import application
 from posttrain.view.source import Part
 from posttrain.view.store import Store
 
@@ -240,3 +243,24 @@ def test_a_question_takes_no_time_or_memory_that_is_none(
     for option in ("--seconds", "--memory"):
         assert main(["query", str(folder), "select 1", f"{option}={word}"]) == 2
         assert "must be above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("condition", ["(" * 30_000, "x" * 200_000, "text = '\udcff'"])
+def test_a_condition_that_would_hold_up_everybody_is_not_read(folder: Path, condition: str) -> None:
+    pytest.importorskip("duckdb")
+    run = OpenRun(folder, "run")
+    run.read()
+    with pytest.raises(UserError, match="at most 100,000 characters and brackets within 300 others|text in UTF-8"):
+        Answers([run]).of("0/rollouts", {"where": condition})
+    with Questions(folder) as questions, pytest.raises(UserError, match="a question"):
+        questions.ask(f"select 1 from rollouts where {condition}")
+
+
+def test_a_link_among_the_pictures_leads_nowhere(folder: Path) -> None:
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / ("a" * 64)).symlink_to(folder / "run.json")
+    (folder / "pictures" / ("b" * 64)).write_bytes(b"GIF8")
+    client = TestClient(application([OpenRun(folder, "run")], "token"), base_url="http://127.0.0.1")
+    seen = {name: client.get(f"/token/picture/0/{name}").status_code for name in ("a" * 64, "b" * 64, "run.json")}
+    assert list(seen.values()) == [404, 200, 404]
+    assert client.get("/token/text/0/2/" + "9" * 30).status_code == 404

@@ -16,6 +16,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from posttrain.record.asking import bounded
 from posttrain.types import UserError
 from posttrain.view.sql import COLUMNS, OF_GROUPS, TEXTS
 from posttrain.view.table import ALL, Places, Rows
@@ -49,10 +50,8 @@ class Conditions:
         """The rows for which it holds. Raises UserError unless it is a condition in a single SELECT."""
         sql = f"select row from rollouts where ({condition}\n)"
         try:
-            sql.encode()
+            bounded(sql)
             statements = duckdb.extract_statements(sql)
-        except UnicodeEncodeError:
-            raise UserError("a condition is text in UTF-8") from None
         except duckdb.Error as error:
             raise UserError(said(error)) from None
         if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:

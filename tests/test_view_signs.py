@@ -123,6 +123,30 @@ def test_a_fault_that_a_run_is_unlearning_is_no_sign_of_a_loophole() -> None:
     assert honest([0.2] * 4)["word"] == honest([0.0, 0.1, 0.2, 0.2])["word"] == "look"
 
 
+def test_replies_that_shrink_are_told_and_those_that_grow_are_doubted() -> None:
+    def honest(length: list[Any]) -> dict[str, str]:
+        return verdicts({"reward": [0.3] * 4, "length": length}, {})["Is it honest?"]
+
+    assert (
+        honest([10.0, 10.0, 20.0, 20.0])["word"] == "look" and "50% as long" in honest([20.0, 20.0, 10.0, 10.0])["text"]
+    )
+    assert "as long" not in honest([20.0, 20.0, 18.0, 18.0])["text"]
+
+
+def test_where_nothing_was_earned_nothing_is_said_of_loopholes() -> None:
+    assert verdicts({"reward": [0.0] * 4}, {})["Is it honest?"]["word"] == "nothing earned"
+    assert verdicts({"reward": [0.0] * 4, "truncated": [0.5] * 4}, {})["Is it honest?"]["word"] == "look"
+
+
+def test_a_gap_to_what_is_held_out_is_a_doubt_only_if_the_run_has_opened_it() -> None:
+    def honest(reward: list[Any], held: list[Any]) -> dict[str, str]:
+        return verdicts({"reward": reward, "eval/reward": held}, {})["Is it honest?"]
+
+    assert honest([0.3, 0.3, 0.6, 0.6], [0.3, 0.3, 0.3, 0.3])["word"] == "look"
+    answer = honest([0.7, 0.7, 0.65, 0.65], [0.3, 0.3, 0.35, 0.35])
+    assert answer["tone"] == "good" and "0.3 above the held-out one, 0.4 at the start" in answer["text"]
+
+
 def test_a_run_without_a_gradient_is_not_called_stable_and_one_leap_is_called_one() -> None:
     def stable(norms: list[Any]) -> dict[str, str]:
         return verdicts({"grad_norm": norms, "ratio/max": [1.0] * 6, "ratio/min": [1.0] * 6}, {})["Is it stable?"]
@@ -194,6 +218,8 @@ def test_a_condition_calls_parts_by_their_names_and_an_error_lists_the_columns(r
         assert {row[:2] for row in terminal.ask(question.sql())[1]} == meant
     with pytest.raises(UserError, match=f"nothing.*the columns are step.*{part}"):
         Question.of({"where": "nothing = 1"}, run.store).page(0)
+    with pytest.raises(UserError, match="notes is JSON as text: write notes->>'moves'"):
+        Question.of({"where": "notes.moves = 1"}, run.store).page(0)
 
 
 def test_measures_of_a_step_keep_their_places_and_say_what_is_missing(run: OpenRun) -> None:

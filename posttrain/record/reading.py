@@ -180,9 +180,9 @@ def _read(path: Path, wanted: pa.Schema, places: Sequence[int] | None = None) ->
         with path.open("rb") as source:
             file = parquet.ParquetFile(source, page_checksum_verification=True)
             few_enough(path, file.metadata.num_rows)
-            version = (file.schema_arrow.metadata or {}).get(KEY, b"").decode()
-            missing = [name for name in wanted.names if name not in file.schema_arrow.names]
-            if version != VERSION or missing:
+            schema = file.schema_arrow  # which is made anew each time
+            version = (schema.metadata or {}).get(KEY, b"").decode()
+            if version != VERSION or not set(wanted.names) <= set(schema.names):
                 raise UserError(
                     f"{path} holds no rollouts of this version of posttrain: read it with the one that wrote it"
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from posttrain.view.run import OpenRun
 from posttrain.view.source import Part
 
 Query = Mapping[str, str]
+WAIT = 1.0  # seconds for what is being read
 
 
 class Answers:
@@ -23,6 +25,7 @@ class Answers:
     def __init__(self, runs: Sequence[OpenRun]) -> None:
         self.runs = list(runs)
         self._kept: dict[str, tuple[Any, Any]] = {}  # path -> (stamp of the run, answer)
+        self._making = threading.Lock()
 
     def of(self, path: str, query: Query) -> Any:
         """Plain JSON data. Raises UserError for what is not there, or cannot be read; KeyError for no such path.
@@ -50,10 +53,11 @@ class Answers:
         if not number.isdecimal() or int(number) >= len(self.runs):
             raise KeyError(path)
         name, *words = rest.split("/")
-        answer = _OF_RUN.get(name)
+        answer, run = _OF_RUN.get(name), self.runs[int(number)]
         if answer is None:
             raise KeyError(path)
-        return lambda: answer(self, self.runs[int(number)], words, query)
+        run.ready.wait(WAIT)  # one page with all its figures, not one without them first
+        return lambda: answer(self, run, words, query)
 
     def _about(self, run: OpenRun) -> dict[str, Any]:
         store = run.store
@@ -73,11 +77,12 @@ class Answers:
         }
 
     def _overview(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
-        stamp = run.stamp
-        kept = self._kept.get(str(run.folder))
-        if kept is None or kept[0] != stamp:
-            kept = self._kept[str(run.folder)] = (stamp, overview(run))
-        return kept[1]
+        with self._making:  # who reloads the page waits for the same one
+            stamp = run.stamp
+            kept = self._kept.get(str(run.folder))
+            if kept is None or kept[0] != stamp:
+                kept = self._kept[str(run.folder)] = (stamp, overview(run))
+            return kept[1]
 
     def _rollouts(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
         offset, limit = _whole(query, "offset", 0), min(1000, _whole(query, "limit", PAGE))

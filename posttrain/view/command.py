@@ -24,13 +24,10 @@ def opened(folders: Sequence[str]) -> list[OpenRun]:
 def serve(folders: Sequence[str], port: int = 0, browser: bool = False) -> None:
     """Serve until interrupted. `port` 0: any that is free."""
     _lighten()
-    import uvicorn
-
-    from posttrain.view.server import application
-
     runs = opened(folders)
     token = token_urlsafe(12)
     with _bound(port) as bound:
+        bound.listen()  # whoever is quicker than the imports below waits, and is not refused
         for run in runs:  # not before: a thread that reads would be cut off where the port is taken
             run.begin()
         address = f"http://{HOST}:{bound.getsockname()[1]}/{token}/"
@@ -39,12 +36,17 @@ def serve(folders: Sequence[str], port: int = 0, browser: bool = False) -> None:
             import webbrowser
 
             webbrowser.open(address)
+        import uvicorn
+
+        from posttrain.view.server import application
+
         config = uvicorn.Config(
             application(runs, token),
             log_level="error",
             access_log=False,
             server_header=False,
             lifespan="off",
+            timeout_graceful_shutdown=2,  # a question may be asked that no interrupt reaches
             ws="none",
         )
         try:

@@ -16,7 +16,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from posttrain.record.asking import bounded
+from posttrain.record.asking import bounded, explained
 from posttrain.types import UserError
 from posttrain.view.sql import COLUMNS, OF_GROUPS, TEXTS
 from posttrain.view.table import ALL, Places, Rows
@@ -62,6 +62,8 @@ class Conditions:
                 found = cursor.execute(sql).fetchnumpy()["row"]
                 return np.sort(np.asarray(found, dtype=np.int64))
         except UserError as error:
+            if "Cannot extract field" in str(error):
+                raise UserError(explained(error, sql, ())) from None
             if "not found in FROM clause" not in str(error):
                 raise
             known = ", ".join([*COLUMNS, *(name for name in rows.parts if name not in COLUMNS)])

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
+from pyarrow import parquet
 
-from posttrain.record.reading import read_seconds
+from posttrain.record.older import seconds_of_lines
 from posttrain.record.rows import said_by
 from posttrain.record.schema import NUMBERS
+from posttrain.record.schema import SECONDS as SECONDS_TABLE
+from posttrain.record.writing import table_of
 from posttrain.runs.files import SECONDS, kept_file
 from posttrain.types import SpanKind, UserError
 from posttrain.view import signs
@@ -124,8 +128,6 @@ def _shown(row: dict[str, Any], pieces: Pieces, begin: int, window: int) -> dict
     begin = min(begin, len(tokens))
     end = min(len(tokens), begin + window)
     spans = row["spans"] or []
-    if any(s["start"] < 0 or s["length"] < 0 or s["start"] + s["length"] > len(tokens) for s in spans):
-        raise UserError(f"the spans of rollout {row['index']} lie outside its tokens: its file is damaged")
     scored, sampled = _places(spans, "learned"), _places(spans, "sampled")
     numbers = {name: _cut(row[name], scored, begin, end) for name in NUMBERS if row.get(name) is not None}
     if row["engine"] is not None and len(row["engine"]):
@@ -206,15 +208,19 @@ def _seconds(folder: Path, part: Part, index: int) -> dict[str, Any] | None:
         return None
     try:
         seen = file.stat()
-        return _seconds_of(folder, part.step, (seen.st_mtime_ns, seen.st_size)).get(index)
-    except (OSError, UserError):
+        table = _seconds_of(file, (seen.st_mtime_ns, seen.st_size))
+        own = np.flatnonzero(table["index"].to_numpy() == index)[:1]
+        return next(iter(table.take(pa.array(own)).to_pylist()), None)
+    except (OSError, ValueError, LookupError, UserError):
         return None
 
 
 @lru_cache(maxsize=8)
-def _seconds_of(folder: Path, step: int, stamp: tuple[int, int]) -> dict[int, dict[str, Any]]:
+def _seconds_of(file: Path, stamp: tuple[int, int]) -> pa.Table:
     """`stamp`: of the file, which a resumed run writes anew."""
-    return {row["index"]: row for row in read_seconds(folder, step)}
+    if file.suffix == ".jsonl":
+        return table_of(seconds_of_lines(file), SECONDS_TABLE)
+    return parquet.ParquetFile(file).read(use_threads=False)
 
 
 def _missing(part: Part, index: int) -> UserError:

@@ -33,6 +33,7 @@ class OpenRun:
         self.store = Store(folder)
         self.pieces = Pieces(folder, self.about)
         self.problem: str | None = None  # why its rollouts cannot be read
+        self.ready = threading.Event()  # whether what was there at first has been read
         self._ended = threading.Event()
 
     @property
@@ -57,6 +58,7 @@ class OpenRun:
         self.store.follow()
         if self.store.success is None and self._inferred():
             self.store.settle()
+        self.ready.set()
 
     def _follow(self) -> None:
         while not self._ended.is_set():
@@ -76,6 +78,7 @@ class OpenRun:
                 Exception
             ) as error:  # whatever else is wrong with a file: the pages say it, and the next look tries again
                 self.problem = f"{self.folder} cannot be read: {one_line(error)[:200]}"
+            self.ready.set()
             self._ended.wait(PAUSE if self.on else 5 * PAUSE)
 
     def _index(self) -> None:

@@ -140,8 +140,10 @@ def _pushed(path: str, stamp: tuple[int, int], objective: tuple[str, ...]) -> tu
     found = []
     table = read_file(Path(path), names, None)
     for row in table.filter(pc.is_valid(table["weight"])).to_pylist():  # of most nobody kept it
-        at = [n for s in row["spans"] or () if s["learned"] for n in range(s["start"], s["start"] + s["length"])]
-        found += [(row["index"], at[place]) for place in pushed(row, objective)]
+        learned = [s for s in row["spans"] or () if s["learned"]]
+        if sum(s["length"] for s in learned) == len(row["weight"]):  # else it is damaged, which its page says
+            at = [n for s in learned for n in range(s["start"], s["start"] + s["length"])]
+            found += [(row["index"], at[place]) for place in pushed(row, objective)]
     return tuple(found)
 
 

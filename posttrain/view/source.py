@@ -156,13 +156,14 @@ def _checked(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> pa.
     try:
         file = parquet.ParquetFile(path, read_dictionary=list(texts), page_checksum_verification=True)
         few_enough(path, file.metadata.num_rows)
-        version = (file.schema_arrow.metadata or {}).get(KEY, b"").decode("ascii", "replace")
+        schema = file.schema_arrow  # which is made anew each time
+        version = (schema.metadata or {}).get(KEY, b"").decode("ascii", "replace")
         if version != VERSION:
             raise UserError(
                 f"{path} is of the record's version {version or 'none'}, this posttrain reads {VERSION}: "
                 "open it with the posttrain that wrote it"
             )
-        return file.read([name for name in names if name in file.schema_arrow.names], use_threads=False)
+        return file.read([name for name in names if name in schema.names], use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} is damaged ({' '.join(str(error).split())[:120]}): put a copy of it back") from error
 
@@ -173,6 +174,8 @@ def rows(
     """Rows of a part with these columns: all, or those with these indices."""
     wanted = [*names, *(name for name in ("learner", "why") if "before" in names and name not in names)]
     table = read_file(file.path, wanted, None if indices is None else sorted(set(indices)))
+    if {"spans", "tokens"} <= set(names):
+        _check_spans(file.path, table)
     return _before(table).select([name for name in table.column_names if name in names]) if "before" in names else table
 
 
@@ -185,3 +188,19 @@ def _before(table: pa.Table) -> pa.Table:
     same = pc.and_(pc.is_null(table["before"]), pc.invert(several))
     filled = pc.if_else(same, table["learner"], table["before"])
     return table.set_column(table.column_names.index("before"), table.schema.field("before"), filled)
+
+
+def _check_spans(path: Path, table: pa.Table) -> None:
+    """Raise UserError unless spans lie within their tokens, one behind the other: what follows makes a place for each."""
+    lists, tokens = (table[name].combine_chunks() for name in ("spans", "tokens"))
+    spans, row = lists.flatten(), pc.list_parent_indices(lists).to_numpy()
+    start, length = (
+        spans.field(name).to_numpy(zero_copy_only=False).astype(np.float64) for name in ("start", "length")
+    )
+    known = pc.fill_null(pc.list_value_length(tokens), 0).to_numpy(zero_copy_only=False)[row]
+    behind = np.append(True, (start[1:] >= start[:-1] + length[:-1]) | (row[1:] != row[:-1]))[: len(row)]
+    wrong = np.flatnonzero(~((start >= 0) & (length >= 0) & (start + length <= known) & behind))  # nan: null
+    if len(wrong):
+        place = wrong[0]
+        said = f"a span of {length[place]:,.0f} tokens from {start[place]:,.0f} on, of {known[place]:,}"
+        raise UserError(f"{path} is damaged (rollout {row[place]} of those read has {said}): put a copy of it back")

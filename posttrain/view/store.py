@@ -132,6 +132,8 @@ class Store:
                 self.version += 1
                 shown = time.monotonic()
         self.rows = Rows(merged(tables), self.success, self._texts)
+        del tables
+        pa.default_memory_pool().release_unused()  # what has been read piece by piece is 100 MB
 
     def _tables(self, new: Mapping[Part, File]) -> Iterator[tuple[list[Part], pa.Table | UserError]]:
         yield from scalars(self.folder, {part: file for part, file in new.items() if not file.lines})
@@ -208,7 +210,7 @@ def _held(table: pa.Table) -> pa.Table:
     columns = {}
     for name, kind in _KINDS.items():
         columns[name] = _encoded(table[name]) if kind == _TEXT else table[name].cast(kind)
-    if table["step"].null_count or table["index"].null_count:
+    if table["step"].null_count or table["index"].null_count or (pc.min(table["index"]).as_py() or 0) < 0:
         raise LookupError("rows without a place")
     return pa.table(columns | {f"part.{name}": values for name, values in _parts_of(table).items()})
 

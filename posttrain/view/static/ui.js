@@ -59,6 +59,8 @@ export function useKeys(keys) {
   }, []);
 }
 
+addEventListener("click", (event) => event.detail && event.target.closest?.("button")?.blur()); // or Enter would press it again, after j
+
 export const Problem = ({ text }) => html`<div class="problem" role="alert">${text}</div>`;
 
 export const Empty = ({ children }) => html`<div class="card empty">${children}</div>`;

@@ -88,6 +88,16 @@ def test_a_prompt_that_stands_with_several_answers_tells_none_of_them() -> None:
     assert signs.telling([("26=7+7+6+6=", "26"), ("1+2+0+1=", "4"), ("1+1=", None), ("9=9+0=", "9")]) == 0.5
 
 
+def test_numbers_that_prompts_and_answers_share_by_chance_are_no_leak() -> None:
+    rng = np.random.default_rng(0)
+    problems = [(" and ".join(map(str, rng.integers(0, 30, 4))), str(rng.integers(0, 30))) for _ in range(300)]
+    assert abs(signs.telling(problems) - signs.by_chance(problems)) < 0.05 < signs.telling(problems)
+    leaking = [
+        (f"{answer}: {prompt}" if place % 3 else prompt, answer) for place, (prompt, answer) in enumerate(problems)
+    ]
+    assert signs.telling(leaking) - signs.by_chance(leaking) > 0.3
+
+
 def test_a_gap_is_named_by_how_it_began() -> None:
     def said(gap: list[float | None]) -> str:
         return verdicts({"sampler/gap": gap, "sampler/gap/max": gap, "grad_norm": [1.0] * 4}, {})["Is it stable?"][

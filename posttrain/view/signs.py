@@ -7,6 +7,7 @@ Each is said only where the record decides it; where other explanations are left
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from posttrain.record.reading import read_file
+from posttrain.seeds import seed_of
 from posttrain.types import UserError
 from posttrain.view.source import File
 from posttrain.view.store import Store
@@ -29,7 +31,7 @@ TOKENS = 400_000  # of a part, beyond which only kinds of spans are looked at
 TRAINS = ("rl", "sft", "distill")  # verbs that train on what a policy or a demonstration says
 FOREIGN = ("prompt", "observation", "tool")  # spans that neither has written
 ANSWERS = ("answer", "solution", "target", "label", "gold", "expected", "ground_truth")
-SOME = (0.05, 0.95)  # share of the tasks between which a leak tells some from others
+SOME = (0.05, 0.95)  # share of the tasks, beyond what chance would give, between which a leak tells some from others
 
 _PICTURE = re.compile(r"\[sha256:[0-9a-f]{64}\]")
 _PASSES = re.compile(r"updates per step: (\d+)(?:, in (\d+) epochs of \d+)?")
@@ -179,7 +181,15 @@ def leaks(store: Store) -> float | None:
     if not tasks:
         return None
     share = telling(tasks)
-    return share if SOME[0] <= share <= SOME[1] else None
+    sure = SOME[0] + 2 * math.sqrt(share * (1 - share) / len(tasks))
+    return share if share <= SOME[1] and share - by_chance(tasks) >= sure else None
+
+
+def by_chance(tasks: Collection[tuple[str, str | None]]) -> float:
+    """Share of prompts that contain the answer of some other task: the numbers of word problems often do."""
+    listed = sorted(tasks, key=lambda task: seed_of("by chance", task[0]))  # neighbours have nothing in common
+    others = [(p, listed[(at + by) % len(listed)][1]) for by in (1, 7, 61) for at, (p, _) in enumerate(listed)]
+    return sum(_contains(prompt, answer) for prompt, answer in others) / len(others)
 
 
 def telling(tasks: Collection[tuple[str, str | None]]) -> float:

@@ -614,7 +614,7 @@ def view(
     port: int = 0,
     browser: bool = False,
     export: str | None = None,
-    rollouts: int = 200,
+    rollouts: int | None = None,
     where: str = "",
 ) -> int:
     """Look at runs in a browser, from their curves down to every number of a single token. It follows runs that are on.
@@ -630,7 +630,7 @@ def view(
     export
         Write one run into this HTML file instead, which opens from disk.
     rollouts
-        How many rollouts go into that file.
+        How many rollouts go into that file; default: 200.
     where
         Which of them, as a condition in SQL: "step > 100 and reward < 1".
     """
@@ -640,13 +640,18 @@ def view(
     from posttrain.view import command
 
     if export is None:
-        if where:
-            raise UserError("--where chooses what goes into a file: it goes with --export FILE")
+        if where or rollouts is not None:
+            option = "--where" if where else "--rollouts"
+            raise UserError(f"{option} chooses what goes into a file: it goes with --export FILE")
         with bounds.memory():
             command.serve(runs, port, browser)
         return 0
+    if rollouts is not None and rollouts < 1:
+        raise UserError(f"--rollouts {rollouts} must be from 1: it is how many go into the file")
+    if browser or port:
+        raise UserError("--export writes a file and serves nothing: leave out --port and --browser")
     with bounds.memory():
-        size = command.export(runs, Path(export), rollouts, where)
+        size = command.export(runs, Path(export), rollouts or 200, where)
     print(f"exported    {export}, {size / 1e6:.1f} MB: open it in any browser")
     return 0
 

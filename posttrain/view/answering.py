@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from posttrain.messages import one_line
 from posttrain.types import UserError
 from posttrain.view import changes, one, pairing, parting
 from posttrain.view.asking import PAGE, QUESTIONS, Question
@@ -27,13 +28,27 @@ class Answers:
         self._making = threading.Lock()
 
     def of(self, path: str, query: Query) -> Any:
-        """Plain JSON data. Raises UserError for what is not there, or cannot be read; KeyError for no such path."""
+        """Plain JSON data. Raises UserError for what is not there, or cannot be read; KeyError for no such path.
+
+        Files may hold anything: what they say and no run has written is told in a line, and the other pages stay.
+        """
+        ask = self._asked(path, query)
+        try:
+            return ask()
+        except (UserError, AssertionError):
+            raise
+        except Exception as error:
+            raise UserError(
+                f"the run's files say what no run writes ({type(error).__name__}: {one_line(error)})"
+            ) from error
+
+    def _asked(self, path: str, query: Query) -> Callable[[], Any]:
         if path == "runs":
-            return {"runs": [self._about(run) for run in self.runs], "questions": _ready()}
+            return lambda: {"runs": [self._about(run) for run in self.runs], "questions": _ready()}
         if path == "compare":
-            return pairing.compared(self.runs, query)
+            return lambda: pairing.compared(self.runs, query)
         if path == "parting":
-            return parting.parted(*pairing.sides(self.runs, query))
+            return lambda: parting.parted(*pairing.sides(self.runs, query))
         number, _, rest = path.partition("/")
         if not number.isdecimal() or int(number) >= len(self.runs):
             raise KeyError(path)
@@ -42,10 +57,14 @@ class Answers:
         if answer is None:
             raise KeyError(path)
         run.ready.wait(WAIT)  # one page with all its figures, not one without them first
-        try:
-            return answer(self, run, words, query)
-        finally:
-            run.shown.set()
+
+        def answered() -> Any:
+            try:
+                return answer(self, run, words, query)
+            finally:
+                run.shown.set()
+
+        return answered
 
     def _about(self, run: OpenRun) -> dict[str, Any]:
         store = run.store

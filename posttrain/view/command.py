@@ -46,6 +46,7 @@ def serve(folders: Sequence[str], port: int = 0, browser: bool = False) -> None:
             access_log=False,
             server_header=False,
             lifespan="off",
+            timeout_graceful_shutdown=2,  # a question may be asked that no interrupt reaches
             ws="none",
         )
         try:

@@ -16,7 +16,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from posttrain.record.asking import explained
+from posttrain.record.asking import bounded, explained
 from posttrain.types import UserError
 from posttrain.view.sql import COLUMNS, OF_GROUPS, TEXTS
 from posttrain.view.table import ALL, Places, Rows
@@ -50,6 +50,7 @@ class Conditions:
         """The rows for which it holds. Raises UserError unless it is a condition in a single SELECT."""
         sql = f"select row from rollouts where ({condition}\n)"
         try:
+            bounded(sql)
             statements = duckdb.extract_statements(sql)
         except duckdb.Error as error:
             raise UserError(said(error)) from None

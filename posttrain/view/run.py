@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -127,7 +128,8 @@ class OpenRun:
     def _success(self) -> float | None:
         """The reward from which on a reply is right, if the run says so."""
         given = self.about["config"].get("success", self.about.get("success"))
-        return float(given) if isinstance(given, int | float) and not isinstance(given, bool) else self.store.success
+        known = isinstance(given, int | float) and not isinstance(given, bool) and abs(given) < sys.float_info.max
+        return float(given) if known else self.store.success
 
     def _inferred(self) -> bool:
         """Set what counts as right by what the run itself has counted: the threshold that gives its accuracy."""

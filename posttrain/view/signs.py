@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from posttrain.record.reading import read_file
 from posttrain.seeds import seed_of
+from posttrain.types import UserError
 from posttrain.view.source import File
 from posttrain.view.store import Store
 
@@ -47,8 +49,9 @@ def origins(store: Store) -> dict[str, int]:
     """Kind of a span -> tokens of it that were trained on, in some steps from first to last."""
     found: dict[str, int] = {}
     for file in looked_at(store):
-        for kind, count in _origins(str(file.path), file.stamp):
-            found[kind] = found.get(kind, 0) + count
+        with suppress(UserError):  # it is damaged, which whoever opens it is told
+            for kind, count in _origins(str(file.path), file.stamp):
+                found[kind] = found.get(kind, 0) + count
     return found
 
 
@@ -124,7 +127,10 @@ def pushed_in(file: File, objective: Sequence[str]) -> tuple[tuple[int, int], ..
     """(index of the rollout, place of the token) of those of a part that were."""
     if file.lines or passes(tuple(objective)) is None:
         return ()
-    return _pushed(str(file.path), file.stamp, tuple(objective))
+    try:
+        return _pushed(str(file.path), file.stamp, tuple(objective))
+    except UserError:
+        return ()
 
 
 @lru_cache(maxsize=256)
@@ -168,7 +174,10 @@ def leaks(store: Store) -> float | None:
 
     Of the tasks of some steps from first to last.
     """
-    tasks = {task for file in looked_at(store, lines=True) for task in _tasks(str(file.path), file.stamp)}
+    tasks: set[tuple[str, str | None]] = set()
+    for file in looked_at(store, lines=True):
+        with suppress(UserError):
+            tasks |= _tasks(str(file.path), file.stamp)
     if not tasks:
         return None
     share = telling(tasks)

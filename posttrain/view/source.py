@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,13 +20,13 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from posttrain.record.index import short
-from posttrain.record.reading import read_file
+from posttrain.record.reading import few_enough, read_file
 from posttrain.record.schema import INDEX, KEY, ROLLOUTS, VERSION
+from posttrain.runs.files import step_of
 from posttrain.types import UserError
 
 FOLDERS = {"rollouts": False, "evals": True}
 """Folder -> whether its rollouts are held out."""
-_FILE = re.compile(r"step-(\d{6,})\.(parquet|jsonl)")
 _PIECE = re.compile(r"(\d{6,})-(\d{6,})\.parquet")
 MADE_OF = b"posttrain.made_of"  # see posttrain.record.index
 
@@ -70,14 +70,15 @@ def parts_of(folder: Path) -> dict[Part, File]:
             continue
         with os.scandir(inside) as entries:
             for entry in entries:
-                match = _FILE.fullmatch(entry.name)
-                if not match or not entry.is_file():
-                    continue
+                stem, _, form = entry.name.partition(".")
+                step = step_of(stem) if form in ("parquet", "jsonl") else None
                 try:
+                    if step is None or not entry.is_file():
+                        continue
                     seen = entry.stat()
-                except FileNotFoundError:
+                except OSError:  # it is gone, or a link that leads nowhere
                     continue
-                part, file = Part(int(match[1]), held_out), File(Path(entry.path), (seen.st_mtime_ns, seen.st_size))
+                part, file = Part(step, held_out), File(Path(entry.path), (seen.st_mtime_ns, seen.st_size))
                 if part not in found or found[part].lines:
                     found[part] = file
     return dict(sorted(found.items()))
@@ -134,16 +135,27 @@ def _fresh(path: Path, files: dict[Part, File]) -> pa.Table | None:
         names = [name for name in INDEX.names if name not in UNUSED]
         texts = [name for name in names if INDEX.field(name).type == pa.string()]
         table = _checked(path, names, texts)
+        if not _belongs(table, files):
+            return None
         plain = pa.schema([(f.name, pa.string() if f.name in texts else f.type) for f in table.schema])
         return table if plain.equals(pa.schema([INDEX.field(name) for name in names])) else None
     except (OSError, ValueError, pa.ArrowException, UserError):
         return None
 
 
+def _belongs(table: pa.Table, parts: Iterable[Part]) -> bool:
+    """Whether all rows are of these parts, and none stands there twice."""
+    step, held_out, index = (table[name].to_numpy().astype(np.int64) for name in ("step", "held_out", "index"))
+    own = [(part.step << 1) | part.held_out for part in parts]
+    key = (step << 1 | held_out) << 32 | index
+    return bool(np.isin(key >> 32, own).all()) and len(np.unique(key)) == len(key)
+
+
 def _checked(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> pa.Table:
     """Some columns of a file, `texts` as dictionaries. Raises UserError for one that is damaged, or of another version."""
     try:
-        file = parquet.ParquetFile(path, memory_map=True, read_dictionary=list(texts))
+        file = parquet.ParquetFile(path, read_dictionary=list(texts), page_checksum_verification=True)
+        few_enough(path, file.metadata.num_rows)
         schema = file.schema_arrow  # which is made anew each time
         version = (schema.metadata or {}).get(KEY, b"").decode("ascii", "replace")
         if version != VERSION:

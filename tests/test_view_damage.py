@@ -172,6 +172,25 @@ def test_texts_that_are_whole_in_the_index_are_not_read_again(tmp_path: Path, mo
     assert (2, 3) in {(r["step"], r["index"]) for r in rows}
 
 
+def test_texts_of_a_step_that_was_played_again_are_the_new_ones(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    run = opened(copy)
+    old = read_file(copy / "rollouts" / "step-000004.parquet", ["text"])["text"][0].as_py()[100:140]
+    assert Question.of({"q": old}, run.store).page(0)["count"] == 1
+
+    def change(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            row["text"] = "another reply " * 20 + "at its end a zebra"
+
+    again = rewritten(folder, tmp_path / "again", 4, change)
+    shutil.copy(again / "rollouts" / "step-000004.parquet", copy / "rollouts")
+    run.read()
+    run.store.read_texts()
+    assert Question.of({"q": old}, run.store).page(0)["count"] == 0
+    assert Question.of({"q": "a zebra"}, run.store).page(0)["count"] == 16
+
+
 # -- orders and histograms ---------------------------------------------------------------------------------------------
 
 

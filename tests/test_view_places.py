@@ -13,6 +13,7 @@ import pytest
 
 from posttrain.record.reading import read_file
 from posttrain.view.answering import Answers
+from posttrain.view.reasons import why
 from posttrain.view.run import OpenRun
 
 Row = dict[str, Any]
@@ -144,3 +145,21 @@ def test_before_the_step_is_what_the_learner_said_unless_several_updates_came_be
     run.read()
     one, several, known = (Answers([run]).of(f"0/rollout/1/{i}", {})["numbers"] for i in range(3))
     assert one["before"] == one["learner"] and "before" not in several and known["before"] != known["learner"]
+
+
+def test_turns_of_several_contexts_begin_where_their_tokens_stand(answers: Answers, tmp_path: Path) -> None:
+    rows = read_file(answers.runs[0].folder / "rollouts" / "step-000001.parquet").to_pylist()
+    turn = {"role": "sampled", "text": "t", "length": 2, "reward": 0.0, "cut": 0, "calls": []}
+    rows[0] |= {"transcripts": [3, 4, 7], "turns": [{**turn, "transcript": t, "first": t} for t in (0, 1, 2, 2)]}
+    generated_runs.make_hostile(tmp_path)
+    generated_runs.save(tmp_path / "rollouts" / "step-000001.parquet", rows)
+    run = OpenRun(tmp_path, "run")
+    run.read()
+    assert [turn["first"] for turn in Answers([run]).of("0/rollout/1/0", {})["turns"]] == [0, 4, 9, 9]
+
+
+def test_a_rollout_of_an_update_that_was_skipped_is_not_said_to_be_trained() -> None:
+    trained = {"kind": "rl", "fate": "trained", "advantage": 1.0, "why": "", "invalid": None}
+    assert "made more likely" in why({**trained, "flags": []})
+    assert "skipped" in why({**trained, "flags": ["update skipped"]})
+    assert "likely" not in why({**trained, "flags": ["update skipped"]})

@@ -57,7 +57,14 @@ class Answers:
         if answer is None:
             raise KeyError(path)
         run.ready.wait(WAIT)  # one page with all its figures, not one without them first
-        return lambda: answer(self, run, words, query)
+
+        def answered() -> Any:
+            try:
+                return answer(self, run, words, query)
+            finally:
+                run.shown.set()
+
+        return answered
 
     def _about(self, run: OpenRun) -> dict[str, Any]:
         store = run.store

@@ -22,6 +22,8 @@ from posttrain.view.source import Part
 from posttrain.view.store import Store
 
 PAUSE = 1.0  # seconds between two looks at a run that is on
+FIRST = 2.0  # seconds that texts, which few ask for, leave to the first page
+LAST = 5.0  # and that are left to what is being read at the end
 
 
 class OpenRun:
@@ -34,7 +36,9 @@ class OpenRun:
         self.pieces = Pieces(folder, self.about)
         self.problem: str | None = None  # why its rollouts cannot be read
         self.ready = threading.Event()  # whether what was there at first has been read
+        self.shown = threading.Event()  # whether a page has had an answer
         self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
 
     @property
     def objective(self) -> list[str]:
@@ -47,10 +51,15 @@ class OpenRun:
         return "end" not in self.about and in_use(self.folder)
 
     def begin(self) -> None:
-        threading.Thread(target=self._follow, daemon=True).start()
+        self._thread.start()
 
     def close(self) -> None:
+        """End what reads: a thread that is cut off in another library's code takes the process with it."""
         self._ended.set()
+        self.shown.set()
+        self.store.closed = True
+        if self._thread.is_alive():
+            self._thread.join(LAST)
 
     def read(self) -> None:
         """All that is there now."""
@@ -66,10 +75,11 @@ class OpenRun:
                 self.about = read_run(self.folder)
                 before = self.store.version
                 self.read()
+                self.problem = self.store.problem
                 if self.store.version != before:
+                    self.shown.wait(FIRST)
                     self.store.read_texts()
                     self._index()
-                self.problem = self.store.problem
             except UserError as error:
                 self.problem = str(error)
             except FileNotFoundError:  # a step that a resume has deleted: the next look sees it

@@ -52,6 +52,7 @@ class Store:
         self.rows = Rows(_EMPTY)
         self.success: float | None = None  # the reward from which on a reply is right; None: nobody said
         self.version = 0  # rises with every change
+        self.closed = False  # whether nobody asks any more
         self.searchable = False  # whether texts are held, as far as they will be
         self.unsearched: str | None = None  # of which texts a search sees their beginnings alone, and why
         self.progress = 0.0  # share of the parts that are there have been read
@@ -114,6 +115,8 @@ class Store:
     def _read(self, new: dict[Part, File], among: int) -> None:
         tables, read, shown = [self.rows.table], 0, time.monotonic()
         for parts, table in self._tables(new):
+            if self.closed:
+                break
             why = str(table) if isinstance(table, UserError) else None
             if not isinstance(table, UserError):
                 try:
@@ -155,6 +158,8 @@ class Store:
         missing = [part for part, file in self.files.items() if self._read_of.get(part, (None,))[0] != file]
         long = self._long()
         for begin in range(0, len(missing), TOGETHER):
+            if self.closed:
+                return
             tables = [self._texts]
             for part in missing[begin : begin + TOGETHER]:
                 try:

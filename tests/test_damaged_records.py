@@ -3,8 +3,11 @@
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +73,11 @@ def nulls(folder: Path) -> None:
     put(folder, pa.table(kept, schema=pa.schema(list(table.schema))))
 
 
+def loop(folder: Path) -> None:
+    second(folder).unlink()
+    second(folder).symlink_to(second(folder))
+
+
 SPAN = {"kind": "sampled", "version": None, "learned": True}
 TURN = {"role": None, "text": None, "transcript": 9, "first": None, "length": None, "calls": [{"arguments": "{x"}]}
 DAMAGE: dict[str, Callable[[Path], Any]] = {
@@ -82,7 +90,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "turns of nowhere": lambda f: alter(f, turns=[TURN], transcripts=[]),
     "no turns at all": lambda f: alter(f, turns=[None], parts=[None], versions=[None]),
     "no numbers": lambda f: alter(f, reward=float("nan"), used=float("inf"), advantage=-float("inf"), learner=[np.nan]),
-    "a link to itself": lambda f: (second(f).unlink(), second(f).symlink_to(second(f))),
+    "a link to itself": loop,
     "a column twice": lambda f: put(f, (t := parquet.read_table(second(f))).append_column("reward", t["reward"])),
     "a success beyond floats": lambda f: (f / "run.json").write_text(
         json.dumps({"verb": "rl", "config": {"success": 10**400}})
@@ -264,3 +272,26 @@ def test_a_link_among_the_pictures_leads_nowhere(folder: Path) -> None:
     seen = {name: client.get(f"/token/picture/0/{name}").status_code for name in ("a" * 64, "b" * 64, "run.json")}
     assert list(seen.values()) == [404, 200, 404]
     assert client.get("/token/text/0/2/" + "9" * 30).status_code == 404
+
+
+def test_view_ends_though_a_question_does_not(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("duckdb")
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-m", "posttrain", "view", str(folder)]
+    own = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=own) as view:
+        assert view.stdout is not None
+        address = view.stdout.readline().split()[-1].decode()
+        port, token = address.removeprefix("http://127.0.0.1:").strip("/").split("/")
+        endless = "damerau_levenshtein(repeat('x',300000),repeat('y',300000))>1"
+        with socket.create_connection(("127.0.0.1", int(port))) as asked:
+            where = f"/{token}/api/0/rollouts?where={endless}".replace(">", "%3E")
+            asked.sendall(f"GET {where} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            deadline = time.monotonic() + 30
+            while not list((tmp_path / "tmp").iterdir()) and time.monotonic() < deadline:  # until the database is open
+                time.sleep(0.1)
+            time.sleep(0.5)
+            view.send_signal(signal.SIGINT)
+            assert view.wait(20) in (0, 130)
+    assert not list((tmp_path / "tmp").iterdir())

@@ -46,6 +46,10 @@ class Conditions:
         self._database.execute("set enable_external_access = false")  # after its directory, which it then keeps
         self._database.execute("set lock_configuration = true")
 
+    def clean(self) -> None:
+        """Delete what was spilled."""
+        self._spilled.cleanup()
+
     def places(self, rows: Rows, condition: str) -> Places:
         """The rows for which it holds. Raises UserError unless it is a condition in a single SELECT."""
         sql = f"select row from rollouts where ({condition}\n)"

@@ -75,6 +75,11 @@ class Store:
             self._conditions = Conditions()
         return self._conditions.places(rows, condition)
 
+    def close(self) -> None:
+        """Delete what questions have left on disk."""
+        if self._conditions is not None:
+            self._conditions.clean()
+
     @property
     def problem(self) -> str | None:
         """What could not be read, if anything."""

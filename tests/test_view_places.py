@@ -163,3 +163,14 @@ def test_a_rollout_of_an_update_that_was_skipped_is_not_said_to_be_trained() -> 
     assert "made more likely" in why({**trained, "flags": []})
     assert "skipped" in why({**trained, "flags": ["update skipped"]})
     assert "likely" not in why({**trained, "flags": ["update skipped"]})
+
+
+def test_numbers_that_are_none_are_left_out_of_what_a_step_changed(answers: Answers, tmp_path: Path) -> None:
+    rows = read_file(answers.runs[0].folder / "rollouts" / "step-000001.parquet").to_pylist()
+    rows[0]["weight"] = [float("nan"), float("inf"), *rows[0]["weight"][2:]]
+    generated_runs.make_hostile(tmp_path)
+    generated_runs.save(tmp_path / "rollouts" / "step-000001.parquet", rows)
+    run = OpenRun(tmp_path, "run")
+    run.read()
+    data = Answers([run]).of("0/step/1", {"by": "push"})
+    assert data["n"] == answers.of("0/step/1", {"by": "push"})["n"] - 2 and np.isfinite(data["mean"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,12 @@ def test_the_overview_counts_what_was_trained_on_and_is_made_again_when_there_is
     file.write_bytes((tmp_path / "kept").read_bytes())
     run.read()
     assert answers.of("0/overview", {})["rollouts"] == len(rows)
+
+
+def test_where_nothing_was_ever_right_no_reward_counts_as_right(tmp_path: Path) -> None:
+    folder = generated_runs.make_run(tmp_path / "run", steps=2, groups=4, group=3, tokens=4, evals=0)
+    lines = [{**json.loads(line), "accuracy": 0.0} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = OpenRun(folder, "run")
+    run.read()
+    assert run.store.rows.groups["right_n"].sum() == 0 and run.store.rows.number("reward").max() > 0

@@ -211,3 +211,17 @@ def test_view_without_its_extra_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, absent, None)
     assert told(capsys, "view", "a") == f"posttrain: posttrain view needs {absent}: pip install 'posttrain[view]'"
+
+
+def test_options_of_view_that_would_do_nothing_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("uvicorn")
+    file = str(tmp_path / "run.html")
+    for words, said in (
+        (["--rollouts", "5"], "--rollouts chooses what goes into a file"),
+        (["--where", "step > 1"], "--where chooses what goes into a file"),
+        (["--export", file, "--rollouts", "0"], "--rollouts 0 must be from 1"),
+        (["--export", file, "--browser"], "leave out --port and --browser"),
+        (["--export", file, "--port", "8000"], "leave out --port and --browser"),
+    ):
+        assert said in told(capsys, "view", "a", *words)
+    assert not list(tmp_path.iterdir())

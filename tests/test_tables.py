@@ -3,6 +3,7 @@
 import json
 import shutil
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -473,6 +474,25 @@ def test_a_question_has_a_time_and_a_memory(tmp_path: Path) -> None:
         )
     with pytest.raises(UserError, match="needs more memory"):
         answer(folder, "select list(range) from range(100000000)", gib=0.1)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "select count(*) from rollouts a, rollouts b, range(10000000) c, range(10000000) d "
+        "where a.reward + b.reward + c.range * d.range > 7",
+        "select a.range from range(10000000) a, range(10000000) b where a.range * b.range = -1",
+        "with recursive r(n) as (select 1 union all select n + 1 from r) select max(n) from r",
+    ],
+)
+def test_a_question_that_would_never_end_ends_in_time_and_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sql: str
+) -> None:
+    folder, begin = str(recorded(tmp_path, 1)), time.monotonic()
+    assert main(["query", folder, sql, "--seconds", "0.5"]) == 2
+    assert time.monotonic() - begin < 20
+    told = capsys.readouterr().err.strip()
+    assert "took longer than 0.5 s: narrow it, or raise --seconds" in told and "\n" not in told
 
 
 def test_the_command_prints_a_table_or_lines_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,6 +88,16 @@ def test_a_prompt_that_stands_with_several_answers_tells_none_of_them() -> None:
     assert signs.telling([("26=7+7+6+6=", "26"), ("1+2+0+1=", "4"), ("1+1=", None), ("9=9+0=", "9")]) == 0.5
 
 
+def test_numbers_that_prompts_and_answers_share_by_chance_are_no_leak() -> None:
+    rng = np.random.default_rng(0)
+    problems = [(" and ".join(map(str, rng.integers(0, 30, 4))), str(rng.integers(0, 30))) for _ in range(300)]
+    assert abs(signs.telling(problems) - signs.by_chance(problems)) < 0.05 < signs.telling(problems)
+    leaking = [
+        (f"{answer}: {prompt}" if place % 3 else prompt, answer) for place, (prompt, answer) in enumerate(problems)
+    ]
+    assert signs.telling(leaking) - signs.by_chance(leaking) > 0.3
+
+
 def test_a_gap_is_named_by_how_it_began() -> None:
     def said(gap: list[float | None]) -> str:
         return verdicts({"sampler/gap": gap, "sampler/gap/max": gap, "grad_norm": [1.0] * 4}, {})["Is it stable?"][
@@ -121,6 +131,30 @@ def test_a_fault_that_a_run_is_unlearning_is_no_sign_of_a_loophole() -> None:
 
     assert honest([1.0, 0.9, 0.2, 0.1])["tone"] == "good" and "15% of" in honest([1.0, 0.9, 0.2, 0.1])["text"]
     assert honest([0.2] * 4)["word"] == honest([0.0, 0.1, 0.2, 0.2])["word"] == "look"
+
+
+def test_replies_that_shrink_are_told_and_those_that_grow_are_doubted() -> None:
+    def honest(length: list[Any]) -> dict[str, str]:
+        return verdicts({"reward": [0.3] * 4, "length": length}, {})["Is it honest?"]
+
+    assert (
+        honest([10.0, 10.0, 20.0, 20.0])["word"] == "look" and "50% as long" in honest([20.0, 20.0, 10.0, 10.0])["text"]
+    )
+    assert "as long" not in honest([20.0, 20.0, 18.0, 18.0])["text"]
+
+
+def test_where_nothing_was_earned_nothing_is_said_of_loopholes() -> None:
+    assert verdicts({"reward": [0.0] * 4}, {})["Is it honest?"]["word"] == "nothing earned"
+    assert verdicts({"reward": [0.0] * 4, "truncated": [0.5] * 4}, {})["Is it honest?"]["word"] == "look"
+
+
+def test_a_gap_to_what_is_held_out_is_a_doubt_only_if_the_run_has_opened_it() -> None:
+    def honest(reward: list[Any], held: list[Any]) -> dict[str, str]:
+        return verdicts({"reward": reward, "eval/reward": held}, {})["Is it honest?"]
+
+    assert honest([0.3, 0.3, 0.6, 0.6], [0.3, 0.3, 0.3, 0.3])["word"] == "look"
+    answer = honest([0.7, 0.7, 0.65, 0.65], [0.3, 0.3, 0.35, 0.35])
+    assert answer["tone"] == "good" and "0.3 above the held-out one, 0.4 at the start" in answer["text"]
 
 
 def test_a_run_without_a_gradient_is_not_called_stable_and_one_leap_is_called_one() -> None:
@@ -194,6 +228,8 @@ def test_a_condition_calls_parts_by_their_names_and_an_error_lists_the_columns(r
         assert {row[:2] for row in terminal.ask(question.sql())[1]} == meant
     with pytest.raises(UserError, match=f"nothing.*the columns are step.*{part}"):
         Question.of({"where": "nothing = 1"}, run.store).page(0)
+    with pytest.raises(UserError, match="notes is JSON as text: write notes->>'moves'"):
+        Question.of({"where": "notes.moves = 1"}, run.store).page(0)
 
 
 def test_measures_of_a_step_keep_their_places_and_say_what_is_missing(run: OpenRun) -> None:

@@ -38,7 +38,7 @@ from posttrain.config import (
     ServePolicy,
     Training,
 )
-from posttrain.messages import clip, inline, one_line
+from posttrain.messages import clip, inline, one_line, safe_json
 from posttrain.options import AnyConfig, AnyTraining, check_bounds, validate
 from posttrain.types import UserError
 
@@ -548,23 +548,15 @@ def rollouts(
     json
         Print the rows as they were written, a line of JSON each: tokens, their numbers, what became of the rollout.
     """
-    from posttrain.record.reading import EVERY, READ, plainly, read_file, read_rollouts, rows_of, timed_rollouts
+    from posttrain.cli import bounds
+    from posttrain.record.reading import EVERY, READ, plainly
     from posttrain.runs.printing import sample as show
-    from posttrain.runs.reading import read_run, rollout_steps
 
     if number < 1:
         raise UserError(f"--number {number} must be from 1: it is how many rollouts are shown")
     names = EVERY if json else READ
-    if Path(run).suffix in (".parquet", ".jsonl"):
-        if step is not None or held_out:
-            raise UserError(f"{run} is a file of rollouts: leave out --step and --held-out")
-        rows, place = rows_of(read_file(run, names)), run
-    else:
-        read_run(run)  # whether it is one
-        wanted = step if step is not None else max(rollout_steps(run, held_out), default=1)
-        clock = not json and not held_out  # rows as they were written know of none
-        rows = timed_rollouts(run, wanted) if clock else read_rollouts(run, wanted, names, held_out)
-        place = f"{'the evaluation after ' if held_out else ''}step {wanted}"
+    with bounds.memory():
+        rows, place = _rows_and_place(run, step, held_out, names, clock=not json)
     if group is not None:
         rows, place = _of_group(rows, group, place), f"{group} in {place}"
     keys: dict[str, Callable[[dict[str, Any]], float]] = {
@@ -575,12 +567,33 @@ def rollouts(
     if order in keys:
         rows = sorted(rows, key=keys[order], reverse=True)
     if not json:
-        show(rows, number)
+        try:
+            show(rows, number)
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            raise UserError(f"{place} holds what no run writes ({one_line(error)}): --json prints it") from error
         if number < len(rows):
             print(f"{number} of {len(rows):,} rollouts of {place}: --number shows more, posttrain view all of them")
     for row in rows[:number] if json else ():
-        print(dumps(plainly(row), ensure_ascii=False))
+        print(safe_json(dumps(plainly(row), ensure_ascii=False)))
     return 0
+
+
+def _rows_and_place(
+    run: str, step: int | None, held_out: bool, names: Iterable[str], clock: bool
+) -> tuple[list[dict[str, Any]], str]:
+    """Rollouts, and where they are from. `clock`: with their seconds, where they are known."""
+    from posttrain.record.reading import read_file, read_rollouts, rows_of, timed_rollouts
+    from posttrain.runs.reading import read_run, rollout_steps
+
+    if Path(run).suffix in (".parquet", ".jsonl"):
+        if step is not None or held_out:
+            raise UserError(f"{run} is a file of rollouts: leave out --step and --held-out")
+        return rows_of(read_file(run, names)), run
+    read_run(run)  # whether it is one
+    wanted = step if step is not None else max(rollout_steps(run, held_out), default=1)
+    timed = clock and not held_out  # rows as they were written know of none
+    rows = timed_rollouts(run, wanted) if timed else read_rollouts(run, wanted, names, held_out)
+    return rows, f"{'the evaluation after ' if held_out else ''}step {wanted}"
 
 
 def _of_group(rows: list[dict[str, Any]], name: str, place: str) -> list[dict[str, Any]]:
@@ -601,7 +614,7 @@ def view(
     port: int = 0,
     browser: bool = False,
     export: str | None = None,
-    rollouts: int = 200,
+    rollouts: int | None = None,
     where: str = "",
 ) -> int:
     """Look at runs in a browser, from their curves down to every number of a single token. It follows runs that are on.
@@ -617,20 +630,28 @@ def view(
     export
         Write one run into this HTML file instead, which opens from disk.
     rollouts
-        How many rollouts go into that file.
+        How many rollouts go into that file; default: 200.
     where
         Which of them, as a condition in SQL: "step > 100 and reward < 1".
     """
     if missing := [name for name in ("duckdb", "starlette", "uvicorn") if find_spec(name) is None]:
         raise UserError(f"posttrain view needs {', '.join(missing)}: pip install 'posttrain[view]'")
+    from posttrain.cli import bounds
     from posttrain.view import command
 
     if export is None:
-        if where:
-            raise UserError("--where chooses what goes into a file: it goes with --export FILE")
-        command.serve(runs, port, browser)
+        if where or rollouts is not None:
+            option = "--where" if where else "--rollouts"
+            raise UserError(f"{option} chooses what goes into a file: it goes with --export FILE")
+        with bounds.memory():
+            command.serve(runs, port, browser)
         return 0
-    size = command.export(runs, Path(export), rollouts, where)
+    if rollouts is not None and rollouts < 1:
+        raise UserError(f"--rollouts {rollouts} must be from 1: it is how many go into the file")
+    if browser or port:
+        raise UserError("--export writes a file and serves nothing: leave out --port and --browser")
+    with bounds.memory():
+        size = command.export(runs, Path(export), rollouts or 200, where)
     print(f"exported    {export}, {size / 1e6:.1f} MB: open it in any browser")
     return 0
 
@@ -663,18 +684,26 @@ def query(
     json
         Print a line of JSON for each row.
     """
+    from posttrain.cli import bounds
     from posttrain.record.asking import Questions
     from posttrain.record.rows import as_json
     from posttrain.runs.printing import table
 
     if number < 1:
         raise UserError(f"--number {number} must be from 1: it is how many rows are shown")
-    with Questions(run, seconds, memory) as questions:
+    if not (0 < seconds <= 1e6 and 0 < memory <= 1e6):
+        raise UserError(f"--seconds {seconds:g} and --memory {memory:g} must be above 0, and at most a million")
+    late = f"the question took longer than {seconds:g} s: narrow it, or raise --seconds"
+    with (
+        Questions(run, seconds, memory) as questions,
+        bounds.memory(memory + 1),
+        bounds.deadline(seconds, late, questions.clean),
+    ):
         names, rows = questions.ask(sql, number + 1)
     more, rows = len(rows) > number, rows[:number]
     if json:
         for row in rows:
-            print(as_json(dict(zip(names, row, strict=True))))
+            print(safe_json(as_json(dict(zip(names, row, strict=True)))))
     else:
         cells = [
             [value if isinstance(value, int | float | None) else inline(str(value)) for value in row] for row in rows

@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,6 +29,8 @@ from posttrain.runs.reading import read_health, read_metrics, read_run, read_tim
 from posttrain.types import UserError
 
 THREADS = 2
+LONGEST, DEEPEST = 100_000, 300
+"""Characters of a question, and brackets within each other."""
 TABLES = ("rollouts", "evals", "seconds", "rollout_index", "metrics", "timing", "health")
 _PART = "create macro part(among, wanted) as list_filter(among, lambda p: p.name = wanted)[1].value"
 """A part of the reward by its name: part(parts, 'form')."""
@@ -65,6 +68,7 @@ class Questions:
         Raises UserError for what is no single SELECT, for a mistake in it, and where it takes too long or too much.
         """
         duckdb = _library()
+        bounded(sql)
         self._check(sql)
         self._open({word for word in TABLES if word in sql.lower()} or set(TABLES if _lists_tables(sql) else ()))
         asked = threading.Timer(self._seconds, self._base.interrupt)
@@ -77,7 +81,7 @@ class Questions:
             raise UserError(
                 f"the question took longer than {self._seconds:g} s: narrow it, or raise --seconds"
             ) from error
-        except duckdb.OutOfMemoryException as error:
+        except (duckdb.OutOfMemoryException, MemoryError) as error:
             raise UserError("the question needs more memory than it may take: narrow it, or raise --memory") from error
         except duckdb.Error as error:
             raise UserError(f"the question cannot be answered: {explained(error, sql, self._tables)}") from error
@@ -86,6 +90,10 @@ class Questions:
 
     def close(self) -> None:
         self._base.close()
+        self.clean()
+
+    def clean(self) -> None:
+        """Delete what was made on disk."""
         self._made.cleanup()
 
     def __enter__(self) -> Questions:
@@ -169,6 +177,18 @@ class Questions:
         with suppress(FileExistsError):
             write_table(made, table_of(read_seconds(self._folder, step), SECONDS_TABLE) if times else read_file(path))
         return made
+
+
+def bounded(sql: str) -> None:
+    """Raises UserError for what DuckDB cannot even be handed: it reads nested brackets in cubic time, and cannot be
+    interrupted while it does."""
+    try:
+        sql.encode()
+    except UnicodeEncodeError:
+        raise UserError("a question is text in UTF-8") from None
+    depth = accumulate({"(": 1, ")": -1}.get(c, 0) for c in sql)
+    if len(sql) > LONGEST or max(depth, default=0) > DEEPEST:
+        raise UserError(f"a question has at most {LONGEST:,} characters and brackets within {DEEPEST} others")
 
 
 def _table(rows: list[dict[str, Any]]) -> pa.Table:

@@ -37,7 +37,7 @@ def table(
     each column.
     """
     out = Output(stream or sys.stdout)
-    cells = [[_cell(value) for value in row] for row in rows]
+    cells, columns = [[_cell(value) for value in row] for row in rows], [safe(name) for name in columns]
     right = [any(_numeric(row[i]) for row in rows) for i in range(len(columns))]
     if upright and rows and _too_wide(columns, cells, columns_of(out)):
         out.write("\n".join([title, *_upright(columns, cells, columns_of(out))]) + "\n")

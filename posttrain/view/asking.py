@@ -326,7 +326,7 @@ def _column(rows: Rows, name: str, value: str) -> Mask:
     def fits(text: str) -> bool:
         try:
             columns = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         found = columns.get(name) if isinstance(columns, dict) else None
         return found is not None and value == (found if isinstance(found, str) else as_json(found))
@@ -348,13 +348,13 @@ def _bins(values: Floats) -> dict[str, Any]:
         return found
     width = _width(low, high)
     begin = math.floor(low / width) * width
-    bins = np.bincount(((known - begin) / width + 1e-9).astype(np.int64))
+    bins = np.bincount(np.clip((known - begin) / width + 1e-9, 0, 2 * BINS).astype(np.int64))  # rounding, far from 0
     return {**found, "low": begin, "width": width, "bins": [[i, n] for i, n in enumerate(bins.tolist()) if n]}
 
 
 def _width(low: float, high: float) -> float:
     """Of a bin: a round number, so that at most BINS of them reach from end to end."""
-    if high <= low:
+    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-280):
         return 1.0
     rough = (high - low) / BINS
     power = 10 ** math.floor(math.log10(rough))

@@ -16,6 +16,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from posttrain.record.asking import bounded, explained
 from posttrain.types import UserError
 from posttrain.view.sql import COLUMNS, OF_GROUPS, TEXTS
 from posttrain.view.table import ALL, Places, Rows
@@ -45,10 +46,15 @@ class Conditions:
         self._database.execute("set enable_external_access = false")  # after its directory, which it then keeps
         self._database.execute("set lock_configuration = true")
 
+    def clean(self) -> None:
+        """Delete what was spilled."""
+        self._spilled.cleanup()
+
     def places(self, rows: Rows, condition: str) -> Places:
         """The rows for which it holds. Raises UserError unless it is a condition in a single SELECT."""
         sql = f"select row from rollouts where ({condition}\n)"
         try:
+            bounded(sql)
             statements = duckdb.extract_statements(sql)
         except duckdb.Error as error:
             raise UserError(said(error)) from None
@@ -60,6 +66,8 @@ class Conditions:
                 found = cursor.execute(sql).fetchnumpy()["row"]
                 return np.sort(np.asarray(found, dtype=np.int64))
         except UserError as error:
+            if "Cannot extract field" in str(error):
+                raise UserError(explained(error, sql, ())) from None
             if "not found in FROM clause" not in str(error):
                 raise
             known = ", ".join([*COLUMNS, *(name for name in rows.parts if name not in COLUMNS)])

@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import parquet
 
+from posttrain.record.older import seconds_of_lines
 from posttrain.record.rows import said_by
 from posttrain.record.schema import NUMBERS
+from posttrain.record.schema import SECONDS as SECONDS_TABLE
+from posttrain.record.writing import table_of
+from posttrain.runs.files import SECONDS, kept_file
 from posttrain.types import SpanKind, UserError
 from posttrain.view import signs
 from posttrain.view.pieces import Pieces
@@ -190,7 +195,7 @@ def _json(text: str | None) -> Any:
         return _clipped(text)
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -198,20 +203,24 @@ def _seconds(folder: Path, part: Part, index: int) -> dict[str, Any] | None:
     """What its turns and its reward took, where that was recorded."""
     if part.held_out:
         return None
-    return _seconds_of(str(folder / "seconds" / f"step-{part.step:06d}")).get(index)
+    file = kept_file(folder, SECONDS, part.step)
+    if file is None:
+        return None
+    try:
+        seen = file.stat()
+        table = _seconds_of(file, (seen.st_mtime_ns, seen.st_size))
+        own = np.flatnonzero(table["index"].to_numpy() == index)[:1]
+        return next(iter(table.take(pa.array(own)).to_pylist()), None)
+    except (OSError, ValueError, LookupError, UserError):
+        return None
 
 
 @lru_cache(maxsize=8)
-def _seconds_of(stem: str) -> dict[int, dict[str, Any]]:
-    new, old = Path(f"{stem}.parquet"), Path(f"{stem}.jsonl")
-    try:
-        if new.is_file():
-            return {row["index"]: row for row in parquet.read_table(new).to_pylist()}
-        if old.is_file():
-            return dict(enumerate(map(json.loads, old.read_text().splitlines())))
-    except (OSError, ValueError):
-        return {}
-    return {}
+def _seconds_of(file: Path, stamp: tuple[int, int]) -> pa.Table:
+    """`stamp`: of the file, which a resumed run writes anew."""
+    if file.suffix == ".jsonl":
+        return table_of(seconds_of_lines(file), SECONDS_TABLE)
+    return parquet.ParquetFile(file).read(use_threads=False)
 
 
 def _missing(part: Part, index: int) -> UserError:

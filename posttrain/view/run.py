@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from posttrain.view.source import Part
 from posttrain.view.store import Store
 
 PAUSE = 1.0  # seconds between two looks at a run that is on
+FIRST = 2.0  # seconds that texts, which few ask for, leave to the first page
+LAST = 5.0  # and that are left to what is being read at the end
 
 
 class OpenRun:
@@ -32,7 +35,10 @@ class OpenRun:
         self.store = Store(folder)
         self.pieces = Pieces(folder, self.about)
         self.problem: str | None = None  # why its rollouts cannot be read
+        self.ready = threading.Event()  # whether what was there at first has been read
+        self.shown = threading.Event()  # whether a page has had an answer
         self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
 
     @property
     def objective(self) -> list[str]:
@@ -45,10 +51,15 @@ class OpenRun:
         return "end" not in self.about and in_use(self.folder)
 
     def begin(self) -> None:
-        threading.Thread(target=self._follow, daemon=True).start()
+        self._thread.start()
 
     def close(self) -> None:
+        """End what reads: a thread that is cut off in another library's code takes the process with it."""
         self._ended.set()
+        self.shown.set()
+        self.store.closed = True
+        if self._thread.is_alive():
+            self._thread.join(LAST)
 
     def read(self) -> None:
         """All that is there now."""
@@ -56,6 +67,7 @@ class OpenRun:
         self.store.follow()
         if self.store.success is None and self._inferred():
             self.store.settle()
+        self.ready.set()
 
     def _follow(self) -> None:
         while not self._ended.is_set():
@@ -63,10 +75,11 @@ class OpenRun:
                 self.about = read_run(self.folder)
                 before = self.store.version
                 self.read()
+                self.problem = self.store.problem
                 if self.store.version != before:
+                    self.shown.wait(FIRST)
                     self.store.read_texts()
                     self._index()
-                self.problem = self.store.problem
             except UserError as error:
                 self.problem = str(error)
             except FileNotFoundError:  # a step that a resume has deleted: the next look sees it
@@ -75,6 +88,7 @@ class OpenRun:
                 Exception
             ) as error:  # whatever else is wrong with a file: the pages say it, and the next look tries again
                 self.problem = f"{self.folder} cannot be read: {one_line(error)[:200]}"
+            self.ready.set()
             self._ended.wait(PAUSE if self.on else 5 * PAUSE)
 
     def _index(self) -> None:
@@ -114,7 +128,8 @@ class OpenRun:
     def _success(self) -> float | None:
         """The reward from which on a reply is right, if the run says so."""
         given = self.about["config"].get("success", self.about.get("success"))
-        return float(given) if isinstance(given, int | float) and not isinstance(given, bool) else self.store.success
+        known = isinstance(given, int | float) and not isinstance(given, bool) and abs(given) < sys.float_info.max
+        return float(given) if known else self.store.success
 
     def _inferred(self) -> bool:
         """Set what counts as right by what the run itself has counted: the threshold that gives its accuracy."""

@@ -7,8 +7,10 @@ Each is said only where the record decides it; where other explanations are left
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from posttrain.record.reading import read_file
+from posttrain.seeds import seed_of
+from posttrain.types import UserError
 from posttrain.view.source import File
 from posttrain.view.store import Store
 
@@ -27,7 +31,7 @@ TOKENS = 400_000  # of a part, beyond which only kinds of spans are looked at
 TRAINS = ("rl", "sft", "distill")  # verbs that train on what a policy or a demonstration says
 FOREIGN = ("prompt", "observation", "tool")  # spans that neither has written
 ANSWERS = ("answer", "solution", "target", "label", "gold", "expected", "ground_truth")
-SOME = (0.05, 0.95)  # share of the tasks between which a leak tells some from others
+SOME = (0.05, 0.95)  # share of the tasks, beyond what chance would give, between which a leak tells some from others
 
 _PICTURE = re.compile(r"\[sha256:[0-9a-f]{64}\]")
 _PASSES = re.compile(r"updates per step: (\d+)(?:, in (\d+) epochs of \d+)?")
@@ -45,8 +49,9 @@ def origins(store: Store) -> dict[str, int]:
     """Kind of a span -> tokens of it that were trained on, in some steps from first to last."""
     found: dict[str, int] = {}
     for file in looked_at(store):
-        for kind, count in _origins(str(file.path), file.stamp):
-            found[kind] = found.get(kind, 0) + count
+        with suppress(UserError):  # it is damaged, which whoever opens it is told
+            for kind, count in _origins(str(file.path), file.stamp):
+                found[kind] = found.get(kind, 0) + count
     return found
 
 
@@ -122,7 +127,10 @@ def pushed_in(file: File, objective: Sequence[str]) -> tuple[tuple[int, int], ..
     """(index of the rollout, place of the token) of those of a part that were."""
     if file.lines or passes(tuple(objective)) is None:
         return ()
-    return _pushed(str(file.path), file.stamp, tuple(objective))
+    try:
+        return _pushed(str(file.path), file.stamp, tuple(objective))
+    except UserError:
+        return ()
 
 
 @lru_cache(maxsize=256)
@@ -134,8 +142,10 @@ def _pushed(path: str, stamp: tuple[int, int], objective: tuple[str, ...]) -> tu
     found = []
     table = read_file(Path(path), names, None)
     for row in table.filter(pc.is_valid(table["weight"])).to_pylist():  # of most nobody kept it
-        at = [n for s in row["spans"] or () if s["learned"] for n in range(s["start"], s["start"] + s["length"])]
-        found += [(row["index"], at[place]) for place in pushed(row, objective)]
+        learned = [s for s in row["spans"] or () if s["learned"]]
+        if sum(s["length"] for s in learned) == len(row["weight"]):  # else it is damaged, which its page says
+            at = [n for s in learned for n in range(s["start"], s["start"] + s["length"])]
+            found += [(row["index"], at[place]) for place in pushed(row, objective)]
     return tuple(found)
 
 
@@ -164,11 +174,22 @@ def leaks(store: Store) -> float | None:
 
     Of the tasks of some steps from first to last.
     """
-    tasks = {task for file in looked_at(store, lines=True) for task in _tasks(str(file.path), file.stamp)}
+    tasks: set[tuple[str, str | None]] = set()
+    for file in looked_at(store, lines=True):
+        with suppress(UserError):
+            tasks |= _tasks(str(file.path), file.stamp)
     if not tasks:
         return None
     share = telling(tasks)
-    return share if SOME[0] <= share <= SOME[1] else None
+    sure = SOME[0] + 2 * math.sqrt(share * (1 - share) / len(tasks))
+    return share if share <= SOME[1] and share - by_chance(tasks) >= sure else None
+
+
+def by_chance(tasks: Collection[tuple[str, str | None]]) -> float:
+    """Share of prompts that contain the answer of some other task: the numbers of word problems often do."""
+    listed = sorted(tasks, key=lambda task: seed_of("by chance", task[0]))  # neighbours have nothing in common
+    others = [(p, listed[(at + by) % len(listed)][1]) for by in (1, 7, 61) for at, (p, _) in enumerate(listed)]
+    return sum(_contains(prompt, answer) for prompt, answer in others) / len(others)
 
 
 def telling(tasks: Collection[tuple[str, str | None]]) -> float:
@@ -194,6 +215,6 @@ def _tasks(path: str, stamp: tuple[int, int]) -> frozenset[tuple[str, str | None
 def _columns(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

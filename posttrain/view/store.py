@@ -52,6 +52,7 @@ class Store:
         self.rows = Rows(_EMPTY)
         self.success: float | None = None  # the reward from which on a reply is right; None: nobody said
         self.version = 0  # rises with every change
+        self.closed = False  # whether nobody asks any more
         self.searchable = False  # whether texts are held, as far as they will be
         self.unsearched: str | None = None  # of which texts a search sees their beginnings alone, and why
         self.progress = 0.0  # share of the parts that are there have been read
@@ -73,6 +74,11 @@ class Store:
 
             self._conditions = Conditions()
         return self._conditions.places(rows, condition)
+
+    def close(self) -> None:
+        """Delete what questions have left on disk."""
+        if self._conditions is not None:
+            self._conditions.clean()
 
     @property
     def problem(self) -> str | None:
@@ -114,6 +120,8 @@ class Store:
     def _read(self, new: dict[Part, File], among: int) -> None:
         tables, read, shown = [self.rows.table], 0, time.monotonic()
         for parts, table in self._tables(new):
+            if self.closed:
+                break
             why = str(table) if isinstance(table, UserError) else None
             if not isinstance(table, UserError):
                 try:
@@ -132,6 +140,8 @@ class Store:
                 self.version += 1
                 shown = time.monotonic()
         self.rows = Rows(merged(tables), self.success, self._texts)
+        del tables
+        pa.default_memory_pool().release_unused()  # what has been read piece by piece is 100 MB
 
     def _tables(self, new: Mapping[Part, File]) -> Iterator[tuple[list[Part], pa.Table | UserError]]:
         yield from scalars(self.folder, {part: file for part, file in new.items() if not file.lines})
@@ -153,6 +163,8 @@ class Store:
         missing = [part for part, file in self.files.items() if self._read_of.get(part, (None,))[0] != file]
         long = self._long()
         for begin in range(0, len(missing), TOGETHER):
+            if self.closed:
+                return
             tables = [self._texts]
             for part in missing[begin : begin + TOGETHER]:
                 try:
@@ -208,7 +220,7 @@ def _held(table: pa.Table) -> pa.Table:
     columns = {}
     for name, kind in _KINDS.items():
         columns[name] = _encoded(table[name]) if kind == _TEXT else table[name].cast(kind)
-    if table["step"].null_count or table["index"].null_count:
+    if table["step"].null_count or table["index"].null_count or (pc.min(table["index"]).as_py() or 0) < 0:
         raise LookupError("rows without a place")
     return pa.table(columns | {f"part.{name}": values for name, values in _parts_of(table).items()})
 

@@ -25,7 +25,7 @@ Codes = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 Places = NDArray[np.int64]
 
-KEPT = 12  # answers that are remembered
+KEPT = 8  # answers that are remembered
 FIGURES = ("n", "valid", "right_n", "mean", "sd", "low", "high", "replies", "first", "length")
 """What is known of a group: rollouts, those with a reward, those that are right, statistics of the reward, distinct replies,
 the least index, the mean length."""

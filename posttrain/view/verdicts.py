@@ -101,13 +101,17 @@ def _unmoved(held: Sequence[float], m: Mapping[str, Values]) -> bool:
 
 
 def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
-    doubts, said = [], []
+    doubts, said = list[str](), list[str]()
     length, reward = _ends(m.get("length")), _ends(m.get("reward"))
     held = _ends(m.get("eval/reward", m.get("eval/accuracy")))
     if length is not None and length[1] > LONGER * length[0]:
         doubts.append(f"replies are {length[1] / max(length[0], 1e-9):.1f} times as long as at the start")
-    if held is not None and reward is not None and reward[1] - held[1] > GAP:
-        doubts.append(f"the reward is {_f(reward[1] - held[1])} above the held-out one")
+    elif length is not None and length[1] * LONGER < length[0]:
+        said.append(f"replies are {length[1] / length[0]:.0%} as long as at the start")
+    if held is not None and reward is not None and (gap := reward[1] - held[1]) > GAP:
+        grown = gap > reward[0] - held[0]
+        text = f"the reward is {_f(gap)} above the held-out one"
+        (doubts if grown else said).append(text if grown else f"{text}, {_f(reward[0] - held[0])} at the start")
     for name, word in (("truncated", "are cut off"), ("invalid", "have no valid reward")):
         ends = _ends(m.get(name))
         if ends is None or ends[1] <= 0.05:
@@ -123,6 +127,9 @@ def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
         doubts.append(rising)
     if doubts:
         return _verdict("look", "warn", "; ".join(doubts) + ": read the best replies, and their prompts")
+    rewards = _all(m.get("reward"))
+    if rewards and not any(rewards):
+        return _verdict("nothing earned", "plain", "; ".join(["no reply has earned anything so far", *said]))
     if not any(name in m for name in ("length", "reward")):
         return _verdict("nothing to game", "plain", "no reward is maximised here")
     said.append("one part, one check" if len(own.get("parts") or {}) < 2 else "no part rises while another falls")

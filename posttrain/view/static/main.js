@@ -11,7 +11,7 @@ import { Step } from "./step.js";
 import { html, Problem, render, useEffect, useKeys, useLayoutEffect, useState } from "./ui.js";
 
 const PAUSE = 2000; // milliseconds between two looks at runs that are on
-const SOON = [60, 500]; // and while one is read: its rollouts, their texts
+const SOON = [200, 500]; // and while one is read: its rollouts, their texts
 
 const PAGES = [["overview", "Overview", "o"], ["rollouts", "Rollouts", "r"], ["rollout", "One rollout", "t"], ["group", "Group", "g"], ["step", "Step", "s"], ["compare", "Compare", "c"]];
 

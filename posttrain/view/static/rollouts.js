@@ -1,7 +1,7 @@
 // All rollouts: filters, histograms that select, ready questions, one SELECT.
 
 import { Histogram } from "./chart.js";
-import { f, line, visible, whole } from "./format.js";
+import { f, inShell, line, visible, whole } from "./format.js";
 import { given } from "./items.js";
 import { change, exported, go, here, part, to } from "./net.js";
 import { Fate, html, Problem, Signed, useAnswer, useEffect, useKeys, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
@@ -18,7 +18,7 @@ const COLUMNS = [
   ["step", "step", "n"], ["index", "#", "n"], ["group", "group", ""], ["prompt", "prompt", "text"], ["text", "reply", "text"], ["reward", "reward", "n"],
   ["advantage", "advantage", "n"], ["sd", "spread", "n"], ["length", "tokens", "n"], ["stop", "stop", ""], ["fate", "fate", ""],
 ];
-const ROW = 26; // pixels: see td in app.css
+const ROW = 25; // pixels: see td in app.css
 const EARNED = ["reward", "advantage", "sd", "right", "mean"]; // columns of what was played
 const ALWAYS = ["longest", "cut"]; // questions that anything answers
 const RIGHT = ["wrong", "once", "lost"]; // questions that ask what is right
@@ -84,12 +84,12 @@ export function Rollouts({ run, about, questions, query }) {
     <div class=${`card list long ${waiting}`} data-of=${of} onScroll=${() => drawn < rows.length && setAll(data)}><table style=${{ marginBottom: `${(rows.length - drawn) * ROW}px` }}>
       <thead><tr>${columns.map(([name, says, kind]) => html`<${Head} ...${{ name, says, kind, sort: query.sort || "", set }} />`)}</tr></thead>
       <tbody>${body}</tbody></table>
-      ${data && !rows.length ? html`<div class="empty">Nothing fits. <kbd>x</kbd> takes all filters away.</div>` : ""}</div>
+      ${data && !rows.length ? html`<div class="empty">${Object.keys(filters).length ? html`Nothing fits. <kbd>x</kbd> takes all filters away.` : "There are none yet."}</div>` : ""}</div>
     <div class="row" style=${{ marginTop: "8px" }}>
       <span class="soft">${data ? `${whole(offset + (rows.length ? 1 : 0))}–${whole(offset + rows.length)} of ${whole(data.count)}` : ""}</span>
       <button disabled=${!offset} onClick=${() => change({ offset: Math.max(0, offset - 100), sel: 0 })}>previous</button>
       <button disabled=${!data || offset + rows.length >= data.count} onClick=${() => change({ offset: offset + rows.length, sel: 0 })}>next</button>
-      ${exported || !data ? "" : html`<span class="sql mono grow untrusted" title="the same question in the terminal">posttrain query RUN "${visible(data.sql).replace(/["\\$`]/g, "\\$&")}"</span>`}
+      ${exported || !data ? "" : html`<span class="sql mono grow untrusted" title="the same question in the terminal">posttrain query ${inShell(visible(about.folder))} ${inShell(visible(data.sql))}</span>`}
       ${exported ? "" : html`<a href=${`export/${run}?${new URLSearchParams(filters)}`} download>export these</a>`}</div>`;
 }
 
@@ -98,12 +98,13 @@ function Bar({ about, query, filters, set, search, questions, groups, count }) {
   const chips = Object.entries(filters).filter(([name]) => !["q", "ask", "where", "step", "held"].includes(name));
   return html`<div class="row gap">
       <div class="row tight"><button class=${groups ? "" : "on"} onClick=${() => set({ as: "", sort: "" })}>rollouts</button>${exported ? "" : html`<button class=${groups ? "on" : ""} onClick=${() => set({ as: "groups", sort: "" })}>groups</button><button class=${query.held === "1" ? "on" : ""} onClick=${() => set({ held: query.held === "1" ? "" : "1", step: "" })} title="those of the evaluations during training">held out</button>`}</div>
-      <input class="search" ref=${search} type="search" placeholder=${about.searchable || exported ? "search texts ( / )" : "search: texts are being read"} value=${query.q || ""} onInput=${(e) => set({ q: e.target.value })} aria-label="search prompts and replies" />
+      <input class="search" ref=${search} type="search" title=${visible(about.unsearched || "")} placeholder=${!about.searchable && !exported ? "search: texts are being read" : about.unsearched ? "search beginnings ( / )" : "search texts ( / )"} value=${query.q || ""} onInput=${(e) => set({ q: e.target.value })} aria-label="search prompts and replies" />
       <input style=${{ width: "96px" }} placeholder="steps 1..20" value=${query.step || ""} onChange=${(e) => set({ step: e.target.value.trim() })} aria-label="steps" />
       ${exported ? "" : html`<input class="condition mono" placeholder=${`where … in SQL: length > 40${!given(about.verb) ? ` and ${about.parts[0] || "mean"} < 1` : ""}`} value=${query.where || ""} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}
       <span class="soft">${count === undefined ? "" : `${whole(count)} ${groups ? "groups" : "rollouts"}`}</span>
       ${chips.map(([name, value]) => html`<button class="on small" onClick=${() => set({ [name]: "" })} title="take this filter away">${visible(`${name} ${value}`)} ×</button>`)}
       ${Object.keys(filters).length ? html`<button class="small" onClick=${() => go(to(here().run, "rollouts"))}>all ( x )</button>` : ""}</div>
+    ${query.q && about.unsearched ? html`<div class="note gap">${visible(about.unsearched)}</div>` : ""}
     <div class="row tight gap">${questions.filter((q) => !given(about.verb) || ALWAYS.includes(q.name)).map((q) => html`<button class=${query.ask === q.name ? "on" : ""} title=${q.means} onClick=${() => set({ ask: query.ask === q.name ? "" : q.name, sort: "", ...(["wrong", "lost"].includes(q.name) && query.ask !== q.name ? { as: "groups" } : {}) })}>${q.says}</button>`)}
       <span class="soft small">${asked ? asked.means : ""}${asked && RIGHT.includes(asked.name) && about.success === null ? " (right: the greatest reward of this run, as it has no --success)" : ""}</span></div>`;
 }

@@ -22,7 +22,8 @@ export function useAnswer(path, query = {}, version = 0) {
     const timer = setTimeout(() => setPale(key), LONG);
     const answered = (answer) => {
       clearTimeout(timer);
-      set({ data: null, problem: null, key, ...answer });
+      // What has not changed since it was asked is not drawn again.
+      set((last) => (last.key === key && JSON.stringify(last.data) === JSON.stringify(answer.data ?? null) && !answer.problem ? last : { data: null, problem: null, key, ...answer }));
     };
     ask(path, query, control.signal).then(
       (data) => answered({ data }),
@@ -58,6 +59,8 @@ export function useKeys(keys) {
     return () => removeEventListener("keydown", pressed);
   }, []);
 }
+
+addEventListener("click", (event) => event.detail && event.target.closest?.("button")?.blur()); // or Enter would press it again, after j
 
 export const Problem = ({ text }) => html`<div class="problem" role="alert">${text}</div>`;
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.view import signs
+from posttrain.view.lengths import lengths
 from posttrain.view.run import OpenRun
 from posttrain.view.verdicts import FAR_APART, verdicts
 
@@ -96,6 +97,7 @@ def _own(run: OpenRun, steps: Sequence[int]) -> dict[str, Any]:
         "origins": signs.origins(store),
         "pushed": sum(len(signs.pushed_in(file, run.objective)) for file in signs.looked_at(store)),
         "leaks": signs.leaks(store),
+        "lengths": lengths(store, run.about["config"]),
     }
     rows = {row["step"]: row for row in store.ask(_STEPS.format(held="false"))}
     if rows:

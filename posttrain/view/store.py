@@ -110,7 +110,7 @@ class Store:
         return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
 
     def table(self, sql: str) -> pa.Table:
-        return self._database.cursor().execute(sql).to_arrow_table()
+        return self._database.cursor().sql(sql).to_arrow_table()
 
     def task_columns(self) -> list[str]:
         """Names of the tasks' own columns whose values are short enough to choose by."""

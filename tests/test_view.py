@@ -154,6 +154,38 @@ def test_bins_of_a_histogram_hold_every_value_once(run: OpenRun, folder: Path) -
     assert dict(data["fate"]) == {f: sum(r["fate"] == f for r in rows) for f in {r["fate"] for r in rows}}
 
 
+MEANT: list[dict[str, str]] = [
+    {"reward": "0.5..1"}, {"step": "3"}, {"q": "bunny"}, {"ask": "wrong"}, {"where": "length > 30 and animal > 0"},
+    {"fate": "invalid"}, {"reward": "0.5..1", "stop": "length", "step": "2..6"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("query", MEANT, ids=str)
+def test_means_of_what_is_listed_and_of_the_rest_are_those_of_a_loop(
+    run: OpenRun, folder: Path, query: dict[str, str]
+) -> None:
+    told = Answers([run]).of("0/means", {"held": "0", **query})
+    own = places(found(run, **query))
+    for name, meant in (("these", True), ("others", False)):
+        rows = [row for row in every_row(folder) if ((row["step"], row["index"]) in own) is meant]
+        rewards = [row["reward"] for row in rows if row["reward"] is not None]
+        parts = [row["parts"]["animal"] for row in rows if "animal" in row["parts"]]
+        expected = {
+            "n": len(rows),
+            "reward": np.mean(rewards) if rewards else None,
+            "tokens": np.mean([row["sampled"] for row in rows]),
+            "trained": np.mean([row["fate"] == "trained" for row in rows]),
+            "cut off": np.mean([row["truncated"] for row in rows]),
+            "part.animal": np.mean(parts) if parts else None,
+        }
+        for key, value in expected.items():
+            assert told[name][key] == (value if value is None else pytest.approx(value)), (name, key)
+
+
+def test_there_is_no_rest_to_compare_with_without_a_filter(run: OpenRun) -> None:
+    assert Answers([run]).of("0/means", {"held": "0"}) == {} == Answers([run]).of("0/means", {"reward": "50..60"})
+
+
 REFUSED = [
     "1=1; drop table base",
     "1=1) ; copy base to '/tmp/stolen.csv",

@@ -206,6 +206,20 @@ def test_an_address_brings_back_what_it_showed(watched: Watched, address: str) -
     again.close()
 
 
+def test_the_means_of_a_filtered_list_stand_beside_the_rest(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/0/rollouts")
+    page.wait_for_selector("tbody tr")
+    assert page.locator(".means").count() == 0
+    page.click("button:has-text('trained')")
+    page.wait_for_selector(".means")
+    said = page.inner_text(".means")
+    count = page.inner_text("main").split(" rollouts")[0].split()[-1]
+    assert f"these {count} / the other" in said and "trained 100% / 0%" in said and "animal" in said
+    page.keyboard.press("x")
+    page.wait_for_selector(".means", state="detached")
+
+
 def test_dragging_over_a_histogram_chooses_a_range(watched: Watched, address: str) -> None:
     page = watched.page
     page.goto(address + "#/0/rollouts")

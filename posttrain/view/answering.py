@@ -71,6 +71,9 @@ class Answers:
         names = [name for name in query.get("of", "reward,advantage,length").split(",") if name]
         return Question.of(query, run.store).histograms(run.store, names[:12])
 
+    def _means(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
+        return Question.of(query, run.store).means(run.store)
+
     def _columns(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
         return {"columns": run.store.task_columns()}
 
@@ -114,6 +117,7 @@ _OF_RUN: dict[str, Callable[[Answers, OpenRun, Sequence[str], Query], Any]] = {
     "rollouts": Answers._rollouts,
     "histograms": Answers._histograms,
     "columns": Answers._columns,
+    "means": Answers._means,
     "rollout": Answers._rollout,
     "group": Answers._group,
     "step": Answers._step,

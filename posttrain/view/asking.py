@@ -16,6 +16,8 @@ from posttrain.view.store import COLUMNS, Store, named, quoted
 
 PAGE = 100  # rows that are handed out at once
 BINS = 32
+MEANT = 4  # parts of the reward whose means are told
+_HELD = ("b.held_out", "not b.held_out")
 NUMBERS = ("reward", "advantage", "length", "sampled", "epoch", "shaping", "penalty", "used", "version")
 SORTS = {
     **{name: f"b.{name}" for name in (*NUMBERS, "step", "index", "fate", "stop", "member", "kind")},
@@ -249,6 +251,35 @@ class Question:
             select g.* exclude gid, meant.matched, p.value as prompt, t.value as text
             from page g join meant using (gid) join texts using (gid) left join strings p on p.id = texts.prompt
             left join strings t on t.id = texts.text{order}"""
+
+    def means(self, store: Store) -> dict[str, Any]:
+        """Of the rollouts that are meant and of all others, training or held out alike: how many, and their means.
+
+        {"these": {"n", "reward", ...}, "others": the same}. Nothing to compare where either is empty: {}.
+        """
+        every, own = [part for part in self.where if part in _HELD], [part for part in self.where if part not in _HELD]
+        if not own:
+            return {}
+        parts = "".join(f", avg(b.{named('part.' + name)}) as {named('part.' + name)}" for name in store.parts[:MEANT])
+        condition = " and ".join(own)
+        source = _GROUPED if "g." in condition else "base b"
+        with store.limited() as cursor:
+            found = cursor.execute(
+                f"""select coalesce({condition}, false) as these, count(*) as n, avg(b.reward) as reward,
+                           avg((b.reward >= {store.limit!r})::int) as right, avg(if(b.sampled > 0, b.sampled, b.scored)) as tokens,
+                           avg((b.fate = 'trained')::int) as trained, avg(b.truncated::int) as "cut off",
+                           avg((b.reward is null)::int) as invalid, avg(b.advantage) as advantage{parts}
+                    from {source}{" where " + " and ".join(every) if every else ""} group by 1"""
+            )
+            names = [column[0] for column in found.description]
+            rows = [dict(zip(names, map(_plain, row), strict=True)) for row in found.fetchall()]
+        sides = {"these" if row.pop("these") else "others": row for row in rows}
+        if len(sides) < 2:
+            return {}
+        if store.success is None:
+            for row in rows:
+                del row["right"]
+        return sides
 
     def histograms(self, store: Store, names: list[str]) -> dict[str, Any]:
         """Of each column: bins of all rollouts that are meant, and how many have none; of choices, their counts."""

@@ -7,6 +7,7 @@ export function local(kept, path, query) {
   const name = path.split("/").slice(1).join("/");
   if (name === "rollouts") return page(kept, query);
   if (name === "histograms") return histograms(matching(kept.rows, query), (query.of || "reward,advantage,length").split(","));
+  if (name === "means") return meansOf(kept, query);
   if (name === "columns") return { columns: [] };
   if (name.startsWith("group/")) return group(kept, name.slice(6));
   if (path in kept) return kept[path];
@@ -66,6 +67,25 @@ function histograms(rows, names) {
     found[name] = [...counts].sort((a, b) => b[1] - a[1]);
   }
   return found;
+}
+
+/** Means of the rows that are meant and of the others. */
+function meansOf(kept, query) {
+  const held = matching(kept.rows, { held: query.held || "" });
+  const own = new Set(matching(held, query));
+  const success = kept.runs.runs[0].success;
+  const side = (rows) => {
+    const mean = (of) => {
+      const values = rows.map(of).filter((v) => typeof v === "number" && Number.isFinite(v));
+      return values.length ? values.reduce((sum, v) => sum + v, 0) / values.length : null;
+    };
+    const found = { n: rows.length, reward: mean((r) => r.reward), tokens: mean((r) => r.sampled || r.length), trained: mean((r) => Number(r.fate === "trained")), "cut off": mean((r) => Number(r.truncated)), invalid: mean((r) => Number(r.reward === null)), advantage: mean((r) => r.advantage) };
+    if (success !== null) found.right = mean((r) => (r.reward === null ? null : Number(r.reward >= success - 1e-6)));
+    for (const part of kept.runs.runs[0].parts) found[`part.${part}`] = mean((r) => r[`part.${part}`]);
+    return found;
+  };
+  const others = held.filter((row) => !own.has(row));
+  return own.size && others.length ? { these: side([...own]), others: side(others) } : {};
 }
 
 function group(kept, place) {

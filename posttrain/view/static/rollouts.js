@@ -1,7 +1,7 @@
 // All rollouts: filters, histograms that select, ready questions, one SELECT.
 
 import { Histogram } from "./chart.js";
-import { f, line, visible, whole } from "./format.js";
+import { f, line, percent, visible, whole } from "./format.js";
 import { given } from "./items.js";
 import { change, exported, go, here, part, to } from "./net.js";
 import { Fate, html, Problem, Signed, useAnswer, useEffect, useKeys, useMemo, useRef, useState } from "./ui.js";
@@ -44,6 +44,8 @@ export function Rollouts({ run, about, questions, query }) {
   const names = ["reward", "advantage", "length", ...parts.map((p) => `part.${p}`)];
   const later = useLater(JSON.stringify(filters), 60);
   const histograms = useAnswer(`${run}/histograms`, { ...JSON.parse(later), of: names.join(",") }, version);
+  const asked = Object.keys(JSON.parse(later)).some((name) => name !== "held");
+  const means = useAnswer(asked ? `${run}/means` : null, JSON.parse(later), version);
   const search = useRef();
   const rows = data?.rows || [];
   const at = Math.min(Number(query.sel || 0), Math.max(0, rows.length - 1));
@@ -72,6 +74,7 @@ export function Rollouts({ run, about, questions, query }) {
     <${Bar} ...${{ about, query, filters, set, search, questions, groups }} count=${data?.count} />
     <div class="hists">${names.map((name) => histograms.data?.[name] && (histograms.data[name].count || query[name]) ? html`<${Histogram} key=${name} data=${histograms.data[name]} label=${name.replace(/^part\./, "part: ")} chosen=${query[name]} choose=${(range) => set({ [name]: range })} />` : "")}
       <${Facets} data=${histograms.data} query=${query} set=${set} /></div>
+    ${asked && means.data?.these ? html`<${Beside} data=${means.data} parts=${parts} />` : ""}
     ${problem ? html`<${Problem} text=${problem} />` : ""}
     <div class=${`card list long fading ${stale ? "stale" : ""}`} data-of=${of}><table>
       <thead><tr>${columns.map(([name, says, kind]) => html`<${Head} ...${{ name, says, kind, sort: query.sort || "", set }} />`)}</tr></thead>
@@ -123,6 +126,15 @@ function GroupCells({ row, played }) {
     <td class="mono untrusted prompt" dir="ltr">${line(row.prompt)}</td><td class="mono untrusted said" dir="ltr">${line(row.text)}</td>
     ${played ? html`<td class=${`n ${row.right_n === row.n ? "good" : row.right_n ? "" : "bad"}`}>${row.right_n} of ${row.n}</td><td class="n">${f(row.mean)}</td><td class="n">${f(row.sd)}</td>` : ""}
     <td class="n">${row.replies}</td><td class="n">${f(row.length)}</td><td class="n">${row.epoch === null ? "–" : row.epoch + 1}</td>`;
+}
+
+/** The means of what is listed beside those of the rest, in one line. */
+function Beside({ data, parts }) {
+  const { these, others } = data;
+  const shares = ["right", "trained", "cut off", "invalid"];
+  const say = (name, value) => (value === null || value === undefined ? "–" : shares.includes(name) ? percent(value) : f(value));
+  const names = ["reward", "right", ...parts.map((p) => `part.${p}`), "tokens", "trained", "cut off", "invalid", "advantage"].filter((n) => [these, others].some((side) => side[n] !== null && side[n] !== undefined && !(["cut off", "invalid"].includes(n) && !these[n] && !others[n])));
+  return html`<div class="means small" role="status"><span>these <b>${whole(these.n)}</b> / the other ${whole(others.n)}</span>${names.map((n) => html`<span><span class="soft untrusted">${visible(n === "tokens" ? "reply tokens" : n.replace(/^part\./, ""))}</span> <b>${say(n, these[n])}</b> / ${say(n, others[n])}</span>`)}</div>`;
 }
 
 function Facets({ data, query, set }) {

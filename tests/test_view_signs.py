@@ -97,7 +97,7 @@ def test_a_gap_is_named_by_how_it_began() -> None:
 
 def test_a_held_out_reward_that_never_moves_is_doubted_while_gradients_do() -> None:
     def said(held: list[float | None], norm: float) -> str:
-        own = {"reward": [0.3] * 4, "eval/reward": held, "grad_norm": [norm] * 4}
+        own: dict[str, Any] = {"reward": [0.3] * 4, "eval/reward": held, "grad_norm": [norm] * 4}
         return verdicts(own, {})["Is it learning?"]["text"]
 
     assert "exactly the same" in said([0.307] * 4, 1.0)
@@ -110,6 +110,36 @@ def test_a_reward_that_rises_beside_a_doubt_is_no_plain_yes() -> None:
     answers = verdicts(rising, {})
     assert answers["Is it honest?"]["word"] == "look" and "Is it honest?" in answers["Is it learning?"]["text"]
     assert answers["Is it learning?"]["word"] == "yes, but"
+
+
+def test_a_fault_that_a_run_is_unlearning_is_no_sign_of_a_loophole() -> None:
+    def honest(cut: list[Any]) -> dict[str, str]:
+        return verdicts({"reward": [0.2] * 4, "truncated": cut}, {})["Is it honest?"]
+
+    assert honest([1.0, 0.9, 0.2, 0.1])["tone"] == "good" and "15% of" in honest([1.0, 0.9, 0.2, 0.1])["text"]
+    assert honest([0.2] * 4)["word"] == honest([0.0, 0.1, 0.2, 0.2])["word"] == "look"
+
+
+def test_a_run_without_a_gradient_is_not_called_stable_and_one_leap_is_called_one() -> None:
+    def stable(norms: list[Any]) -> dict[str, str]:
+        return verdicts({"grad_norm": norms, "ratio/max": [1.0] * 6, "ratio/min": [1.0] * 6}, {})["Is it stable?"]
+
+    assert stable([0.0] * 6)["word"] == "nothing moved"
+    assert stable([0.4] * 6)["word"] == "yes" and "stay at 1" in stable([0.4] * 6)["text"]
+    assert "of 5 in one step" in stable([0.4] * 5 + [5.0])["text"]
+    assert "up to 9 in 2 steps" in stable([0.4] * 4 + [5.0, 9.0])["text"]
+
+
+def test_sides_that_play_each_other_are_judged_by_what_is_held_out() -> None:
+    run: dict[str, Any] = {
+        **{"reward": [0.0] * 6, "accuracy": [0.5] * 6, "entropy": [0.4, 0.4, 0.4, 0.1, 0.1, 0.1]},
+        **{"reward/first": [0.3] * 6, "reward/second": [-0.3] * 6, "eval/accuracy": [0.2, None, 0.5, None, None, 0.9]},
+    }
+    answers = verdicts(run, {"parts": {}})
+    assert answers["Is it learning?"]["word"] == "yes" and "play each other" in answers["Is it learning?"]["text"]
+    assert "mistakes" not in answers["Does it still explore?"]["text"]
+    parts = {"first": [0.3] * 6, "second": [-0.3] * 6}  # of one reward, not of sides
+    assert verdicts(run, {"parts": parts})["Is it learning?"]["word"] == "not yet"
 
 
 def test_a_condition_calls_parts_by_their_names_and_an_error_lists_the_columns(run: OpenRun) -> None:

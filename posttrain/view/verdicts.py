@@ -17,29 +17,47 @@ GAIN = 0.02  # of a reward between 0 and 1, or share of a loss, that counts as l
 GAP = 0.1  # of training reward over held-out reward
 LONGER = 1.5  # times the length at the start
 COLLAPSED, ALONE = 0.33, 0.1  # share of the entropy at the start; see posttrain.runs.history.Limits
+ROUNDING = 1e-3  # of ratios, within which they have not moved
 FAR_APART = 0.1  # nats per token between engine and learner; rounding in half precision leaves about 0.01
+FALLEN = 0.5  # of the share at the start: a fault that the run is unlearning is no sign of a loophole
+SIDES = "held-out figure of sides"
 FAR = 3.0  # ratio from which on a look is worth it
 
 
 def verdicts(m: Mapping[str, Values], own: Mapping[str, Any]) -> dict[str, Verdict]:
     """By the names of the questions, in their order."""
-    learning, honest = _learning(m), _honest(m, own)
+    learning, honest = _learning(_without_sides(m, own)), _honest(m, own)
     if learning["word"] == "yes" and honest["tone"] == "warn":
         told = f"{learning['text']}; see “{QUESTIONS[1]}” before you believe it"
         learning = _verdict("yes, but", "warn", told)
-    answers = (learning, honest, _exploring(m), _stable(m, own))
+    answers = (learning, honest, _exploring(_without_sides(m, own)), _stable(m, own))
     return dict(zip(QUESTIONS, answers, strict=True))
 
 
+def _without_sides(m: Mapping[str, Values], own: Mapping[str, Any]) -> Mapping[str, Values]:
+    """Of sides that play each other what one wins the other loses: how both fare says little, what is held out does."""
+    sides = [
+        name for name in m if name.startswith("reward/") and name.removeprefix("reward/") not in own.get("parts", ())
+    ]
+    held = next((name for name in ("eval/accuracy", "eval/reward") if name in m), None)
+    if not own or len(sides) < 2 or held is None:
+        return m
+    left = {name: values for name, values in m.items() if name not in ("reward", "accuracy", held)}
+    return {**left, SIDES: m[held]}
+
+
 def _learning(m: Mapping[str, Values]) -> Verdict:
-    for name, word, better in (("divergence", "divergence", -1), ("reward", "reward", 1), ("accuracy", "accuracy", 1),
-                               ("margin", "margin", 1), ("nll", "loss", -1), ("loss", "loss", -1)):  # fmt: skip
+    for name, word, better in ((SIDES, "", 1), ("divergence", "divergence", -1), ("reward", "reward", 1),
+                               ("accuracy", "accuracy", 1), ("margin", "margin", 1), ("nll", "loss", -1),
+                               ("loss", "loss", -1)):  # fmt: skip
         ends = _ends(m.get(name))
         if ends is None:
             continue
         before, now = ends
         text = f"{word} {_f(before)} → {_f(now)}"
         held = next((n for n in ("eval/accuracy", "eval/reward", "eval/loss", "eval/divergence") if n in m), None)
+        if name == SIDES:
+            held, text = name, "sides that play each other, whose own reward says little"
         gained = (now - before) * better
         scale = max(abs(before), abs(now), 1e-9) if better < 0 or max(abs(before), abs(now)) > 2 else 1.0
         if held is not None:
@@ -77,8 +95,12 @@ def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
         doubts.append(f"the reward is {_f(reward[1] - held[1])} above the held-out one")
     for name, word in (("truncated", "are cut off"), ("invalid", "have no valid reward")):
         ends = _ends(m.get(name))
-        if ends is not None and ends[1] > 0.05:
+        if ends is None or ends[1] <= 0.05:
+            continue
+        if ends[1] > FALLEN * ends[0]:
             doubts.append(f"{ends[1]:.0%} of the replies {word}")
+        else:
+            said.append(f"{ends[1]:.0%} of the replies {word}, {ends[0]:.0%} at the start")
     if own.get("leaks") is not None:
         doubts.append(f"{own['leaks']:.0%} of the prompts contain the answer of their task, and the others do not")
     paid, aside = _paid(own.get("lengths") or ())
@@ -91,7 +113,7 @@ def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
         return _verdict("look", "warn", "; ".join(doubts) + ": read the best replies, and their prompts")
     if not any(name in m for name in ("length", "reward")):
         return _verdict("nothing to game", "plain", "no reward is maximised here")
-    said.append("one part, one check" if len(own.get("parts") or {}) < 2 else "its parts move together")
+    said.append("one part, one check" if len(own.get("parts") or {}) < 2 else "no part rises while another falls")
     said.append("held-out follows" if held is not None else "nothing is held out to compare with")
     return _verdict(
         "no sign of a loophole", "good", "; ".join(said) + "; a loophole would show as a leap, or in the length"
@@ -149,13 +171,18 @@ def _stable(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
         doubts.append(f"{own['pushed']:,} tokens were pushed though clipped, in the steps looked at")
     high, low = _all(m.get("ratio/max")), _all(m.get("ratio/min"))
     if high and low:
-        said.append(f"ratios within [{_f(min(low))}, {_f(max(high))}]")
+        still = max(high) - min(low) < ROUNDING
+        said.append("ratios stay at 1" if still else f"ratios within [{_f(min(low))}, {_f(max(high))}]")
         if max(high) > FAR or min(low) < 1 / FAR:
             clipped = _ends(m.get("ratio/clipped_high"))
             doubts.append(said.pop() + (f", {clipped[1]:.1%} clipped above" if clipped else ""))
     norms = _all(m.get("grad_norm"))
+    if norms and not any(norms):
+        return _verdict("nothing moved", "warn", "; ".join([*doubts, "every gradient is 0: no weight has changed"]))
     if norms and max(norms) > 10 * max(_median(norms), 1e-12):
-        doubts.append(f"a gradient norm of {_f(max(norms))} beside {_f(_median(norms))} as a rule")
+        leaps = sum(norm > 10 * max(_median(norms), 1e-12) for norm in norms)
+        where = f"of {_f(max(norms))} in one step" if leaps == 1 else f"of up to {_f(max(norms))} in {leaps} steps"
+        doubts.append(f"a gradient norm {where}, beside {_f(_median(norms))} as a rule")
     stale = _all(m.get("staleness/max")) or _all(m.get("staleness"))
     if stale and max(stale) > 0:
         most = _all(m.get("sampler/gap/max"))

@@ -19,6 +19,7 @@ import pytest
 from pyarrow import parquet
 from starlette.testclient import TestClient
 
+from posttrain.cli.main import main
 from posttrain.record.asking import Questions
 from posttrain.record.reading import read_file, read_rollouts
 from posttrain.record.schema import KEY
@@ -194,6 +195,7 @@ REFUSED = [
     "1 in (select 1 from glob('/etc/*'))",
     "reward >",
     "nothing = 1",
+    "length",
     "1=1) union select * from rollouts where (1=1; attach '/tmp/x.db'",
     "(select max(i) from range(100000000000) t(i)) > 0",
 ]
@@ -619,6 +621,74 @@ def test_one_run_is_exported_and_a_wrong_selection_refused(run: OpenRun, hostile
         exported(run, Selection(where="reward > 100"))
     with pytest.raises(UserError, match="rollouts is a number"):
         Selection.of({"rollouts": "x"})
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["--where", "nothing = 1"], "--where: .*nothing.*; the columns are step.* animal"),
+    (["--where", "reward >"], "--where: "),
+    (["--where", "length"], "a condition is true or false"),
+    (["--where", "1=1; drop table base"], "--where: "),
+    (["--rollouts", "0"], "rollouts is a number from 1 to 5000"),
+    (["--export", "no/such/folder/run.html"], "there is no folder"),
+]
+
+
+@pytest.mark.parametrize("words, said", WRONG, ids=str)
+def test_a_wrong_export_is_refused_before_a_rollout_is_read(
+    folder: Path, tmp_path: Path, words: list[str], said: str, monkeypatch: Any, capsys: Any
+) -> None:
+    def forbidden(run: OpenRun) -> None:
+        raise AssertionError("work has begun")
+
+    monkeypatch.setattr(OpenRun, "read", forbidden)
+    given = ["view", str(folder), *(["--export", str(tmp_path / "run.html")] if "--export" not in words else [])]
+    assert main([*given, *words]) == 2
+    told = capsys.readouterr().err.strip()
+    assert re.search(said, told) and "\n" not in told
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_condition_of_an_export_names_parts_of_the_reward(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.html"
+    assert main(["view", str(folder), "--export", str(file), "--where", "animal > 0.4 and step < 3"]) == 0
+    assert file.stat().st_size > 50_000
+
+
+def test_what_is_replayed_from_earlier_steps_is_told_apart(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    earlier = read_file(folder / "rollouts" / "step-000002.parquet").to_pylist()[:5]
+
+    def replay(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        again = [{**row, "step": 4, "index": len(rows) + n, "replayed": True} for n, row in enumerate(earlier)]
+        return rows + again
+
+    other = rewritten(folder, tmp_path / "again", 4, replay)
+    own = found(other, replayed="1")
+    assert len(own) == 5 and {row["step"] for row in own} == {4} and all(row["replayed"] for row in own)
+    assert len(found(other, replayed="0")) == len(found(other)) - 5
+    assert dict(Answers([other]).of("0/histograms", {"held": "0"})["replayed"])[True] == 5
+    data = Answers([other]).of(f"0/rollout/4/{own[3]['index']}", {})
+    assert data["first"] == {"step": 2, "index": 3} and Answers([other]).of("0/rollout/2/3", {})["first"] is None
+    question = Question.of({"replayed": "1"}, other.store)
+    with Questions(other.folder) as terminal:
+        assert len(terminal.ask(question.sql())[1]) == 5
+    assert main(["rollouts", str(other.folder), "--step", "4"]) == 0
+    assert "5 rollouts of earlier steps, replayed in this one" in capsys.readouterr().out
+
+
+def test_replies_are_told_apart_by_more_than_their_beginning(folder: Path, tmp_path: Path) -> None:
+    def begun_alike(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            row["text"] = "Let me think about this step by step. " * 5 + f"{row['member']} {row['task']}"
+
+    other = rewritten(folder, tmp_path / "alike", 5, begun_alike)
+    assert {row["replies"] for row in other.store.ask("select replies from groups where step = 5")} == {8}
+    alike = next(
+        panel
+        for question in Answers([other]).of("0/overview", {})["questions"]
+        for panel in question["panels"]
+        if "alike" in panel["title"]
+    )
+    assert "400 characters" in alike["about"] and alike["lines"][0]["values"][alike["steps"].index(5)] == 0
 
 
 def test_questions_of_the_overview_are_answered_for_every_verb(run: OpenRun, tmp_path: Path) -> None:

@@ -547,7 +547,16 @@ def rollouts(
     json
         Print the rows as they were written, a line of JSON each: tokens, their numbers, what became of the rollout.
     """
-    from posttrain.record.reading import EVERY, READ, plainly, read_file, read_rollouts, rows_of, timed_rollouts
+    from posttrain.record.reading import (
+        EVERY,
+        READ,
+        plainly,
+        read_file,
+        read_rollouts,
+        read_table,
+        rows_of,
+        timed_rollouts,
+    )
     from posttrain.runs.printing import sample as show
     from posttrain.runs.reading import read_run, rollout_steps
 
@@ -555,11 +564,12 @@ def rollouts(
     if Path(run).suffix in (".parquet", ".jsonl"):
         if step is not None or held_out:
             raise UserError(f"{run} is a file of rollouts: leave out --step and --held-out")
-        rows = rows_of(read_file(run, names))
+        rows, again = rows_of(read_file(run, names)), 0
     else:
         read_run(run)  # whether it is one
         wanted = step if step is not None else max(rollout_steps(run, held_out), default=1)
         clock = not json and not held_out  # rows as they were written know of none
+        again = sum(map(bool, read_table(run, wanted, ["replayed"], held_out)["replayed"].to_pylist()))
         rows = timed_rollouts(run, wanted) if clock else read_rollouts(run, wanted, names, held_out)
     if group is not None and not (rows := [row for row in rows if row["group"] == group]):
         raise UserError(f"there are no rollouts of the group {group!r}: the head line of each shown names its group")
@@ -572,6 +582,10 @@ def rollouts(
         rows = sorted(rows, key=keys[order], reverse=True)
     if not json:
         show(rows, number)
+        if again:
+            print(
+                f"{again} rollouts of earlier steps, replayed in this one, are not shown: they stand in its table alone"
+            )
     for row in rows[:number] if json else ():
         print(dumps(plainly(row), ensure_ascii=False))
     return 0

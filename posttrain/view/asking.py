@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.types import Fate, StopReason, UserError
-from posttrain.view.store import COLUMNS, Store, named, quoted
+from posttrain.view.naming import by_name, listed_part, named, named_part, quoted
+from posttrain.view.store import Store
 
 PAGE = 100  # rows that are handed out at once
 BINS = 32
@@ -142,6 +143,10 @@ class Question:
             self._choice(name, value)
         elif name in ("task", "group", "side"):
             self._both(f"g.{named(name)} = {quoted(value)}")
+        elif name == "replayed":
+            if value not in ("0", "1"):
+                raise UserError(f"replayed is 0 or 1, not {value[:40]!r}")
+            self._both("b.replayed" if value == "1" else "not b.replayed")
         elif name == "flag":
             self._both(f"list_contains(b.flags, {quoted(value)})")
         elif name == "q":
@@ -266,7 +271,8 @@ class Question:
         with store.limited() as cursor:
             found = cursor.execute(
                 f"""select coalesce({condition}, false) as these, count(*) as n, avg(b.reward) as reward,
-                           avg((b.reward >= {store.limit!r})::int) as right, avg(if(b.sampled > 0, b.sampled, b.scored)) as tokens,
+                           avg((b.reward >= {store.limit!r})::int) as right,
+                           avg(if(b.sampled > 0, b.sampled, b.scored)) as tokens,
                            avg((b.fate = 'trained')::int) as trained, avg(b.truncated::int) as "cut off",
                            avg((b.reward is null)::int) as invalid, avg(b.advantage) as advantage{parts}
                     from {source}{" where " + " and ".join(every) if every else ""} group by 1"""
@@ -289,7 +295,7 @@ class Question:
         with store.limited() as cursor:
             for name in known:
                 found[name] = self._bins(cursor, name)
-            for name in ("fate", "stop", "kind"):
+            for name in ("fate", "stop", "kind", "replayed"):
                 found[name] = cursor.execute(
                     f"select b.{name}, count(*) from {source}{self._clause()} group by 1 order by 2 desc"
                 ).fetchall()
@@ -312,34 +318,6 @@ class Question:
             f"select {number}, count(*) from {source}{clause} group by 1 having {number} is not null order by 1"
         )
         return {**found, "low": begin, "width": width, "bins": bins.fetchall()}
-
-
-_WORD = re.compile(r"""'(?:[^']|'')*' | "(?:[^"]|"")*" | (?<![\w.])[^\W\d]\w*(?!\w|\s*[(.])""", re.VERBOSE)
-
-
-def by_name(condition: str, parts: Sequence[str], say: Callable[[str], str]) -> str:
-    """A condition with the reward's parts, which a person calls by the names of the table's columns, as a database has them.
-
-    A name that is a column of the rollouts' anyway means that column; "part.length" in quotes means the part.
-    """
-
-    def replaced(found: re.Match[str]) -> str:
-        word = found[0]
-        name = word[1:-1].replace('""', '"') if word.startswith('"') else word
-        short = name.removeprefix("part.")
-        meant = short if short in parts and (name != short or name not in COLUMNS) else None
-        return word if meant is None or word.startswith("'") else say(meant)
-
-    return _WORD.sub(replaced, condition)
-
-
-def named_part(name: str) -> str:
-    return named(f"part.{name}")
-
-
-def listed_part(name: str) -> str:
-    """As the files have it."""
-    return f"list_filter(parts, lambda p: p.name = {quoted(name)})[1].value"
 
 
 def _width(low: float, high: float) -> float:

@@ -1,8 +1,8 @@
 """Whether rewards go with the length of the reply, and whether that is paid for: over a run's last steps, within groups.
 
-Replies to one prompt are compared with each other alone, so a task that is long and hard says nothing. Length may follow from
-being right, or partial credit from how far a reply came; a correlation is therefore no sign by itself. A sign is that wrong
-replies which are longer earn more of a part than right ones of their group: partial credit never gives that.
+Replies to one prompt are compared with each other alone, so a task that is long and hard says nothing. Length may follow
+from being right, or partial credit from how far a reply came; a correlation is therefore no sign by itself. A sign is that
+wrong replies which are longer earn more of a part than right ones of their group: partial credit never gives that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from posttrain.view.store import Store, named
+from posttrain.view.naming import named
+from posttrain.view.store import Store
 
 STRONG = 0.7  # a correlation
 LEAST = 40  # degrees of freedom behind one
@@ -63,7 +64,7 @@ def lengths(store: Store, config: Mapping[str, Any]) -> list[Length]:
 
 
 def _right(values: Mapping[str, Array], limit: float | None) -> Array | None:
-    """Which replies are right: those that pass every check, else those of a reward that is told to be; None: nobody knows."""
+    """Which replies are right: those that pass every check, else those whose reward counts as right. None: nobody knows."""
     checks = [
         own
         for name, own in values.items()
@@ -75,11 +76,11 @@ def _right(values: Mapping[str, Array], limit: float | None) -> Array | None:
     return values[REWARD] >= limit if limit is not None else None
 
 
-def _centred(group: Array, values: Array) -> tuple[Array, int]:
-    """Values less the mean of their group, and how many groups there are."""
+def _centred(group: Array, values: Array) -> Array:
+    """Values less the mean of their group."""
     _, place = np.unique(group, return_inverse=True)
-    counts = np.bincount(place)
-    return values - (np.bincount(place, values) / counts)[place], len(counts)
+    found: Array = values - (np.bincount(place, values) / np.bincount(place))[place]
+    return found
 
 
 def _correlation(group: Array, length: Array, values: Array) -> float | None:
@@ -88,7 +89,7 @@ def _correlation(group: Array, length: Array, values: Array) -> float | None:
     group, length, values = group[kept], length[kept].astype(np.float64), values[kept]
     if not len(values):
         return None
-    (x, groups), (y, _) = _centred(group, length), _centred(group, values)
+    x, y = _centred(group, length), _centred(group, values)
     varied = np.isin(group, group[(np.abs(x) > 1e-9)])  # a group of one length says nothing
     freedom = int(varied.sum()) - len(np.unique(group[varied]))
     spread = float(np.sqrt((x @ x) * (y[varied] @ y[varied])))

@@ -56,7 +56,21 @@ def one(
         "why": why(row),
         "equation": equation(row, rewards, objective),
         "seconds": seconds,
+        "first": _first(store, part, index) if row["replayed"] else None,
     }
+
+
+def _first(store: Store, part: Part, index: int) -> dict[str, Any] | None:
+    """Where a rollout was played that a later step learns from again."""
+    found = store.ask(
+        """select b.step, b."index" from base b join keys k using (gid)
+           join (select k."group", k.side, b.member, b.step from base b join keys k using (gid)
+                 where b.step = ? and not b.held_out and b."index" = ?) own
+             on k."group" = own."group" and k.side = own.side and b.member is not distinct from own.member
+           where b.step < own.step and not b.held_out and not b.replayed order by b.step desc limit 1""",
+        [part.step, index],
+    )
+    return found[0] if found else None
 
 
 def group(store: Store, pieces: Pieces, part: Part, index: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posttrain.record.schema import START
 from posttrain.view import signs
 from posttrain.view.lengths import lengths
 from posttrain.view.run import OpenRun
@@ -24,13 +25,18 @@ select step, avg(mean) as reward, stddev_samp(mean) / sqrt(count(*)) as error, c
 from groups where held_out = {held} group by step order by step
 """
 _LIKE = """
-with c as (select b.step, b.text, b.prompt, count(*) as n from base b where not b.held_out group by all),
+with c as (select b.step, {text} as text, b.prompt, count(*) as n from base b{texts} where not b.held_out group by all),
      t as (select step, text, sum(n) as n, sum(n * n) as same from c group by all),
      q as (select step, prompt, sum(n) as n from c group by all),
      p as (select step, sum(n) as n, sum(n * n) as pairs from q group by step),
      s as (select step, sum(n * n) - sum(same) as alike from t group by step)
 select step, s.alike / nullif(p.n * p.n - p.pairs, 0) as alike from s join p using (step) order by step
 """
+LIKE = 400  # characters of two replies that are compared, where whole texts are held
+_WHOLE = {
+    "text": f"coalesce(hash(left(t.value, {LIKE})), b.text)",
+    "texts": " left join full_texts f on f.row = b.row and f.longer left join strings t on t.id = f.text",
+}
 _FATES = """select step, fate, count(*) as n from base where not held_out group by all"""
 
 
@@ -104,7 +110,10 @@ def _own(run: OpenRun, steps: Sequence[int]) -> dict[str, Any]:
         for name in ("reward", "error", "right", "wrong", "equal", "replies"):
             found[name] = [_finite(rows[s][name]) if s in rows else None for s in steps]
         found["n"] = max(row["n"] for row in rows.values())
-    alike = {row["step"]: row["alike"] for row in store.ask(_LIKE)}
+    longer = store.longer and store.searchable
+    like = _LIKE.format(**(_WHOLE if longer else {"text": "b.text", "texts": ""}))
+    alike = {row["step"]: row["alike"] for row in store.ask(like)}
+    found["compared"] = LIKE if longer else START
     found["alike"] = [_finite(alike.get(s)) for s in steps]
     fates: dict[str, dict[int, int]] = {}
     for row in store.ask(_FATES):
@@ -214,7 +223,8 @@ def _exploring(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]
     if any(value is not None for value in own.get("alike", ())) and not own["given"]:
         line = _line("alike", own["alike"], "alike", "pink")
         alike = {**_panel("Replies to two prompts alike", steps, [line]), "zero": True,
-                 "about": "chance that two rollouts with different prompts begin with the same 80 characters"}  # fmt: skip
+                 "about": "chance that two rollouts with different prompts begin with the same "
+                          f"{own['compared']} characters"}  # fmt: skip
     return [
         _of(steps, m, "entropy", "Entropy, nats per token", zero=True),
         replies,

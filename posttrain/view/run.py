@@ -13,7 +13,9 @@ from posttrain.record.index import open_index
 from posttrain.runs.files import CHECKPOINTS, step_of
 from posttrain.runs.reading import read_health, read_metrics, read_run, read_timing
 from posttrain.types import UserError, succeeds
+from posttrain.view.naming import by_name, named_part
 from posttrain.view.pieces import Pieces
+from posttrain.view.source import parts_of, rows
 from posttrain.view.store import Store
 
 PAUSE = 1.0  # seconds between two looks at a run that is on
@@ -98,6 +100,19 @@ class OpenRun:
         steps = sorted(rows)
         names = {name for row in rows.values() for name in row}
         return steps, {name: [rows[step].get(name) for step in steps] for name in sorted(names)}
+
+    def check_condition(self, condition: str) -> None:
+        """Raise UserError unless this is a condition over the run's rollouts. None of them need have been read."""
+        names = {name.partition("/")[2] for line in read_metrics(self.folder) for name in line if name[:7] == "reward/"}
+        store = Store(self.folder)
+        files = parts_of(self.folder)
+        for part in {*list(files)[:1], *list(files)[-1:]}:
+            with contextlib.suppress(UserError):
+                table = rows(part, files[part], names=["parts"])
+                names |= {one["name"] for parts in table["parts"].to_pylist() for one in parts or ()}
+        store.expect(sorted(names))
+        store.settle()
+        store.check_condition(by_name(condition, store.parts, named_part))
 
     def health(self) -> list[dict[str, Any]]:
         return read_health(self.folder)

@@ -21,6 +21,7 @@ import pyarrow as pa
 from posttrain.record.schema import KINDS
 from posttrain.types import Fate, InvalidKind, StopReason, UserError
 from posttrain.view import older
+from posttrain.view.naming import COLUMNS, PLAIN, named
 from posttrain.view.source import File, Part, parts_of, rows, scalars
 
 MEMORY, SPILLED = "320MB", "1GB"  # of the database; on disk, while a question needs more
@@ -29,11 +30,6 @@ SECONDS = 10.0  # of a question that a person wrote
 
 _HELD = ("prompt", "text", "columns", "notes")  # texts that a search looks into, or a filter
 _ENUMS = {"kind": KINDS, "fate": tuple(Fate), "stop": tuple(StopReason), "invalid_kind": tuple(InvalidKind)}
-_PLAIN = {
-    "reward": "double", "shaping": "double", "penalty": "double", "used": "double", "advantage": "double",
-    "replayed": "boolean", "truncated": "boolean", "version": "integer", "sampled": "integer", "scored": "integer",
-    "length": "integer", "why": "varchar", "invalid": "varchar", "flags": "varchar[]",
-}  # fmt: skip
 _TABLES = f"""
 create type fate_name as enum ({", ".join(f"'{v}'" for v in _ENUMS["fate"])});
 create type kind_name as enum ({", ".join(f"'{v}'" for v in _ENUMS["kind"])});
@@ -45,26 +41,9 @@ create table keys (gid integer, step integer, held_out boolean, kind kind_name, 
                    task varchar, epoch integer);
 create table base (row integer, step integer, held_out boolean, "index" integer, gid integer, member integer,
                    kind kind_name, fate fate_name, stop stop_name, invalid_kind invalid_kind_name, prompt integer,
-                   text integer, {", ".join(f"{name} {kind}" for name, kind in _PLAIN.items())});
+                   text integer, {", ".join(f"{name} {kind}" for name, kind in PLAIN.items())});
 create table full_texts (row integer, prompt integer, text integer, columns integer, notes integer, longer boolean);
 """
-
-
-COLUMNS = (
-    "step", "held_out", "index", "kind", "group", "member", "task", "side", "epoch", *_PLAIN,
-    "fate", "stop", "invalid_kind", "prompt", "text", "columns", "notes", "mean", "sd", "n", "right_n",
-)  # fmt: skip
-"""What a condition may name, beside the parts of the reward."""
-
-
-def quoted(text: str) -> str:
-    """A text as SQL has it."""
-    return "'" + text.replace("'", "''").replace("\0", "") + "'"
-
-
-def named(name: str) -> str:
-    """A name of a column as SQL has it."""
-    return '"' + name.replace('"', '""').replace("\0", "") + '"'
 
 
 class Store:
@@ -129,7 +108,7 @@ class Store:
 
     def check_condition(self, condition: str) -> None:
         """Raise UserError unless a condition that a person wrote is one, in a single SELECT."""
-        sql = f"select 1 from rollouts where ({condition}\n) limit 0"
+        sql = f"select ({condition}\n) from rollouts limit 0"
         try:
             statements = self._database.extract_statements(sql)
         except duckdb.Error as error:
@@ -138,13 +117,22 @@ class Store:
             raise UserError("a condition is part of one SELECT: reward < 0.5 and length > 100")
         try:
             with self.limited() as cursor:
-                cursor.execute(sql)
+                kinds = [str(column[1]).upper() for column in cursor.execute(sql).description]
+            if kinds not in (["BOOLEAN"], ["BOOL"]):
+                raise UserError("a condition is true or false, not a value: compare it, as in length > 40")
         except UserError as error:
             if "not found in FROM clause" not in str(error):
                 raise
             known = ", ".join([*COLUMNS, *(name for name in self.parts if name not in COLUMNS)])
             first = str(error).split(" in FROM clause")[0].removeprefix("Binder Error: ")
             raise UserError(f"{first}; the columns are {known}") from None
+
+    def expect(self, parts: Iterable[str]) -> None:
+        """Know these parts of the reward before any rollout with them is read."""
+        for name in parts:
+            if name not in self.parts:
+                self._database.execute(f"alter table base add column {named('part.' + name)} double")
+                self.parts.append(name)  # only now: who asks meanwhile is told of the columns there are
 
     @contextmanager
     def limited(self, seconds: float = SECONDS) -> Iterator[Any]:
@@ -221,10 +209,7 @@ class Store:
     def _insert(self, table: pa.Table) -> None:
         """Add rows of the index's columns; of the older form, with whole texts."""
         parts = _parts_of(table)
-        for name in parts:
-            if name not in self.parts:
-                self._database.execute(f"alter table base add column {named('part.' + name)} double")
-                self.parts.append(name)  # only now: who asks meanwhile is told of the columns there are
+        self.expect(parts)
         table = table.drop_columns(["parts"])
         for name, values in parts.items():
             table = table.append_column(f"part.{name}", values)
@@ -237,11 +222,11 @@ class Store:
                select distinct step, held_out, try_cast(kind as kind_name), "group", coalesce(side, ''), task, epoch
                from incoming)"""
         )
-        own = ", ".join(f"try_cast({name} as {kind})" for name, kind in _PLAIN.items())
+        own = ", ".join(f"try_cast({name} as {kind})" for name, kind in PLAIN.items())
         enums = ", ".join(f"try_cast(i.{name} as {name}_name)" for name in ("kind", "fate", "stop", "invalid_kind"))
         extra = "".join(f", {named('part.' + name)}" for name in parts)
         names = f"""row, step, held_out, "index", gid, member, kind, fate, stop, invalid_kind, prompt, text,
-                    {", ".join(_PLAIN)}"""
+                    {", ".join(PLAIN)}"""
         cursor.execute(
             f"""insert into base ({names}{extra})
                 select nextval('places'), i.step, i.held_out, i."index", k.gid, i.member, {enums}, p.id, t.id, {own}{extra}
@@ -268,15 +253,17 @@ class Store:
         return (0.0 if best is None else float(best)) - 1e-6
 
     def settle(self) -> None:
-        """Make what is said of groups and of tasks."""
+        """Make what is said of groups and of tasks. Replies are told apart by their whole texts where these are held."""
+        texts = " left join full_texts f on f.row = b.row and f.longer" if self.longer else ""
+        reply = "coalesce(f.text, b.text)" if self.longer else "b.text"
         right = f"b.reward >= {self.limit!r}"
         self._database.execute(
             f"""create or replace table groups as
                 select k.*, s.* exclude gid from keys k join (
                     select gid, count(*) as n, count(reward) as valid, count(*) filter ({right}) as right_n,
                            avg(reward) as mean, stddev_pop(reward) as sd, min(reward) as low, max(reward) as high,
-                           count(distinct text) as replies, min("index") as first, avg(length) as length
-                    from base b group by gid) s using (gid) order by step, first"""
+                           count(distinct {reply}) as replies, min("index") as first, avg(length) as length
+                    from base b{texts} group by gid) s using (gid) order by step, first"""
         )
         self._database.execute(
             """create or replace table tasks as
@@ -289,7 +276,7 @@ class Store:
 
     def _views(self) -> None:
         """What a person asks: rollouts with their texts and the figures of their groups."""
-        plain = ", ".join(f"b.{name}" for name in _PLAIN)
+        plain = ", ".join(f"b.{name}" for name in PLAIN)
         extra = "".join(f", b.{named('part.' + name)}" for name in self.parts)
         self._database.execute(
             f"""create or replace view rollouts as
@@ -321,6 +308,9 @@ class Store:
                 return
         self.longer = bool(self.value("select bool_or(longer) from full_texts"))
         self.searchable = True
+        if self.longer:
+            self.settle()
+            self.version += 1
 
     def _hold(self, some: Sequence[Part]) -> int:
         """Hold the texts of these parts; bytes of the texts that are new."""

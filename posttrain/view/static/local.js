@@ -25,6 +25,7 @@ function test(name, value) {
   if (["fate", "stop", "kind"].includes(name)) return [(row) => value.split("|").includes(row[name] || "none")];
   if (["task", "group", "side"].includes(name)) return [(row) => row[name] === value];
   if (name === "held") return [(row) => row.held_out === (value === "1")];
+  if (name === "replayed") return [(row) => Boolean(row.replayed) === (value === "1")];
   if (name === "ask") return value === "cut" ? [(row) => row.truncated] : [];
   if (["q", "sort", "as", "of", "offset", "limit", "where", "sel"].includes(name)) return [];
   const [low, high] = value.includes("..") ? value.split("..") : [value, value];
@@ -61,7 +62,7 @@ function histograms(rows, names) {
     }
     found[name] = { low: values.length ? low : null, high, width, count: values.length, none: rows.length - values.length, bins: [...bins].sort((a, b) => a[0] - b[0]) };
   }
-  for (const name of ["fate", "stop", "kind"]) {
+  for (const name of ["fate", "stop", "kind", "replayed"]) {
     const counts = new Map();
     for (const row of rows) counts.set(row[name], (counts.get(row[name]) || 0) + 1);
     found[name] = [...counts].sort((a, b) => b[1] - a[1]);

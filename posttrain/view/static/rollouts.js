@@ -71,11 +71,11 @@ export function Rollouts({ run, about, questions, query }) {
         ${groups ? html`<${GroupCells} ...${{ row, played }} />` : html`<${Cells} ...${{ row, run, parts, most, played, success: about.success }} />`}</tr>`), [data, at, about.success]); // not drawn again when a histogram arrives
   const set = (changes) => change({ ...changes, offset: "", sel: "" });
   return html`
-    <${Bar} ...${{ about, query, filters, set, search, questions, groups }} count=${data?.count} />
+    <${Bar} ...${{ about, query, filters, set, search, questions, groups }} count=${data?.count} refused=${Boolean(problem && query.where)} />
+    ${problem ? html`<${Problem} text=${problem} />` : ""}
     <div class="hists">${names.map((name) => histograms.data?.[name] && (histograms.data[name].count || query[name]) ? html`<${Histogram} key=${name} data=${histograms.data[name]} label=${name.replace(/^part\./, "part: ")} chosen=${query[name]} choose=${(range) => set({ [name]: range })} />` : "")}
       <${Facets} data=${histograms.data} query=${query} set=${set} /></div>
-    ${asked && means.data?.these ? html`<${Beside} data=${means.data} parts=${parts} />` : ""}
-    ${problem ? html`<${Problem} text=${problem} />` : ""}
+    ${asked && !problem && means.data?.these ? html`<${Beside} data=${means.data} parts=${parts} />` : ""}
     <div class=${`card list long fading ${stale ? "stale" : ""}`} data-of=${of}><table>
       <thead><tr>${columns.map(([name, says, kind]) => html`<${Head} ...${{ name, says, kind, sort: query.sort || "", set }} />`)}</tr></thead>
       <tbody>${body}</tbody></table>
@@ -85,17 +85,17 @@ export function Rollouts({ run, about, questions, query }) {
       <button disabled=${!offset} onClick=${() => change({ offset: Math.max(0, offset - 100), sel: 0 })}>previous</button>
       <button disabled=${!data || offset + rows.length >= data.count} onClick=${() => change({ offset: offset + rows.length, sel: 0 })}>next</button>
       ${exported || !data ? "" : html`<span class="sql mono grow untrusted" title="the same question in the terminal">posttrain query RUN "${visible(data.sql)}"</span>`}
-      ${exported ? "" : html`<a href=${`export/${run}?${new URLSearchParams(filters)}`} download>export these</a>`}</div>`;
+      ${exported ? "" : html`<a class="export" href=${`export/${run}?${new URLSearchParams(filters)}`} download title="e">export these</a>`}</div>`;
 }
 
-function Bar({ about, query, filters, set, search, questions, groups, count }) {
+function Bar({ about, query, filters, set, search, questions, groups, count, refused }) {
   const asked = questions.find((q) => q.name === query.ask);
   const chips = Object.entries(filters).filter(([name]) => !["q", "ask", "where", "step", "held"].includes(name));
   return html`<div class="row gap">
       <div class="row tight"><button class=${groups ? "" : "on"} onClick=${() => set({ as: "", sort: "" })}>rollouts</button><button class=${groups ? "on" : ""} onClick=${() => set({ as: "groups", sort: "" })}>groups</button>${exported ? "" : html`<button class=${query.held === "1" ? "on" : ""} onClick=${() => set({ held: query.held === "1" ? "" : "1", step: "" })} title="those of the evaluations during training">held out</button>`}</div>
       <input class="search" ref=${search} type="search" placeholder=${about.searchable || exported ? "search texts ( / )" : "search: texts are being read"} value=${query.q || ""} onInput=${(e) => set({ q: e.target.value })} aria-label="search prompts and replies" />
-      <input style=${{ width: "96px" }} placeholder="steps 1..20" value=${query.step || ""} onChange=${(e) => set({ step: e.target.value.trim() })} aria-label="steps" />
-      ${exported ? "" : html`<input class="condition mono" placeholder=${`where … in SQL: length > 40${!given(about.verb) ? ` and ${about.parts[0] || "mean"} < 1` : ""}`} value=${query.where || ""} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}
+      <input style=${{ width: "96px" }} placeholder="steps 1..20" key=${`step ${query.step || ""}`} defaultValue=${query.step || ""} onChange=${(e) => set({ step: e.target.value.trim() })} aria-label="steps" />
+      ${exported ? "" : html`<input class=${`condition mono ${refused ? "refused" : ""}`} aria-invalid=${refused} placeholder=${`where … in SQL: length > 40${!given(about.verb) ? ` and ${about.parts[0] || "mean"} < 1` : ""}`} key=${`where ${query.where || ""}`} defaultValue=${query.where || ""} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}
       <span class="soft">${count === undefined ? "" : `${whole(count)} ${groups ? "groups" : "rollouts"}`}</span>
       ${chips.map(([name, value]) => html`<button class="on small" onClick=${() => set({ [name]: "" })} title="take this filter away">${visible(`${name} ${value}`)} ×</button>`)}
       ${Object.keys(filters).length ? html`<button class="small" onClick=${() => go(to(here().run, "rollouts"))}>all ( x )</button>` : ""}</div>
@@ -145,10 +145,11 @@ function Facets({ data, query, set }) {
     set({ [name]: [...chosen].join("|") });
   };
   const some = ["fate", "stop", "kind"].filter((name) => data[name] && (data[name].length > 1 || query[name]));
-  if (!some.length) return "";
+  const again = (data.replayed || []).find(([value]) => value === true);
+  if (!some.length && !again) return "";
   return html`<div class="card hist" style=${{ flex: "2 1 220px" }}>${some.map((name) => html`<div class="facet" style=${{ marginBottom: "3px" }}><span class="soft small" style=${{ width: "28px" }}>${name}</span>
     ${data[name].map(([value, n]) => {
       const own = value === null ? "none" : value;
       return html`<button class=${`small pill ${(query[name] || "").split("|").includes(own) ? "on" : ""}`} onClick=${() => toggle(name, own)}>${own} ${whole(n)}</button>`;
-    })}</div>`)}</div>`;
+    })}</div>`)}${again ? html`<div class="facet"><button class=${`small pill ${query.replayed === "1" ? "on" : ""}`} title="played in an earlier step, and learned from again" onClick=${() => set({ replayed: query.replayed === "1" ? "" : "1" })}>replayed ${whole(again[1])}</button>${query.replayed === "0" ? "" : html`<button class="small pill" onClick=${() => set({ replayed: "0" })}>without these</button>`}</div>` : ""}</div>`;
 }

@@ -8,13 +8,13 @@ export const { html, render, useState, useEffect, useRef, useMemo, useLayoutEffe
 /** The answer to a path and a query: {data, problem, stale}. The last answer stays until the next one is there. */
 export function useAnswer(path, query = {}, version = 0) {
   const key = path && path + "?" + JSON.stringify(query);
-  const [state, set] = useState({ data: null, problem: null, key: null });
+  const [state, set] = useState({ data: null, problem: null, key: null, path: null });
   useEffect(() => {
     if (!path) return undefined;
     const control = new AbortController();
     ask(path, query, control.signal).then(
-      (data) => set({ data, problem: null, key }),
-      (error) => error.name === "AbortError" || set({ data: null, problem: error.message, key }),
+      (data) => set({ data, problem: null, key, path }),
+      (error) => error.name === "AbortError" || set((s) => ({ data: s.path === path ? s.data : null, problem: error.message, key, path })),
     );
     return () => control.abort();
   }, [key, version]);

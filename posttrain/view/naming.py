@@ -1,0 +1,55 @@
+"""Names of columns as a person writes them and as SQL has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+PLAIN = {
+    "reward": "double", "shaping": "double", "penalty": "double", "used": "double", "advantage": "double",
+    "replayed": "boolean", "truncated": "boolean", "version": "integer", "sampled": "integer", "scored": "integer",
+    "length": "integer", "why": "varchar", "invalid": "varchar", "flags": "varchar[]",
+}  # fmt: skip
+COLUMNS = (
+    "step", "held_out", "index", "kind", "group", "member", "task", "side", "epoch", *PLAIN,
+    "fate", "stop", "invalid_kind", "prompt", "text", "columns", "notes", "mean", "sd", "n", "right_n",
+)  # fmt: skip
+"""What a condition may name, beside the parts of the reward."""
+
+
+def quoted(text: str) -> str:
+    """A text as SQL has it."""
+    return "'" + text.replace("'", "''").replace("\0", "") + "'"
+
+
+def named(name: str) -> str:
+    """A name of a column as SQL has it."""
+    return '"' + name.replace('"', '""').replace("\0", "") + '"'
+
+
+_WORD = re.compile(r"""'(?:[^']|'')*' | "(?:[^"]|"")*" | (?<![\w.])[^\W\d]\w*(?!\w|\s*[(.])""", re.VERBOSE)
+
+
+def by_name(condition: str, parts: Sequence[str], say: Callable[[str], str]) -> str:
+    """A condition with the reward's parts, which a person calls by the names of the table's columns, as a database has them.
+
+    A name that is a column of the rollouts' anyway means that column; "part.length" in quotes means the part.
+    """
+
+    def replaced(found: re.Match[str]) -> str:
+        word = found[0]
+        name = word[1:-1].replace('""', '"') if word.startswith('"') else word
+        short = name.removeprefix("part.")
+        meant = short if short in parts and (name != short or name not in COLUMNS) else None
+        return word if meant is None or word.startswith("'") else say(meant)
+
+    return _WORD.sub(replaced, condition)
+
+
+def named_part(name: str) -> str:
+    return named(f"part.{name}")
+
+
+def listed_part(name: str) -> str:
+    """As the files have it."""
+    return f"list_filter(parts, lambda p: p.name = {quoted(name)})[1].value"

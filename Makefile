@@ -10,7 +10,7 @@ demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready
-	$(BIN)/python -m pytest tests -m "not long" -n 2
+	$(BIN)/python -m pytest tests -m "not long" -n 2 --dist worksteal
 
 # Further cases of what shorter tests prove too: other targets of the compiler, other architectures, a cluster of Ray.
 test-long: .venv/ready

@@ -12,7 +12,8 @@ from torch import Tensor
 from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
 from posttrain.models.folder import save_model
 from posttrain.models.reward import RewardModel, Shape, new_reward_model, settle
-from posttrain.models.tokenizer import EOS, PAD, UNKNOWN, Tokenizer, _train_characters
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.tokenizer_training import EOS, PAD, UNKNOWN, train_characters
 from posttrain.sources.packing import Read, pack
 from posttrain.types import Transcript
 
@@ -33,7 +34,7 @@ def pad_is_eos() -> Tokenizer:
 
 def eos_alone() -> Tokenizer:
     """The only special token is the end, so a new one has to be made."""
-    backend = _train_characters(TEXT, 64, [EOS, UNKNOWN])
+    backend = train_characters(TEXT, 64, [EOS, UNKNOWN])
     backend.add_special_tokens([EOS])
     assert backend.token_to_id(PAD) is None
     return Tokenizer(backend, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": EOS})

@@ -176,17 +176,21 @@ def test_weight_that_layers_share_is_not_adapted_in_one_of_them(tmp_path: Path) 
         attach(model, LoRA(3, 6.0), lambda name: "mlp" in name)
 
 
+def begin_away_from_nothing(model: Backed) -> None:
+    begin(model, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+
+
 def test_block_that_several_layers_are_is_adapted_once_and_merges(tmp_path: Path) -> None:
     model = load_model(make("gemma3_text", tmp_path / "base"))
     assert isinstance(model, Backed)
     one, other = model.inner.model.layers
     other.mlp = one.mlp
     attach(model, LoRA(3, 6.0), lambda name: True)
-    begin(model, 0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1)
+    begin_away_from_nothing(model)
     before = logits(model)
     merge(model)
     assert torch.allclose(logits(model), before, atol=1e-4)
@@ -203,11 +207,7 @@ def test_last_product_of_a_state_space_mixer_is_left_to_its_kernels(kind: str, t
         model, targets = load_model(tmp_path / "base"), {"in_proj"}
         assert isinstance(model, Backed)
     attach(model, LoRA(3, 6.0, base=str(tmp_path / "base")), lambda name: name.rpartition(".")[2] in targets)
-    begin(model, 0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1)
+    begin_away_from_nothing(model)
     before = logits(model)
     model.save(tmp_path / "ours")
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")

@@ -20,7 +20,8 @@ from posttrain.models.folder import load_model
 from posttrain.models.lora import LoRA, attach, begin, merge
 from posttrain.models.reward import RewardModel, Shape, load_reward_model, new_reward_model, settle
 from posttrain.models.tensor_files import write_state
-from posttrain.models.tokenizer import EOS, Tokenizer
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.tokenizer_training import EOS
 from posttrain.protocols import TRAINING
 from posttrain.services.reward_model import RewardModel as Service
 from posttrain.sources.packing import pack

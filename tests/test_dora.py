@@ -9,7 +9,7 @@ import pytest
 import torch
 from judged import own_pad
 from safetensors.torch import load_file
-from test_lora import SHAPE, WAYS, laid, loss_of
+from test_lora import SHAPE, WAYS, compiled_and_plain, laid, loss_of
 from tiny_models import make
 from torch import Tensor
 from torch.nn import functional
@@ -18,8 +18,6 @@ import posttrain
 from posttrain.batch import Layout
 from posttrain.cli.main import main
 from posttrain.engines.weights import own_copy
-from posttrain.kernels import build
-from posttrain.models import fused
 from posttrain.models.attention import SegmentAttention
 from posttrain.models.backed import Backed
 from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
@@ -109,21 +107,8 @@ def test_gradients_of_lengths_and_adapters_equal_those_of_the_formula(targets: t
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_compiled_gradients_equal_those_of_torch(precision: str) -> None:
-    if not fused.compiles():
-        pytest.skip("nothing is compiled here")
-    found = []
-    for compiled in (True, False):
-        model = native(torch.float32)
-        build.use(compiled)
-        try:
-            with accumulating(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-                loss = loss_of(model, *laid())
-                loss.backward()
-        finally:
-            build.use(True)
-        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad and p.grad is not None)])
     rough = 0.05 if precision == "bfloat16" else 1e-4
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in compiled_and_plain(lambda: native(torch.float32), precision):
         assert (ours - theirs).norm() <= rough * theirs.norm()
 
 

@@ -70,6 +70,24 @@ def loss_of(model: Decoder, layout: Layout, at: Tensor, target: Tensor) -> Tenso
     return -token_logp(model.hidden(layout, at), model.head, target, 1.0).mean()
 
 
+def compiled_and_plain(fresh: Callable[[], Decoder], precision: str) -> list[tuple[Tensor, Tensor]]:
+    """The loss and each gradient, by compiled operations and by torch's. Skips where nothing is compiled."""
+    if not fused.compiles():
+        pytest.skip("nothing is compiled here")
+    found = []
+    for compiled in (True, False):
+        model = fresh()
+        build.use(compiled)
+        try:
+            with accumulating(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+                loss = loss_of(model, *laid())
+                loss.backward()
+        finally:
+            build.use(True)
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad and p.grad is not None)])
+    return list(zip(*found, strict=True))
+
+
 def plainly(model: Decoder, layout: Layout, at: Tensor, target: Tensor) -> Tensor:
     """The same loss, with W + scale * B A as one weight that torch's own operations make and differentiate."""
     other = new_decoder(model.config, 9).to(model.head.dtype)
@@ -114,21 +132,8 @@ def test_gradients_of_adapters_equal_those_of_the_formula_with_shared_prompts(ta
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("targets", WAYS, ids=" ".join)
 def test_compiled_gradients_of_adapters_equal_those_of_torch(targets: tuple[str, ...], precision: str) -> None:
-    if not fused.compiles():
-        pytest.skip("nothing is compiled here")
-    found = []
-    for compiled in (True, False):
-        model = adapted(targets, torch.float32)
-        build.use(compiled)
-        try:
-            with accumulating(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-                loss = loss_of(model, *laid())
-                loss.backward()
-        finally:
-            build.use(True)
-        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad and p.grad is not None)])
     rough = 0.05 if precision == "bfloat16" else 1e-4
-    for one, other in zip(*found, strict=True):
+    for one, other in compiled_and_plain(lambda: adapted(targets, torch.float32), precision):
         torch.testing.assert_close(one, other, rtol=rough, atol=rough * float(other.abs().max()))
 
 

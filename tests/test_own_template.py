@@ -18,7 +18,8 @@ from posttrain.envs.pool import EnvPool
 from posttrain.models.folder import save_model
 from posttrain.models.outline import Outline, outline
 from posttrain.models.own_template import CHATML, around, read_template
-from posttrain.models.tokenizer import EOS, Tokenizer
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.tokenizer_training import EOS
 from posttrain.sources.sft import demonstrate
 from posttrain.training.playground import viewer_of
 from posttrain.types import Sampling, Turn, UserError

@@ -17,7 +17,8 @@ from torch import Tensor
 from posttrain.models.critic import ValueModel, new_critic
 from posttrain.models.folder import load_model, save_model
 from posttrain.models.reward import RewardModel, Shape, load_reward_model, new_reward_model, settle
-from posttrain.models.tokenizer import PAD, Tokenizer
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.tokenizer_training import PAD
 from posttrain.services.reward_model import RewardModel as Service
 from posttrain.sources.packing import pack
 from posttrain.types import UserError

@@ -15,11 +15,11 @@ from pyarrow import parquet
 from posttrain.cli.main import main
 from posttrain.record import index
 from posttrain.record.asking import Questions
+from posttrain.record.making import rollouts_table
 from posttrain.record.reading import EVERY, read_file, read_rollouts, read_table, rows_of, timed_rollouts
-from posttrain.record.rows import rows_of as made_of
 from posttrain.record.rows import transcripts_of
 from posttrain.record.schema import KEY, NUMBERS, PIECE, ROLLOUTS, VERSION
-from posttrain.record.writing import half, table_of, write_table
+from posttrain.record.writing import half, write_table
 from posttrain.runs.printing import sample
 from posttrain.runs.record import Record
 from posttrain.types import (
@@ -137,8 +137,8 @@ def test_bytes_in_a_task_are_counted_and_other_columns_stand_as_they_are() -> No
         "messages": [{"role": "user", "content": "hi"}],
         "odd": {1},
     }
-    (row,) = made_of(1, [Outcome(Rollout(task, "a#0", [], 0.0))], "rl")
-    assert json.loads(row["columns"]) == {
+    (row,) = rows_of(rollouts_table(1, [Outcome(Rollout(task, "a#0", [], 0.0))], "rl"))
+    assert row["columns"] == {
         "answer": 7, "raw": "1000 bytes", "messages": [{"role": "user", "content": "hi"}], "odd": "{1}",
     }  # fmt: skip
 
@@ -163,7 +163,7 @@ def test_rounding_is_to_the_nearest_and_half_precisions_own_within_its_range() -
 
 
 def test_the_bytes_of_a_file_follow_from_its_rows_alone(tmp_path: Path) -> None:
-    tables = [table_of(made_of(7, outcomes(), "rl")) for _ in range(2)]
+    tables = [rollouts_table(7, outcomes(), "rl") for _ in range(2)]
     for name, table in zip("ab", tables, strict=True):
         write_table(tmp_path / name, table)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
@@ -173,7 +173,7 @@ def test_the_bytes_of_a_file_follow_from_its_rows_alone(tmp_path: Path) -> None:
 
 def test_some_rollouts_of_a_large_step_are_read_without_the_others(tmp_path: Path) -> None:
     many = [Outcome(Rollout({"id": f"{n}"}, f"{n}#0", [said(n, 2000)], float(n))) for n in range(150)]
-    write_table(tmp_path / "a.parquet", table := table_of(made_of(7, many, "rl")))
+    write_table(tmp_path / "a.parquet", table := rollouts_table(7, many, "rl"))
     write_lines(tmp_path / "a.jsonl", 7, many)
     assert parquet.ParquetFile(tmp_path / "a.parquet").num_row_groups == 3
     for places in ([149, 3, 64, 63, 3], [0], []):
@@ -184,7 +184,7 @@ def test_some_rollouts_of_a_large_step_are_read_without_the_others(tmp_path: Pat
 
 
 def test_a_table_of_another_version_or_of_something_else_is_refused(tmp_path: Path) -> None:
-    table = table_of(made_of(7, outcomes(), "rl"))
+    table = rollouts_table(7, outcomes(), "rl")
     write_table(tmp_path / "other.parquet", table.replace_schema_metadata({KEY: b"0"}))
     parquet.write_table(pa.table({"a": [1]}), tmp_path / "strange.parquet")
     for name in ("other", "strange"):
@@ -422,7 +422,7 @@ def test_what_is_no_single_select_is_refused_in_one_line(tmp_path: Path, sql: st
 def test_a_question_reads_no_file_but_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = recorded(tmp_path / "run", 1)
     other = tmp_path / "other.parquet"
-    write_table(other, table_of(made_of(7, outcomes(), "rl")))
+    write_table(other, rollouts_table(7, outcomes(), "rl"))
     (tmp_path / "secret.txt").write_text("secret")
     with sqlite3.connect(tmp_path / "a.db") as base:
         base.execute("create table a (b)")

@@ -128,6 +128,26 @@ def test_a_run_without_a_gradient_is_not_called_stable_and_one_leap_is_called_on
     assert stable([0.4] * 6)["word"] == "yes" and "stay at 1" in stable([0.4] * 6)["text"]
     assert "of 5 in one step" in stable([0.4] * 5 + [5.0])["text"]
     assert "up to 9 in 2 steps" in stable([0.4] * 4 + [5.0, 9.0])["text"]
+    assert stable([0.0, 0.02, 0.0, 0.0, 0.03, 0.0])["word"] == "yes"
+    assert stable([5.0, 2.0, 2.0, *(2 / n for n in range(1, 200))])["word"] == "yes"
+
+
+def test_a_task_that_is_right_from_the_start_is_called_solved() -> None:
+    def said(right: list[Any]) -> str:
+        return verdicts({"reward": right, "accuracy": right}, {})["Is it learning?"]["word"]
+
+    assert said([1.0, 1.0, 0.998, 0.998]) == "solved"
+    assert said([0.97, 0.97, 0.97, 0.97]) == "not yet" and said([0.5, 0.5, 1.0, 1.0]) == "yes"
+
+
+def test_a_gain_within_the_noise_of_the_steps_is_no_learning() -> None:
+    rng = np.random.default_rng(0)
+
+    def said(slope: float) -> str:
+        values = (0.5 + 0.08 * rng.standard_normal(1000) + slope * np.linspace(0, 1, 1000)).tolist()
+        return verdicts({"accuracy": values}, {})["Is it learning?"]["word"]
+
+    assert "yes" not in [said(0.0) for _ in range(10)] and [said(0.2) for _ in range(10)] == ["yes"] * 10
 
 
 def test_sides_that_play_each_other_are_judged_by_what_is_held_out() -> None:

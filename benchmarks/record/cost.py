@@ -26,8 +26,8 @@ from posttrain.batch import Batch, Stats
 from posttrain.envs import arithmetic
 from posttrain.learners.local import LocalLearner
 from posttrain.protocols import Objective
-from posttrain.record.rows import rows_of
-from posttrain.record.writing import table_of, write_table
+from posttrain.record.making import rollouts_table
+from posttrain.record.writing import write_table
 from posttrain.runs.record import Record
 from posttrain.sink import Sink
 from posttrain.sources.ledger import Ledger
@@ -108,7 +108,7 @@ def watched(watch: Watch, level: str) -> Any:
                 few = [o if level == "full" or (level == "sample" and o.rollout.group in groups) else replace(o, numbers={})
                        for o in outcomes]  # fmt: skip
                 begin = time.process_time()
-                write_table(watch.folder / f"{level}.parquet", table_of(rows_of(step, few, kind)))
+                write_table(watch.folder / f"{level}.parquet", rollouts_table(step, few, kind))
                 watch.spent[f"table {level}"].append(time.process_time() - begin)
                 watch.bytes[level] = (watch.folder / f"{level}.parquet").stat().st_size
         rollouts(self, step, outcomes, kind)

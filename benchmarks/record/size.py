@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 
 from posttrain.models.tokenizer import Tokenizer
-from posttrain.record.reading import read_file
-from posttrain.record.reading import rows_of as table_rows
-from posttrain.record.rows import rows_of
-from posttrain.record.writing import table_of, write_table
+from posttrain.record.making import rollouts_table
+from posttrain.record.reading import read_file, rows_of
+from posttrain.record.writing import write_table
 from posttrain.types import Completion, Outcome, PlayedTurn, Rollout, SpanKind, StopReason, Transcript
 
 ROLLOUTS, TOKENS, GROUP, PROMPT = 512, 2048, 8, 128
@@ -106,7 +105,7 @@ def joined(file: Path, rng: np.random.Generator) -> list[Outcome]:
     """Replies of a model, as many as there are, in rollouts of TOKENS tokens."""
     table = read_file(file, ["text", "tokens", "spans", "engine", "prompt"])
     found, tokens, engine, text = list[Outcome](), list[int](), list[float](), ""
-    for row in table_rows(table):
+    for row in rows_of(table):
         sampled = [span for span in row["spans"] if span["kind"] == "sampled"]
         own = [token for span in sampled for token in row["tokens"][span["start"] : span["start"] + span["length"]]]
         tokens, engine, text = tokens + own, engine + row["engine"], text + row["text"]
@@ -167,7 +166,7 @@ def main() -> None:
         for name, own in (("tokens", plain), ("full", once), ("full, two updates", made)):
             path = Path(folder) / f"{name}.parquet"
             began = time.perf_counter()
-            table = table_of(rows_of(1, own, "rl"))
+            table = rollouts_table(1, own, "rl")
             built = time.perf_counter()
             write_table(path, table)
             seconds = time.perf_counter() - built

@@ -12,7 +12,8 @@ from posttrain.models.adapter_config import ADAPTER_CONFIG, CLASSIFIER, is_adapt
 from posttrain.models.folder import load_model
 from posttrain.models.lora import decoder_of, merge
 from posttrain.models.reward import load_reward_model
-from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.tokenizer_files import checkpoint_folder
 from posttrain.protocols import Model
 from posttrain.runs.checkpoint import of_disk, resolve
 from posttrain.runs.files import writing

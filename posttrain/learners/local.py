@@ -343,7 +343,7 @@ class LocalLearner:
         `measured`: the entropy too, without a gradient where it is not wanted.
         """
         temperature = temperature or self.temperature
-        with self._autocast():
+        with self._computing():
             hidden = model.hidden(batch.layout, batch.at)
             if "score" in want:
                 return Outputs(logp=hidden.new_zeros(0), score=model.head.logits(hidden)[:, 0])
@@ -510,6 +510,10 @@ class LocalLearner:
         stats.add("trust_region/kl", found.kl)
         stats.add("trust_region/gain", found.gain)
         stats.add("trust_region/no_step", found.halvings < 0)
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        """What a forward pass for `_outputs` runs within."""
+        return self._autocast()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")

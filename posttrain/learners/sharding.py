@@ -190,16 +190,10 @@ class ShardingLearner(DealingLearner):
             if place < counted:
                 stats.add("loss", loss.item(), 0)
 
-    def _outputs(
-        self,
-        model: Model,
-        batch: Packed,
-        want: frozenset[str],
-        temperature: float | None = None,
-        measured: bool = False,
-    ) -> Outputs:
-        with self.world.meeting():  # what follows is a chain of collectives
-            return super()._outputs(model, batch, want, temperature, measured)
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with self.world.meeting(), super()._computing():  # what follows is a chain of collectives
+            yield
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain.models.json_files import Fields, read_json, shown, write_json
-from posttrain.models.tokenizer import checkpoint_folder
+from posttrain.models.tokenizer_files import checkpoint_folder
 from posttrain.types import UserError
 
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"

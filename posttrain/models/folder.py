@@ -34,7 +34,8 @@ from posttrain.models.lora import plain_weights
 from posttrain.models.rows import here, whole
 from posttrain.models.stored import Pieces, stored_pieces
 from posttrain.models.tensor_files import open_tensors, size_of, write_tensors
-from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.tokenizer_files import checkpoint_folder
 from posttrain.protocols import Model
 from posttrain.types import UserError
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from posttrain.models.adapter_config import described_in
 from posttrain.models.json_files import Fields, read_json
-from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.tokenizer_files import checkpoint_folder
 
 CONTEXT = 2048  # where config.json does not say, as transformers has it
 

@@ -28,7 +28,8 @@ from posttrain.models.folder import BACKBONE, INNER, OURS, SCORE, load_headless,
 from posttrain.models.head import Head
 from posttrain.models.json_files import Fields, is_whole, read_json, shown
 from posttrain.models.lora import Adaptable
-from posttrain.models.tokenizer import VOCAB_MOST, Tokenizer, checkpoint_folder
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.tokenizer_files import VOCAB_MOST, checkpoint_folder
 from posttrain.protocols import Model
 from posttrain.protocols import Shape as Sizes
 from posttrain.types import UserError

@@ -9,39 +9,33 @@ nor lost, so that decode(a) + decode(b) is what the model saw as a + b.
 from __future__ import annotations
 
 import json
-import os
-import re
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import tokenizers
-from tokenizers import Regex, decoders, pre_tokenizers
-from tokenizers.models import BPE, WordLevel
-from tokenizers.trainers import BpeTrainer
 
-from posttrain.messages import one_line
 from posttrain.models.image_processor import PLACE, ImageProcessor
-from posttrain.models.json_files import Fields, read_json, read_text, write_json
+from posttrain.models.json_files import read_json, read_text, write_json
 from posttrain.models.own_template import read_template
+from posttrain.models.tokenizer_files import (
+    NAMED_TOKENS,
+    VOCAB_MOST,
+    check_ids,
+    checkpoint_folder,
+    failed,
+    read_special,
+    refusing,
+    stored_template,
+    token_text,
+)
+from posttrain.models.tokenizer_training import EOS, PAD, UNKNOWN, train_bpe, train_characters
 from posttrain.models.tool_format import format_of
 from posttrain.models.tool_reading import ToolFormat
 from posttrain.pictures import PictureError, has_parts
 from posttrain.types import Media, ToolCall, UserError
-
-PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unk|>"
-# How a text is cut before byte pairs are merged: words with what precedes them, single digits, punctuation, line ends,
-# spaces. It is Qwen2's, because beside a qwen2 model transformers cuts in this way whatever tokenizer.json says.
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-VOCAB_MOST = 2**24  # entries of a tokenizer to be trained: its trainer reserves memory for all of them
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 
 BLIND = "this model reads text alone, and a message has a picture: take a model that sees, or leave it out"
 _MARK = "\u2063reply\u2063"  # stands for a sampled reply when a template is asked what surrounds one
@@ -95,7 +89,7 @@ class Tokenizer:
         self.config = dict(config)
         self.chat_template = chat_template
         self.template_name = template_name
-        self.special = {name: _token_text(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
+        self.special = {name: token_text(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.backend = backend
         self.pictures: ImageProcessor | None = None  # of a model that sees
@@ -137,13 +131,13 @@ class Tokenizer:
         if not file.exists():
             return cls.load(described) if described != folder else _load_with_transformers(folder)  # as PEFT leaves it
         text = read_text(file)
-        config = _read_special(folder / "tokenizer_config.json")
-        named = _read_special(folder / "special_tokens_map.json")  # older checkpoints name them here
+        config = read_special(folder / "tokenizer_config.json")
+        named = read_special(folder / "special_tokens_map.json")  # older checkpoints name them here
         config = {**{name: named[name] for name in NAMED_TOKENS if name in named}, **config}
-        template, name = _stored_template(folder, config)
-        with _refusing(f"{file} is damaged, copy it again"):
+        template, name = stored_template(folder, config)
+        with refusing(f"{file} is damaged, copy it again"):
             backend = tokenizers.Tokenizer.from_str(text)
-            _check_ids(backend)
+            check_ids(backend)
             tokenizer = _tried(cls(backend, config, template, name))
         source = read_json(described / "config.json", optional=True)
         return tokenizer._seeing(ImageProcessor.of(described, source))
@@ -166,9 +160,9 @@ class Tokenizer:
         if vocab > VOCAB_MOST:
             raise UserError(f"vocab is {vocab}: a tokenizer has at most {VOCAB_MOST:,} entries")
         if kind == "bpe":
-            backend = _train_bpe(texts, vocab, [PAD, EOS, *special])
+            backend = train_bpe(texts, vocab, [PAD, EOS, *special])
         elif kind == "characters":
-            backend = _train_characters(texts, vocab, [PAD, EOS, UNKNOWN, *special])
+            backend = train_characters(texts, vocab, [PAD, EOS, UNKNOWN, *special])
         else:
             raise UserError(f'kind is "bpe" or "characters", not {kind!r}')
         backend.add_special_tokens([PAD, EOS, *([UNKNOWN] if kind == "characters" else []), *special])
@@ -253,7 +247,7 @@ class Tokenizer:
             backend = self.backend if start else self._continuation
             ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         except BaseException as error:
-            raise _failed(error, f"the tokenizer cannot encode the text {_excerpt(text)}") from None
+            raise failed(error, f"the tokenizer cannot encode the text {_excerpt(text)}") from None
         if not start:
             return ids
         return ids if ids[: len(self._opening)] == self._opening else self._opening + ids
@@ -263,7 +257,7 @@ class Tokenizer:
         try:
             return self._continuation.decode(tokens, skip_special_tokens=False)
         except BaseException as error:
-            raise _failed(error, "the tokenizer cannot decode its own tokens") from None
+            raise failed(error, "the tokenizer cannot decode its own tokens") from None
 
     def render(
         self,
@@ -449,108 +443,8 @@ class Tokenizer:
         write_json(folder / "tokenizer_config.json", config)
 
 
-def checkpoint_folder(name: str | Path) -> Path:
-    """The local folder of a checkpoint: a path, or else a Hugging Face model name, downloaded if that is possible.
-
-    Raises UserError if it is neither.
-    """
-    try:
-        folder = Path(name).expanduser()
-        if folder.is_dir():
-            return folder
-        there = folder.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a NUL, a user that there is not
-        raise UserError(f"{str(name)!r:.80} can be no folder: {one_line(error)}") from None
-    if there:
-        raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
-        raise UserError(f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json")
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.snapshot_download(str(name)))
-    except Exception as error:  # no network, no such model, no access, disk full: the way out is the same
-        raise UserError(
-            f"{name}: no such folder, and as a Hugging Face model it cannot be downloaded here "
-            f"({type(error).__name__}): give a local checkpoint folder"
-        ) from None
-
-
-def _token_text(token: str | Mapping[str, Any]) -> str:
-    """A special token stands in tokenizer_config.json as its text, or as an object with its text and flags."""
-    return token["content"] if isinstance(token, Mapping) else token
-
-
-def _read_special(file: Path) -> dict[str, Any]:
-    """A file that names special tokens, {} if there is none. Raises UserError for a name that is no text."""
-    config = read_json(file, optional=True)
-    fields = Fields(file, config)
-    for name in NAMED_TOKENS:
-        token = config.get(name)
-        text = token.get("content") if isinstance(token, dict) else token
-        if token is not None and not isinstance(text, str):
-            raise fields.refuse(name, 'a string, or an object with its text as "content"')
-    return config
-
-
-def _stored_template(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str]:
-    """A folder's chat template, if it has one, and where it stands."""
-    file, place = folder / "chat_template.jinja", f"{folder / 'tokenizer_config.json'}: chat_template"
-    if file.exists() or file.is_symlink():
-        return read_text(file), str(file)
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        fields = [Fields(folder / "tokenizer_config.json", entry) for entry in template if isinstance(entry, dict)]
-        named = {entry.text("name", None): entry.text("template", None) for entry in fields}
-        if len(fields) == len(template):
-            return named.get("default"), place
-    if template is not None and not isinstance(template, str):
-        raise Fields(folder / "tokenizer_config.json", config).refuse(
-            "chat_template", 'a string, or a list of objects with "name" and "template"'
-        )
-    return template, place
-
-
-@contextmanager
-def _refusing(problem: str) -> Iterator[None]:
-    """Within it, what `tokenizers` and transformers raise is a UserError that begins with `problem`, and all they say.
-
-    Both write pages to standard error before they raise: a panic its stack, transformers its advice.
-    """
-    kept = os.dup(2)
-    silence = os.open(os.devnull, os.O_WRONLY)
-    sys.stderr.flush()
-    os.dup2(silence, 2)
-    try:
-        yield
-    except BaseException as error:
-        raise _failed(error, problem) from None
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(silence)
-
-
-def _failed(error: BaseException, problem: str) -> BaseException:
-    """The UserError for what `tokenizers` raised: bare Exceptions, and panics, which are not Exceptions at all."""
-    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-        return UserError(f"{problem}: {one_line(error)}")
-    return error
-
-
 def _excerpt(text: object) -> str:
     return ascii(text) if len(str(text)) <= 60 else f"{str(text)[:60]!a}..."
-
-
-def _check_ids(backend: tokenizers.Tokenizer) -> None:
-    """Raises UserError if two tokens have one id, or if an id is absurd: `tokenizers` counts up to it again and again."""
-    tokens: dict[int, str] = {}
-    for token, id in backend.get_vocab(with_added_tokens=True).items():
-        if id >= VOCAB_MOST:
-            raise UserError(f"token {token!r:.60} has the id {id}, where {VOCAB_MOST:,} is beyond every vocabulary")
-        if id in tokens:
-            raise UserError(f"tokens {token!r:.60} and {tokens[id]!r:.60} have the same id, {id}")
-        tokens[id] = token
 
 
 def _tried(tokenizer: Tokenizer) -> Tokenizer:
@@ -565,17 +459,17 @@ def _load_with_transformers(folder: Path) -> Tokenizer:
     """Older checkpoints hold vocab.json + merges.txt, or a SentencePiece model, which only transformers can convert."""
     if not any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "tokenizer_config.json")):
         raise UserError(f"{folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json into it")
-    config = _read_special(folder / "tokenizer_config.json")
-    with _refusing(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted"):
+    config = read_special(folder / "tokenizer_config.json")
+    with refusing(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted"):
         from transformers import AutoTokenizer
 
         # code that comes with a checkpoint is not run, and not asked for: the question would wait for an answer
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         backend = found.backend_tokenizer
-        _check_ids(backend)
+        check_ids(backend)
     # what is saved is the converted tokenizer.json: a class that builds itself from the old files must not be asked for
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    return Tokenizer(backend, config, *_stored_template(folder, config))
+    return Tokenizer(backend, config, *stored_template(folder, config))
 
 
 def _opening(backend: tokenizers.Tokenizer) -> list[int]:
@@ -611,30 +505,3 @@ def _as_it_stands(part: dict[str, Any] | None) -> dict[str, Any] | None:
         key = next(key for key in ("normalizers", "pretokenizers", "decoders") if key in part)
         return {**part, key: [kept for each in part[key] if (kept := _as_it_stands(each)) is not None]}
     return part
-
-
-def _train_bpe(texts: Iterable[str], vocab: int, special: list[str]) -> tokenizers.Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if vocab < len(alphabet) + len(special):
-        raise UserError(f"vocab is {vocab}: bytes and special tokens alone need {len(alphabet) + len(special)}")
-    backend = tokenizers.Tokenizer(BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), byte_level])
-    backend.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(texts, trainer)
-    return backend
-
-
-def _train_characters(texts: Iterable[str], vocab: int, special: list[str]) -> tokenizers.Tokenizer:
-    if vocab <= len(special):
-        raise UserError(f"vocab is {vocab}: special tokens alone need {len(special)}, and characters come on top")
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(text)
-    frequent = sorted(counts, key=lambda character: (-counts[character], character))[: vocab - len(special)]
-    ids = {token: id for id, token in enumerate([*special, *sorted(frequent)])}
-    backend = tokenizers.Tokenizer(WordLevel(ids, unk_token=UNKNOWN))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    return backend

@@ -46,11 +46,11 @@ def table_of(rows: Sequence[Mapping[str, Any]], schema: pa.Schema = ROLLOUTS) ->
     for field in schema:
         values = [row.get(field.name) for row in rows]
         if field.name in NUMBERS:
-            columns.append(_numbers(values))
+            columns.append(numbers(values))
             continue
         if field.name == "kept":
             values = [None if value is None else np.array(value, dtype=bool) for value in values]
-        columns.append(_array(values, field.type))
+        columns.append(array(values, field.type))
     return pa.Table.from_arrays(columns, schema=schema)
 
 
@@ -60,7 +60,7 @@ def write_table(path: Path, table: pa.Table, ending: str = ".tmp") -> None:
     split = [name for name in _SPLIT if name.removesuffix(_ELEMENT) in table.schema.names]
     leaves = [leaf for field in table.schema for leaf in _leaves(field.name, field.type) if leaf not in split]
     try:
-        with naming(path), unfinished.open("wb") as file:
+        with naming(path), pa.OSFile(str(unfinished), "wb") as file:
             parquet.write_table(
                 table,
                 file,
@@ -88,7 +88,7 @@ def _rows_together(table: pa.Table) -> int:
     return rows if tokens <= GROUP_TOKENS else max(LEAST_ROWS, rows * GROUP_TOKENS // tokens)
 
 
-def _numbers(values: list[Any]) -> pa.Array:
+def numbers(values: list[Any]) -> pa.Array:
     """Lists of numbers, rounded; all at once, since there may be thousands of short ones."""
     there = [value for value in values if value is not None]
     flat = half(np.concatenate(there)) if there else np.zeros(0, dtype=np.float32)
@@ -97,7 +97,7 @@ def _numbers(values: list[Any]) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array([*begins, len(flat)], pa.int32()), pa.array(flat))
 
 
-def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+def array(values: list[Any], kind: pa.DataType) -> pa.Array:
     try:
         return pa.array(values, kind)
     except UnicodeEncodeError:

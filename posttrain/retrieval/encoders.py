@@ -61,7 +61,7 @@ def load_encoder(name: str, **encoding: Any) -> Encoder:
             )
         return Function(name)
     from posttrain.models.encoder import TransformersEncoder
-    from posttrain.models.tokenizer import checkpoint_folder
+    from posttrain.models.tokenizer_files import checkpoint_folder
 
     folder = checkpoint_folder(name)
     fingerprint = digest(*(f"{path.name} {sampled(path)}" for path in _files(folder)))

@@ -86,11 +86,10 @@ def _judged(row: Mapping[str, Any]) -> str:
 
 def shown(rollout: Rollout) -> Mapping[str, Any]:
     """A rollout that has just been played as it would be read."""
-    from posttrain.record.reading import rows_of as read
-    from posttrain.record.rows import rows_of
-    from posttrain.record.writing import table_of
+    from posttrain.record.making import rollouts_table
+    from posttrain.record.reading import rows_of
 
-    (row,) = read(table_of(rows_of(0, [Outcome(rollout)], "eval")))
+    (row,) = rows_of(rollouts_table(0, [Outcome(rollout)], "eval"))
     return {**row, "advantage": None}
 
 

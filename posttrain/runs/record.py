@@ -14,9 +14,8 @@ from typing import Any
 
 from posttrain.beside import Beside
 from posttrain.record.index import Index
-from posttrain.record.rows import rows_of, seconds_of
-from posttrain.record.schema import SECONDS as SECONDS_TABLE
-from posttrain.record.writing import table_of, write_table
+from posttrain.record.making import rollouts_table, seconds_table
+from posttrain.record.writing import write_table
 from posttrain.runs.events import Events
 from posttrain.runs.files import (
     EVALS,
@@ -154,8 +153,8 @@ class Record:
             for file in (path, times) if timed else (path,):
                 file.parent.mkdir(exist_ok=True)
             if timed:
-                write_table(times, table_of(seconds_of(outcomes), SECONDS_TABLE))
-            table = table_of(rows_of(step, outcomes, kind))
+                write_table(times, seconds_table(outcomes))
+            table = rollouts_table(step, outcomes, kind)
             write_table(path, table)
             self._index.written(path, table, step, where == EVALS)
             return [times, path] if timed else [path]

@@ -25,7 +25,8 @@ from posttrain.engines.embedded import embedded
 from posttrain.messages import clip, inline
 from posttrain.models.folder import load_model
 from posttrain.models.likelihood import token_logp
-from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.tokenizer_files import checkpoint_folder
 from posttrain.protocols import Model, Service
 from posttrain.runs import fingerprint
 from posttrain.runs.checkpoint import resolve

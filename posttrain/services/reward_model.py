@@ -29,7 +29,8 @@ from posttrain.models.fused import compiles
 from posttrain.models.json_files import read_json
 from posttrain.models.linear import ROUND, in_blocks
 from posttrain.models.reward import OFFSET, load_reward_model
-from posttrain.models.tokenizer import Tokenizer, checkpoint_folder
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.tokenizer_files import checkpoint_folder
 from posttrain.protocols import Service
 from posttrain.sources.items import last_alone
 from posttrain.sources.sft import demonstrate

@@ -18,8 +18,8 @@ from posttrain.envs.load import success_of
 from posttrain.envs.play import Episode
 from posttrain.models.folder import load_model
 from posttrain.options import validate
-from posttrain.record.rows import rows_of
-from posttrain.record.writing import table_of, write_table
+from posttrain.record.making import rollouts_table
+from posttrain.record.writing import write_table
 from posttrain.runs.checkpoint import resolve
 from posttrain.seeds import seed_of
 from posttrain.sources.lengths import TooLong
@@ -122,7 +122,7 @@ def save(found: Evaluated, path: Path) -> None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         for side, rollouts in sides.items():
             if rollouts:
-                table = table_of(rows_of(0, [Outcome(rollout) for rollout in rollouts], "eval"))
+                table = rollouts_table(0, [Outcome(rollout) for rollout in rollouts], "eval")
                 write_table(path.with_name(f"{path.stem}{side}.rollouts.parquet"), table)
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error.strerror}") from error

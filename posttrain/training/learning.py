@@ -31,7 +31,7 @@ from posttrain.models.lora import (
     targets_of,
 )
 from posttrain.models.reward import RewardModel
-from posttrain.models.tokenizer import checkpoint_folder
+from posttrain.models.tokenizer_files import checkpoint_folder
 from posttrain.protocols import Model, World
 from posttrain.types import UserError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -14,6 +15,8 @@ Verdict = dict[str, str]
 
 QUESTIONS = ("Is it learning?", "Is it honest?", "Does it still explore?", "Is it stable?")
 GAIN = 0.02  # of a reward between 0 and 1, or share of a loss, that counts as learning
+SOLVED = 0.98  # share of right replies from which on little is left to learn
+NOISE = 2.0  # standard errors within which a change is none
 GAP = 0.1  # of training reward over held-out reward
 LONGER = 1.5  # times the length at the start
 COLLAPSED, ALONE = 0.33, 0.1  # share of the entropy at the start; see posttrain.runs.history.Limits
@@ -21,6 +24,7 @@ ROUNDING = 1e-3  # of ratios, within which they have not moved
 FAR_APART = 0.1  # nats per token between engine and learner; rounding in half precision leaves about 0.01
 FALLEN = 0.5  # of the share at the start: a fault that the run is unlearning is no sign of a loophole
 SIDES = "held-out figure of sides"
+AROUND = 10  # steps before and behind one, to which its gradient norm is compared
 FAR = 3.0  # ratio from which on a look is worth it
 
 
@@ -71,6 +75,13 @@ def _learning(m: Mapping[str, Values]) -> Verdict:
                 return _verdict("look", "warn", text)
         else:
             text += "; nothing is held out"
+        accuracy = _ends(m.get("accuracy"))
+        if accuracy is not None and min(accuracy) > SOLVED:
+            return _verdict(
+                "solved", "good", f"{text}; {min(accuracy):.1%} of the replies were right from the start on"
+            )
+        if abs(gained) > GAIN * scale and abs(gained) < NOISE * _error(_all(m[name])):
+            return _verdict("not yet", "warn", f"{text}; its steps differ as much by chance")
         if gained > GAIN * scale:
             return _verdict("yes", "good", text)
         if gained < 0 and held in ("eval/accuracy", "eval/reward") and values and values[-1] > values[0] + GAIN * scale:
@@ -179,10 +190,11 @@ def _stable(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
     norms = _all(m.get("grad_norm"))
     if norms and not any(norms):
         return _verdict("nothing moved", "warn", "; ".join([*doubts, "every gradient is 0: no weight has changed"]))
-    if norms and max(norms) > 10 * max(_median(norms), 1e-12):
-        leaps = sum(norm > 10 * max(_median(norms), 1e-12) for norm in norms)
-        where = f"of {_f(max(norms))} in one step" if leaps == 1 else f"of up to {_f(max(norms))} in {leaps} steps"
-        doubts.append(f"a gradient norm {where}, beside {_f(_median(norms))} as a rule")
+    if leaps := _leaps(norms):
+        where = (
+            f"of {_f(leaps[0])} in one step" if len(leaps) == 1 else f"of up to {_f(max(leaps))} in {len(leaps)} steps"
+        )
+        doubts.append(f"a gradient norm {where}, beside {_f(_rule(norms))} as a rule")
     stale = _all(m.get("staleness/max")) or _all(m.get("staleness"))
     if stale and max(stale) > 0:
         most = _all(m.get("sampler/gap/max"))
@@ -237,8 +249,33 @@ def _ends(values: Values | None) -> tuple[float, float] | None:
     found = _all(values)
     if len(found) < 2:
         return None
-    count = min(max(3, len(found) // 20), len(found) // 2 or 1)
+    count = _window(found)
     return fmean(found[:count]), fmean(found[-count:])
+
+
+def _window(values: Sequence[float]) -> int:
+    return min(max(3, len(values) // 20), len(values) // 2 or 1)
+
+
+def _error(values: Sequence[float]) -> float:
+    """Standard error of the difference of both ends, from how much values differ from the mean of their neighbours."""
+    if len(values) < 3:
+        return 0.0
+    variance = fmean((a - 2 * b + c) ** 2 for a, b, c in zip(values, values[1:], values[2:], strict=False)) / 6
+    return math.sqrt(2 * variance / _window(values))
+
+
+def _leaps(norms: Sequence[float]) -> list[float]:
+    """Those that stand out from the run and from the steps around them: the first of norms that fall are no leap."""
+    rule = _rule(norms)
+    high = [at for at, norm in enumerate(norms) if norm > 10 * rule]
+    return [norms[at] for at in high if norms[at] > 10 * _median(norms[max(0, at - AROUND) : at + AROUND + 1])]
+
+
+def _rule(norms: Sequence[float]) -> float:
+    """The median of those that are not 0: steps without any signal are no measure of the others."""
+    moved = [norm for norm in norms if norm > 0]
+    return _median(moved) if moved else 0.0
 
 
 def _median(values: Sequence[float]) -> float:

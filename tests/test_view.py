@@ -224,6 +224,70 @@ def test_the_select_that_is_shown_finds_the_same_in_the_terminal(run: OpenRun, q
     assert {row[:2] for row in rows} == places(question.page(run.store, 0, 10_000)["rows"])
 
 
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def ratios(row: dict[str, Any]) -> list[float]:
+    return [math.exp(x - y) for x, y in zip(row["learner"] or (), row["before"] or (), strict=True)]
+
+
+MARKS: list[tuple[dict[str, str], Any]] = [
+    ({"token": "ratio > 1.2"}, lambda r, words: max(ratios(r), default=0) > 1.2),
+    ({"token": "abs(weight) > 0.002 and entropy > 3"}, lambda r, words: any(
+        abs(w) > 0.002 and e > 3 for w, e in zip(r["weight"] or (), r["entropy"] or (), strict=True))),
+    ({"token": "trim(text) = 'girl' and learned"}, lambda r, words: any(
+        words[t].strip() == "girl" for t in r["tokens"][r["spans"][0]["length"] :])),
+    ({"token": "origin = 'prompt' and trim(text) = '7'", "step": "2..5", "fate": "trained"}, lambda r, words: any(
+        words[t].strip() == "7" for t in r["tokens"][: r["spans"][0]["length"]])
+        and 2 <= r["step"] <= 5 and r["fate"] == "trained"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("query, meant", MARKS, ids=lambda value: str(value)[:60] if isinstance(value, dict) else "")
+def test_a_condition_on_tokens_finds_the_rollouts_that_a_loop_finds_here_and_in_the_terminal(
+    run: OpenRun, folder: Path, query: dict[str, str], meant: Any
+) -> None:
+    words = run.pieces.vocabulary()
+    rows = [row for step in range(1, 9) for row in read_rollouts(folder, step, None)]
+    expected = places([row for row in rows if meant(row, words)])
+    assert places(found(run, **query)) == expected and 0 < len(expected) < len(rows)
+    assert sum(n for _, n in Answers([run]).of("0/histograms", {"held": "0", **query})["fate"]) == len(expected)
+    question = Question.of({"held": "0", **query}, run.store)
+    with Questions(folder, vocabulary=run.pieces.vocabulary) as terminal:
+        assert {row[:2] for row in terminal.ask(question.sql())[1]} == expected
+
+
+def test_the_first_token_of_which_a_condition_holds_is_named(run: OpenRun, folder: Path) -> None:
+    for row in found(run, token="ratio > 1.2", step="3"):
+        [own] = [r for r in read_rollouts(folder, 3, None) if r["index"] == row["index"]]
+        high = [n for n, ratio in enumerate(ratios(own)) if ratio > 1.2]
+        assert row["at"] == own["spans"][1]["start"] + high[0] and row["times"] == len(high)
+    assert "at" not in found(run)[0]
+
+
+@pytest.mark.parametrize("condition", [*REFUSED, "text", "1=1) union select 1, 2, 3, 4, 5 from (select 1 where (1=1"])
+def test_a_condition_on_tokens_reads_no_other_file_writes_nothing_and_ends_in_time(
+    run: OpenRun, condition: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("posttrain.view.marking.SECONDS", 0.5)
+    with pytest.raises(UserError) as refused:
+        found(run, token=condition)
+    assert "\n" not in str(refused.value) and len(found(run)) > 100
+
+
+def test_of_more_tokens_than_can_be_looked_at_the_last_steps_are_and_the_answer_says_so(
+    run: OpenRun, monkeypatch: Any
+) -> None:
+    [size] = run.store.ask("select sum(length) as n from base where step >= 7 and not held_out")
+    monkeypatch.setattr("posttrain.view.marking.TOKENS", size["n"])
+    question = Question.of({"held": "0", "token": "learned and place > 0"}, run.store)
+    page = question.page(run.store, 0, 10_000)
+    assert {row["step"] for row in page["rows"]} == {7, 8} and "from step 7 on" in page["note"]
+    assert "step >= 7" in page["sql"]
+    named = Question.of({"held": "0", "token": "learned and place > 0", "step": "1..2"}, run.store)
+    assert named.note == "" and {row["step"] for row in named.page(run.store, 0, 10_000)["rows"]} == {1, 2}
+
+
 # -- following ---------------------------------------------------------------------------------------------------------
 
 

@@ -236,6 +236,22 @@ def test_dragging_over_a_histogram_chooses_a_range(watched: Watched, address: st
     assert lengths and all(low <= n <= high for n in lengths)
 
 
+def test_rollouts_with_a_token_of_which_a_condition_holds_open_at_that_token(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/0/rollouts?sort=step")
+    page.wait_for_selector("tbody tr")
+    page.fill(".condition.token", "ratio > 1.2")
+    page.keyboard.press("Enter")
+    until(page, "location.hash.includes('token=')")
+    page.wait_for_selector(".means")
+    page.click("tbody tr >> nth=1")
+    page.wait_for_selector(".one .t.at")
+    assert "t=" in page.url
+    ratio = page.evaluate("[...document.querySelectorAll('.side dt')].find((d) => d.innerText.startsWith('ratio'))"
+                          ".nextSibling.innerText")  # fmt: skip
+    assert float(ratio) > 1.2
+
+
 def test_a_histogram_chooses_a_range_by_the_keyboard(watched: Watched, address: str) -> None:
     page = watched.page
     page.goto(address + "#/0/rollouts")

@@ -641,8 +641,9 @@ def query(
 ) -> int:
     """Ask about all rollouts of a run in SQL. Nothing but the run's own files is read, and none of them is changed.
 
-    Tables: rollouts and evals (every column of posttrain rollouts --json), seconds, metrics, timing, health, and
-    rollout_index, which has what is short of all rollouts and is the fastest.
+    Tables: rollouts and evals (every column of posttrain rollouts --json), tokens (a row for each: step, index, place,
+    token, text, origin, ratio, weight ...), seconds, metrics, timing, health, and rollout_index, which has what is short of
+    all rollouts and is the fastest.
 
     Parameters
     ----------
@@ -662,8 +663,10 @@ def query(
     from posttrain.record.asking import Questions
     from posttrain.record.rows import as_json
     from posttrain.runs.printing import table
+    from posttrain.runs.reading import read_run
+    from posttrain.view.pieces import Pieces
 
-    with Questions(run, seconds, memory) as questions:
+    with Questions(run, seconds, memory, lambda: Pieces(Path(run), read_run(run)).vocabulary()) as questions:
         names, rows = questions.ask(sql, number)
     if json:
         for row in rows:

@@ -6,9 +6,10 @@ any more. A statement that is no SELECT is not begun: COPY would write even wher
 
 from __future__ import annotations
 
+import re
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,22 +22,36 @@ from posttrain.record.index import open_index
 from posttrain.record.reading import read_file, read_seconds
 from posttrain.record.schema import ROLLOUTS as TABLE
 from posttrain.record.schema import SECONDS as SECONDS_TABLE
+from posttrain.record.tokens import tokens_of
 from posttrain.record.writing import table_of, write_table
 from posttrain.runs.files import EVALS, ROLLOUTS, SECONDS, Folder, kept_file
 from posttrain.runs.reading import read_health, read_metrics, read_run, read_timing, rollout_steps
 from posttrain.types import UserError
 
 THREADS = 2
-TABLES = ("rollouts", "evals", "seconds", "rollout_index", "metrics", "timing", "health")
+TABLES = ("rollouts", "evals", "tokens", "seconds", "rollout_index", "metrics", "timing", "health")
+_TOKENS = re.compile(r"\b(?:from|join)\s+(?:[\w\".]+(?:\s+\w+)?\s*,\s*)*\"?tokens\b", re.IGNORECASE)
+_TEXT = re.compile(r"\btext\b", re.IGNORECASE)
 
 
 class Questions:
-    """A database over one run. `seconds`, `gib`: what a question may take."""
+    """A database over one run.
 
-    def __init__(self, folder: Folder, seconds: float = 60.0, gib: float = 2.0) -> None:
+    `seconds`, `gib`: what a question may take. `vocabulary`: the texts of the tokens, by their ids; [] if nobody knows.
+    `only`: the files to look at, by step and whether they are held out; default: all.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        seconds: float = 60.0,
+        gib: float = 2.0,
+        vocabulary: Callable[[], Sequence[str]] = list,
+        only: Container[tuple[int, bool]] | None = None,
+    ) -> None:
         """Raises UserError if the folder holds no run."""
         read_run(folder)
-        self._folder, self._seconds = Path(folder), seconds
+        self._folder, self._seconds, self._vocabulary, self._only = Path(folder), seconds, vocabulary, only
         self._made = tempfile.TemporaryDirectory(prefix="posttrain-query-")  # of lines of JSON
         self._base = _library().connect(
             ":memory:",
@@ -57,10 +72,12 @@ class Questions:
         """
         duckdb = _library()
         self._check(sql)
-        self._open({word for word in TABLES if word in sql.lower()})
         asked = threading.Timer(self._seconds, self._base.interrupt)
-        asked.start()
         try:
+            self._open({word for word in TABLES if word in sql.lower()})
+            if _TOKENS.search(sql):
+                self._lay_tokens(_TEXT.search(sql) is not None)
+            asked.start()
             found = self._base.execute(sql)
             rows = found.fetchall() if most is None else found.fetchmany(most)
             return [column[0] for column in found.description or ()], rows
@@ -97,7 +114,7 @@ class Questions:
     def _open(self, wanted: set[str]) -> None:
         """Make the tables, and close everything else."""
         tables: dict[str, list[Path]] = {}
-        if wanted & {"rollouts", "evals"}:
+        if wanted & {"rollouts", "evals", "tokens"}:
             tables |= {"rollouts": self._files(ROLLOUTS), "evals": self._files(EVALS)}
         if "seconds" in wanted:
             tables["seconds"] = self._files(SECONDS)
@@ -123,6 +140,16 @@ class Questions:
             else:
                 self._base.register(name, (SECONDS_TABLE if name == "seconds" else TABLE).empty_table())
 
+    def _lay_tokens(self, texts: bool) -> None:
+        """Make the table of single tokens, with their texts if these are asked for."""
+        words = list(self._vocabulary()) if texts else []
+        if texts and not words:
+            raise UserError("this run's tokenizer is not here, so its tokens have no text: ask by their ids, token = 5")
+        if words:
+            self._base.register("vocabulary", pa.table({"id": pa.array(range(len(words)), pa.int32()), "text": words}))
+        both = "(select *, false as held_out from rollouts union all select *, true as held_out from evals)"
+        self._base.execute(f"create view tokens as {tokens_of(both, 'vocabulary' if words else None)}")
+
     def _set(self, name: str, value: str) -> None:
         self._base.execute(f"set {name} = {value}")
 
@@ -133,7 +160,7 @@ class Questions:
     def _kept(self, kind: str) -> Iterator[tuple[int, Path]]:
         for step in rollout_steps(self._folder, kind == EVALS):
             path = kept_file(self._folder, kind, step)
-            if path is not None:
+            if path is not None and (self._only is None or (step, kind == EVALS) in self._only):
                 yield step, path
 
     def _as_table(self, kind: str, step: int, path: Path) -> Path:

@@ -110,6 +110,8 @@ class Question:
     order: str = ""  # "reward" or "-reward"
     groups: bool = False  # one row a group
     held: bool = False  # of the evaluations
+    mark: int | None = None  # of the rollouts that a condition on tokens has found, in the table marked
+    note: str = ""  # what the answer leaves out
 
     @classmethod
     def of(cls, query: Mapping[str, str], store: Store) -> Question:
@@ -121,6 +123,8 @@ class Question:
             asked.where.append("b.held_out" if asked.held else "not b.held_out")
         for name, value in query.items():
             asked._take(name, value, store)
+        if query.get("token"):
+            asked._tokens(query["token"], store)
         ready = QUESTIONS.get(query.get("ask", ""))
         if ready is not None:
             limit = repr(store.limit)
@@ -161,6 +165,21 @@ class Question:
             store.check_condition(held)
             self.where.append(f"b.row in (select row from rollouts where ({held}\n))")
             self.shown.append(f"({by_name(value, store.parts, listed_part)})")
+
+    def _tokens(self, condition: str, store: Store) -> None:
+        """Rollouts with such a token, in the steps that the other filters name."""
+        steps = [part for part in self.where if part in _HELD or re.match(r"b\.step (=|>=|<=) ", part)]
+        self.mark, found = store.mark(condition, " and ".join(steps) or "true")
+        self.where.append(f"b.row in (select row from marked where mark = {self.mark})")
+        within = ["held_out"] if self.held else ["not held_out"] if _HELD[1] in self.where else []
+        if not found.whole:
+            first = min(part.step for part in found.parts)
+            within.append(f"step >= {first}")
+            self.note = (
+                f"tokens were looked at from step {first} on: earlier ones hold too many at once, name their steps"
+            )
+        meant = " and ".join([*within, f"({condition})"])
+        self.shown.append(f'(step, "index") in (select (step, "index") from tokens where {meant})')
 
     def _column(self, name: str, value: str) -> None:
         """A column of the task, as JSON has it or as its text."""
@@ -233,7 +252,7 @@ class Question:
             )
             names = [column[0] for column in found.description]
             rows = [dict(zip(names, map(_plain, row), strict=True)) for row in found.fetchall()]
-        return {"rows": rows, "count": total, "sql": self.sql()}
+        return {"rows": rows, "count": total, "sql": self.sql(), "note": self.note}
 
     def _rows(self, store: Store, offset: int, limit: int) -> str:
         """Texts are looked up for the rows of a page alone, unless they are what it is sorted by."""
@@ -242,7 +261,9 @@ class Question:
         early = "".join(join for alias, join in texts.items() if f"{alias}.value" in order)
         source = _GROUPED if "g." in clause + order else "base b"
         parts = "".join(f", b.{named('part.' + name)}" for name in store.parts)
-        return f"""select {_ROW}{parts} from {_GROUPED}{"".join(texts.values())}
+        mark = f" left join marked m on m.row = b.row and m.mark = {self.mark}" if self.mark else ""
+        parts += ", m.place as at, m.times" if self.mark else ""
+        return f"""select {_ROW}{parts} from {_GROUPED}{"".join(texts.values())}{mark}
                 where b.row in (select b.row from {source}{early}{clause}{order} limit {limit} offset {offset}){order}"""
 
     def _groups(self, store: Store, offset: int, limit: int) -> str:

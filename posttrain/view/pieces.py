@@ -53,6 +53,13 @@ class Pieces:
                 place += 1
         return pieces
 
+    def vocabulary(self) -> list[str]:
+        """The text of every entry, by its id; without a tokenizer, []. Bytes that are no character are told by a sign."""
+        self._open()
+        return (
+            [] if self._tokenizer is None else [self._decoded([token]) for token in range(self._tokenizer.vocab_size)]
+        )
+
     def _join(self, tokens: Sequence[int], pieces: list[str], begin: int) -> int:
         """Give the first of some tokens the characters that they make together; the place behind them."""
         for end in range(begin + 2, min(begin + TOGETHER, len(pieces)) + 1):

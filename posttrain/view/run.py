@@ -29,6 +29,7 @@ class OpenRun:
         self.about = read_run(folder)
         self.store = Store(folder)
         self.pieces = Pieces(folder, self.about)
+        self.store.vocabulary = self.pieces.vocabulary
         self.problem: str | None = None  # why its rollouts cannot be read
         self._ended = threading.Event()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -21,12 +21,14 @@ import pyarrow as pa
 from posttrain.record.schema import KINDS
 from posttrain.types import Fate, InvalidKind, StopReason, UserError
 from posttrain.view import older
+from posttrain.view.marking import Marked, marked
 from posttrain.view.naming import COLUMNS, PLAIN, named
 from posttrain.view.source import File, Part, parts_of, rows, scalars
 
 MEMORY, SPILLED = "320MB", "1GB"  # of the database; on disk, while a question needs more
 TEXT_BYTES = 160 * 2**20  # texts that are held; more are read from their files when they are searched
 SECONDS = 10.0  # of a question that a person wrote
+MARKS = 8  # conditions on tokens whose answers are held
 
 _HELD = ("prompt", "text", "columns", "notes")  # texts that a search looks into, or a filter
 _ENUMS = {"kind": KINDS, "fate": tuple(Fate), "stop": tuple(StopReason), "invalid_kind": tuple(InvalidKind)}
@@ -42,6 +44,7 @@ create table keys (gid integer, step integer, held_out boolean, kind kind_name, 
 create table base (row integer, step integer, held_out boolean, "index" integer, gid integer, member integer,
                    kind kind_name, fate fate_name, stop stop_name, invalid_kind invalid_kind_name, prompt integer,
                    text integer, {", ".join(f"{name} {kind}" for name, kind in PLAIN.items())});
+create table marked (mark integer, row integer, place integer, times integer);
 create table full_texts (row integer, prompt integer, text integer, columns integer, notes integer, longer boolean);
 """
 
@@ -59,6 +62,10 @@ class Store:
         self.searchable = False  # whether texts are held
         self.longer = False  # whether any of them is longer than its beginning, which is held anyway
         self.progress = 0.0  # share of the parts that are there have been read
+        self.vocabulary: Callable[[], Sequence[str]] = list  # texts of tokens, by their ids
+        self.marks = 0
+        self._marking = threading.Lock()
+        self._marks: dict[tuple[Any, ...], tuple[int, Marked]] = {}  # what conditions on tokens have found
         self._writing = threading.Lock()
         self._spilled = tempfile.TemporaryDirectory(prefix="posttrain-view-")  # else it would be the working directory
         self._database = duckdb.connect(
@@ -149,6 +156,40 @@ class Store:
             raise UserError(said(error)) from None
         finally:
             timer.cancel()
+
+    # -- tokens --------------------------------------------------------------------------------------------------------
+
+    def mark(self, condition: str, where: str) -> tuple[int, Marked]:
+        """Find rollouts with such a token in the steps that `where`, a condition on b.step and b.held_out, names.
+
+        The number under which the table `marked` has them, and what was found.
+        """
+        sizes = self.ask(f"select step, held_out, sum(length) as n from base b where {where} group by all")
+        meant = {Part(row["step"], row["held_out"]): int(row["n"] or 0) for row in sizes}
+        stamps = tuple(sorted((part, self.files[part].stamp) for part in meant if part in self.files))
+        key = (condition, stamps)
+        with self._marking:  # a page asks for its rows, their histograms and their means at once
+            if key not in self._marks:
+                self._marks[key] = self._keep(marked(self.folder, condition, meant, self.vocabulary))
+            return self._marks[key]
+
+    def _keep(self, found: Marked) -> tuple[int, Marked]:
+        """Put what was found into the table, and take out what was asked for long ago."""
+        with self._writing:
+            number = self.marks = self.marks + 1
+            names = ("step", "held_out", "index", "place", "times")
+            cursor = self._database.cursor()
+            cursor.register(
+                "incoming", pa.table({name: [row[n] for row in found.rows] for n, name in enumerate(names)})
+            )
+            cursor.execute(
+                f"""insert into marked select {number}, b.row, i.place, i.times from incoming i join base b
+                    on b."index" = i."index" and b.step = i.step and b.held_out = i.held_out"""
+            )
+            cursor.unregister("incoming")
+            for old in list(self._marks)[: max(0, len(self._marks) - MARKS + 1)]:
+                self._database.execute(f"delete from marked where mark = {self._marks.pop(old)[0]}")
+        return number, found
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ function test(name, value) {
   if (name === "held") return [(row) => row.held_out === (value === "1")];
   if (name === "replayed") return [(row) => Boolean(row.replayed) === (value === "1")];
   if (name === "ask") return value === "cut" ? [(row) => row.truncated] : [];
-  if (["q", "sort", "as", "of", "offset", "limit", "where", "sel"].includes(name)) return [];
+  if (["q", "sort", "as", "of", "offset", "limit", "where", "token", "sel"].includes(name)) return [];
   const [low, high] = value.includes("..") ? value.split("..") : [value, value];
   return [(row) => row[name] !== null && (low === "" || row[name] >= Number(low)) && (high === "" || row[name] <= Number(high))];
 }

@@ -51,7 +51,7 @@ export function Rollouts({ run, about, questions, query }) {
   const at = Math.min(Number(query.sel || 0), Math.max(0, rows.length - 1));
   if (data && !groups) Object.assign(listed, { rows, run, address: location.hash });
   const select = (place) => change({ sel: Math.max(0, Math.min(rows.length - 1, place)) });
-  const open = (row, page) => row && go(to(run, page || (groups ? "group" : "rollout"), [part(row), groups ? row.first : row.index]));
+  const open = (row, page) => row && go(to(run, page || (groups ? "group" : "rollout"), [part(row), groups ? row.first : row.index], row.at === undefined || row.at === null ? {} : { t: row.at }));
   useKeys({
     j: () => select(at + 1), k: () => select(at - 1), ArrowDown: () => select(at + 1), ArrowUp: () => select(at - 1),
     Enter: () => open(rows[at]), g: () => open(rows[at], "group"),
@@ -71,7 +71,7 @@ export function Rollouts({ run, about, questions, query }) {
         ${groups ? html`<${GroupCells} ...${{ row, played }} />` : html`<${Cells} ...${{ row, run, parts, most, played, success: about.success }} />`}</tr>`), [data, at, about.success]); // not drawn again when a histogram arrives
   const set = (changes) => change({ ...changes, offset: "", sel: "" });
   return html`
-    <${Bar} ...${{ about, query, filters, set, search, questions, groups }} count=${data?.count} refused=${Boolean(problem && query.where)} />
+    <${Bar} ...${{ about, query, filters, set, search, questions, groups }} count=${data?.count} refused=${problem ? (/token/.test(problem) || !query.where ? "token" : "where") : ""} />
     ${problem ? html`<${Problem} text=${problem} />` : ""}
     <div class="hists">${names.map((name) => histograms.data?.[name] && (histograms.data[name].count || query[name]) ? html`<${Histogram} key=${name} data=${histograms.data[name]} label=${name.replace(/^part\./, "part: ")} chosen=${query[name]} choose=${(range) => set({ [name]: range })} />` : "")}
       <${Facets} data=${histograms.data} query=${query} set=${set} /></div>
@@ -81,6 +81,7 @@ export function Rollouts({ run, about, questions, query }) {
       <tbody>${body}</tbody></table>
       ${data && !rows.length ? html`<div class="empty">Nothing fits. <kbd>x</kbd> takes all filters away.</div>` : ""}</div>
     <div class="row" style=${{ marginTop: "8px" }}>
+      ${data?.note ? html`<span class="warn small">${data.note}</span>` : ""}
       <span class="soft">${data ? `${whole(offset + (rows.length ? 1 : 0))}–${whole(offset + rows.length)} of ${whole(data.count)}` : ""}</span>
       <button disabled=${!offset} onClick=${() => change({ offset: Math.max(0, offset - 100), sel: 0 })}>previous</button>
       <button disabled=${!data || offset + rows.length >= data.count} onClick=${() => change({ offset: offset + rows.length, sel: 0 })}>next</button>
@@ -90,12 +91,13 @@ export function Rollouts({ run, about, questions, query }) {
 
 function Bar({ about, query, filters, set, search, questions, groups, count, refused }) {
   const asked = questions.find((q) => q.name === query.ask);
-  const chips = Object.entries(filters).filter(([name]) => !["q", "ask", "where", "step", "held"].includes(name));
+  const chips = Object.entries(filters).filter(([name]) => !["q", "ask", "where", "token", "step", "held"].includes(name));
   return html`<div class="row gap">
       <div class="row tight"><button class=${groups ? "" : "on"} onClick=${() => set({ as: "", sort: "" })}>rollouts</button><button class=${groups ? "on" : ""} onClick=${() => set({ as: "groups", sort: "" })}>groups</button>${exported ? "" : html`<button class=${query.held === "1" ? "on" : ""} onClick=${() => set({ held: query.held === "1" ? "" : "1", step: "" })} title="those of the evaluations during training">held out</button>`}</div>
       <input class="search" ref=${search} type="search" placeholder=${about.searchable || exported ? "search texts ( / )" : "search: texts are being read"} value=${query.q || ""} onInput=${(e) => set({ q: e.target.value })} aria-label="search prompts and replies" />
       <input style=${{ width: "96px" }} placeholder="steps 1..20" key=${`step ${query.step || ""}`} defaultValue=${query.step || ""} onChange=${(e) => set({ step: e.target.value.trim() })} aria-label="steps" />
-      ${exported ? "" : html`<input class=${`condition mono ${refused ? "refused" : ""}`} aria-invalid=${refused} placeholder=${`where … in SQL: length > 40${!given(about.verb) ? ` and ${about.parts[0] || "mean"} < 1` : ""}`} key=${`where ${query.where || ""}`} defaultValue=${query.where || ""} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}
+      ${exported ? "" : html`<input class=${`condition mono ${refused === "where" ? "refused" : ""}`} aria-invalid=${refused === "where"} placeholder=${`where … in SQL: length > 40${!given(about.verb) ? ` and ${about.parts[0] || "mean"} < 1` : ""}`} key=${`where ${query.where || ""}`} defaultValue=${query.where || ""} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}
+      ${exported ? "" : html`<input class=${`condition token mono ${refused === "token" ? "refused" : ""}`} aria-invalid=${refused === "token"} placeholder="any token … ratio > 2" key=${`token ${query.token || ""}`} defaultValue=${query.token || ""} onChange=${(e) => set({ token: e.target.value })} aria-label="condition on tokens in SQL" title="rollouts with a token of which this holds: ratio > 2, abs(weight) > 0.01, trim(text) = 'wait'; columns: token, text, origin, learned, engine, before, learner, reference, entropy, weight, advantage, value, returns, teacher, after, ratio, place" />`}
       <span class="soft">${count === undefined ? "" : `${whole(count)} ${groups ? "groups" : "rollouts"}`}</span>
       ${chips.map(([name, value]) => html`<button class="on small" onClick=${() => set({ [name]: "" })} title="take this filter away">${visible(`${name} ${value}`)} ×</button>`)}
       ${Object.keys(filters).length ? html`<button class="small" onClick=${() => go(to(here().run, "rollouts"))}>all ( x )</button>` : ""}</div>

@@ -8,6 +8,8 @@ from typing import Any
 
 SYSTEM = re.compile(r"\[Errno -?\d+\] | \(os error \d+\)| at 0x[0-9a-f]+")  # numbers that only the system understands
 
+_UNSEEN = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")  # below 32 JSON has escapes itself
+
 
 def clip(text: str, longest: int = 60) -> str:
     """The text, or its beginning and "..."."""
@@ -38,6 +40,11 @@ def one_line(error: BaseException) -> str:
 def safe(text: str) -> str:
     """The text with control codes made visible: printed as they stand they could rewrite the screen."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def safe_json(line: str) -> str:
+    """A line of JSON that says the same, with control codes and marks of direction as their escapes."""
+    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
 
 
 def near(word: str, known: Iterable[str]) -> str:

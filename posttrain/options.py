@@ -89,7 +89,9 @@ def _validate_record(config: Training) -> None:
     if not config.record_after:
         return
     if config.record == "tokens":
-        raise UserError("--record-after adds to the numbers of single tokens: give --record sample or full with it")
+        raise UserError(
+            "--record-after adds to the numbers of single tokens: give --record sample or full with it, or --no-record-after"
+        )
     if isinstance(config, RewardModelling):
         raise UserError("--record-after is of log-probabilities, and a reward model has none: leave it out")
 

@@ -51,6 +51,9 @@ class TrainingOptions(DataOptions, total=False):
     """Decides data order, sampling and initial weights."""
     held_out: float
     """Share of the tasks kept out of training and used for evaluation."""
+    split_seed: int | None
+    """Decides which tasks are held out; default: --seed. Runs with different seeds that are to be compared on the same
+    tasks need the same one."""
     eval_every: int
     """Steps between evaluations on the held-out tasks (0: before and after training only)."""
     save_every: int
@@ -534,7 +537,7 @@ class EvaluationOptions(DataOptions, total=False):
     held_out: float
     """Use only this held-out share of the tasks, as training with the same --held-out and --split-seed does."""
     split_seed: int
-    """The --seed of the training run that held them out."""
+    """The --split-seed of the training run that held them out: its --seed, where it was given none."""
     out: str | None
     """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in
     .rollouts.parquet."""

@@ -39,7 +39,19 @@ async def told_waiting(task: Task) -> AsyncGenerator[Any, Any]:
 
 
 def strange(task: Task, reply: str) -> float:
-    note(what=object() if task["id"] == "object" else "a" * (1 << 17))
+    note(what=object())
+    return 1.0
+
+
+def long(task: Task, reply: str) -> float:
+    note(before=1, first="a" * 60_000)
+    note(second="b" * 60_000, third=["c" * (1 << 21)], after=2)
+    note(before=3)
+    return 1.0
+
+
+def unnamed(task: Task, reply: str) -> float:
+    note(reply)  # type: ignore[arg-type]
     return 1.0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import noting
 import pytest
 
 from posttrain.envs.check import TASKS, TURNS, Report, check
@@ -28,6 +29,11 @@ def test_a_sound_reward_is_in_order() -> None:
     assert [case.kind for case in report.cases[:5]] == ["answer", "empty", "junk", "very long", "unicode"]
     assert report.rewards == [1, 0, 0, 0, 0] * 2
     assert "'1+1='" in said(report) and "reward 1 (correct 1)" in said(report)
+
+
+def test_what_an_environment_notes_is_shown() -> None:
+    report = check(noting.scored, [{"id": "a", "prompt": "Q", "answer": "xyz"}])
+    assert sum('noted letters 3, first "x"' in line for line in report.lines()) == 1
 
 
 def test_a_reward_that_is_always_the_same_is_found() -> None:

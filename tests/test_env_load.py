@@ -55,6 +55,12 @@ class Judge:
 
 judge = Judge()
 
+class Game:
+    def reset(self): ...
+    def step(self, action): ...
+
+game = Game()
+
 async def later(task, reply):
     return 1.0
 
@@ -173,7 +179,13 @@ def test_a_file_without_a_name_says_what_to_write() -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("limit", "3 (int), not a function"), ("Judge", "is a class"), ("backwards", "(task, reply)")],
+    [
+        ("limit", "3 (int), not a function"),
+        ("Judge", "make one beside it, such as it = Judge()"),
+        ("Game", "--env gymnasium"),
+        ("game", "--env gymnasium"),
+        ("backwards", "(task, reply)"),
+    ],
 )
 def test_what_cannot_be_called_as_an_environment_is_refused(my: Path, name: str, said: str) -> None:
     assert said in refusal(f"{my}:{name}")

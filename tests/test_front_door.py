@@ -85,6 +85,21 @@ def test_function_as_reward_gives_a_run_that_can_be_read(imitated: Run, tmp_path
     assert (run.path / "curves.png").stat().st_size > 10_000 and list(run.path.rglob("*tfevents*"))
 
 
+def test_rows_stand_under_the_step_whose_metrics_they_give(imitated: Run, tmp_path: Path) -> None:
+    options = {**STEPS, "steps": 2, "held_out": 0.2, "eval_every": 1, "max_tokens": 2}
+    run = posttrain.rl(TASKS, even, str(imitated.path), out=str(tmp_path / "run"), **options)
+    means = []
+    for held_out, name, steps in ((False, "reward", [1, 2]), (True, "eval/reward", [0, 1, 2])):
+        assert rollout_steps(run.path, held_out) == steps
+        for step in steps:
+            rows = read_rollouts(run.path, step, held_out=held_out)
+            assert {row["step"] for row in rows} == {step} and [row["index"] for row in rows] == list(range(len(rows)))
+            [told] = [line for line in run.metrics if line["step"] == step]
+            means.append(sum(row["reward"] for row in rows) / len(rows))
+            assert means[-1] == pytest.approx(told[name], abs=1e-9)
+    assert len(set(means)) > 2, "steps that give the same would hide a shift"
+
+
 @pytest.mark.slow
 def test_group_advantages_in_the_record_sum_to_zero(imitated: Run, tmp_path: Path) -> None:
     run = posttrain.rl(

@@ -153,6 +153,15 @@ def test_a_healthy_run_is_solved_and_nothing_else() -> None:
     assert set(named(rows({**LEARNED, "entropy": [1.0] * 94}))) == {"solved"}, "certainty is not asked for"
 
 
+def test_groups_that_are_all_right_are_said_to_teach_nothing_only_where_no_critic_judges_them() -> None:
+    for critic, said in (
+        ({}, "neither teaches anything"),
+        ({"explained_variance": [0.5] * 94}, "little is left to learn"),
+    ):
+        [finding] = find(rows({**LEARNED, **critic}))
+        assert finding.name == "solved" and said in finding.message
+
+
 def test_entropy_that_falls_as_fast_without_solving_anything_is_a_collapse() -> None:
     stuck: dict[str, Any] = {"reward": noisy([0.5] * 94, 0.05), "entropy": LEARNED["entropy"]}
     assert set(named(rows(stuck))) == {"entropy"}

@@ -266,6 +266,18 @@ def test_a_sample_has_eight_groups_by_the_seed_alone_and_none_are_taken_of_ids_a
     assert sample.chosen(5, groups[:3]) == set(groups[:3])
 
 
+def test_what_recording_takes_beyond_the_row_is_said_before_the_run() -> None:
+    assert Recording().told(frozenset(), False) == [] == Recording("tokens").told(frozenset(), False)
+    assert Recording("full").told(frozenset({"entropy"}), True) == []
+    (said,) = Recording("full", after=True).told(frozenset(), False)
+    assert (
+        "entropy of every token" in said
+        and "no reference" in said
+        and "a forward pass a step for --record-after" in said
+    )
+    assert "(8 groups)" in Recording(after=True).told(frozenset(), True)[0]
+
+
 def outcomes(tokenizer: Tokenizer, algorithm: Algorithm, env: Any, **how: Any) -> list[Outcome]:
     experience = source(tokenizer, algorithm, env, **how)
     return played(experience, 1)[0].outcomes

@@ -76,7 +76,7 @@ def test_an_episode_that_is_played_again_has_its_notes_once(tmp_path: Path) -> N
     ("env", "id", "told"),
     [
         (noting.strange, "object", "noted something whose content holds a value of type object"),
-        (noting.strange, "long", "an episode may have 65,536"),
+        (noting.unnamed, "a", "note takes names, as in note(moves=7); of a dict, note(**values)"),
         (noting.within, "a", "note was called within what is recorded: note what `recorded` returned"),
     ],
 )
@@ -85,6 +85,14 @@ def test_what_cannot_be_noted_makes_the_reward_invalid_and_says_why(
 ) -> None:
     done = ended(env, ["x"], 0, **{"id": id})
     assert isinstance(done.reward, Invalid) and told in done.reward.reason
+
+
+@pytest.mark.parametrize("workers", PLACES)
+def test_notes_that_are_too_long_are_left_out_and_cost_no_reward(workers: int) -> None:
+    done = ended(noting.long, ["x"], workers)
+    out = "left out: more than the 65,536 characters of an episode's notes"
+    assert done.reward == 1.0
+    assert done.notes == {"first": "a" * 60_000, "second": out, "third": out, "after": 2, "before": 3}
 
 
 def test_a_note_outside_of_an_environment_does_nothing() -> None:

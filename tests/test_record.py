@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from posttrain.cli import commands
-from posttrain.record.reading import plainly, read_rollouts, timed_rollouts
+from posttrain.record.reading import EVERY, plainly, read_rollouts, timed_rollouts
 from posttrain.record.rows import transcripts_of
 from posttrain.runs.curves import curves
 from posttrain.runs.files import writing
@@ -131,7 +131,9 @@ def test_the_seconds_of_turns_stand_beside_the_rollouts_and_come_back_with_them(
     assert "a  (1.3 s)\n" in (said := capsys.readouterr().out) and "a  (0.5 s)\n" in said and "Q\n" in said
     assert commands.rollouts(str(tmp_path), step=1, json=True) == 0
     shown = [json.loads(line) for line in capsys.readouterr().out.split("\n")[:-1]]
-    assert shown == [plainly(row) for row in read_rollouts(tmp_path, 1)] and "seconds" not in shown[0]["turns"][0]
+    assert (
+        shown == [plainly(row) for row in read_rollouts(tmp_path, 1, EVERY)] and "seconds" not in shown[0]["turns"][0]
+    )
     Record.resume(tmp_path, 1).close({})
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/step-*")) == [
         "rollouts/step-000001.parquet",

@@ -5,11 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from test_processes import PAIRS, QUICK, SMALL, SUMS, nearness
+from tiny_models import make
 
 import posttrain
-from posttrain.record.reading import read_rollouts
+from posttrain.batch import Layout
+from posttrain.models.folder import load_model
+from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.tokenizer_training import EOS
+from posttrain.protocols import Model
+from posttrain.record.reading import EVERY, read_rollouts
 from posttrain.record.writing import table_of, write_table
 from posttrain.runs.reading import rollout_steps
 from posttrain.sources.recording import GROUPS
@@ -82,6 +90,65 @@ def test_record_of_each_level_is_exact_after_a_resumption(start: Path, tmp_path:
         assert tables[0] == tables[1]
     found = [told["learner"] is not None for told in read_rollouts(whole, 4, None)]
     assert any(found) == (level != "tokens")
+
+
+def said_by(model: Model, row: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Log-probabilities and entropies of a row's scored tokens, from whole logits, one token after the other."""
+    tokens = torch.tensor(row["tokens"])
+    layout = Layout(tokens, torch.arange(len(tokens)), (0,), (len(tokens),), (-1,))
+    with torch.no_grad():
+        logs = model.head.logits(model.hidden(layout, torch.arange(len(tokens)))).double().log_softmax(-1)
+    at = [span["start"] + i for span in row["spans"] if span["learned"] for i in range(span["length"])]
+    logp = np.array([float(logs[place - 1, row["tokens"][place]]) for place in at])
+    return {"logp": logp, "entropy": np.array([float(-(logs[p - 1].exp() * logs[p - 1]).sum()) for p in at])}
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("native", {}),
+        ("native", {"ahead": 1, "correction": "truncate"}),
+        ("native", {"tokens_per_step": 2, "correction": "truncate"}),
+        ("native", {"lora": 4}),
+        ("gemma3_text", {}),
+        ("phi3", {"lora": 4}),
+    ],
+    ids=str,
+)
+def test_recorded_numbers_are_those_of_the_checkpoints(
+    start: Path, tmp_path: Path, kind: str, how: dict[str, Any]
+) -> None:
+    if kind != "native":
+        tokenizer = Tokenizer.load(start / "checkpoints" / "step-000003")
+        vocab, end = tokenizer.vocab_size, tokenizer.backend.token_to_id(EOS)
+        make(kind, tmp_path / "start", vocab_size=vocab, eos_token_id=end, pad_token_id=None)
+        tokenizer.save(tmp_path / "start")
+        start = tmp_path / "start"
+    run = posttrain.rl(
+        SUMS, nearness, str(start), out=str(tmp_path / "run"), algorithm="grpo", kl=0.1, steps=3, prompts=4, group=3,
+        max_tokens=4, lr=3e-3, env_workers=0, save_every=1, keep=9, record="full", record_after=True, **how, **QUICK,
+    )  # fmt: skip
+    weights = {0: load_model(start if kind != "native" else start / "checkpoints" / "step-000003")}
+    weights |= {step: load_model(run.path / "checkpoints" / f"step-{step:06d}") for step in (1, 2, 3)}
+    seen, steps = 0, rollout_steps(run.path)
+    later = steps[0] - 1  # steps without an update, since no reply was whole: versions count updates
+    for step in steps:
+        for row in read_rollouts(run.path, step, EVERY):
+            if row["learner"] is None:  # nothing of it reached an update
+                assert row["fate"] != "trained"
+                continue
+            before, after = said_by(weights[step - 1], row), said_by(weights[step], row)
+            assert row["learner"] == pytest.approx(before["logp"], rel=1e-3, abs=1e-4)
+            assert row["entropy"] == pytest.approx(before["entropy"], rel=1e-3, abs=1e-4)
+            assert row["after"] == pytest.approx(after["logp"], rel=1e-3, abs=1e-4)
+            assert row["reference"] == pytest.approx(said_by(weights[0], row)["logp"], rel=1e-3, abs=1e-4)
+            sampled = [s["version"] for s in row["spans"] if s["kind"] == "sampled" for _ in range(s["length"])]
+            engine = [
+                said_by(weights[version + later if version else 0], row)["logp"][i] for i, version in enumerate(sampled)
+            ]
+            assert row["engine"] == pytest.approx(np.array(engine), rel=1e-5, abs=1e-4)
+            seen += 1
+    assert seen > 6
 
 
 def test_before_a_step_of_one_update_is_at_that_update(tmp_path: Path) -> None:

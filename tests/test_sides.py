@@ -196,6 +196,9 @@ def test_sides_are_compared_with_their_like(tokenizer: Tokenizer) -> None:
     stats = describe(rollouts, None)
     figures = stats.means()
     assert figures["reward/a"] == 7.5 and figures["reward/b"] == -0.75
+    right = describe(rollouts, 1.0).means()  # half of a game is always lost: that is no share of right replies
+    assert right["accuracy/a"] == 1 and right["accuracy/b"] == 0 and "accuracy" not in right
+    assert describe([r for r in rollouts if r.side == "a"], 1.0).means()["accuracy"] == 1
     kept, _ = usable(rollouts, stats)
     assert [r.side for r in kept] == list("aaabbb") and scoreboard(rollouts).group.tolist() == [0, 1, 0, 1, 0, 1]
     rollouts[1].reward = rollouts[3].reward = Invalid("two of three of one side")

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pyarrow import parquet
 from posttrain.cli.main import main
 from posttrain.record import index
 from posttrain.record.asking import Questions
-from posttrain.record.making import rollouts_table
+from posttrain.record.making import rollouts_table, seconds_table
 from posttrain.record.reading import EVERY, read_file, read_rollouts, read_table, rows_of, timed_rollouts
 from posttrain.record.rows import transcripts_of
 from posttrain.record.schema import KEY, NUMBERS, PIECE, ROLLOUTS, VERSION
@@ -141,6 +142,26 @@ def test_bytes_in_a_task_are_counted_and_other_columns_stand_as_they_are() -> No
     assert row["columns"] == {
         "answer": 7, "raw": "1000 bytes", "messages": [{"role": "user", "content": "hi"}], "odd": "{1}",
     }  # fmt: skip
+
+
+def test_what_is_said_of_a_rollout_in_other_words_stands_in_its_row() -> None:
+    seeing = said(4)
+    seeing.observe([8, 9], SpanKind.TOOL, [Media(8, 1, "cd" * 32, (1, 1, 1))])
+    turns = [PlayedTurn(SpanKind.PROMPT, "Q", 0, 0, 3), PlayedTurn(SpanKind.SAMPLED, "yes", 1, 3, 4, seconds=0.5)]
+    second = Rollout(
+        {"id": "a"}, "a#0", [said(3), seeing], float("inf"), turns=turns, text="yes", prompt="Q", seconds=2.0
+    )
+    given = [
+        Outcome(Rollout({"id": "a"}, "a#0", [said(1)], 1.0, seconds=1.0), replayed=True),
+        Outcome(second, float("nan"), shaping=float("inf"), member=5, label={"labels": [1.0]}),
+    ]
+    _, row = rollouts_table(1, given, "prefer").to_pylist()
+    assert (row["member"], row["fate"], row["label"]) == (5, "trained", '{"labels":[1.0]}')
+    assert [row[name] for name in ("reward", "shaping", "used", "advantage")] == [None] * 4
+    assert [turn["text"] for turn in row["turns"]] == [None, None]  # they are the prompt and the text of the row
+    assert row["pictures"] == [{"name": "cd" * 32, "start": 7 + 8, "length": 1, "grid": [1, 1, 1]}]
+    assert [row["fate"] for row in rollouts_table(1, given, "eval").to_pylist()] == [None, None]
+    assert seconds_table(given).to_pylist() == [{"index": 1, "reward": 2.0, "turns": [0.0, 0.5]}]
 
 
 def test_numbers_of_tokens_keep_eleven_bits_and_the_engines_all(tmp_path: Path) -> None:
@@ -432,7 +453,7 @@ def test_each_token_has_a_row_with_the_numbers_that_stand_at_it(tmp_path: Path) 
 def test_only_the_steps_that_a_question_on_tokens_names_are_read(tmp_path: Path) -> None:
     folder = recorded(tmp_path, 4)
     (folder / "rollouts" / "step-000003.parquet").write_bytes(b"no table")
-    with pytest.raises(UserError, match="cannot be answered"):
+    with pytest.raises(UserError, match="step-000003.parquet is damaged"):
         answer(folder, "select count(*) from tokens")
     with Questions(folder, only={(1, False), (4, False)}) as questions:
         assert {row[0] for row in questions.ask("select distinct step from tokens")[1]} == {1, 4}
@@ -510,6 +531,25 @@ def test_a_question_has_a_time_and_a_memory(tmp_path: Path) -> None:
         answer(folder, "select list(range) from range(100000000)", gib=0.1)
 
 
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "select count(*) from rollouts a, rollouts b, range(10000000) c, range(10000000) d "
+        "where a.reward + b.reward + c.range * d.range > 7",
+        "select a.range from range(10000000) a, range(10000000) b where a.range * b.range = -1",
+        "with recursive r(n) as (select 1 union all select n + 1 from r) select max(n) from r",
+    ],
+)
+def test_a_question_that_would_never_end_ends_in_time_and_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sql: str
+) -> None:
+    folder, begin = str(recorded(tmp_path, 1)), time.monotonic()
+    assert main(["query", folder, sql, "--seconds", "0.5"]) == 2
+    assert time.monotonic() - begin < 20
+    told = capsys.readouterr().err.strip()
+    assert "took longer than 0.5 s: narrow it, or raise --seconds" in told and "\n" not in told
+
+
 def test_the_command_prints_a_table_or_lines_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("duckdb")
     folder = str(recorded(tmp_path, 1))
@@ -528,7 +568,7 @@ def test_the_command_prints_a_table_or_lines_of_json(tmp_path: Path, capsys: pyt
 def test_evaluated_rollouts_are_printed_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(recorded(tmp_path, 2))
     assert main(["rollouts", folder, "--held-out"]) == 0
-    assert "held ── reward 1" in capsys.readouterr().out
+    assert "held [0] ── reward 1" in capsys.readouterr().out
     assert main(["rollouts", folder, "--held-out", "--step", "1"]) == 2
     assert rows_of(read_table(folder, 2, held_out=True))[0]["kind"] == "eval"
 
@@ -543,4 +583,4 @@ def test_given_rows_are_printed_with_what_was_said_of_them(tmp_path: Path, capsy
     assert [(row["kind"], row["member"], row["label"]) for row in rows] == [("prefer", 0, label), ("prefer", 1, label)]
     sample([{**row, "reward": None} for row in rows], 2)
     shown = capsys.readouterr().out
-    assert "── a#0 ── response 0, 0 over 1, label 0.5 ── eos" in shown and "response 1" in shown
+    assert "── a#0 ── response 0, 0 over 1, label 0.5 ── trained ── ended by eos" in shown and "response 1" in shown

@@ -29,6 +29,7 @@ from posttrain.types import UserError
 from posttrain.view import reasons
 from posttrain.view.answering import Answers
 from posttrain.view.asking import Question
+from posttrain.view.conditions import Conditions
 from posttrain.view.export import STATIC, Selection, bundled, exported
 from posttrain.view.run import OpenRun, threshold
 from posttrain.view.server import application
@@ -68,7 +69,7 @@ def every_row(folder: Path, steps: int = 8) -> list[dict[str, Any]]:
 
 def found(run: OpenRun, **query: str) -> list[dict[str, Any]]:
     query = {name.replace("__", "."): value for name, value in query.items()}
-    return Question.of({"held": "0", **query}, run.store).page(run.store, 0, 10_000)["rows"]
+    return Question.of({"held": "0", **query}, run.store).page(0, 10_000)["rows"]
 
 
 def places(rows: list[dict[str, Any]]) -> set[tuple[int, int]]:
@@ -140,7 +141,7 @@ def test_ready_questions_say_of_groups_what_a_loop_says(run: OpenRun, folder: Pa
 
 
 def test_bins_of_a_histogram_hold_every_value_once(run: OpenRun, folder: Path) -> None:
-    data = Question.of({"held": "0"}, run.store).histograms(run.store, ["reward", "advantage", "length", "part.animal"])
+    data = Question.of({"held": "0"}, run.store).histograms(["reward", "advantage", "length", "part.animal"])
     rows = every_row(folder)
     for name in ("reward", "advantage", "length"):
         values = [row[name] for row in rows if row[name] is not None]
@@ -205,7 +206,7 @@ REFUSED = [
 def test_a_condition_reads_no_file_writes_nothing_and_ends_in_time(
     run: OpenRun, condition: str, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("posttrain.view.store.Store.limited.__wrapped__.__defaults__", (0.5,))
+    monkeypatch.setattr("posttrain.view.conditions.Conditions.limited.__wrapped__.__defaults__", (0.5,))
     with pytest.raises(UserError) as refused:
         found(run, where=condition)
     assert "\n" not in str(refused.value) and len(found(run)) > 100
@@ -221,7 +222,7 @@ def test_the_select_that_is_shown_finds_the_same_in_the_terminal(run: OpenRun, q
     with Questions(run.folder) as terminal:
         names, rows = terminal.ask(question.sql())
     assert names[:2] == ["step", "index"]
-    assert {row[:2] for row in rows} == places(question.page(run.store, 0, 10_000)["rows"])
+    assert {row[:2] for row in rows} == places(question.page(0, 10_000)["rows"])
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -278,17 +279,28 @@ def test_a_condition_on_tokens_reads_no_other_file_writes_nothing_and_ends_in_ti
 def test_of_more_tokens_than_can_be_looked_at_the_last_steps_are_and_the_answer_says_so(
     run: OpenRun, monkeypatch: Any
 ) -> None:
-    [size] = run.store.ask("select sum(length) as n from base where step >= 7 and not held_out")
-    monkeypatch.setattr("posttrain.view.marking.TOKENS", size["n"])
+    rows = run.store.rows
+    size = rows.number("length")[(rows.number("step") >= 7) & ~rows.flag("held_out")].sum()
+    monkeypatch.setattr("posttrain.view.marking.TOKENS", int(size))
     question = Question.of({"held": "0", "token": "learned and place > 0"}, run.store)
-    page = question.page(run.store, 0, 10_000)
+    page = question.page(0, 10_000)
     assert {row["step"] for row in page["rows"]} == {7, 8} and "from step 7 on" in page["note"]
     assert "step >= 7" in page["sql"]
     named = Question.of({"held": "0", "token": "learned and place > 0", "step": "1..2"}, run.store)
-    assert named.note == "" and {row["step"] for row in named.page(run.store, 0, 10_000)["rows"]} == {1, 2}
+    assert named.note == "" and {row["step"] for row in named.page(0, 10_000)["rows"]} == {1, 2}
 
 
 # -- following ---------------------------------------------------------------------------------------------------------
+
+
+def held(store: Store) -> list[int]:
+    """The steps whose rollouts are in memory."""
+    return sorted({row["step"] for row in store.rows.rows(np.flatnonzero(~store.rows.flag("held_out")))})
+
+
+def count(store: Store, step: int) -> int:
+    part = store.rows.of_part(Part(step, False))
+    return part.stop - part.start
 
 
 def shorten(file: Path) -> None:
@@ -300,16 +312,15 @@ def test_a_run_that_goes_on_is_followed_and_what_a_resume_deletes_is_gone(folder
     copy = tmp_path / "run"
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("index", "step-00000[678]*"))
     store = Store(copy)
-    assert store.follow() and not store.follow() and store.value("select max(step) from base") == 5
+    assert store.follow() and not store.follow() and held(store) == [1, 2, 3, 4, 5]
     for step in (6, 7):
         shutil.copy(folder / "rollouts" / f"step-{step:06d}.parquet", copy / "rollouts")
-    assert store.follow() and store.value("select max(step) from base") == 7
+    assert store.follow() and held(store) == [1, 2, 3, 4, 5, 6, 7]
     (copy / "rollouts" / "step-000007.parquet").unlink()
     file = copy / "rollouts" / "step-000006.parquet"
     shorten(file)
-    assert store.follow() and store.value("select max(step) from base where not held_out") == 6
-    assert store.value("select count(*) from base where step = 6 and not held_out") == 40
-    assert store.value("select count(*) from groups") == store.value("select count(*) from keys")
+    assert store.follow() and held(store) == [1, 2, 3, 4, 5, 6] and count(store, 6) == 40
+    assert store.rows.groups["n"].sum() == len(store.rows)
 
 
 def damaged(file: Path, how: str) -> None:
@@ -337,13 +348,13 @@ def test_a_damaged_file_costs_its_own_rows_alone_and_each_other_is_read_once(
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("index"))
     file = copy / "rollouts" / "step-000003.parquet"
     damaged(file, how)
-    store, asked = Store(copy), "select count(*) from base where not held_out"
-    assert store.follow() and not store.follow() and store.value(asked) == 7 * 64
+    store = Store(copy)
+    assert store.follow() and not store.follow() and held(store) == [1, 2, 4, 5, 6, 7, 8]
+    assert all(count(store, step) == 64 for step in held(store))
     assert store.problem is not None and str(file) in store.problem and "\n" not in store.problem
-    assert store.value("select count(*) from base where step = 3 and not held_out") == 0
     file.unlink()
     shutil.copy(folder / "rollouts" / file.name, file)
-    assert store.follow() and store.value(asked) == 8 * 64 and store.problem is None
+    assert store.follow() and held(store) == list(range(1, 9)) and count(store, 3) == 64 and store.problem is None
 
 
 def test_a_damaged_file_of_lines_costs_its_own_rows_alone(tmp_path: Path) -> None:
@@ -351,11 +362,11 @@ def test_a_damaged_file_of_lines_costs_its_own_rows_alone(tmp_path: Path) -> Non
     shutil.copytree(Path(__file__).parent / "pilots" / "8x8", copy)
     store = Store(copy)
     store.follow()
-    whole = store.value("select count(*) from base")
+    whole = len(store.rows)
     (copy / "rollouts" / "step-000099.jsonl").write_text("no JSON\n")
     for again in (store, Store(copy)):
         assert again.follow() and not again.follow()
-        assert again.value("select count(*) from base") == whole and "step-000099" in str(again.problem)
+        assert len(again.rows) == whole and "step-000099" in str(again.problem)
 
 
 def test_a_piece_of_the_index_that_does_not_fit_its_rollouts_is_not_read(folder: Path, tmp_path: Path) -> None:
@@ -365,21 +376,21 @@ def test_a_piece_of_the_index_that_does_not_fit_its_rollouts_is_not_read(folder:
     shorten(file)
     store = Store(copy)
     store.follow()
-    assert store.value("select count(*) from base where step = 3 and not held_out") == 40
+    assert count(store, 3) == 40
     shutil.copy(folder / "rollouts" / file.name, file)
     (piece,) = (copy / "index").iterdir()
     table = parquet.read_table(piece)
     parquet.write_table(table.drop_columns(["reward"]).replace_schema_metadata(table.schema.metadata), piece)
     store = Store(copy)
     store.follow()
-    assert store.value("select count(reward) from base") > 400
+    assert np.isfinite(store.rows.number("reward")).sum() > 400
 
 
 def test_a_question_leaves_nothing_in_the_working_directory(
     run: OpenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with Store(run.folder).limited() as cursor:
+    with Conditions().limited() as cursor:
         place = cursor.execute("select current_setting('temp_directory')").fetchone()[0]
         assert Path(place).is_absolute() and not Path(place).is_relative_to(tmp_path)
 
@@ -516,6 +527,14 @@ def test_two_runs_are_paired_task_by_task(run: OpenRun, folder: Path, tmp_path: 
     assert data["difference"]["mean"] == pytest.approx(np.mean([sides[1][t] - sides[0][t] for t in both]))
     assert data["worse"] == sum(sides[1][t] < sides[0][t] for t in both) and any("seeds" in w for w in data["warnings"])
     assert [o["name"] for o in data["options"]] == ["seed"]
+    for opened_run, seed in ((run, None), (other, 0)):
+        opened_run.about["config"] |= {"held_out": 0.2, "split_seed": seed}
+    assert not any("hold out" in w for w in Answers([run, other]).of("compare", {"a": "0", "b": "1"})["warnings"])
+    other.about["config"]["split_seed"] = None  # that of --seed, which differs
+    assert any(
+        "they hold out other tasks" in w for w in Answers([run, other]).of("compare", {"a": "0", "b": "1"})["warnings"]
+    )
+    del run.about["config"]["held_out"], run.about["config"]["split_seed"]
 
 
 def rewritten(folder: Path, place: Path, step: int, change: Any) -> OpenRun:
@@ -571,7 +590,7 @@ def test_what_a_parting_points_at_follows_from_where_the_token_came_from(
     assert "is in A alone" in told["another"]["says"]
     shutil.copytree(folder, tmp_path / "same")
     same = Answers([run, opened(tmp_path / "same")]).of("parting", {})
-    count = run.store.value("select count(*) from base")
+    count = len(run.store.rows)
     assert f"all {count:,} rollouts" in same["says"] and same["why"].startswith("Nor do") and same["first"] is None
 
 
@@ -692,7 +711,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["--where", "reward >"], "--where: "),
     (["--where", "length"], "a condition is true or false"),
     (["--where", "1=1; drop table base"], "--where: "),
-    (["--rollouts", "0"], "rollouts is a number from 1 to 5000"),
+    (["--rollouts", "5001"], "rollouts is a number from 1 to 5000"),
     (["--export", "no/such/folder/run.html"], "there is no folder"),
 ]
 
@@ -745,7 +764,7 @@ def test_replies_are_told_apart_by_more_than_their_beginning(folder: Path, tmp_p
             row["text"] = "Let me think about this step by step. " * 5 + f"{row['member']} {row['task']}"
 
     other = rewritten(folder, tmp_path / "alike", 5, begun_alike)
-    assert {row["replies"] for row in other.store.ask("select replies from groups where step = 5")} == {8}
+    assert {row["replies"] for row in found(other, step="5", **{"as": "groups"})} == {8}
     alike = next(
         panel
         for question in Answers([other]).of("0/overview", {})["questions"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +14,14 @@ from typing import Any
 import generated_runs
 import pytest
 
+from posttrain.cli.main import main
+from posttrain.runs.lock import Lock
+
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="the pages are tested with Playwright, which is not installed"
 )
 
+from posttrain.view.answering import Answers, Query  # noqa: E402
 from posttrain.view.command import HOST, _bound, opened  # noqa: E402
 from posttrain.view.export import Selection, exported  # noqa: E402
 
@@ -186,6 +192,83 @@ def test_the_keys_lead_everywhere(watched: Watched, address: str) -> None:
     until(page, "location.hash.includes('a=1')")
     page.keyboard.press("d")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_keys_pressed_while_an_answer_is_waited_for_count_from_what_was_asked(
+    watched: Watched, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, kept = watched.page, Answers.of
+
+    def slowly(answers: Answers, path: str, query: Query) -> Any:
+        time.sleep(0 if path == "runs" else 0.3)
+        return kept(answers, path, query)
+
+    def press(keys: str, expected: str) -> None:
+        for key in keys:
+            page.keyboard.press(key)
+        until(page, f"location.hash.includes({expected!r})")
+        page.wait_for_timeout(700)
+        assert expected in page.url, "it stays there"
+
+    monkeypatch.setattr(Answers, "of", slowly)
+    page.goto(address)
+    page.wait_for_selector(".question")
+    press("rjj", "sel=2")
+    page.goto(address + "#/0/rollout/1/2")
+    page.wait_for_selector(".t.at")
+    press("lll", "/rollout/1/5")
+    press("kkg", "/group/1/3")
+    page.goto(address + "#/0/group/1/0")
+    page.wait_for_selector(".visit >> nth=1")
+    press("jk", "/group/1/0")
+    page.goto(address + "#/0/step/2")
+    page.wait_for_selector(".two-columns")
+    press("]]", "/step/4")
+    page.goto(address + "#/0/compare?a=0&b=1")
+    page.wait_for_selector(".compare-grid")
+    press("sss", "a=1")
+
+
+def test_a_rollout_that_is_walked_to_begins_at_its_own_first_token(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/2/rollout/1/0")
+    page.wait_for_selector(".t.at")
+    for index in range(1, 12):
+        page.keyboard.press("l" if index % 8 else "j")
+        until(page, f"document.querySelector('main b')?.textContent === 'rollout {index}'")
+        row = page.evaluate(f"fetch('api/2/rollout/1/{index}').then((a) => a.json())")
+        first = next(start for kind, start, _, _, learned in row["spans"] if learned or kind == "sampled")
+        until(page, f"document.querySelector('.t.at')?.dataset.i === '{first}'")
+
+
+def test_the_rows_below_the_screen_are_drawn_once_it_is_scrolled(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/0/rollouts")
+    page.wait_for_selector("tbody tr")
+    height = page.evaluate("document.querySelector('.long').scrollHeight")
+    assert page.locator("tbody tr").count() < 60
+    page.evaluate("document.querySelector('.long').scrollTo(0, 1e9)")
+    until(page, "document.querySelectorAll('tbody tr').length === 100")
+    assert abs(page.evaluate("document.querySelector('.long').scrollHeight") - height) < 60
+    page.keyboard.press("n")
+    until(page, "location.hash.includes('offset=100')")
+    page.wait_for_selector(".stale", state="detached")
+    for _ in range(45):
+        page.keyboard.press("j")
+    until(page, "location.hash.includes('sel=45')")
+    assert page.locator("tr.sel").count() == 1
+
+
+def test_where_only_beginnings_are_searched_the_page_says_so(
+    browser: Any, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.view.store.TEXT_BYTES", 100)
+    with served([folders[0]]) as address:
+        watched = Watched(browser)
+        watched.page.goto(address + "#/0/rollouts?q=bunny")
+        watched.page.wait_for_selector("text=only the first 80 characters of each text")
+        assert not watched.wrong
+        watched.page.close()
 
 
 def test_an_address_brings_back_what_it_showed(watched: Watched, address: str) -> None:
@@ -421,16 +504,47 @@ def test_where_two_runs_part_is_said_with_links_to_both(watched: Watched, addres
     until(page, "document.querySelectorAll('.replies').length === 2")
 
 
+@pytest.mark.parametrize("of", ["ask=wrong&as=groups", "ask=longest", "where=text<>'%22%24x%60\\'"])
+def test_the_question_that_is_shown_runs_in_a_terminal(
+    of: str, watched: Watched, address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched.page.goto(f"{address}#/0/rollouts?{of}")
+    watched.page.wait_for_selector(".sql")
+    shown = watched.page.inner_text(".sql")
+    ran = subprocess.run(["bash", "-c", f"printf '%s\\0' {shown}"], capture_output=True, check=True, text=True)
+    words = ran.stdout.split("\0")[:-1]
+    assert len(words) == 4 and words[:2] == ["posttrain", "query"] and main(words[1:]) == 0
+    assert "row" in capsys.readouterr().out
+
+
+def test_keys_go_on_in_the_list_after_a_button_was_clicked(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/0/rollouts")
+    page.click("button:has-text('longest')")
+    page.wait_for_selector("button.on:has-text('longest')")
+    page.wait_for_selector("tbody tr.sel")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".one .t.at")
+    assert "/rollout/" in page.url
+
+
 def test_a_run_that_goes_on_is_drawn_as_it_goes(browser: Any, folders: list[Path], tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(folders[0], copy, ignore=shutil.ignore_patterns("index", "step-000006*"))
     (copy / "run.json").write_text((copy / "run.json").read_text().replace('"end"', '"not yet"'))
+    lock = Lock(copy)
     with served([copy]) as address:
         watched = Watched(browser)
         watched.page.goto(address + "#/0/rollouts?held=0")
         watched.page.wait_for_selector("text=320 rollouts")
         shutil.copy(folders[0] / "rollouts" / "step-000006.parquet", copy / "rollouts" / "step-000006.parquet")
         watched.page.wait_for_selector("text=384 rollouts")
+        watched.page.goto(address + "#/0/overview")
+        watched.page.wait_for_selector(".pill:text-is('on')")
+        lock.release()  # as if it had been killed
+        watched.page.reload()
+        watched.page.wait_for_selector(".pill:has-text('cut off')")
         assert not watched.wrong
         watched.page.close()
 

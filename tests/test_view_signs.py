@@ -85,6 +85,22 @@ def test_a_prompt_contains_an_answer_only_as_a_word_of_its_own() -> None:
     assert not signs.contains_answer("7+7+6+6=", {"answer": 26}) and not signs.contains_answer("26", {"prompt": "26"})
 
 
+def test_a_prompt_that_stands_with_several_answers_tells_none_of_them() -> None:
+    asked = [(f"[sha256:{n:064x}]circle or square?", answer) for n, answer in enumerate(("circle", "square", "same"))]
+    assert signs.telling(asked) == 0
+    assert signs.telling([("26=7+7+6+6=", "26"), ("1+2+0+1=", "4"), ("1+1=", None), ("9=9+0=", "9")]) == 0.5
+
+
+def test_numbers_that_prompts_and_answers_share_by_chance_are_no_leak() -> None:
+    rng = np.random.default_rng(0)
+    problems = [(" and ".join(map(str, rng.integers(0, 30, 4))), str(rng.integers(0, 30))) for _ in range(300)]
+    assert abs(signs.telling(problems) - signs.by_chance(problems)) < 0.05 < signs.telling(problems)
+    leaking = [
+        (f"{answer}: {prompt}" if place % 3 else prompt, answer) for place, (prompt, answer) in enumerate(problems)
+    ]
+    assert signs.telling(leaking) - signs.by_chance(leaking) > 0.3
+
+
 def test_a_gap_is_named_by_how_it_began() -> None:
     def said(gap: list[float | None]) -> str:
         return verdicts({"sampler/gap": gap, "sampler/gap/max": gap, "grad_norm": [1.0] * 4}, {})["Is it stable?"][
@@ -120,6 +136,30 @@ def test_a_fault_that_a_run_is_unlearning_is_no_sign_of_a_loophole() -> None:
     assert honest([0.2] * 4)["word"] == honest([0.0, 0.1, 0.2, 0.2])["word"] == "look"
 
 
+def test_replies_that_shrink_are_told_and_those_that_grow_are_doubted() -> None:
+    def honest(length: list[Any]) -> dict[str, str]:
+        return verdicts({"reward": [0.3] * 4, "length": length}, {})["Is it honest?"]
+
+    assert (
+        honest([10.0, 10.0, 20.0, 20.0])["word"] == "look" and "50% as long" in honest([20.0, 20.0, 10.0, 10.0])["text"]
+    )
+    assert "as long" not in honest([20.0, 20.0, 18.0, 18.0])["text"]
+
+
+def test_where_nothing_was_earned_nothing_is_said_of_loopholes() -> None:
+    assert verdicts({"reward": [0.0] * 4}, {})["Is it honest?"]["word"] == "nothing earned"
+    assert verdicts({"reward": [0.0] * 4, "truncated": [0.5] * 4}, {})["Is it honest?"]["word"] == "look"
+
+
+def test_a_gap_to_what_is_held_out_is_a_doubt_only_if_the_run_has_opened_it() -> None:
+    def honest(reward: list[Any], held: list[Any]) -> dict[str, str]:
+        return verdicts({"reward": reward, "eval/reward": held}, {})["Is it honest?"]
+
+    assert honest([0.3, 0.3, 0.6, 0.6], [0.3, 0.3, 0.3, 0.3])["word"] == "look"
+    answer = honest([0.7, 0.7, 0.65, 0.65], [0.3, 0.3, 0.35, 0.35])
+    assert answer["tone"] == "good" and "0.3 above the held-out one, 0.4 at the start" in answer["text"]
+
+
 def test_a_run_without_a_gradient_is_not_called_stable_and_one_leap_is_called_one() -> None:
     def stable(norms: list[Any]) -> dict[str, str]:
         return verdicts({"grad_norm": norms, "ratio/max": [1.0] * 6, "ratio/min": [1.0] * 6}, {})["Is it stable?"]
@@ -130,6 +170,24 @@ def test_a_run_without_a_gradient_is_not_called_stable_and_one_leap_is_called_on
     assert "up to 9 in 2 steps" in stable([0.4] * 4 + [5.0, 9.0])["text"]
     assert stable([0.0, 0.02, 0.0, 0.0, 0.03, 0.0])["word"] == "yes"
     assert stable([5.0, 2.0, 2.0, *(2 / n for n in range(1, 200))])["word"] == "yes"
+
+
+def test_a_fall_within_the_noise_is_believed_where_what_is_held_out_falls_too() -> None:
+    steps: list[Any] = [0.40, 0.20, 0.30, 0.10, 0.35, 0.15]
+
+    def said(held: list[Any]) -> str:
+        return verdicts({"accuracy": steps, "eval/accuracy": held}, {})["Is it learning?"]["word"]
+
+    assert said([0.31, 0.22]) == "going back" and said([0.31, 0.30]) == said([]) == "not yet"
+
+
+def test_single_ratios_that_are_far_are_no_doubt_where_a_clip_hardly_has_to_act() -> None:
+    far: dict[str, Any] = {"ratio/max": [1.1, 5.9, 1.2], "ratio/min": [0.9, 0.9, 0.9], "grad_norm": [1.0] * 3}
+    for share, word in ((0.0004, "yes"), (0.03, "look")):
+        clipped: dict[str, Any] = {"ratio/clipped_high": [share] * 3, "ratio/clipped_low": [share] * 3}
+        answer = verdicts({**far, **clipped}, {})["Is it stable?"]
+        assert answer["word"] == word and f"{2 * share:.2%}" in answer["text"]
+    assert verdicts(far, {})["Is it stable?"]["word"] == "look"
 
 
 def test_a_task_that_is_right_from_the_start_is_called_solved() -> None:
@@ -165,14 +223,16 @@ def test_sides_that_play_each_other_are_judged_by_what_is_held_out() -> None:
 def test_a_condition_calls_parts_by_their_names_and_an_error_lists_the_columns(run: OpenRun) -> None:
     part = run.store.parts[0]
     question = Question.of({"held": "0", "where": f"{part} > 0.4 and text not like '%{part} >%'"}, run.store)
-    rows = question.page(run.store, 0, 10_000)["rows"]
+    rows = question.page(0, 10_000)["rows"]
     every = [row for step in range(1, 5) for row in read_rollouts(run.folder, step)]
     meant = {(r["step"], r["index"]) for r in every if (r["parts"].get(part) or 0) > 0.4}
     assert {(r["step"], r["index"]) for r in rows} == meant and meant
     with Questions(run.folder) as terminal:
         assert {row[:2] for row in terminal.ask(question.sql())[1]} == meant
     with pytest.raises(UserError, match=f"nothing.*the columns are step.*{part}"):
-        Question.of({"where": "nothing = 1"}, run.store)
+        Question.of({"where": "nothing = 1"}, run.store).page(0)
+    with pytest.raises(UserError, match="notes is JSON as text: write notes->>'moves'"):
+        Question.of({"where": "notes.moves = 1"}, run.store).page(0)
 
 
 def test_measures_of_a_step_keep_their_places_and_say_what_is_missing(run: OpenRun) -> None:

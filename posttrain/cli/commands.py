@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
+from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
 from shutil import get_terminal_size
@@ -37,7 +38,7 @@ from posttrain.config import (
     ServePolicy,
     Training,
 )
-from posttrain.messages import clip, inline, one_line
+from posttrain.messages import clip, inline, one_line, safe_json
 from posttrain.options import AnyConfig, AnyTraining, check_bounds, validate
 from posttrain.types import UserError
 
@@ -537,7 +538,7 @@ def rollouts(
     step
         Which step; default: the last that is there.
     group
-        The rollouts of this task only.
+        The rollouts of this task only, or of this group, as the head line of each names it.
     number
         How many are shown.
     order
@@ -547,32 +548,17 @@ def rollouts(
     json
         Print the rows as they were written, a line of JSON each: tokens, their numbers, what became of the rollout.
     """
-    from posttrain.record.reading import (
-        EVERY,
-        READ,
-        plainly,
-        read_file,
-        read_rollouts,
-        read_table,
-        rows_of,
-        timed_rollouts,
-    )
+    from posttrain.cli import bounds
+    from posttrain.record.reading import EVERY, READ, plainly
     from posttrain.runs.printing import sample as show
-    from posttrain.runs.reading import read_run, rollout_steps
 
+    if number < 1:
+        raise UserError(f"--number {number} must be from 1: it is how many rollouts are shown")
     names = EVERY if json else READ
-    if Path(run).suffix in (".parquet", ".jsonl"):
-        if step is not None or held_out:
-            raise UserError(f"{run} is a file of rollouts: leave out --step and --held-out")
-        rows, again = rows_of(read_file(run, names)), 0
-    else:
-        read_run(run)  # whether it is one
-        wanted = step if step is not None else max(rollout_steps(run, held_out), default=1)
-        clock = not json and not held_out  # rows as they were written know of none
-        again = sum(map(bool, read_table(run, wanted, ["replayed"], held_out)["replayed"].to_pylist()))
-        rows = timed_rollouts(run, wanted) if clock else read_rollouts(run, wanted, names, held_out)
-    if group is not None and not (rows := [row for row in rows if row["group"] == group]):
-        raise UserError(f"there are no rollouts of the group {group!r}: the head line of each shown names its group")
+    with bounds.memory():
+        rows, place, again = _rows_and_place(run, step, held_out, names, clock=not json)
+    if group is not None:
+        rows, place = _of_group(rows, group, place), f"{group} in {place}"
     keys: dict[str, Callable[[dict[str, Any]], float]] = {
         "best": lambda row: -math.inf if row["reward"] is None else row["reward"],
         "worst": lambda row: -math.inf if row["reward"] is None else -row["reward"],
@@ -581,14 +567,49 @@ def rollouts(
     if order in keys:
         rows = sorted(rows, key=keys[order], reverse=True)
     if not json:
-        show(rows, number)
+        try:
+            show(rows, number)
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            raise UserError(f"{place} holds what no run writes ({one_line(error)}): --json prints it") from error
         if again:
             print(
                 f"{again} rollouts of earlier steps, replayed in this one, are not shown: they stand in its table alone"
             )
+        if number < len(rows):
+            print(f"{number} of {len(rows):,} rollouts of {place}: --number shows more, posttrain view all of them")
     for row in rows[:number] if json else ():
-        print(dumps(plainly(row), ensure_ascii=False))
+        print(safe_json(dumps(plainly(row), ensure_ascii=False)))
     return 0
+
+
+def _rows_and_place(
+    run: str, step: int | None, held_out: bool, names: Iterable[str], clock: bool
+) -> tuple[list[dict[str, Any]], str, int]:
+    """Rollouts, where they are from, and how many replayed ones are left out. `clock`: with their seconds, where known."""
+    from posttrain.record.reading import read_file, read_rollouts, read_table, rows_of, timed_rollouts
+    from posttrain.runs.reading import read_run, rollout_steps
+
+    if Path(run).suffix in (".parquet", ".jsonl"):
+        if step is not None or held_out:
+            raise UserError(f"{run} is a file of rollouts: leave out --step and --held-out")
+        return rows_of(read_file(run, names)), run, 0
+    read_run(run)  # whether it is one
+    wanted = step if step is not None else max(rollout_steps(run, held_out), default=1)
+    timed = clock and not held_out  # rows as they were written know of none
+    rows = timed_rollouts(run, wanted) if timed else read_rollouts(run, wanted, names, held_out)
+    again = sum(map(bool, read_table(run, wanted, ["replayed"], held_out)["replayed"].to_pylist()))
+    return rows, f"{'the evaluation after ' if held_out else ''}step {wanted}", again
+
+
+def _of_group(rows: list[dict[str, Any]], name: str, place: str) -> list[dict[str, Any]]:
+    """Those of a group, or of a task. `place`: where they were looked for."""
+    from posttrain.messages import near_or_all
+
+    found = [row for row in rows if name in (row["group"], row["task"])]
+    if not found:
+        known = list(dict.fromkeys(row["group"] for row in rows))
+        raise UserError(f"there are no rollouts of {name!r} in {place}{near_or_all(name, known)}")
+    return found
 
 
 def view(
@@ -598,7 +619,7 @@ def view(
     port: int = 0,
     browser: bool = False,
     export: str | None = None,
-    rollouts: int = 200,
+    rollouts: int | None = None,
     where: str = "",
 ) -> int:
     """Look at runs in a browser, from their curves down to every number of a single token. It follows runs that are on.
@@ -614,18 +635,28 @@ def view(
     export
         Write one run into this HTML file instead, which opens from disk.
     rollouts
-        How many rollouts go into that file.
+        How many rollouts go into that file; default: 200.
     where
         Which of them, as a condition in SQL: "step > 100 and reward < 1".
     """
+    if missing := [name for name in ("duckdb", "starlette", "uvicorn") if find_spec(name) is None]:
+        raise UserError(f"posttrain view needs {', '.join(missing)}: pip install 'posttrain[view]'")
+    from posttrain.cli import bounds
     from posttrain.view import command
 
     if export is None:
-        if where:
-            raise UserError("--where chooses what goes into a file: it goes with --export FILE")
-        command.serve(runs, port, browser)
+        if where or rollouts is not None:
+            option = "--where" if where else "--rollouts"
+            raise UserError(f"{option} chooses what goes into a file: it goes with --export FILE")
+        with bounds.memory():
+            command.serve(runs, port, browser)
         return 0
-    size = command.export(runs, Path(export), rollouts, where)
+    if rollouts is not None and rollouts < 1:
+        raise UserError(f"--rollouts {rollouts} must be from 1: it is how many go into the file")
+    if browser or port:
+        raise UserError("--export writes a file and serves nothing: leave out --port and --browser")
+    with bounds.memory():
+        size = command.export(runs, Path(export), rollouts or 200, where)
     print(f"exported    {export}, {size / 1e6:.1f} MB: open it in any browser")
     return 0
 
@@ -641,16 +672,15 @@ def query(
 ) -> int:
     """Ask about all rollouts of a run in SQL. Nothing but the run's own files is read, and none of them is changed.
 
-    Tables: rollouts and evals (every column of posttrain rollouts --json), tokens (a row for each: step, index, place,
-    token, text, origin, ratio, weight ...), seconds, metrics, timing, health, and rollout_index, which has what is short of
-    all rollouts and is the fastest.
-
     Parameters
     ----------
     run
-        Folder of a run, running or finished.
+        Folder of a run, running or finished; or a file of rollouts, as posttrain eval --out leaves it.
     sql
-        One SELECT statement, such as "select fate, count(*) from rollout_index group by fate".
+        One SELECT statement, such as "select fate, count(*) from rollouts group by fate". Tables: rollouts, evals, tokens (a
+        row for each: place, text, ratio, weight ...), metrics, timing, health, seconds, and rollout_index, which has what is
+        short of all rollouts and is the fastest; "describe rollouts" lists the columns of one. A part of the reward:
+        part(parts, 'form'); a note: notes->>'moves'.
     number
         How many rows are shown.
     seconds
@@ -660,23 +690,35 @@ def query(
     json
         Print a line of JSON for each row.
     """
+    from posttrain.cli import bounds
     from posttrain.record.asking import Questions
     from posttrain.record.rows import as_json
     from posttrain.runs.printing import table
-    from posttrain.runs.reading import read_run
-    from posttrain.view.pieces import Pieces
+    from posttrain.view.pieces import vocabulary_of
 
-    with Questions(run, seconds, memory, lambda: Pieces(Path(run), read_run(run)).vocabulary()) as questions:
-        names, rows = questions.ask(sql, number)
+    if number < 1:
+        raise UserError(f"--number {number} must be from 1: it is how many rows are shown")
+    if not (0 < seconds <= 1e6 and 0 < memory <= 1e6):
+        raise UserError(f"--seconds {seconds:g} and --memory {memory:g} must be above 0, and at most a million")
+    late = f"the question took longer than {seconds:g} s: narrow it, or raise --seconds"
+    with (
+        Questions(run, seconds, memory, lambda: vocabulary_of(Path(run))) as questions,
+        bounds.memory(memory + 1),
+        bounds.deadline(seconds, late, questions.clean),
+    ):
+        names, rows = questions.ask(sql, number + 1)
+    more, rows = len(rows) > number, rows[:number]
     if json:
         for row in rows:
-            print(as_json(dict(zip(names, row, strict=True))))
+            print(safe_json(as_json(dict(zip(names, row, strict=True)))))
     else:
         cells = [
-            [value if isinstance(value, int | float | None) else clip(inline(str(value))) for value in row]
-            for row in rows
+            [value if isinstance(value, int | float | None) else inline(str(value)) for value in row] for row in rows
         ]
-        table(f"{len(rows)} row{'' if len(rows) == 1 else 's'}", names, cells)
+        counted = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
+        table(f"first {counted}" if more else counted, names, cells, upright=True)
+    if more:
+        print(f"there are more than {number:,} rows: --number says how many are shown", file=sys.stderr)
     return 0
 
 
@@ -778,7 +820,7 @@ def _ended(verb: str, run: Run) -> int:
     print(f"checkpoint  {run.checkpoint}")
     print(f"curves      {run.path / 'curves.png'}")
     if any((run.path / "rollouts").glob("step-*")):
-        print(f"rollouts    {run.path / 'rollouts'}")
+        print(f"rollouts    {run.path / 'rollouts'}\nlook at it  posttrain view {run.path}")
     if run.stopped:
         print(f"stopped     {run.stopped}")
         print(f"continue    posttrain {verb} --out {run.path} --resume")

@@ -32,6 +32,9 @@ class Training(Data):
     """Decides data order, sampling and initial weights."""
     held_out: float = option(0.0, least=0, below=1)
     """Share of the tasks kept out of training and used for evaluation."""
+    split_seed: int | None = option(None, least=-(2**62), most=2**62)
+    """Decides which tasks are held out; default: --seed. Runs with different seeds that are to be compared on the same
+    tasks need the same one."""
     eval_every: int = option(0, least=0)
     """Steps between evaluations on the held-out tasks (0: before and after training only)."""
     save_every: int = option(50, above=0)

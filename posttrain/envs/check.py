@@ -10,6 +10,7 @@ played without an answer.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from posttrain.envs.asking import OPTIONS, Services, made_up
 from posttrain.envs.playing import content_text
 from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.envs.seen import Seen, Viewer
+from posttrain.messages import clip, safe
 from posttrain.models.tool_reading import HERMES
 from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
 
@@ -135,6 +137,9 @@ class Report:
         lines += [f"  {'':<12} then shows {_cut(text, width)}" for text in turns]
         if (more := len(case.shown) - 1 - len(turns)) > 0:
             lines.append(f"  {'':<12} ... and {more} more")
+        if case.result is not None and case.result.notes:
+            pairs = [f"{name} {json.dumps(value, ensure_ascii=False)}" for name, value in case.result.notes.items()]
+            lines.append(f"  {'':<12} noted {safe(clip(', '.join(pairs), width))}")
         return lines
 
     def _services(self) -> list[str]:

@@ -229,11 +229,25 @@ OTHERS = {"completions": "TRL", "solution_str": "verl", "queries": "OpenRLHF"}
 """A parameter of rewards -> whose they are."""
 
 
+def _instead(kind: type) -> str:
+    """What to name instead of a class."""
+    if any("__call__" in vars(base) for base in kind.__mro__[:-1]):
+        return f"make one beside it, such as it = {kind.__name__}(), and name that"
+    return _of_episodes(kind) or "name a function, or an instance that can be called"
+
+
+def _of_episodes(thing: object, before: str = "") -> str:
+    """Where an environment with `reset` and `step` goes, if this is one."""
+    if not (hasattr(thing, "reset") and hasattr(thing, "step")):
+        return ""
+    return f"{before}an environment is a function that yields what is to be seen; Gymnasium's are played by --env gymnasium"
+
+
 def _checked(function: object, label: str) -> Callable[..., Any]:
     if not callable(function):
-        raise UserError(f"{label} is {short(function)}, not a function")
+        raise UserError(f"{label} is {short(function)}, not a function{_of_episodes(function, '; ')}")
     if inspect.isclass(function):
-        raise UserError(f"{label} is a class: name a function, or an instance that can be called")
+        raise UserError(f"{label} is a class: {_instead(function)}")
     kind, given = ("an environment", ("task",)) if is_generator_env(function) else ("a reward", ("task", "reply"))
     try:
         signature = inspect.signature(function)

@@ -153,11 +153,15 @@ def read_ask(value: Ask) -> Ask | Invalid:
     return Ask(str.__str__(name), content)
 
 
+class TooMuch(ValueError):
+    """Data that are sound and too long."""
+
+
 def plain_data(value: Any, size: list[int], depth: int) -> Any:
     """A copy made of JSON's own types. Adds its characters to `size`. Raises ValueError with what cannot be asked."""
     size[0] += 2 + (len(value) if isinstance(value, str) else 24 if isinstance(value, int | float) else 2)
     if size[0] > LONGEST_TEXT:
-        raise ValueError(f"whose content has more than {LONGEST_TEXT:,} characters")
+        raise TooMuch(f"whose content has more than {LONGEST_TEXT:,} characters")
     if depth > DEEPEST:
         raise ValueError(f"whose content is nested more than {DEEPEST} levels deep")
     if isinstance(value, str):

@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
-from posttrain.envs.reading import plain_data
+from posttrain.envs.reading import TooMuch, plain_data
 
 MOST_RECORDS = 4096  # of an episode
 MOST_NOTES = 1 << 16  # characters of an episode's notes
+LEFT_OUT = f"left out: more than the {MOST_NOTES:,} characters of an episode's notes"
 
 Keep = Callable[[int, Any], None]
 """Sends a result to the pool: its number within the episode, and what it is."""
@@ -42,11 +43,17 @@ class Journal:
         self.notes: dict[str, Any] = {}
 
     def note(self, values: Mapping[str, Any]) -> None:
-        """Raises TypeError for what JSON cannot hold, or too much of it."""
-        try:
-            self.notes = noted_data({**self.notes, **values})
-        except ValueError as problem:
-            raise TypeError(f"noted something {problem}") from None
+        """Raises TypeError for what JSON cannot hold. What is too long stands there as such: no reward depends on it."""
+        for name, value in values.items():
+            self.notes.pop(name, None)
+            for kept in (value, LEFT_OUT):
+                try:
+                    self.notes = noted_data({**self.notes, name: kept})
+                    break
+                except TooMuch:
+                    continue
+                except ValueError as problem:
+                    raise TypeError(f"noted something {problem}") from None
 
     def next(self) -> tuple[int, bool]:
         """The number of what is asked now, and whether its result is known."""
@@ -86,11 +93,11 @@ class Journal:
 
 
 def noted_data(notes: Mapping[str, Any]) -> dict[str, Any]:
-    """The notes of an episode as JSON's own types. Raises ValueError with what is wrong with them."""
+    """The notes of an episode as JSON's own types. Raises ValueError with what is wrong; TooMuch: their length."""
     size = [0]
     found: dict[str, Any] = plain_data(dict(notes), size, 0)
     if size[0] > MOST_NOTES:
-        raise ValueError(f"that makes {size[0]:,} characters of notes: an episode may have {MOST_NOTES:,}")
+        raise TooMuch(f"that makes {size[0]:,} characters of notes: an episode may have {MOST_NOTES:,}")
     return found
 
 
@@ -99,13 +106,16 @@ NOTING: ContextVar[Journal | None] = ContextVar("noting", default=None)
 """The episode's journal, also within what is recorded."""
 
 
-def note(**values: Any) -> None:
+def note(*unnamed: Never, **values: Any) -> None:
     """Keep something of an episode for whoever reads its rollout: `note(moves=7, opening="e4")`.
 
-    Plain JSON data, under names of the environment's own; what is noted later under a name replaces what was there. No
-    result depends on it, and outside of an environment it does nothing. Within what is `recorded` it is refused: that is not
-    called again where an episode is played again, so note what it returned.
+    Plain JSON data, under names of the environment's own; what is noted later under a name replaces what was there, and what
+    goes beyond `MOST_NOTES` characters is left out. No result depends on it, and outside of an environment it does nothing.
+    Within what is `recorded` it is refused: that is not called again where an episode is played again, so note what it
+    returned.
     """
+    if unnamed:
+        raise TypeError("note takes names, as in note(moves=7); of a dict, note(**values)")
     journal = NOTING.get()
     if journal is None:
         return

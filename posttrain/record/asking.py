@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,7 @@ import pyarrow as pa
 
 from posttrain.messages import one_line
 from posttrain.record.index import open_index
-from posttrain.record.reading import read_file, read_seconds
+from posttrain.record.reading import SUFFIXES, open_file, read_file, read_seconds
 from posttrain.record.schema import ROLLOUTS as TABLE
 from posttrain.record.schema import SECONDS as SECONDS_TABLE
 from posttrain.record.tokens import tokens_of
@@ -29,13 +30,18 @@ from posttrain.runs.reading import read_health, read_metrics, read_run, read_tim
 from posttrain.types import UserError
 
 THREADS = 2
+LONGEST, DEEPEST = 100_000, 300
+"""Characters of a question, and brackets within each other."""
 TABLES = ("rollouts", "evals", "tokens", "seconds", "rollout_index", "metrics", "timing", "health")
-_TOKENS = re.compile(r"\b(?:from|join)\s+(?:[\w\".]+(?:\s+\w+)?\s*,\s*)*\"?tokens\b", re.IGNORECASE)
+_TOKENS = re.compile(r"\b(?:from|join|describe)\s+(?:[\w\".]+(?:\s+\w+)?\s*,\s*)*\"?tokens\b", re.IGNORECASE)
 _TEXT = re.compile(r"\btext\b", re.IGNORECASE)
+_PART = "create macro part(among, wanted) as list_filter(among, lambda p: p.name = wanted)[1].value"
+"""A part of the reward by its name: part(parts, 'form')."""
+_JSON = ("columns", "notes", "answers", "label")
 
 
 class Questions:
-    """A database over one run.
+    """A database over one run, or over a file of rollouts as an evaluation leaves it.
 
     `seconds`, `gib`: what a question may take. `vocabulary`: the texts of the tokens, by their ids; [] if nobody knows.
     `only`: the files to look at, by step and whether they are held out; default: all.
@@ -49,9 +55,11 @@ class Questions:
         vocabulary: Callable[[], Sequence[str]] = list,
         only: Container[tuple[int, bool]] | None = None,
     ) -> None:
-        """Raises UserError if the folder holds no run."""
-        read_run(folder)
+        """Raises UserError if there is neither."""
         self._folder, self._seconds, self._vocabulary, self._only = Path(folder), seconds, vocabulary, only
+        self._alone = self._folder.suffix in SUFFIXES and self._folder.is_file()
+        if not self._alone:
+            read_run(folder)
         self._made = tempfile.TemporaryDirectory(prefix="posttrain-query-")  # of lines of JSON
         self._base = _library().connect(
             ":memory:",
@@ -71,13 +79,14 @@ class Questions:
         Raises UserError for what is no single SELECT, for a mistake in it, and where it takes too long or too much.
         """
         duckdb = _library()
+        bounded(sql)
         self._check(sql)
+        self._open({word for word in TABLES if word in sql.lower()} or set(TABLES if _lists_tables(sql) else ()))
+        if _TOKENS.search(sql) or _lists_tables(sql):
+            self._lay_tokens(_TEXT.search(sql) is not None)
         asked = threading.Timer(self._seconds, self._base.interrupt)
+        asked.start()
         try:
-            self._open({word for word in TABLES if word in sql.lower()})
-            if _TOKENS.search(sql):
-                self._lay_tokens(_TEXT.search(sql) is not None)
-            asked.start()
             found = self._base.execute(sql)
             rows = found.fetchall() if most is None else found.fetchmany(most)
             return [column[0] for column in found.description or ()], rows
@@ -85,15 +94,19 @@ class Questions:
             raise UserError(
                 f"the question took longer than {self._seconds:g} s: narrow it, or raise --seconds"
             ) from error
-        except duckdb.OutOfMemoryException as error:
+        except (duckdb.OutOfMemoryException, MemoryError) as error:
             raise UserError("the question needs more memory than it may take: narrow it, or raise --memory") from error
         except duckdb.Error as error:
-            raise UserError(f"the question cannot be answered: {one_line(error)}") from error
+            raise UserError(f"the question cannot be answered: {explained(error, sql, self._tables)}") from error
         finally:
             asked.cancel()
 
     def close(self) -> None:
         self._base.close()
+        self.clean()
+
+    def clean(self) -> None:
+        """Delete what was made on disk."""
         self._made.cleanup()
 
     def __enter__(self) -> Questions:
@@ -107,14 +120,21 @@ class Questions:
         try:
             statements = duckdb.extract_statements(sql)
         except duckdb.Error as error:
-            raise UserError(f"the question cannot be read: {one_line(error)}") from error
+            raise UserError(f"the question cannot be read: {explained(error, sql, self._tables)}") from error
         if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
             raise UserError("a question is one SELECT statement: nothing is written, changed or loaded here")
 
+    @property
+    def _tables(self) -> tuple[str, ...]:
+        return ("rollouts", "tokens") if self._alone else TABLES
+
     def _open(self, wanted: set[str]) -> None:
         """Make the tables, and close everything else."""
+        wanted &= set(self._tables)
         tables: dict[str, list[Path]] = {}
-        if wanted & {"rollouts", "evals", "tokens"}:
+        if self._alone:
+            tables["rollouts"] = [self._as_table(ROLLOUTS, 0, self._folder)]
+        elif wanted & {"rollouts", "evals", "tokens"}:
             tables |= {"rollouts": self._files(ROLLOUTS), "evals": self._files(EVALS)}
         if "seconds" in wanted:
             tables["seconds"] = self._files(SECONDS)
@@ -136,19 +156,29 @@ class Questions:
                     f"(select {step} as step, * exclude (filename) from read_parquet([{listed}], filename=true))"
                 )
             if files:
-                self._base.execute(f"create view {name} as select * from {read_files}")
+                self._view(name, read_files, files)
             else:
                 self._base.register(name, (SECONDS_TABLE if name == "seconds" else TABLE).empty_table())
+        self._base.execute(_PART)
+
+    def _view(self, name: str, read_files: str, files: list[Path]) -> None:
+        try:
+            self._base.execute(f"create view {name} as select * from {read_files}")
+        except _library().Error as error:
+            for path in files:
+                open_file(path)  # says which of them is damaged
+            raise UserError(f"the table {name} cannot be read: {one_line(error)}") from error
 
     def _lay_tokens(self, texts: bool) -> None:
         """Make the table of single tokens, with their texts if these are asked for."""
         words = list(self._vocabulary()) if texts else []
         if texts and not words:
-            raise UserError("this run's tokenizer is not here, so its tokens have no text: ask by their ids, token = 5")
+            raise UserError("the tokenizer is not here, so tokens have no text: ask by their ids, token = 5")
         if words:
             self._base.register("vocabulary", pa.table({"id": pa.array(range(len(words)), pa.int32()), "text": words}))
-        both = "(select *, false as held_out from rollouts union all select *, true as held_out from evals)"
-        self._base.execute(f"create view tokens as {tokens_of(both, 'vocabulary' if words else None)}")
+        kinds = ("rollouts",) if self._alone else ("rollouts", "evals")
+        every = " union all ".join(f"select *, kind = 'eval' as held_out from {name}" for name in kinds)
+        self._base.execute(f"create view tokens as {tokens_of(f'({every})', 'vocabulary' if words else None)}")
 
     def _set(self, name: str, value: str) -> None:
         self._base.execute(f"set {name} = {value}")
@@ -173,10 +203,44 @@ class Questions:
         return made
 
 
+def bounded(sql: str) -> None:
+    """Raises UserError for what DuckDB cannot even be handed: it reads nested brackets in cubic time, and cannot be
+    interrupted while it does."""
+    try:
+        sql.encode()
+    except UnicodeEncodeError:
+        raise UserError("a question is text in UTF-8") from None
+    depth = accumulate({"(": 1, ")": -1}.get(c, 0) for c in sql)
+    if len(sql) > LONGEST or max(depth, default=0) > DEEPEST:
+        raise UserError(f"a question has at most {LONGEST:,} characters and brackets within {DEEPEST} others")
+
+
 def _table(rows: list[dict[str, Any]]) -> pa.Table:
     """Rows that need not name the same columns."""
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: [row.get(name) for row in rows] for name in names or ("step",)})
+
+
+def explained(error: Exception, sql: str, tables: Sequence[str]) -> str:
+    """What DuckDB says of a question, and what helps with the commonest mistakes."""
+    said = one_line(error).partition(" LINE 1:")[0]
+    column = re.search(r'Referenced column "(.*?)" not found', said)
+    field = re.search(r"Cannot extract field '(.*?)' from expression \"(?:\w+\.)?(\w+)\"", said)
+    if table := re.search(r"Table with name (\S+) does not exist", said):
+        return f"there is no table {table[1]}: there {'is' if len(tables) == 1 else 'are'} {', '.join(tables)}"
+    if column and f'"{column[1]}"' in sql:
+        return f"{said}; a text stands in single quotes, names of columns in double ones"
+    if field and field[2] == "parts":
+        return f"the parts of a reward are a list: write part(parts, '{field[1]}')"
+    if field and field[2] in _JSON:
+        return f"{field[2]} is JSON as text: write {field[2]}->>'{field[1]}'"
+    if "syntax error" in said and re.search(r'(?<!")\bgroup\b(?!")(?!\s+by\b)', sql, re.IGNORECASE):
+        return f'{said}; as the name of a column write "group", in double quotes'
+    return said
+
+
+def _lists_tables(sql: str) -> bool:
+    return sql.split()[:1] != [] and sql.split()[0].lower() == "show"
 
 
 def _quoted(text: str) -> str:

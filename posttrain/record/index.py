@@ -101,14 +101,15 @@ def _elsewhere(run: Path) -> Path:
 def _write(path: Path, sources: list[Source], known: Mapping[Path, pa.Table] = MappingProxyType({})) -> None:
     """Write a piece. `known`: what of it need not be read.
 
-    What of its rollouts is damaged is left out, as whoever asks for it is told.
+    What of its rollouts is damaged is left out, as whoever asks for it is told, and the piece is made again the next time.
     """
-    tables = []
+    tables, read = [], []
     for held_out, source in sources:
         with suppress(UserError):
             tables.append(known[source] if source in known else short(read_file(source, _READ), held_out))
+            read.append((held_out, source))
     table = pa.concat_tables(tables) if tables else pa.schema(list(INDEX)).empty_table()
-    table = table.combine_chunks().replace_schema_metadata({**(INDEX.metadata or {}), _MADE_OF: _mark(sources)})
+    table = table.combine_chunks().replace_schema_metadata({**(INDEX.metadata or {}), _MADE_OF: _mark(read)})
     path.parent.mkdir(exist_ok=True)
     write_table(path, table, f".{os.getpid()}.tmp")  # others may write it too
 

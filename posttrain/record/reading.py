@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import parquet
 
 from posttrain.messages import one_line
@@ -31,6 +32,8 @@ EVERY = tuple(ROLLOUTS.names)
 
 _JSON = ("columns", "notes", "answers", "label")
 SUFFIXES = (".parquet", ".jsonl")
+MOST = 1 << 22
+"""Rows of a file: a few bytes may claim billions."""
 
 
 def read_table(
@@ -48,9 +51,23 @@ def read_table(
     if path is None:
         steps = rollout_steps(folder, held_out)
         what = "evaluated rollouts" if held_out else "rollouts"
-        there = f"take one of {steps[0]} to {steps[-1]}" if steps else "it holds none at all"
-        raise UserError(f"{folder} holds no {what} of step {step}: {there}")
-    return read_file(path, names, places)
+        raise UserError(
+            f"{folder} holds no {what} of step {step}: take one of {_listed(steps)}"
+            if steps
+            else f"{folder} holds no {what}: no step has left any"
+        )
+    table = read_file(path, names, places)
+    if "step" in table.column_names and pc.any(pc.not_equal(table["step"], step)).as_py():
+        raise UserError(f"{path} holds rollouts of another step: put the right file there")
+    return table
+
+
+def _listed(steps: Sequence[int]) -> str:
+    """ "1 to 20", "0, 5, 10", or of many with gaps their ends."""
+    if steps[-1] - steps[0] == len(steps) - 1 and len(steps) > 1:
+        return f"{steps[0]} to {steps[-1]}"
+    few = [*map(str, steps)] if len(steps) <= 8 else [*map(str, steps[:3]), "...", *map(str, steps[-3:])]
+    return ", ".join(few)
 
 
 def read_file(
@@ -70,11 +87,21 @@ def read_file(
 
 
 def rows_of(table: pa.Table) -> list[Row]:
-    """A dict for each row: what is JSON in the table as data, `parts` by their names, and "id": "12/3"."""
+    """A dict for each row: what is JSON in the table as data, `parts` by their names, and "id": "12/3".
+
+    Raises UserError for rows that no run has written.
+    """
+    try:
+        return _rows_of(table)
+    except (TypeError, AttributeError, LookupError) as error:
+        raise UserError(f"these are no rollouts of posttrain ({one_line(error)[:100]}): a copy may be whole") from error
+
+
+def _rows_of(table: pa.Table) -> list[Row]:
     values = {name: _values(table[name]) for name in table.column_names}
     for name in _JSON:
         if name in values:
-            values[name] = [None if text is None else json.loads(text) for text in values[name]]
+            values[name] = [_data(text) for text in values[name]]
     rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
     for row in rows:
         if "index" in row and "step" in row:
@@ -83,10 +110,16 @@ def rows_of(table: pa.Table) -> list[Row]:
             row["parts"] = {part["name"]: part["value"] for part in row["parts"] or ()}
         for turn in row.get("turns") or ():
             turn["text"] = said_by(turn, row.get("prompt") or "", row.get("text") or "")
-            turn["calls"] = [
-                {**call, "arguments": json.loads(call["arguments"] or "{}")} for call in turn["calls"] or ()
-            ]
+            turn["calls"] = [{**call, "arguments": _data(call["arguments"] or "{}")} for call in turn["calls"] or ()]
     return rows
+
+
+def _data(text: str | None) -> Any:
+    """What JSON says; text that is none as it stands."""
+    try:
+        return None if text is None else json.loads(text)
+    except (ValueError, RecursionError):  # none, a number of thousands of digits, too deep
+        return text
 
 
 def read_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ, held_out: bool = False) -> list[Row]:
@@ -104,7 +137,7 @@ def timed_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ
     """The same, each turn with its "seconds" where they are known, and each rollout with those of its reward."""
     rows = read_rollouts(folder, step, names)
     for row, times in zip(rows, read_seconds(folder, step), strict=False):
-        for turn, seconds in zip(row["turns"], times["turns"], strict=False):
+        for turn, seconds in zip(row["turns"] or (), times["turns"] or (), strict=False):
             turn["seconds"] = seconds
         row["seconds"] = times["reward"]
     return rows
@@ -121,14 +154,35 @@ def read_seconds(folder: Folder, step: int) -> list[Row]:
     return found
 
 
+def open_file(path: Path) -> None:
+    """Raises UserError if a table is damaged where it begins or ends."""
+    try:
+        parquet.read_metadata(path)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def few_enough(path: Path, rows: int) -> None:
+    """Raises UserError for a file of more rows than a step can have."""
+    if rows > MOST:
+        raise UserError(f"{path} claims to have {rows:,} rollouts: no step has as many")
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{path} is damaged ({one_line(error)[:100]}): put a copy of it back, or move it away, and the others are read"
+    )
+
+
 def _read(path: Path, wanted: pa.Schema, places: Sequence[int] | None = None) -> pa.Table:
     """These columns of a file. Raises UserError if it is damaged, or of another version."""
     try:
         with path.open("rb") as source:
             file = parquet.ParquetFile(source, page_checksum_verification=True)
-            version = (file.schema_arrow.metadata or {}).get(KEY, b"").decode()
-            missing = [name for name in wanted.names if name not in file.schema_arrow.names]
-            if version != VERSION or missing:
+            few_enough(path, file.metadata.num_rows)
+            schema = file.schema_arrow  # which is made anew each time
+            version = (schema.metadata or {}).get(KEY, b"").decode()
+            if version != VERSION or not set(wanted.names) <= set(schema.names):
                 raise UserError(
                     f"{path} holds no rollouts of this version of posttrain: read it with the one that wrote it"
                 )
@@ -137,12 +191,12 @@ def _read(path: Path, wanted: pa.Schema, places: Sequence[int] | None = None) ->
             else:
                 table = _rows(file, wanted.names, places)
         return table.select(wanted.names).cast(pa.schema(list(wanted)))
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, OSError, ValueError, LookupError) as error:
         if isinstance(error, UserError):
             raise
         if isinstance(error, OSError) and error.errno is not None:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
-        raise UserError(f"{path} is damaged ({one_line(error)[:100]}): put a copy of it back") from error
+        raise _damaged(path, error) from error
 
 
 def _rows(file: parquet.ParquetFile, names: list[str], places: Sequence[int]) -> pa.Table:
@@ -179,8 +233,8 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
 
 
 def plainly(row: Mapping[str, Any]) -> Row:
-    """A row as JSON can hold it, without what is null: neither infinity nor NaN has a form there."""
-    return {name: _plain(value) for name, value in row.items() if value is not None}
+    """A row as JSON can hold it: neither infinity nor NaN has a form there."""
+    return {name: _plain(value) for name, value in row.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -44,6 +44,8 @@ def transcripts_of(row: Mapping[str, Any]) -> list[Transcript]:
     found, spans = [], list(row["spans"])
     for begin, length in zip([0, *accumulate(row["transcripts"])][:-1], row["transcripts"], strict=True):
         own = [s for s in spans if begin <= s["start"] < begin + length]
+        if sum(s["length"] for s in own) != length:
+            raise ValueError(f"spans of {sum(s['length'] for s in own):,} tokens, and there are {length:,}")
         count = sum(s["length"] for s in own if s["kind"] == SpanKind.SAMPLED)
         transcript = Transcript.from_dict(
             {

@@ -152,9 +152,11 @@ def solved(history: History) -> str | None:
     equal, accuracy = history.equal_groups, history.of("accuracy", history.limits.window)
     if equal is None or accuracy is None or not history.solved:
         return None
+    # What a critic expects of a reply does not depend on its group.
+    left = "neither teaches anything" if history.of("explained_variance", 1) is None else "little is left to learn"
     return (
         f"{accuracy.now:.1%} of the replies are right: in about {equal.right:.0%} of the groups all are, in about "
-        f"{equal.wrong:.0%} none is, and neither teaches anything\n"
+        f"{equal.wrong:.0%} none is, and {left}\n"
         "stop here, move on to harder tasks, or spend the steps on what is left with --dynamic-sampling 4; if this is a "
         "surprise, read some replies: a loophole in the reward looks the same"
     )

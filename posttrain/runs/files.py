@@ -66,9 +66,10 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The inverse of `step_name`; None for any other name."""
+    """The inverse of `step_name`; None for any other name, a step with needless zeros or beyond 32 bits among them."""
     found = _STEP.fullmatch(name)
-    return int(found[1]) if found else None
+    step = int(found[1]) if found else -1
+    return step if 0 <= step < 1 << 31 and step_name(step) == name else None
 
 
 def table_file(folder: Path, kind: str, step: int) -> Path:

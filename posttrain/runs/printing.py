@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 
-from posttrain.messages import safe
-from posttrain.runs.output import Output, columns, fancy
-from posttrain.types import Fate, Outcome, Rollout, SpanKind
+from posttrain.messages import clip, safe
+from posttrain.runs.output import Output, fancy
+from posttrain.runs.output import columns as columns_of
+from posttrain.types import Outcome, Rollout, SpanKind
 
 SLOW = 0.05  # seconds of a turn that are told
 SPEAKERS = {
@@ -22,11 +24,27 @@ SPEAKERS = {
 """Kind of a turn -> its label."""
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], stream: TextIO | None = None) -> None:
-    """Print a table: numbers to the right with four digits, None as a dash."""
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    stream: TextIO | None = None,
+    upright: bool = False,
+) -> None:
+    """Print a table: numbers to the right with four digits, None as a dash.
+
+    `upright`: long values are cut, unless a terminal has no room for the table: then it is printed row by row, a line for
+    each column.
+    """
     out = Output(stream or sys.stdout)
-    cells = [[_cell(value) for value in row] for row in rows]
+    cells, columns = [[_cell(value) for value in row] for row in rows], [safe(name) for name in columns]
     right = [any(_numeric(row[i]) for row in rows) for i in range(len(columns))]
+    if upright and rows and _too_wide(columns, cells, columns_of(out)):
+        out.write("\n".join([title, *_upright(columns, cells, columns_of(out))]) + "\n")
+        out.flush()
+        return
+    if upright:
+        cells = [list(map(clip, row)) for row in cells]
     if fancy(out):
         from rich import box
         from rich.console import Console
@@ -51,25 +69,55 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], str
     out.flush()
 
 
+def _too_wide(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> bool:
+    """Whether columns of a terminal would have to be narrower than their names, or than a few words."""
+    if not width:
+        return False
+    least = [max(len(name), min(20, max(len(row[i]) for row in cells))) for i, name in enumerate(columns)]
+    return sum(least) + 3 * len(least) > width
+
+
+def _upright(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    side = min(max(map(len, columns)), 30)
+    for number, row in enumerate(cells, 1):
+        yield f"── row {number} ".ljust(width or 80, "─")
+        for name, cell in zip(columns, row, strict=True):
+            lines = _parts(cell, max(width - side - 3, 20))
+            yield "\n".join(f"{name if i == 0 else '':<{side}} │ {line}".rstrip() for i, line in enumerate(lines))
+
+
 def sample(rollouts: Sequence[Rollout | Mapping[str, Any]], count: int, stream: TextIO | None = None) -> None:
     """Print the first `count` rollouts: what was said, turn by turn, and the reward.
 
     Takes them played or as `posttrain.record.reading` has them.
     """
     out = Output(stream or sys.stdout)
-    width = columns(out)
+    width = columns_of(out)
     for rollout in rollouts[:count]:
         row = rollout if isinstance(rollout, Mapping) else shown(rollout)
-        reward = _judged(row)
-        credit = f" ── advantage {_cell(row['advantage'])}" if row.get("advantage") is not None else ""
-        if row.get("fate") not in (None, Fate.TRAINED):
-            credit += f" ── {row['fate']}{': ' + row['why'] if row.get('why') else ''}"
-        side = f" ── {row['side']}" if row.get("side") else ""
-        head = f"── {row['group']}{side} ── {reward}{credit} ── {row['stop']} "
-        lines = [safe(head).replace("\n", " ").ljust(width or 80, "─")]
-        lines += [*(_beside(name, text, width) for name, text in _said(row)), ""]
+        lines = [*_head(row, width or 80), *(_beside(name, text, width) for name, text in _said(row)), ""]
         out.write("\n".join(lines) + "\n")
     out.flush()
+
+
+def _head(row: Mapping[str, Any], width: int) -> list[str]:
+    """Which one it is, what it earned, and what became of it; in as many lines as that takes."""
+    earned = _judged(row)
+    numbered = row.get("member") is not None and not earned.startswith("response ")
+    which = f"{row['group']} [{row['member']}]" if numbered else row["group"]
+    said = [which, *filter(None, [row.get("side")]), earned]
+    if row.get("advantage") is not None:
+        said.append(f"advantage {_cell(row['advantage'])}")
+    if row.get("fate") is not None:
+        why = ", ".join(filter(None, [row.get("why"), *(row.get("flags") or ())]))
+        said.append(f"{row['fate']}{f': {why}' if why else ''}")
+    said.append(f"ended by {row['stop']}")
+    lines = [""]
+    for part in (safe(part).replace("\n", " ") for part in said):
+        if len(lines[-1]) + len(part) + 5 > width and lines[-1]:
+            lines.append("")
+        lines[-1] += f"── {part} "
+    return [lines[0].ljust(width, "─"), *lines[1:]]
 
 
 def _judged(row: Mapping[str, Any]) -> str:
@@ -77,8 +125,11 @@ def _judged(row: Mapping[str, Any]) -> str:
     if row.get("invalid") is not None:
         return f"invalid: {row['invalid']}"
     label = row.get("label")
-    if row["reward"] is not None or not isinstance(label, Mapping):
-        return f"reward {_cell(row['reward'])}" if row["reward"] is not None else str(row.get("kind") or "no reward")
+    if row["reward"] is not None:
+        parts = ", ".join(f"{name} {_cell(value)}" for name, value in (row.get("parts") or {}).items())
+        return f"reward {_cell(row['reward'])}{f': {parts}' if parts else ''}"
+    if not isinstance(label, Mapping):
+        return str(row.get("kind") or "no reward")
     said = [f"{better} over {worse}" for better, worse, *_ in label.get("comparisons", ())]
     said += [f"label {_cell(value)}" for value in label.get("labels", ())]
     return ", ".join([f"response {row['member']}", *said])
@@ -113,6 +164,12 @@ def _said(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     answer = columns.get("answer", columns.get("answers"))
     if answer is not None:
         yield "answer", str(answer)
+    if row.get("notes"):
+        yield "noted", ", ".join(f"{name} {_note(value)}" for name, value in row["notes"].items())
+
+
+def _note(value: Any) -> str:
+    return _cell(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
 def _beside(name: str, text: str, width: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,45 @@ def read_run(folder: Folder) -> Row:
     """run.json of a run; UserError if the folder holds none."""
     path = Path(folder) / RUN
     if not os.path.lexists(path):
-        raise UserError(f"{folder} holds no run: pass a folder with a {RUN} in it")
+        raise UserError(f"{folder} holds no run: {_where_runs_are(Path(folder))}")
     run = parsed(content_of(path), str(path), FILE)
     kinds: dict[str, type] = {"verb": str, "config": dict, "resumes": list, "final": dict, "inputs": dict}
     for name, kind in kinds.items():
         if not isinstance(run.get(name, kind()), kind) or (name in ("verb", "config") and name not in run):
             raise damaged(str(path), f"no valid {name!r}", FILE)
     return run
+
+
+def split_of(config: Row) -> tuple[float, int]:
+    """(share, seed) of what a run holds out, as its run.json has it."""
+    seed = config.get("split_seed")
+    return float(config.get("held_out") or 0.0), int(config.get("seed") or 0) if seed is None else int(seed)
+
+
+def _where_runs_are(folder: Path) -> str:
+    """What helps somebody who has named a folder without a run."""
+    above = next((path for path in [*folder.absolute().parents][:3] if (path / RUN).is_file()), None)
+    if above is not None:
+        return f"it is part of the run {os.path.relpath(above) if not folder.is_absolute() else above}: pass that"
+    if folder.is_file():
+        also = "; posttrain rollouts and posttrain query take files of rollouts" if folder.suffix == ".parquet" else ""
+        return f"it is a file, not a folder with a {RUN}{also}"
+    if not folder.exists() and not folder.parent.is_dir():
+        return "there is no such folder"
+    beside = folder if folder.is_dir() else folder.parent
+    with suppress(OSError):
+        found = sorted((path for path in beside.iterdir() if (path / RUN).is_file()), key=_age)
+        if found:
+            names = ", ".join(str(path) for path in found[:4]) + (", ..." if len(found) > 4 else "")
+            return f"{'there is no such folder; ' if beside != folder else ''}there are {names}"
+    if (folder / "lock").exists():
+        return "it has only just begun: try again in a few seconds"
+    return f"pass a folder with a {RUN} in it" if folder.is_dir() else "there is no such folder"
+
+
+def _age(folder: Path) -> float:
+    """Seconds since a run was last written, to sort by."""
+    return -(folder / RUN).stat().st_mtime
 
 
 def read_metrics(folder: Folder) -> list[Row]:

@@ -40,6 +40,19 @@ class Recording:
             return frozenset(named)
         return frozenset(sorted(named, key=lambda group: (seed_of(self.seed, "record", number, group), group))[:GROUPS])
 
+    def told(self, wants: frozenset[str], reference: bool) -> list[str]:
+        """What it takes beyond what a row computes anyway, in words. `wants`: outputs that its loss reads; `reference`:
+        whether it has one."""
+        found = []
+        if self.level == "full":
+            found += [] if "entropy" in wants else ["the entropy of every token, which the loss does not read"]
+            found += [] if reference else ["no reference (the row has none, so that column stays empty)"]
+        if self.after:
+            found.append(
+                "a forward pass a step for --record-after" + (f" ({GROUPS} groups)" * (self.level == "sample"))
+            )
+        return [f"recorded besides: {'; '.join(found)}"] if found else []
+
 
 SAMPLE = Recording()
 

@@ -26,6 +26,8 @@ def describe(rollouts: Sequence[Rollout], success: float | None, rewarded: bool 
     whether anything scores replies at all; if not, nothing is said of rewards.
     """
     stats = Stats()
+    # Of sides that play each other one wins what the other loses: their common share says nothing.
+    sides = len({r.side for r in rollouts}) > 1
     kinds = Counter(r.reward.kind for r in rollouts if isinstance(r.reward, Invalid))
     for kind in {InvalidKind.TIMEOUT, *kinds}:  # the first always: a policy may learn to be slow to check
         stats.add(f"invalid/{kind}", kinds[kind], len(rollouts))
@@ -44,7 +46,8 @@ def describe(rollouts: Sequence[Rollout], success: float | None, rewarded: bool 
             if rollout.side:
                 stats.add(f"reward/{rollout.side}", rollout.reward)
             if success is not None:
-                stats.add("accuracy", succeeds(rollout.reward, success))
+                name = f"accuracy/{rollout.side}" if sides else "accuracy"
+                stats.add(name, succeeds(rollout.reward, success))
             for name, value in rollout.rewards.items():
                 stats.add(f"reward/{name}", value)
     if any(r.pieces for r in rollouts):

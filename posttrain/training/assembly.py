@@ -105,6 +105,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
         learner = _learner(config, algorithm, model, start, staff, run.world)
         engine = opened.enter_context(closing(_engine(run, model, tokenizer)))
         player = ground.player(engine, tokenizer, model.config.context)
+        recording = Recording(config.record, config.record_after, config.seed)
         source = Experience(
             tasks=train_tasks,
             player=player,
@@ -120,7 +121,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
             ahead=config.ahead,
             last=config.steps,
             tokens_per_step=config.tokens_per_step,
-            recording=Recording(config.record, config.record_after, config.seed),
+            recording=recording,
         )
 
         @opened.push
@@ -141,6 +142,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
             return [Outcome(rollout) for rollout in rollouts]
 
         sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine) + ground.lines
+        sizes += recording.told(algorithm.wants, Need.REFERENCE in algorithm.needs)
         sizes += staff.lines if staff else []
         trainer = Trainer(run, learner, source, tokenizer, measure if played else None, config.steps)
         too_long.say = trainer.display.note

@@ -33,6 +33,7 @@ from posttrain.training.setup import (
     mind_unknown,
     prepare,
 )
+from posttrain.training.unseen import seen
 from posttrain.types import Invalid, Outcome, Rollout, Task, UserError, succeeds
 
 
@@ -65,6 +66,9 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     if isinstance(data, Stream):
         raise UserError("these rows have no end: say with --limit how many to evaluate on")
     said: list[str] = []
+    for folder in (config.model, config.against) if rows is None and config.held_out else ():
+        if folder is not None and (why := seen(folder, config.tasks, config.held_out, config.split_seed)):
+            said.append(why)
     paths = [resolve(folder) for folder in (config.model, config.against) if folder is not None]
     with open_playground(config, env, data, device, models=paths) as ground:
         said.extend(ground.about)

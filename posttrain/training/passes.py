@@ -78,8 +78,11 @@ def updates(config: Passes, made: Made[Any]) -> int:
 
 def showing(config: Passes, learner: Learner, tokens_per_microbatch: int) -> Showing:
     """Who records some of the rows."""
-    recording = Recording(config.record, config.record_after, config.seed)
-    return Showing(recording, learner, tokens_per_microbatch, scored=isinstance(config, RewardModelling))
+    return Showing(_recording(config), learner, tokens_per_microbatch, scored=isinstance(config, RewardModelling))
+
+
+def _recording(config: Passes) -> Recording:
+    return Recording(config.record, config.record_after, config.seed)
 
 
 def sizes(
@@ -96,4 +99,5 @@ def sizes(
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         f"{amount(tasks[0])}, {len(tasks[1] or ())} held out",
         f"{steps} steps of {config.rows} {noun}, micro-batches of {microbatch_tokens(config, device)} tokens{between}",
+        *([] if isinstance(config, RewardModelling) else _recording(config).told(frozenset(), reference=True)),
     ]

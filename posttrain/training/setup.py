@@ -27,6 +27,7 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Model
 from posttrain.runs.output import Output, columns, wrapped
 from posttrain.sources.lengths import Prompts, TooLong
+from posttrain.training.unseen import seen
 from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
 from posttrain.user_code import load_named
 
@@ -131,7 +132,15 @@ def split_tasks(
     """The tasks to train on, and those that are held out."""
     if not config.held_out:
         return load_tasks(config, rows, env, need, None, convert, left_out), None
-    return hold_out(load_tasks(config, rows, env, need, config.seed, convert, left_out), config.held_out, config.seed)
+    seed = config.seed if config.split_seed is None else config.split_seed
+    if (
+        rows is None
+        and config.model
+        and not config.resume
+        and (why := seen(config.model, config.tasks, config.held_out, seed))
+    ):
+        warn(why)
+    return hold_out(load_tasks(config, rows, env, need, seed, convert, left_out), config.held_out, seed)
 
 
 def amount(tasks: Tasks | Stream) -> str:

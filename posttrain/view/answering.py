@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from posttrain.messages import one_line
 from posttrain.types import UserError
 from posttrain.view import changes, one, pairing, parting
 from posttrain.view.asking import PAGE, QUESTIONS, Question
@@ -14,6 +16,7 @@ from posttrain.view.run import OpenRun
 from posttrain.view.source import Part
 
 Query = Mapping[str, str]
+WAIT = 1.0  # seconds for what is being read
 
 
 class Answers:
@@ -22,23 +25,46 @@ class Answers:
     def __init__(self, runs: Sequence[OpenRun]) -> None:
         self.runs = list(runs)
         self._kept: dict[str, tuple[Any, Any]] = {}  # path -> (stamp of the run, answer)
+        self._making = threading.Lock()
 
     def of(self, path: str, query: Query) -> Any:
-        """Plain JSON data. Raises UserError for what is not there, or cannot be read; KeyError for no such path."""
+        """Plain JSON data. Raises UserError for what is not there, or cannot be read; KeyError for no such path.
+
+        Files may hold anything: what they say and no run has written is told in a line, and the other pages stay.
+        """
+        ask = self._asked(path, query)
+        try:
+            return ask()
+        except (UserError, AssertionError):
+            raise
+        except Exception as error:
+            raise UserError(
+                f"the run's files say what no run writes ({type(error).__name__}: {one_line(error)})"
+            ) from error
+
+    def _asked(self, path: str, query: Query) -> Callable[[], Any]:
         if path == "runs":
-            return {"runs": [self._about(run) for run in self.runs], "questions": _ready()}
+            return lambda: {"runs": [self._about(run) for run in self.runs], "questions": _ready()}
         if path == "compare":
-            return pairing.compared(self.runs, query)
+            return lambda: pairing.compared(self.runs, query)
         if path == "parting":
-            return parting.parted(*pairing.sides(self.runs, query))
+            return lambda: parting.parted(*pairing.sides(self.runs, query))
         number, _, rest = path.partition("/")
         if not number.isdecimal() or int(number) >= len(self.runs):
             raise KeyError(path)
         name, *words = rest.split("/")
-        answer = _OF_RUN.get(name)
+        answer, run = _OF_RUN.get(name), self.runs[int(number)]
         if answer is None:
             raise KeyError(path)
-        return answer(self, self.runs[int(number)], words, query)
+        run.ready.wait(WAIT)  # one page with all its figures, not one without them first
+
+        def answered() -> Any:
+            try:
+                return answer(self, run, words, query)
+            finally:
+                run.shown.set()
+
+        return answered
 
     def _about(self, run: OpenRun) -> dict[str, Any]:
         store = run.store
@@ -51,31 +77,30 @@ class Answers:
             "progress": round(store.progress, 3),
             "problem": run.problem,
             "searchable": store.searchable,
+            "unsearched": store.unsearched,
             "parts": store.parts,
             "success": store.success,
             "bounds": bounds(run.objective),
         }
 
     def _overview(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
-        stamp = run.stamp
-        kept = self._kept.get(str(run.folder))
-        if kept is None or kept[0] != stamp:
-            kept = self._kept[str(run.folder)] = (stamp, overview(run))
-        return kept[1]
+        with self._making:  # who reloads the page waits for the same one
+            stamp = run.stamp
+            kept = self._kept.get(str(run.folder))
+            if kept is None or kept[0] != stamp:
+                kept = self._kept[str(run.folder)] = (stamp, overview(run))
+            return kept[1]
 
     def _rollouts(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
         offset, limit = _whole(query, "offset", 0), min(1000, _whole(query, "limit", PAGE))
-        return Question.of(query, run.store).page(run.store, offset, limit)
+        return Question.of(query, run.store).page(offset, limit)
 
     def _histograms(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
         names = [name for name in query.get("of", "reward,advantage,length").split(",") if name]
-        return Question.of(query, run.store).histograms(run.store, names[:12])
+        return Question.of(query, run.store).histograms(names[:12])
 
     def _means(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
-        return Question.of(query, run.store).means(run.store)
-
-    def _columns(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
-        return {"columns": run.store.task_columns()}
+        return Question.of(query, run.store).means()
 
     def _rollout(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
         part, index = _place(words)
@@ -116,7 +141,6 @@ _OF_RUN: dict[str, Callable[[Answers, OpenRun, Sequence[str], Query], Any]] = {
     "overview": Answers._overview,
     "rollouts": Answers._rollouts,
     "histograms": Answers._histograms,
-    "columns": Answers._columns,
     "means": Answers._means,
     "rollout": Answers._rollout,
     "group": Answers._group,

@@ -84,7 +84,7 @@ def _values(table: dict[str, list[Any]], name: str) -> tuple[NDArray[Any], NDArr
     for number, column in enumerate(table[first]):
         if column is None:
             continue
-        spans = table["spans"][number]
+        spans = table["spans"][number] or ()
         runs = [np.arange(s["start"], s["start"] + s["length"]) for s in spans if s["learned"]]
         at = np.concatenate([np.zeros(0, dtype=np.int64), *runs])
         own = np.asarray(column, dtype=np.float64)

@@ -53,7 +53,7 @@ def exported(run: OpenRun, selection: Selection) -> bytes:
         place = f"{Part(row['step'], row['held_out']).name}/{row['index']}"
         kept[f"0/rollout/{place}"] = answers.of(f"0/rollout/{place}", {})
     kept["rows"] = rows
-    kept["total"] = run.store.value("select count(*) from base")
+    kept["total"] = len(run.store.rows)
     return _page(kept)
 
 
@@ -63,22 +63,23 @@ def _selected(run: OpenRun, selection: Selection) -> list[dict[str, Any]]:
         query["where"] = selection.where
     query.pop("as", None)
     if not query:
-        query = {"where": _latest(run, selection.rollouts)} if run.store.files else {}
-    found: list[dict[str, Any]] = Question.of(query, run.store).page(run.store, 0, selection.rollouts)["rows"]
+        query = {"step": f"{_latest(run, selection.rollouts)}.."}
+    found: list[dict[str, Any]] = Question.of(query, run.store).page(0, selection.rollouts)["rows"]
     if not found and run.store.files:
         raise UserError("no rollout fits what is to be exported")
     return found
 
 
-def _latest(run: OpenRun, rollouts: int) -> str:
-    """Whole groups of the last steps that have as many rollouts."""
-    rows = run.store.ask("select step, sum(n) as n from groups where not held_out group by step order by step desc")
+def _latest(run: OpenRun, rollouts: int) -> int:
+    """The step from which on there are as many rollouts, so that whole groups go along."""
+    parts = [part for part in sorted(run.store.files, reverse=True) if not part.held_out]
     count, step = 0, 0
-    for row in rows:
-        count, step = count + row["n"], row["step"]
+    for part in parts:
+        own = run.store.rows.of_part(part)
+        count, step = count + own.stop - own.start, part.step
         if count >= rollouts:
             break
-    return f"not held_out and step >= {step}"
+    return step
 
 
 def _page(kept: Mapping[str, Any]) -> bytes:

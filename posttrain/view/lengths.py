@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from posttrain.view.naming import named
 from posttrain.view.store import Store
 
 STRONG = 0.7  # a correlation
@@ -37,20 +36,19 @@ class Length(NamedTuple):
 
 def lengths(store: Store, config: Mapping[str, Any]) -> list[Length]:
     """The parts whose correlation is strong, and the reward's if it is."""
-    steps = [row["step"] for row in store.ask("select distinct step from keys where not held_out order by step")]
-    if not steps:
+    rows = store.rows
+    steps = np.unique(rows.number("step")[~rows.flag("held_out")])
+    if not len(steps):
         return []
-    begin = steps[-min(len(steps), max(STEPS, len(steps) // SHARE))]
-    names = [REWARD, *(f"part.{part}" for part in store.parts)]
-    columns = ", ".join(named(name) for name in names)
-    read = store.table(
-        f"""select gid, sampled, {columns} from base where not held_out and step >= {begin} and kind = 'rl'
-            and reward is not null and sampled > 0 and not coalesce(replayed, false) and not coalesce(truncated, false)
-            order by row desc limit {MOST}"""
-    )
-    group, length = (read[name].to_numpy(zero_copy_only=False) for name in ("gid", "sampled"))
-    values = {name: read[name].to_numpy(zero_copy_only=False).astype(np.float64) for name in names}
-    right = _right(values, store.limit if store.success is not None else None)
+    meant = rows.equal("kind", "rl") & (rows.number("sampled") > 0) & np.isfinite(rows.number("reward"))
+    meant &= rows.number("step") >= steps[-min(len(steps), max(STEPS, len(steps) // SHARE))]
+    for flag in ("held_out", "replayed", "truncated"):
+        meant &= ~rows.flag(flag)
+    places = np.flatnonzero(meant)[-MOST:]
+    group, length = rows.gid[places], rows.number("sampled")[places]
+    names = [REWARD, *(f"part.{part}" for part in rows.parts)]
+    values = {name: rows.number(name)[places] for name in names}
+    right = _right(values, rows.limit if store.success is not None else None)
     scored = bool(config.get("reward_model") or config.get("judge"))
     found = []
     for name, own in values.items():

@@ -6,7 +6,7 @@ can be looked at so, those of the last steps, and the answer says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class Marked(NamedTuple):
     whole: bool  # whether these are all that were meant
 
 
-def chosen(sizes: dict[Part, int]) -> tuple[list[Part], bool]:
+def chosen(sizes: Mapping[Part, int]) -> tuple[list[Part], bool]:
     """The last parts that have TOKENS together, one at least, and whether they are all."""
     found: list[Part] = []
     total = 0
@@ -40,7 +40,7 @@ def chosen(sizes: dict[Part, int]) -> tuple[list[Part], bool]:
     return found[::-1], True
 
 
-def marked(folder: Path, condition: str, sizes: dict[Part, int], vocabulary: Callable[[], Sequence[str]]) -> Marked:
+def marked(folder: Path, condition: str, sizes: Mapping[Part, int], vocabulary: Callable[[], Sequence[str]]) -> Marked:
     """`sizes`: tokens of the parts that are meant. Raises UserError for what is no condition, or takes too long."""
     parts, whole = chosen(sizes)
     sql = f"""select step, held_out, "index", min(place), count(*) from tokens where ({condition}\n) group by all"""

@@ -16,8 +16,8 @@ from posttrain.record.schema import START
 from posttrain.types import UserError
 from posttrain.view.source import File, Part
 
-TOGETHER = 40  # files that are read at once
-MEMORY = "400MB"
+TOGETHER = 16  # files that are read at once
+MEMORY = "300MB"
 _COLUMNS = {
     "id": "VARCHAR", "group": "VARCHAR", "side": "VARCHAR", "prompt": "VARCHAR", "text": "VARCHAR", "answer": "JSON",
     "reward": "DOUBLE", "invalid": "VARCHAR", "rewards": "MAP(VARCHAR, DOUBLE)", "stop": "VARCHAR",

@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import parquet
 
+from posttrain.record.older import seconds_of_lines
 from posttrain.record.rows import said_by
 from posttrain.record.schema import NUMBERS
+from posttrain.record.schema import SECONDS as SECONDS_TABLE
+from posttrain.record.writing import table_of
+from posttrain.runs.files import SECONDS, kept_file
 from posttrain.types import SpanKind, UserError
 from posttrain.view import signs
 from posttrain.view.pieces import Pieces
@@ -28,6 +33,8 @@ from posttrain.view.store import Store
 WINDOW = 40_000  # tokens that are handed out at once
 TEXT = 20_000  # characters of a text that are
 GROUP = 64  # rollouts of a group that are drawn side by side
+VISITS = 500  # to a task that are drawn
+_SIBLING = ("index", "member", "reward", "used", "advantage", "fate")
 
 _LONG = ("tokens", "spans", "engine", "kept", "pictures", "forks", *NUMBERS)
 _JSON = ("columns", "notes", "answers", "label")
@@ -39,11 +46,9 @@ def one(
     """A rollout and what is known of its group."""
     [row] = _read(store, part, [index])
     shown = _shown(row, pieces, begin, WINDOW)
-    siblings = store.ask(
-        'select "index", member, reward, used, advantage, fate from base where gid = (select gid from base where step = ? '
-        'and held_out = ? and "index" = ?) order by "index"',
-        [part.step, part.held_out, index],
-    )
+    held = store.rows
+    place = held.place(part, index)
+    siblings = held.rows(held.members(int(held.gid[place])), _SIBLING) if place is not None else []
     rewards = [s["used"] if s["used"] is not None else s["reward"] for s in siblings]
     seconds = _seconds(store.folder, part, index)
     scored = _places(row["spans"] or [], "learned")
@@ -62,37 +67,37 @@ def one(
 
 def _first(store: Store, part: Part, index: int) -> dict[str, Any] | None:
     """Where a rollout was played that a later step learns from again."""
-    found = store.ask(
-        """select b.step, b."index" from base b join keys k using (gid)
-           join (select k."group", k.side, b.member, b.step from base b join keys k using (gid)
-                 where b.step = ? and not b.held_out and b."index" = ?) own
-             on k."group" = own."group" and k.side = own.side and b.member is not distinct from own.member
-           where b.step < own.step and not b.held_out and not b.replayed order by b.step desc limit 1""",
-        [part.step, index],
-    )
-    return found[0] if found else None
+    held = store.rows
+    own = held.place(part, index)
+    if own is None:
+        return None
+    same = ~held.flag("replayed") & ~held.flag("held_out") & (held.number("step") < part.step)
+    for name in ("group", "side"):
+        same &= held.codes(name) == held.codes(name)[own]
+    same &= held.number("member") == held.number("member")[own]
+    places = np.flatnonzero(same)[-1:]
+    return next(iter(held.rows(places, ("step", "index"))), None)
 
 
 def group(store: Store, pieces: Pieces, part: Part, index: int) -> dict[str, Any]:
     """All rollouts of the group that one belongs to, and the other visits to the same task."""
-    found = store.ask(
-        'select gid from base where step = ? and held_out = ? and "index" = ?', [part.step, part.held_out, index]
-    )
-    if not found:
+    held = store.rows
+    place = held.place(part, index)
+    if place is None:
         raise _missing(part, index)
-    gid = found[0]["gid"]
-    [about] = store.ask("select * from groups where gid = ?", [gid])
-    own = store.ask('select "index" from base where gid = ? order by "index"', [gid])
-    indices = [row["index"] for row in own][:GROUP]
-    read = _read(store, part, indices)
+    gid = int(held.gid[place])
+    [about] = held.groups_as(np.array([gid]))
+    own = held.number("index")[held.members(gid)].astype(int).tolist()
+    read = _read(store, part, own[:GROUP])
     window = max(500, WINDOW // max(1, len(read)))
-    visits = store.ask(
-        """select step, held_out, first as "index", epoch, n, valid, right_n, mean, sd, replies from groups
-           where task is not distinct from ? and side = ? and kind is not distinct from ? order by step limit 500""",
-        [about["task"], about["side"], about["kind"]],
-    )
+    visits = held.groups_as(held.visits(gid)[:VISITS])
     shown = [{**_shown(row, pieces, 0, window), "why": why(row)} for row in read]
-    return {"group": about, "rollouts": shown, "visits": visits, "hidden": len(own) - len(indices)}
+    return {
+        "group": about,
+        "rollouts": shown,
+        "visits": [{**v, "index": v["first"]} for v in visits],
+        "hidden": len(own) - len(read),
+    }
 
 
 def text_of(store: Store, part: Part, index: int) -> str:
@@ -205,7 +210,7 @@ def _json(text: str | None) -> Any:
         return _clipped(text)
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -213,20 +218,24 @@ def _seconds(folder: Path, part: Part, index: int) -> dict[str, Any] | None:
     """What its turns and its reward took, where that was recorded."""
     if part.held_out:
         return None
-    return _seconds_of(str(folder / "seconds" / f"step-{part.step:06d}")).get(index)
+    file = kept_file(folder, SECONDS, part.step)
+    if file is None:
+        return None
+    try:
+        seen = file.stat()
+        table = _seconds_of(file, (seen.st_mtime_ns, seen.st_size))
+        own = np.flatnonzero(table["index"].to_numpy() == index)[:1]
+        return next(iter(table.take(pa.array(own)).to_pylist()), None)
+    except (OSError, ValueError, LookupError, UserError):
+        return None
 
 
 @lru_cache(maxsize=8)
-def _seconds_of(stem: str) -> dict[int, dict[str, Any]]:
-    new, old = Path(f"{stem}.parquet"), Path(f"{stem}.jsonl")
-    try:
-        if new.is_file():
-            return {row["index"]: row for row in parquet.read_table(new).to_pylist()}
-        if old.is_file():
-            return dict(enumerate(map(json.loads, old.read_text().splitlines())))
-    except (OSError, ValueError):
-        return {}
-    return {}
+def _seconds_of(file: Path, stamp: tuple[int, int]) -> pa.Table:
+    """`stamp`: of the file, which a resumed run writes anew."""
+    if file.suffix == ".jsonl":
+        return table_of(seconds_of_lines(file), SECONDS_TABLE)
+    return parquet.ParquetFile(file).read(use_threads=False)
 
 
 def _missing(part: Part, index: int) -> UserError:

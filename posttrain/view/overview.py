@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.record.schema import START
+import numpy as np
+
 from posttrain.view import signs
 from posttrain.view.lengths import lengths
 from posttrain.view.run import OpenRun
+from posttrain.view.series import finite, series
 from posttrain.view.verdicts import FAR_APART, verdicts
 
 GIVEN = ("sft", "prefer", "reward-model")  # verbs that learn from rows which nobody plays
 Values = list[float | None]
 Panel = dict[str, Any]
 
-_STEPS = """
-select step, avg(mean) as reward, stddev_samp(mean) / sqrt(count(*)) as error, count(*) as groups,
-       avg(case when valid > 1 and right_n = valid then 1 else 0 end) as right,
-       avg(case when valid > 1 and right_n = 0 then 1 else 0 end) as wrong,
-       avg(case when valid > 1 and low = high then 1 else 0 end) as equal,
-       avg(replies) as replies, max(n) as n
-from groups where held_out = {held} group by step order by step
-"""
-_LIKE = """
-with c as (select b.step, {text} as text, b.prompt, count(*) as n from base b{texts} where not b.held_out group by all),
-     t as (select step, text, sum(n) as n, sum(n * n) as same from c group by all),
-     q as (select step, prompt, sum(n) as n from c group by all),
-     p as (select step, sum(n) as n, sum(n * n) as pairs from q group by step),
-     s as (select step, sum(n * n) - sum(same) as alike from t group by step)
-select step, s.alike / nullif(p.n * p.n - p.pairs, 0) as alike from s join p using (step) order by step
-"""
-LIKE = 400  # characters of two replies that are compared, where whole texts are held
-_WHOLE = {
-    "text": f"coalesce(hash(left(t.value, {LIKE})), b.text)",
-    "texts": " left join full_texts f on f.row = b.row and f.longer left join strings t on t.id = f.text",
-}
-_FATES = """select step, fate, count(*) as n from base where not held_out group by all"""
-
 
 def overview(run: OpenRun) -> dict[str, Any]:
     """Everything on the page, ready to be drawn."""
     steps, metrics = run.series()
-    own = _own(run, steps)
+    rows, own = run.store.rows, _own(run, steps)
     about, answers, drawn = run.about, verdicts(metrics, own), _panels(steps, metrics, own)
     questions: list[dict[str, Any]] = [
         {"name": name, **verdict, "panels": panels[:3]}
@@ -51,9 +29,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
     ]
     changed = changes(about)
     used = {line["of"] for question in questions for panel in question["panels"] for line in panel["lines"]}
-    counts = run.store.ask(
-        "select count(*) as rollouts, coalesce(sum(sampled), 0) as tokens from base where not held_out"
-    )[0]
+    trained_on = ~rows.flag("held_out")
     return {
         "name": run.name,
         "verb": about["verb"],
@@ -61,6 +37,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
         "git": (about.get("git") or {}).get("revision"),
         "start": about.get("start"),
         "end": about.get("end"),
+        "on": run.on,
         "objective": run.objective,
         "sizes": about.get("sizes") or [],
         "options": changed,
@@ -78,7 +55,8 @@ def overview(run: OpenRun) -> dict[str, Any]:
         "foreign": signs.FOREIGN,
         "pushed": own.get("pushed", 0),
         "looked": len(signs.looked_at(run.store)),
-        **counts,
+        "rollouts": int(trained_on.sum()),
+        "tokens": int(np.nansum(rows.number("sampled")[trained_on])),
     }
 
 
@@ -93,39 +71,19 @@ def changes(about: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _own(run: OpenRun, steps: Sequence[int]) -> dict[str, Any]:
-    """Series that follow from the rollouts, at each step of the metrics."""
+    """What follows from the rollouts: series at each step of the metrics, and signs."""
     store = run.store
     if not store.files:
         return {}
-    found: dict[str, Any] = {
+    return {
         "told": store.success is not None,
         "given": run.about["verb"] in GIVEN,
         "origins": signs.origins(store),
         "pushed": sum(len(signs.pushed_in(file, run.objective)) for file in signs.looked_at(store)),
         "leaks": signs.leaks(store),
         "lengths": lengths(store, run.about["config"]),
+        **series(store.rows, steps),
     }
-    rows = {row["step"]: row for row in store.ask(_STEPS.format(held="false"))}
-    if rows:
-        for name in ("reward", "error", "right", "wrong", "equal", "replies"):
-            found[name] = [_finite(rows[s][name]) if s in rows else None for s in steps]
-        found["n"] = max(row["n"] for row in rows.values())
-    longer = store.longer and store.searchable
-    like = _LIKE.format(**(_WHOLE if longer else {"text": "b.text", "texts": ""}))
-    alike = {row["step"]: row["alike"] for row in store.ask(like)}
-    found["compared"] = LIKE if longer else START
-    found["alike"] = [_finite(alike.get(s)) for s in steps]
-    fates: dict[str, dict[int, int]] = {}
-    for row in store.ask(_FATES):
-        if row["fate"] is not None:
-            fates.setdefault(row["fate"], {})[row["step"]] = row["n"]
-    found["fates"] = {name: [counts.get(s, 0) for s in steps] for name, counts in fates.items()}
-    for name in store.parts:
-        column = '"' + f"part.{name}".replace('"', '""') + '"'
-        means = store.ask(f"select step, avg({column}) as mean from base where not held_out group by step")
-        by_step = {row["step"]: row["mean"] for row in means}
-        found.setdefault("parts", {})[name] = [_finite(by_step.get(s)) for s in steps]
-    return found
 
 
 def _panels(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -> list[list[Panel]]:
@@ -258,7 +216,7 @@ def _stable(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -
 
 
 def _line(name: str, values: Sequence[float | None], of: str, colour: str = "", dots: bool = False) -> dict[str, Any]:
-    return {"name": name, "values": [_finite(v) for v in values], "of": of, "colour": colour, "dots": dots}
+    return {"name": name, "values": [finite(v) for v in values], "of": of, "colour": colour, "dots": dots}
 
 
 def _panel(title: str, steps: Sequence[int], lines: list[dict[str, Any]]) -> Panel:
@@ -303,9 +261,3 @@ def _filled(values: Values) -> Values:
 
 def _rest(right: float | None, wrong: float | None) -> float | None:
     return None if right is None or wrong is None else 1 - right - wrong
-
-
-def _finite(value: float | None) -> float | None:
-    if value is None or not math.isfinite(value):
-        return None
-    return float(f"{value:.6g}")

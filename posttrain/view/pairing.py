@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.runs.reading import split_of
 from posttrain.training.intervals import bootstrap_interval, paired_interval
 from posttrain.types import UserError
 from posttrain.view.run import OpenRun, differing
 
 MOST = 200  # tasks that are listed
 RESAMPLES = 1000
+VISITS = 200  # that are offered
 CURVES = (
     "reward",
     "eval/accuracy",
@@ -58,22 +60,16 @@ def sides(runs: Sequence[OpenRun], query: Mapping[str, str]) -> tuple[OpenRun, O
 
 def choices(run: OpenRun) -> list[dict[str, Any]]:
     """What of a run may be compared: its evaluations, and its visits to each training task."""
-    store = run.store
+    rows = run.store.rows
+    held, step, epoch = rows.flag("held_out")[rows.first_rows], rows.of_groups("step"), rows.of_groups("epoch")
     found = [
-        {"name": f"eval-{row['step']}", "says": f"held-out, after step {row['step']}"}
-        for row in store.ask("select distinct step from keys where held_out order by step")
+        {"name": f"eval-{after:.0f}", "says": f"held-out, after step {after:.0f}"} for after in np.unique(step[held])
     ]
-    visits = store.ask(
-        """select epoch, min(step) as low, max(step) as high, count(distinct task) as tasks from keys
-           where not held_out and epoch is not null group by epoch order by epoch limit 200"""
-    )
-    return found + [
-        {
-            "name": f"visit-{row['epoch']}",
-            "says": f"visit {row['epoch'] + 1} to each task, steps {row['low']}–{row['high']}",
-        }
-        for row in visits
-    ]
+    for visit in np.unique(epoch[~held & ~np.isnan(epoch)])[:VISITS]:
+        own = step[~held & (epoch == visit)]
+        says = f"visit {visit + 1:.0f} to each task, steps {own.min():.0f}–{own.max():.0f}"
+        found.append({"name": f"visit-{visit:.0f}", "says": says})
+    return found
 
 
 def _after(name: str) -> int:
@@ -104,12 +100,12 @@ def _chosen(name: str, offered: list[dict[str, Any]], first: bool, alone: bool) 
 def _figures(run: OpenRun, of: str) -> dict[tuple[str, str], dict[str, Any]]:
     """(task, side) -> its group: the mean reward, how many are right."""
     kind, _, number = of.partition("-")
-    where = f"held_out and step = {int(number)}" if kind == "eval" else f"not held_out and epoch = {int(number)}"
-    rows = run.store.ask(
-        f"""select task, side, step, held_out, first as "index", n, valid, right_n, mean from groups
-            where {where} and valid > 0 and task is not null order by step"""
-    )
-    return {(row["task"], row["side"]): row for row in rows}
+    rows = run.store.rows
+    held = rows.flag("held_out")[rows.first_rows]
+    named = held if kind == "eval" else ~held
+    named &= rows.of_groups("step" if kind == "eval" else "epoch") == int(number)
+    found = rows.groups_as(np.flatnonzero(named & (rows.groups["valid"] > 0)))
+    return {(group["task"], group["side"]): group for group in found if group["task"] is not None}
 
 
 def _paired(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> dict[str, Any]:
@@ -144,7 +140,7 @@ def _paired(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> dict[str, Any]:
 
 def _side(row: dict[str, Any]) -> dict[str, Any]:
     name = f"{row['step']}{'e' if row['held_out'] else ''}"
-    return {"part": name, "index": row["index"], "mean": row["mean"], "right": row["right_n"], "n": row["n"]}
+    return {"part": name, "index": row["first"], "mean": row["mean"], "right": row["right_n"], "n": row["n"]}
 
 
 def _interval(values: Any) -> dict[str, Any]:
@@ -180,6 +176,13 @@ def _warnings(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> list[str]:
             found.append(f"they sample differently: {name} is {configs[0].get(name)} and {configs[1].get(name)}")
     if of_a and of_b and of_a.split("-")[0] != of_b.split("-")[0]:
         found.append("one side is held out, the other is not")
+    splits = [split_of(config) for config in configs]
+    if splits[0] != splits[1] and all(share for share, _ in splits):
+        (one, seed), (other, other_seed) = splits
+        held = f"{one:g} by seed {seed}, {other:g} by seed {other_seed}"
+        found.append(
+            f"they hold out other tasks ({held}): runs with the same --held-out and --split-seed hold out the same"
+        )
     for run in (a, b):
         if run.on:
             found.append(f"{run.name} has not ended")

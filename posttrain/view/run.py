@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from posttrain.messages import one_line
 from posttrain.record.index import open_index
 from posttrain.runs.files import CHECKPOINTS, step_of
+from posttrain.runs.lock import in_use
 from posttrain.runs.reading import read_health, read_metrics, read_run, read_timing
 from posttrain.types import UserError, succeeds
-from posttrain.view.naming import by_name, named_part
 from posttrain.view.pieces import Pieces
-from posttrain.view.source import parts_of, rows
-from posttrain.view.store import Store
+from posttrain.view.source import Part, parts_of, rows
+from posttrain.view.sql import by_name, named_part
+from posttrain.view.store import Store, expecting
 
 PAUSE = 1.0  # seconds between two looks at a run that is on
+FIRST = 2.0  # seconds that texts, which few ask for, leave to the first page
+LAST = 5.0  # and that are left to what is being read at the end
 
 
 class OpenRun:
@@ -31,7 +37,10 @@ class OpenRun:
         self.pieces = Pieces(folder, self.about)
         self.store.vocabulary = self.pieces.vocabulary
         self.problem: str | None = None  # why its rollouts cannot be read
+        self.ready = threading.Event()  # whether what was there at first has been read
+        self.shown = threading.Event()  # whether a page has had an answer
         self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
 
     @property
     def objective(self) -> list[str]:
@@ -40,14 +49,19 @@ class OpenRun:
 
     @property
     def on(self) -> bool:
-        """Whether the run has not ended, as far as it says."""
-        return "end" not in self.about
+        """Whether somebody goes on with it: it does not say that it has ended, and has not been killed."""
+        return "end" not in self.about and in_use(self.folder)
 
     def begin(self) -> None:
-        threading.Thread(target=self._follow, daemon=True).start()
+        self._thread.start()
 
     def close(self) -> None:
+        """End what reads: a thread that is cut off in another library's code takes the process with it."""
         self._ended.set()
+        self.shown.set()
+        self.store.closed = True
+        if self._thread.is_alive():
+            self._thread.join(LAST)
 
     def read(self) -> None:
         """All that is there now."""
@@ -55,6 +69,7 @@ class OpenRun:
         self.store.follow()
         if self.store.success is None and self._inferred():
             self.store.settle()
+        self.ready.set()
 
     def _follow(self) -> None:
         while not self._ended.is_set():
@@ -62,10 +77,11 @@ class OpenRun:
                 self.about = read_run(self.folder)
                 before = self.store.version
                 self.read()
+                self.problem = self.store.problem
                 if self.store.version != before:
+                    self.shown.wait(FIRST)
                     self.store.read_texts()
                     self._index()
-                self.problem = self.store.problem
             except UserError as error:
                 self.problem = str(error)
             except FileNotFoundError:  # a step that a resume has deleted: the next look sees it
@@ -74,6 +90,7 @@ class OpenRun:
                 Exception
             ) as error:  # whatever else is wrong with a file: the pages say it, and the next look tries again
                 self.problem = f"{self.folder} cannot be read: {one_line(error)[:200]}"
+            self.ready.set()
             self._ended.wait(PAUSE if self.on else 5 * PAUSE)
 
     def _index(self) -> None:
@@ -89,7 +106,7 @@ class OpenRun:
         for name in ("run.json", "metrics.jsonl", "health.jsonl"):
             with contextlib.suppress(OSError):
                 sizes.append((self.folder / name).stat().st_size)
-        return [self.store.version, *sizes]
+        return [self.store.version, self.on, *sizes]
 
     # -- its files -----------------------------------------------------------------------------------------------------
 
@@ -105,15 +122,17 @@ class OpenRun:
     def check_condition(self, condition: str) -> None:
         """Raise UserError unless this is a condition over the run's rollouts. None of them need have been read."""
         names = {name.partition("/")[2] for line in read_metrics(self.folder) for name in line if name[:7] == "reward/"}
-        store = Store(self.folder)
         files = parts_of(self.folder)
         for part in {*list(files)[:1], *list(files)[-1:]}:
             with contextlib.suppress(UserError):
                 table = rows(part, files[part], names=["parts"])
                 names |= {one["name"] for parts in table["parts"].to_pylist() for one in parts or ()}
-        store.expect(sorted(names))
-        store.settle()
-        store.check_condition(by_name(condition, store.parts, named_part))
+        none = expecting(sorted(names))
+        store = Store(self.folder)
+        try:
+            store.meant(none, by_name(condition, none.parts, named_part))
+        finally:
+            store.close()
 
     def health(self) -> list[dict[str, Any]]:
         return read_health(self.folder)
@@ -126,22 +145,19 @@ class OpenRun:
     def _success(self) -> float | None:
         """The reward from which on a reply is right, if the run says so."""
         given = self.about["config"].get("success", self.about.get("success"))
-        return float(given) if isinstance(given, int | float) and not isinstance(given, bool) else self.store.success
+        known = isinstance(given, int | float) and not isinstance(given, bool) and abs(given) < sys.float_info.max
+        return float(given) if known else self.store.success
 
     def _inferred(self) -> bool:
         """Set what counts as right by what the run itself has counted: the threshold that gives its accuracy."""
         known = [(row["step"], row["accuracy"]) for row in read_metrics(self.folder) if row.get("accuracy") is not None]
         if known and all(accuracy == 0 for _, accuracy in known):  # nothing ever was
-            self.store.success = float(self.store.value("select coalesce(max(reward), 0) from base") + 1)
+            self.store.success = self.store.rows.limit + 2  # beyond the greatest reward
             return True
+        rows = self.store.rows
         for step, accuracy in reversed(known[-50:]):
-            rewards = [
-                row["reward"]
-                for row in self.store.ask(
-                    "select reward from base where step = ? and not held_out and reward is not null", [step]
-                )
-            ]
-            limit = threshold(rewards, accuracy)
+            rewards = rows.number("reward")[rows.of_part(Part(step, False))]
+            limit = threshold(rewards[~np.isnan(rewards)].tolist(), accuracy)
             if limit is not None:
                 self.store.success = limit
                 return True

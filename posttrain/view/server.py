@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from secrets import compare_digest
@@ -46,6 +47,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
+PICTURE = 64 << 20  # bytes of a picture: whatever is larger is none
 LONGEST = 300  # characters of a path: no page has a longer one
 _PICTURES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"BM": "image/bmp"}
 
@@ -72,11 +74,11 @@ def application(runs: Sequence[OpenRun], token: str) -> ASGIApp:
         return Response(found, media_type=_TYPES[Path(name).suffix])
 
     async def whole_text(request: Request) -> Response:
-        run, part = _run(runs, request), Part.of(request.path_params["part"])
-        if run is None or part is None:
+        run, part, index = _run(runs, request), Part.of(request.path_params["part"]), request.path_params["index"]
+        if run is None or part is None or index >= 1 << 31:
             return _json({"problem": "there is no such rollout"}, 404)
         try:
-            text = await run_in_threadpool(text_of, run.store, part, request.path_params["index"])
+            text = await run_in_threadpool(text_of, run.store, part, index)
         except UserError as error:
             return _json({"problem": str(error)}, 404)
         disposition = {"content-disposition": f'attachment; filename="rollout-{part.name}.txt"'}
@@ -84,10 +86,9 @@ def application(runs: Sequence[OpenRun], token: str) -> ASGIApp:
 
     async def picture(request: Request) -> Response:
         run, digest = _run(runs, request), request.path_params["digest"]
-        file = run.folder / FOLDER / digest if run and digest.isalnum() else None
-        if file is None or not file.is_file():
+        data = await run_in_threadpool(_picture, run.folder, digest) if run else None
+        if data is None:
             return _json({"problem": "there is no such picture"}, 404)
-        data = file.read_bytes()
         kind = next((kind for begin, kind in _PICTURES.items() if data.startswith(begin)), "image/webp")
         return Response(data, media_type=kind)
 
@@ -116,6 +117,17 @@ def _static() -> dict[str, bytes]:
     """Every file that may be asked for, by its name: nothing of a request ever names a path of the disk."""
     files = [path for path in STATIC.rglob("*") if path.suffix in _TYPES]
     return {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in files}
+
+
+def _picture(folder: Path, digest: str) -> bytes | None:
+    """What a run has kept under this hash, and nothing that a link leads to."""
+    file = folder / FOLDER / digest
+    try:
+        if not re.fullmatch("[0-9a-f]{64}", digest) or file.is_symlink() or not file.is_file():
+            return None
+        return file.read_bytes() if file.stat().st_size <= PICTURE else None
+    except OSError:
+        return None
 
 
 def _run(runs: Sequence[OpenRun], request: Request) -> OpenRun | None:

@@ -7,28 +7,33 @@ Each is said only where the record decides it; where other explanations are left
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from posttrain.record.reading import read_file
-from posttrain.view.source import File, Part
+from posttrain.seeds import seed_of
+from posttrain.types import UserError
+from posttrain.view.source import File
 from posttrain.view.store import Store
 
 LOOKED = 8  # parts of a run in which its tokens are looked at
 TOKENS = 400_000  # of a part, beyond which only kinds of spans are looked at
-TASKS = 2000  # of which prompts are compared with answers
 TRAINS = ("rl", "sft", "distill")  # verbs that train on what a policy or a demonstration says
 FOREIGN = ("prompt", "observation", "tool")  # spans that neither has written
 ANSWERS = ("answer", "solution", "target", "label", "gold", "expected", "ground_truth")
-SOME = (0.05, 0.95)  # share of the tasks between which a leak tells some from others
+SOME = (0.05, 0.95)  # share of the tasks, beyond what chance would give, between which a leak tells some from others
 
+_PICTURE = re.compile(r"\[sha256:[0-9a-f]{64}\]")
 _PASSES = re.compile(r"updates per step: (\d+)(?:, in (\d+) epochs of \d+)?")
 _CLIP = re.compile(r"\[ min\(r A, clip\(r, ([\d.]+), ([\d.]+)\) A\) \]")
 _ALIKE, _APART = (
@@ -44,36 +49,38 @@ def origins(store: Store) -> dict[str, int]:
     """Kind of a span -> tokens of it that were trained on, in some steps from first to last."""
     found: dict[str, int] = {}
     for file in looked_at(store):
-        for kind, count in _origins(str(file.path), file.stamp):
-            found[kind] = found.get(kind, 0) + count
+        with suppress(UserError):  # it is damaged, which whoever opens it is told
+            for kind, count in _origins(str(file.path), file.stamp):
+                found[kind] = found.get(kind, 0) + count
     return found
 
 
-def looked_at(store: Store, most: int = LOOKED) -> list[File]:
-    """Evenly chosen files of steps that were trained on."""
-    files = [f for part, f in store.files.items() if isinstance(part, Part) and not part.held_out and not f.lines]
-    if len(files) <= most:
+def looked_at(store: Store, lines: bool = False) -> list[File]:
+    """Evenly chosen files of steps that were trained on; `lines`: of the older form too."""
+    files = [f for part, f in sorted(store.files.items()) if not part.held_out and (lines or not f.lines)]
+    if len(files) <= LOOKED:
         return files
-    return [files[round(i * (len(files) - 1) / (most - 1))] for i in range(most)]
+    return [files[round(i * (len(files) - 1) / (LOOKED - 1))] for i in range(LOOKED)]
 
 
 @lru_cache(maxsize=256)
 def _origins(path: str, stamp: tuple[int, int]) -> tuple[tuple[str, int], ...]:
-    table = read_file(Path(path), ("index", "kind", "fate", "spans"), None)
-    found: dict[str, int] = {}
-    for kind, fate, spans in zip(*(table[n].to_pylist() for n in ("kind", "fate", "spans")), strict=True):
-        if kind not in TRAINS or fate not in (None, "trained"):
-            continue
-        for span in spans or ():
-            if span["learned"]:
-                found[span["kind"]] = found.get(span["kind"], 0) + span["length"]
-    return tuple(sorted(found.items()))
+    table = read_file(Path(path), ("kind", "fate", "spans"), None)
+    trained = pc.fill_null(pc.equal(table["fate"], "trained"), True)  # null: nobody recorded it
+    table = table.filter(pc.and_(trained, pc.is_in(table["kind"], pa.array(TRAINS))))
+    spans = table["spans"].combine_chunks().flatten()
+    spans = spans.filter(pc.fill_null(spans.field("learned"), False))
+    kinds = spans.field("kind").dictionary_encode()
+    lengths = spans.field("length").to_numpy(zero_copy_only=False)
+    counted = np.bincount(kinds.indices.to_numpy(), weights=lengths, minlength=len(kinds.dictionary))
+    return tuple(sorted(zip(kinds.dictionary.to_pylist(), map(int, counted), strict=True)))
 
 
 # -- pushed though clipped ---------------------------------------------------------------------------------------------
 
 
-def passes(objective: Sequence[str]) -> tuple[float, float, int] | None:
+@lru_cache(maxsize=8)
+def passes(objective: tuple[str, ...]) -> tuple[float, float, int] | None:
     """(lowest ratio, greatest, passes over a token) of rows whose clip can be checked; None for all others."""
     clip = next(filter(None, map(_CLIP.search, objective)), None)
     exact = any(line.strip().startswith("ratio r: exp(lp - old)") for line in objective)
@@ -91,7 +98,7 @@ def pushed(row: Mapping[str, Any], objective: Sequence[str]) -> NDArray[np.int64
     Two tokens whose ratio has moved must agree on w, or it was not such a rollout. Of other rollouts, and of more passes,
     the ratios in between are not recorded, so nothing is said.
     """
-    none, rule = np.zeros(0, dtype=np.int64), passes(objective)
+    none, rule = np.zeros(0, dtype=np.int64), passes(tuple(objective))
     columns = [row.get(name) for name in ("weight", "learner", "before")]
     if rule is None or any(c is None for c in columns) or row.get("token_advantage") is not None or row.get("flags"):
         return none
@@ -118,9 +125,12 @@ def pushed(row: Mapping[str, Any], objective: Sequence[str]) -> NDArray[np.int64
 
 def pushed_in(file: File, objective: Sequence[str]) -> tuple[tuple[int, int], ...]:
     """(index of the rollout, place of the token) of those of a part that were."""
-    if file.lines or passes(objective) is None:
+    if file.lines or passes(tuple(objective)) is None:
         return ()
-    return _pushed(str(file.path), file.stamp, tuple(objective))
+    try:
+        return _pushed(str(file.path), file.stamp, tuple(objective))
+    except UserError:
+        return ()
 
 
 @lru_cache(maxsize=256)
@@ -130,9 +140,12 @@ def _pushed(path: str, stamp: tuple[int, int], objective: tuple[str, ...]) -> tu
     if sum(count or 0 for count in scored) > TOKENS:
         return ()
     found = []
-    for row in read_file(Path(path), names, None).to_pylist():
-        at = [n for s in row["spans"] or () if s["learned"] for n in range(s["start"], s["start"] + s["length"])]
-        found += [(row["index"], at[place]) for place in pushed(row, objective)]
+    table = read_file(Path(path), names, None)
+    for row in table.filter(pc.is_valid(table["weight"])).to_pylist():  # of most nobody kept it
+        learned = [s for s in row["spans"] or () if s["learned"]]
+        if sum(s["length"] for s in learned) == len(row["weight"]):  # else it is damaged, which its page says
+            at = [n for s in learned for n in range(s["start"], s["start"] + s["length"])]
+            found += [(row["index"], at[place]) for place in pushed(row, objective)]
     return tuple(found)
 
 
@@ -141,42 +154,67 @@ def _pushed(path: str, stamp: tuple[int, int], objective: tuple[str, ...]) -> tu
 
 def contains_answer(prompt: str | None, columns: Mapping[str, Any] | None) -> bool:
     """Whether a prompt has the answer of its task in it, as a word or a number of its own."""
+    return _contains(prompt or "", _answer(columns))
+
+
+def _contains(prompt: str, answer: str | None) -> bool:
+    return answer is not None and re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", prompt) is not None
+
+
+def _answer(columns: Mapping[str, Any] | None) -> str | None:
     for name in ANSWERS:
         answer = (columns or {}).get(name)
         if isinstance(answer, str | int | float) and not isinstance(answer, bool) and str(answer).strip():
-            text = re.escape(str(answer).strip())
-            return re.search(rf"(?<!\w){text}(?!\w)", prompt or "") is not None
-    return False
-
-
-_kept: WeakKeyDictionary[Store, tuple[tuple[int, bool], float | None]] = WeakKeyDictionary()
+            return str(answer).strip()
+    return None
 
 
 def leaks(store: Store) -> float | None:
-    """Share of the tasks whose prompts contain their answers, if that tells some of them from others."""
-    stamp = (store.version, store.searchable)
-    known = _kept.get(store)
-    if known is None or known[0] != stamp:
-        known = _kept[store] = (stamp, _share(store))
-    return known[1]
+    """Share of the tasks whose prompts contain their answers, if that tells some of them from others.
 
-
-def _share(store: Store) -> float | None:
-    rows = store.ask(
-        """with t as (select distinct prompt, columns from full_texts where columns is not null order by all limit ?)
-           select p.value as prompt, c.value as columns from t
-           join strings p on p.id = t.prompt join strings c on c.id = t.columns""",
-        [TASKS],
-    )
-    if not rows:
+    Of the tasks of some steps from first to last.
+    """
+    tasks: set[tuple[str, str | None]] = set()
+    for file in looked_at(store, lines=True):
+        with suppress(UserError):
+            tasks |= _tasks(str(file.path), file.stamp)
+    if not tasks:
         return None
-    share = sum(contains_answer(row["prompt"], _columns(row["columns"])) for row in rows) / len(rows)
-    return share if SOME[0] <= share <= SOME[1] else None
+    share = telling(tasks)
+    sure = SOME[0] + 2 * math.sqrt(share * (1 - share) / len(tasks))
+    return share if share <= SOME[1] and share - by_chance(tasks) >= sure else None
+
+
+def by_chance(tasks: Collection[tuple[str, str | None]]) -> float:
+    """Share of prompts that contain the answer of some other task: the numbers of word problems often do."""
+    listed = sorted(tasks, key=lambda task: seed_of("by chance", task[0]))  # neighbours have nothing in common
+    others = [(p, listed[(at + by) % len(listed)][1]) for by in (1, 7, 61) for at, (p, _) in enumerate(listed)]
+    return sum(_contains(prompt, answer) for prompt, answer in others) / len(others)
+
+
+def telling(tasks: Collection[tuple[str, str | None]]) -> float:
+    """Share of (prompt, answer) whose prompt contains its answer.
+
+    A text that stands with several answers tells none of them: "circle or square?" with one picture or another.
+    """
+    answers: dict[str, set[str | None]] = {}
+    for prompt, answer in tasks:
+        answers.setdefault(_PICTURE.sub("", prompt), set()).add(answer)
+    alone = [len(answers[_PICTURE.sub("", prompt)]) == 1 and _contains(prompt, answer) for prompt, answer in tasks]
+    return sum(alone) / len(alone)
+
+
+@lru_cache(maxsize=256)
+def _tasks(path: str, stamp: tuple[int, int]) -> frozenset[tuple[str, str | None]]:
+    """Prompts of a part, each with the answer of its task; those without columns are left out."""
+    table = read_file(Path(path), ("prompt", "columns"), None)
+    pairs = set(zip(table["prompt"].to_pylist(), table["columns"].to_pylist(), strict=True))
+    return frozenset((p or "", _answer(_columns(c))) for p, c in pairs if c is not None)
 
 
 def _columns(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

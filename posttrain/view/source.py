@@ -9,23 +9,24 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
 from posttrain.record.index import short
-from posttrain.record.reading import read_file
+from posttrain.record.reading import few_enough, read_file
 from posttrain.record.schema import INDEX, KEY, ROLLOUTS, VERSION
+from posttrain.runs.files import step_of
 from posttrain.types import UserError
 
 FOLDERS = {"rollouts": False, "evals": True}
 """Folder -> whether its rollouts are held out."""
-_FILE = re.compile(r"step-(\d{6,})\.(parquet|jsonl)")
 _PIECE = re.compile(r"(\d{6,})-(\d{6,})\.parquet")
 MADE_OF = b"posttrain.made_of"  # see posttrain.record.index
 
@@ -69,14 +70,15 @@ def parts_of(folder: Path) -> dict[Part, File]:
             continue
         with os.scandir(inside) as entries:
             for entry in entries:
-                match = _FILE.fullmatch(entry.name)
-                if not match or not entry.is_file():
-                    continue
+                stem, _, form = entry.name.partition(".")
+                step = step_of(stem) if form in ("parquet", "jsonl") else None
                 try:
+                    if step is None or not entry.is_file():
+                        continue
                     seen = entry.stat()
-                except FileNotFoundError:
+                except OSError:  # it is gone, or a link that leads nowhere
                     continue
-                part, file = Part(int(match[1]), held_out), File(Path(entry.path), (seen.st_mtime_ns, seen.st_size))
+                part, file = Part(step, held_out), File(Path(entry.path), (seen.st_mtime_ns, seen.st_size))
                 if part not in found or found[part].lines:
                     found[part] = file
     return dict(sorted(found.items()))
@@ -112,7 +114,8 @@ def _scalars_of(part: Part, file: File) -> pa.Table | UserError:
         return UserError(f"{file.path} holds no rollouts of this posttrain: open it with what wrote it")
 
 
-_UNUSED = {"step_rewards", "versions", "media", "branch_of", "branch_turns", "branch_taken"}
+UNUSED = {"step_rewards", "versions", "media", "branch_of", "branch_turns", "branch_taken"}
+"""Columns of the index that nobody asks for here."""
 _WANTED = {*INDEX.names, "prompt", "text"}
 
 
@@ -129,24 +132,38 @@ def _fresh(path: Path, files: dict[Part, File]) -> pa.Table | None:
         made_of = (parquet.read_schema(path).metadata or {}).get(MADE_OF, b"null")
         if json.loads(made_of) != wanted:
             return None
-        names = [name for name in INDEX.names if name not in _UNUSED]
-        table = _checked(path, names)
-        return table if table.schema.equals(pa.schema([INDEX.field(name) for name in names])) else None
+        names = [name for name in INDEX.names if name not in UNUSED]
+        texts = [name for name in names if INDEX.field(name).type == pa.string()]
+        table = _checked(path, names, texts)
+        if not _belongs(table, files):
+            return None
+        plain = pa.schema([(f.name, pa.string() if f.name in texts else f.type) for f in table.schema])
+        return table if plain.equals(pa.schema([INDEX.field(name) for name in names])) else None
     except (OSError, ValueError, pa.ArrowException, UserError):
         return None
 
 
-def _checked(path: Path, names: Sequence[str]) -> pa.Table:
-    """Some columns of a file. Raises UserError for one that is damaged, or of another version."""
+def _belongs(table: pa.Table, parts: Iterable[Part]) -> bool:
+    """Whether all rows are of these parts, and none stands there twice."""
+    step, held_out, index = (table[name].to_numpy().astype(np.int64) for name in ("step", "held_out", "index"))
+    own = [(part.step << 1) | part.held_out for part in parts]
+    key = (step << 1 | held_out) << 32 | index
+    return bool(np.isin(key >> 32, own).all()) and len(np.unique(key)) == len(key)
+
+
+def _checked(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> pa.Table:
+    """Some columns of a file, `texts` as dictionaries. Raises UserError for one that is damaged, or of another version."""
     try:
-        file = parquet.ParquetFile(path, memory_map=True)
-        version = (file.schema_arrow.metadata or {}).get(KEY, b"").decode("ascii", "replace")
+        file = parquet.ParquetFile(path, read_dictionary=list(texts), page_checksum_verification=True)
+        few_enough(path, file.metadata.num_rows)
+        schema = file.schema_arrow  # which is made anew each time
+        version = (schema.metadata or {}).get(KEY, b"").decode("ascii", "replace")
         if version != VERSION:
             raise UserError(
                 f"{path} is of the record's version {version or 'none'}, this posttrain reads {VERSION}: "
                 "open it with the posttrain that wrote it"
             )
-        return file.read([name for name in names if name in file.schema_arrow.names])
+        return file.read([name for name in names if name in schema.names], use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} is damaged ({' '.join(str(error).split())[:120]}): put a copy of it back") from error
 
@@ -157,6 +174,8 @@ def rows(
     """Rows of a part with these columns: all, or those with these indices."""
     wanted = [*names, *(name for name in ("learner", "why") if "before" in names and name not in names)]
     table = read_file(file.path, wanted, None if indices is None else sorted(set(indices)))
+    if {"spans", "tokens"} <= set(names):
+        _check_spans(file.path, table)
     return _before(table).select([name for name in table.column_names if name in names]) if "before" in names else table
 
 
@@ -169,3 +188,19 @@ def _before(table: pa.Table) -> pa.Table:
     same = pc.and_(pc.is_null(table["before"]), pc.invert(several))
     filled = pc.if_else(same, table["learner"], table["before"])
     return table.set_column(table.column_names.index("before"), table.schema.field("before"), filled)
+
+
+def _check_spans(path: Path, table: pa.Table) -> None:
+    """Raise UserError unless spans lie within their tokens, one behind the other: what follows makes a place for each."""
+    lists, tokens = (table[name].combine_chunks() for name in ("spans", "tokens"))
+    spans, row = lists.flatten(), pc.list_parent_indices(lists).to_numpy()
+    start, length = (
+        spans.field(name).to_numpy(zero_copy_only=False).astype(np.float64) for name in ("start", "length")
+    )
+    known = pc.fill_null(pc.list_value_length(tokens), 0).to_numpy(zero_copy_only=False)[row]
+    behind = np.append(True, (start[1:] >= start[:-1] + length[:-1]) | (row[1:] != row[:-1]))[: len(row)]
+    wrong = np.flatnonzero(~((start >= 0) & (length >= 0) & (start + length <= known) & behind))  # nan: null
+    if len(wrong):
+        place = wrong[0]
+        said = f"a span of {length[place]:,.0f} tokens from {start[place]:,.0f} on, of {known[place]:,}"
+        raise UserError(f"{path} is damaged (rollout {row[place]} of those read has {said}): put a copy of it back")

@@ -1,52 +1,54 @@
 """The rollouts of one run in memory, where questions about them are answered within a blink.
 
-It decides what is kept: scalars of every rollout, each text once, and nothing of tokens. The database is locked from the
-start: it reads no file, loads nothing, and keeps within a limit of memory. What is handed to it are tables.
+It decides what is kept: scalars of every rollout, each text once, and nothing of tokens. Whoever asks takes `rows` as they
+are then; what is read later makes other ones.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import chain
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import duckdb
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from posttrain.record.schema import KINDS
-from posttrain.types import Fate, InvalidKind, StopReason, UserError
-from posttrain.view import older
-from posttrain.view.marking import Marked, marked
-from posttrain.view.naming import COLUMNS, PLAIN, named
-from posttrain.view.source import File, Part, parts_of, rows, scalars
+from posttrain.record.schema import INDEX, START
+from posttrain.types import UserError
+from posttrain.view.source import UNUSED, File, Part, parts_of, rows, scalars
+from posttrain.view.sql import TEXTS
+from posttrain.view.table import Places, Rows, merged, outside
 
-MEMORY, SPILLED = "320MB", "1GB"  # of the database; on disk, while a question needs more
-TEXT_BYTES = 160 * 2**20  # texts that are held; more are read from their files when they are searched
-SECONDS = 10.0  # of a question that a person wrote
-MARKS = 8  # conditions on tokens whose answers are held
+if TYPE_CHECKING:
+    from posttrain.view.conditions import Conditions
+    from posttrain.view.marking import Marked
 
-_HELD = ("prompt", "text", "columns", "notes")  # texts that a search looks into, or a filter
-_ENUMS = {"kind": KINDS, "fate": tuple(Fate), "stop": tuple(StopReason), "invalid_kind": tuple(InvalidKind)}
-_TABLES = f"""
-create type fate_name as enum ({", ".join(f"'{v}'" for v in _ENUMS["fate"])});
-create type kind_name as enum ({", ".join(f"'{v}'" for v in _ENUMS["kind"])});
-create type stop_name as enum ({", ".join(f"'{v}'" for v in _ENUMS["stop"])});
-create type invalid_kind_name as enum ({", ".join(f"'{v}'" for v in _ENUMS["invalid_kind"])});
-create sequence places start 1;
-create table strings (id integer, value varchar);
-create table keys (gid integer, step integer, held_out boolean, kind kind_name, "group" varchar, side varchar,
-                   task varchar, epoch integer);
-create table base (row integer, step integer, held_out boolean, "index" integer, gid integer, member integer,
-                   kind kind_name, fate fate_name, stop stop_name, invalid_kind invalid_kind_name, prompt integer,
-                   text integer, {", ".join(f"{name} {kind}" for name, kind in PLAIN.items())});
-create table marked (mark integer, row integer, place integer, times integer);
-create table full_texts (row integer, prompt integer, text integer, columns integer, notes integer, longer boolean);
-"""
+TEXT_BYTES = 160 * 2**20  # distinct texts that are held; of more, searches see the beginnings
+FILE_BYTES = 20 * TEXT_BYTES  # of the run's files, beyond which its texts are not even counted
+TOGETHER = 40  # files whose texts are read at once
+SHOWN_AFTER = 3.0  # seconds of reading after which what has been read is shown
+
+_TEXT = pa.dictionary(pa.int32(), pa.string())
+
+
+def _kind(field: pa.Field) -> pa.DataType:
+    return _TEXT if field.type == pa.string() else field.type
+
+
+_KINDS = {field.name: _kind(field) for field in INDEX if field.name not in {*UNUSED, "parts"}}
+_EMPTY = pa.Table.from_batches([], pa.schema(list(_KINDS.items())))
+_NO_TEXTS = pa.schema([*((n, _KINDS[n]) for n in ("step", "held_out", "index")), *((n, _TEXT) for n in TEXTS)])
+
+
+def expecting(parts: Iterable[str]) -> Rows:
+    """No rollouts, with the columns of a run whose reward has these parts."""
+    empty = pa.table({f"part.{name}": pa.array([], pa.float64()) for name in parts})
+    return Rows(
+        pa.table({name: _EMPTY[name] for name in _EMPTY.column_names} | {n: empty[n] for n in empty.column_names})
+    )
 
 
 class Store:
@@ -54,144 +56,59 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: dict[Part, File] = {}  # that are in the database
+        self.files: dict[Part, File] = {}  # that are in `rows`
         self.damaged: dict[Part, tuple[File, str]] = {}  # that are not, and why
-        self.parts: list[str] = []  # names of the reward's
+        self.rows = Rows(_EMPTY)
         self.success: float | None = None  # the reward from which on a reply is right; None: nobody said
         self.version = 0  # rises with every change
-        self.searchable = False  # whether texts are held
-        self.longer = False  # whether any of them is longer than its beginning, which is held anyway
-        self.progress = 0.0  # share of the parts that are there have been read
         self.vocabulary: Callable[[], Sequence[str]] = list  # texts of tokens, by their ids
-        self.marks = 0
         self._marking = threading.Lock()
-        self._marks: dict[tuple[Any, ...], tuple[int, Marked]] = {}  # what conditions on tokens have found
+        self.closed = False  # whether nobody asks any more
+        self.searchable = False  # whether texts are held, as far as they will be
+        self.unsearched: str | None = None  # of which texts a search sees their beginnings alone, and why
+        self.progress = 0.0  # share of the parts that are there have been read
+        self._texts: pa.Table = pa.Table.from_batches([], _NO_TEXTS)
+        self._too_many: str | None = None  # why texts are not held at all
+        self._read_of: dict[Part, tuple[File, str | None]] = {}  # parts whose texts are read, or why they cannot be
+        self._conditions: Conditions | None = None
         self._writing = threading.Lock()
-        self._spilled = tempfile.TemporaryDirectory(prefix="posttrain-view-")  # else it would be the working directory
-        self._database = duckdb.connect(
-            ":memory:",
-            config={
-                "temp_directory": self._spilled.name,
-                "max_temp_directory_size": SPILLED,
-                "python_enable_replacements": "false",
-                "autoinstall_known_extensions": "false",
-                "autoload_known_extensions": "false",
-                "memory_limit": MEMORY,
-                "threads": "2",
-                "preserve_insertion_order": "false",
-            },
-        )
-        self._database.execute("set enable_external_access = false")  # after its directory, which it then keeps
-        self._database.execute(_TABLES)
-        self._database.execute("set lock_configuration = true")
-        self.settle()
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    @property
+    def parts(self) -> list[str]:
+        """Names of the reward's."""
+        return self.rows.parts
 
-    def ask(self, sql: str, parameters: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """Rows of a question of our own."""
-        cursor = self._database.cursor()
-        found = cursor.execute(sql, list(parameters))
-        names = [column[0] for column in found.description]
-        return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+    def meant(self, rows: Rows, condition: str) -> Places:
+        """The rows for which a condition in SQL holds. Raises UserError for what is none."""
+        if self._conditions is None:
+            from posttrain.view.conditions import Conditions  # a database, which is opened when it is needed
 
-    def table(self, sql: str) -> pa.Table:
-        return self._database.cursor().sql(sql).to_arrow_table()
+            self._conditions = Conditions()
+        return self._conditions.places(rows, condition)
 
-    def task_columns(self) -> list[str]:
-        """Names of the tasks' own columns whose values are short enough to choose by."""
-        found: dict[str, None] = {}
-        for row in self.ask(
-            "select value from strings semi join full_texts on strings.id = full_texts.columns limit 50"
-        ):
-            with suppress(ValueError, RecursionError):
-                columns = json.loads(row["value"])
-                found |= {n: None for n, v in columns.items() if isinstance(v, str | int | float) and len(str(v)) <= 40}
-        return list(found)
+    def close(self) -> None:
+        """Delete what questions have left on disk."""
+        if self._conditions is not None:
+            self._conditions.clean()
 
-    def value(self, sql: str) -> Any:
-        found = self._database.cursor().execute(sql).fetchone()
-        return found[0] if found else None
+    def marked(self, rows: Rows, condition: str, sizes: Mapping[Part, int]) -> Marked:
+        """The rows with a token of which a condition in SQL holds, of parts with so many tokens each."""
+        from posttrain.view.marking import marked  # a database of its own, which is opened when it is needed
 
-    def check_condition(self, condition: str) -> None:
-        """Raise UserError unless a condition that a person wrote is one, in a single SELECT."""
-        sql = f"select ({condition}\n) from rollouts limit 0"
-        try:
-            statements = self._database.extract_statements(sql)
-        except duckdb.Error as error:
-            raise UserError(said(error)) from None
-        if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
-            raise UserError("a condition is part of one SELECT: reward < 0.5 and length > 100")
-        try:
-            with self.limited() as cursor:
-                kinds = [str(column[1]).upper() for column in cursor.execute(sql).description]
-            if kinds not in (["BOOLEAN"], ["BOOL"]):
-                raise UserError("a condition is true or false, not a value: compare it, as in length > 40")
-        except UserError as error:
-            if "not found in FROM clause" not in str(error):
-                raise
-            known = ", ".join([*COLUMNS, *(name for name in self.parts if name not in COLUMNS)])
-            first = str(error).split(" in FROM clause")[0].removeprefix("Binder Error: ")
-            raise UserError(f"{first}; the columns are {known}") from None
-
-    def expect(self, parts: Iterable[str]) -> None:
-        """Know these parts of the reward before any rollout with them is read."""
-        for name in parts:
-            if name not in self.parts:
-                self._database.execute(f"alter table base add column {named('part.' + name)} double")
-                self.parts.append(name)  # only now: who asks meanwhile is told of the columns there are
-
-    @contextmanager
-    def limited(self, seconds: float = SECONDS) -> Iterator[Any]:
-        """A cursor whose questions end after some seconds; what the database finds wrong is a UserError."""
-        cursor = self._database.cursor()
-        timer = threading.Timer(seconds, cursor.interrupt)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield cursor
-        except duckdb.InterruptException:
-            raise UserError(f"that took longer than {seconds:g} s: ask for less") from None
-        except duckdb.Error as error:
-            raise UserError(said(error)) from None
-        finally:
-            timer.cancel()
-
-    # -- tokens --------------------------------------------------------------------------------------------------------
-
-    def mark(self, condition: str, where: str) -> tuple[int, Marked]:
-        """Find rollouts with such a token in the steps that `where`, a condition on b.step and b.held_out, names.
-
-        The number under which the table `marked` has them, and what was found.
-        """
-        sizes = self.ask(f"select step, held_out, sum(length) as n from base b where {where} group by all")
-        meant = {Part(row["step"], row["held_out"]): int(row["n"] or 0) for row in sizes}
-        stamps = tuple(sorted((part, self.files[part].stamp) for part in meant if part in self.files))
-        key = (condition, stamps)
+        stamps = tuple(sorted((part, self.files[part].stamp) for part in sizes if part in self.files))
         with self._marking:  # a page asks for its rows, their histograms and their means at once
-            if key not in self._marks:
-                self._marks[key] = self._keep(marked(self.folder, condition, meant, self.vocabulary))
-            return self._marks[key]
-
-    def _keep(self, found: Marked) -> tuple[int, Marked]:
-        """Put what was found into the table, and take out what was asked for long ago."""
-        with self._writing:
-            number = self.marks = self.marks + 1
-            names = ("step", "held_out", "index", "place", "times")
-            cursor = self._database.cursor()
-            cursor.register(
-                "incoming", pa.table({name: [row[n] for row in found.rows] for n, name in enumerate(names)})
+            found: Marked = rows.remembered(
+                ("tokens", condition, stamps), lambda: marked(self.folder, condition, sizes, self.vocabulary)
             )
-            cursor.execute(
-                f"""insert into marked select {number}, b.row, i.place, i.times from incoming i join base b
-                    on b."index" = i."index" and b.step = i.step and b.held_out = i.held_out"""
-            )
-            cursor.unregister("incoming")
-            for old in list(self._marks)[: max(0, len(self._marks) - MARKS + 1)]:
-                self._database.execute(f"delete from marked where mark = {self._marks.pop(old)[0]}")
-        return number, found
+        return found
 
-    # -- reading -------------------------------------------------------------------------------------------------------
+    @property
+    def problem(self) -> str | None:
+        """What could not be read, if anything."""
+        told = [why for _, why in self.damaged.values()]
+        return None if not told else told[0] if len(told) == 1 else f"{told[0]}; and {len(told) - 1} more files"
+
+    # -- scalars -------------------------------------------------------------------------------------------------------
 
     def follow(self) -> bool:
         """Read what is new or has changed; whether anything was."""
@@ -204,198 +121,144 @@ class Store:
             if not gone and not new:
                 self.progress = 1.0
                 return False
-            for part in gone:
-                self._forget(part)
+            if gone:
+                self._forget(gone)
             self._read(new, len(there))
-            self.settle()
             self.version += 1
             self.progress = 1.0
             return True
 
-    def _forget(self, part: Part) -> None:
-        self._delete(part)
-        del self.files[part]
+    def settle(self) -> None:
+        """Show what has been read, by what counts as right now."""
+        self.rows = Rows(self.rows.table, self.success, self._texts)
 
-    def _delete(self, part: Part) -> None:
-        where = f"step = {part.step} and held_out = {part.held_out}"
-        self._database.execute(f"delete from full_texts where row in (select row from base where {where})")
-        self._database.execute(f"delete from base where {where}")
-        self._database.execute(f"delete from keys where {where}")
+    def _forget(self, gone: Iterable[Part]) -> None:
+        self.rows = Rows(outside(self.rows.table, gone))
+        self._texts = outside(self._texts, gone)
+        for part in gone:
+            del self.files[part]
+            self._read_of.pop(part, None)
 
     def _read(self, new: dict[Part, File], among: int) -> None:
-        lines = {part: file for part, file in new.items() if file.lines}
-        tables = {part: file for part, file in new.items() if not file.lines}
-        read = 0
-        for parts, table in chain(scalars(self.folder, tables), older.scalars(lines)):
-            if isinstance(table, UserError):
-                self.damaged |= {part: (new[part], str(table)) for part in parts}
-                continue
-            try:
-                self._insert(table)
-            except (duckdb.Error, pa.ArrowException, LookupError) as error:
-                self.damaged |= {part: (new[part], f"{new[part].path} cannot be read: {said(error)}") for part in parts}
-                for part in parts:
-                    self._delete(part)
+        tables, read, shown = [self.rows.table], 0, time.monotonic()
+        for parts, table in self._tables(new):
+            if self.closed:
+                break
+            why = str(table) if isinstance(table, UserError) else None
+            if not isinstance(table, UserError):
+                try:
+                    tables.append(_held(table))
+                except (pa.ArrowException, LookupError) as error:
+                    why = f"{new[parts[0]].path} cannot be read: {' '.join(str(error).split())[:200]}"
+            if why is not None:
+                self.damaged |= {part: (new[part], why) for part in parts}
                 continue
             self.files |= {part: new[part] for part in parts}
             read += len(parts)
             self.progress = min(0.99, read / max(1, among))
+            if time.monotonic() - shown > SHOWN_AFTER:
+                tables = [merged(tables)]
+                self.rows = Rows(tables[0], self.success, self._texts)
+                self.version += 1
+                shown = time.monotonic()
+        self.rows = Rows(merged(tables), self.success, self._texts)
+        del tables
+        pa.default_memory_pool().release_unused()  # what has been read piece by piece is 100 MB
 
-    @property
-    def problem(self) -> str | None:
-        """What could not be read, if anything."""
-        told = [why for _, why in self.damaged.values()]
-        return None if not told else told[0] if len(told) == 1 else f"{told[0]}; and {len(told) - 1} more files"
+    def _tables(self, new: Mapping[Part, File]) -> Iterator[tuple[list[Part], pa.Table | UserError]]:
+        yield from scalars(self.folder, {part: file for part, file in new.items() if not file.lines})
+        lines = {part: file for part, file in new.items() if file.lines}
+        if lines:
+            from posttrain.view import older  # a database of its own, which few runs need
 
-    def _insert(self, table: pa.Table) -> None:
-        """Add rows of the index's columns; of the older form, with whole texts."""
-        parts = _parts_of(table)
-        self.expect(parts)
-        table = table.drop_columns(["parts"])
-        for name, values in parts.items():
-            table = table.append_column(f"part.{name}", values)
-        cursor = self._database.cursor()
-        cursor.register("incoming", table)
-        texts = [name for name in ("prompt_start", "text_start") if name in table.column_names]
-        self._remember(cursor, "incoming", texts)
-        cursor.execute(
-            """insert into keys select (select coalesce(max(gid), 0) from keys) + row_number() over (), * from (
-               select distinct step, held_out, try_cast(kind as kind_name), "group", coalesce(side, ''), task, epoch
-               from incoming)"""
-        )
-        own = ", ".join(f"try_cast({name} as {kind})" for name, kind in PLAIN.items())
-        enums = ", ".join(f"try_cast(i.{name} as {name}_name)" for name in ("kind", "fate", "stop", "invalid_kind"))
-        extra = "".join(f", {named('part.' + name)}" for name in parts)
-        names = f"""row, step, held_out, "index", gid, member, kind, fate, stop, invalid_kind, prompt, text,
-                    {", ".join(PLAIN)}"""
-        cursor.execute(
-            f"""insert into base ({names}{extra})
-                select nextval('places'), i.step, i.held_out, i."index", k.gid, i.member, {enums}, p.id, t.id, {own}{extra}
-                from incoming i
-                left join keys k on k.step = i.step and k.held_out = i.held_out and k."group" is not distinct from i."group"
-                                 and k.side = coalesce(i.side, '') and k.task is not distinct from i.task
-                                 and k.epoch is not distinct from i.epoch
-                left join strings p on p.value = i.prompt_start left join strings t on t.value = i.text_start"""
-        )
-        cursor.unregister("incoming")
-
-    @staticmethod
-    def _remember(cursor: Any, table: str, names: Iterable[str]) -> None:
-        every = " union all ".join(f"select {name} as value from {table}" for name in names)
-        cursor.execute(
-            f"""insert into strings select (select coalesce(max(id), 0) from strings) + row_number() over (), value
-                from (select distinct value from ({every}) where value is not null) anti join strings using (value)"""
-        )
-
-    @property
-    def limit(self) -> float:
-        """The reward from which on a reply counts as right, less what rounding may take: the best one, if nobody said."""
-        best = self.success if self.success is not None else self.value("select max(reward) from base")
-        return (0.0 if best is None else float(best)) - 1e-6
-
-    def settle(self) -> None:
-        """Make what is said of groups and of tasks. Replies are told apart by their whole texts where these are held."""
-        texts = " left join full_texts f on f.row = b.row and f.longer" if self.longer else ""
-        reply = "coalesce(f.text, b.text)" if self.longer else "b.text"
-        right = f"b.reward >= {self.limit!r}"
-        self._database.execute(
-            f"""create or replace table groups as
-                select k.*, s.* exclude gid from keys k join (
-                    select gid, count(*) as n, count(reward) as valid, count(*) filter ({right}) as right_n,
-                           avg(reward) as mean, stddev_pop(reward) as sd, min(reward) as low, max(reward) as high,
-                           count(distinct {reply}) as replies, min("index") as first, avg(length) as length
-                    from base b{texts} group by gid) s using (gid) order by step, first"""
-        )
-        self._database.execute(
-            """create or replace table tasks as
-               select held_out, kind, task, side, count(*) as visits, arg_max(gid, step) as last_gid, max(step) as last_step,
-                      arg_max(right_n / valid, step) as last_right, max(right_n / valid) as best_right,
-                      arg_min(right_n / valid, step) as first_right
-               from groups where valid > 0 group by all"""
-        )
-        self._views()
-
-    def _views(self) -> None:
-        """What a person asks: rollouts with their texts and the figures of their groups."""
-        plain = ", ".join(f"b.{name}" for name in PLAIN)
-        extra = "".join(f", b.{named('part.' + name)}" for name in self.parts)
-        self._database.execute(
-            f"""create or replace view rollouts as
-                select b.row, b.step, b.held_out, b."index", b.kind, g."group", b.member, g.task, g.side, g.epoch, {plain},
-                       b.fate,
-                       b.stop, b.invalid_kind, coalesce(p.value, s.value) as prompt, coalesce(t.value, u.value) as text,
-                       c.value as columns, n.value as notes, g.mean, g.sd, g.n, g.right_n{extra}
-                from base b left join groups g using (gid) left join strings s on s.id = b.prompt
-                left join strings u on u.id = b.text left join full_texts f on f.row = b.row
-                left join strings p on p.id = f.prompt left join strings t on t.id = f.text
-                left join strings c on c.id = f.columns left join strings n on n.id = f.notes"""
-        )
+            yield from older.scalars(lines)
 
     # -- texts ---------------------------------------------------------------------------------------------------------
 
     def read_texts(self) -> None:
-        """Hold the texts too, if they are not too many: searches then read no file. Takes a second or two."""
-        if sum(file.stamp[1] for file in self.files.values()) > 20 * TEXT_BYTES:
+        """Hold whole texts too, if they are not too many: searches then see all of them and read no file."""
+        if self._too_many is None and sum(file.stamp[1] for file in self.files.values()) > FILE_BYTES:
+            self._too_many = f"the run's files have more than {FILE_BYTES / 2**30:.1f} GiB"
+        if self._too_many is not None:
+            self._tell(self._too_many)
             return
-        have = {Part(r["step"], r["held_out"]) for r in self.ask(
-            "select distinct step, held_out from base semi join full_texts using (row)"
-        )}  # fmt: skip
-        missing = [part for part in self.files if part not in have]
-        held = self.value("select coalesce(sum(strlen(value)), 0) from strings")
-        for begin in range(0, len(missing), 40):
-            held += self._hold(missing[begin : begin + 40])
-            if held > TEXT_BYTES:
-                self._database.execute("delete from full_texts")
+        missing = [part for part, file in self.files.items() if self._read_of.get(part, (None,))[0] != file]
+        long = self._long()
+        for begin in range(0, len(missing), TOGETHER):
+            if self.closed:
                 return
-        self.longer = bool(self.value("select bool_or(longer) from full_texts"))
+            tables = [self._texts]
+            for part in missing[begin : begin + TOGETHER]:
+                try:
+                    tables.append(self._texts_of(part, part in long))
+                    self._read_of[part] = self.files[part], None
+                except (UserError, OSError, pa.ArrowException) as error:
+                    self._read_of[part] = self.files[part], str(error)
+            self._texts = merged(tables)
+            if sum(self._texts[name].chunk(0).dictionary.nbytes for name in TEXTS if len(self._texts)) > TEXT_BYTES:
+                self._texts, self._read_of = pa.Table.from_batches([], _NO_TEXTS), {}
+                self._too_many = f"its texts have more than {TEXT_BYTES >> 20} MiB"
+                self._tell(self._too_many)
+                self.rows = self.rows.with_texts(self._texts)
+                return
+        if missing:
+            self.rows = self.rows.with_texts(self._texts)
+            self.version += self.rows.long  # replies are told apart by more now
+        failed = sorted(part for part, (_, why) in self._read_of.items() if why is not None and part in long)
+        if failed:
+            steps = ", ".join(part.name for part in failed[:8]) + (" …" if len(failed) > 8 else "")
+            self._tell(self._read_of[failed[0]][1] or "", f"of step{'s' if len(failed) > 1 else ''} {steps}")
+        else:
+            self.unsearched, self.searchable = None, True
+
+    def _tell(self, why: str, which: str = "of each text") -> None:
+        self.unsearched = f"search sees only the first {START} characters {which}: {why}"
         self.searchable = True
-        if self.longer:
-            self.settle()
-            self.version += 1
 
-    def _hold(self, some: Sequence[Part]) -> int:
-        """Hold the texts of these parts; bytes of the texts that are new."""
-        lines = {part: self.files[part] for part in some if self.files[part].lines}
-        tables = [older.texts(lines)] if lines else []
-        for part in some:
-            if part not in lines:
-                tables.append(_placed(rows(part, self.files[part], names=["index", *_HELD]), part))
-        with self._writing:
-            cursor = self._database.cursor()
-            cursor.register("incoming", pa.concat_tables(tables))
-            before = self.value("select coalesce(max(id), 0) from strings")
-            self._remember(cursor, "incoming", _HELD)
-            steps = sorted(part.step for part in some)
-            cursor.execute(
-                f"""insert into full_texts
-                    select b.row, p.id, t.id, c.id, n.id, coalesce(p.id <> b.prompt or t.id <> b.text, false)
-                    from incoming i
-                    join (select row, step, held_out, "index", prompt, text from base
-                          where step between {steps[0]} and {steps[-1]}) b
-                      on b.step = i.step and b.held_out = i.held_out and b."index" = i."index"
-                    left join strings p on p.value = i.prompt left join strings t on t.value = i.text
-                    left join strings c on c.value = i.columns left join strings n on n.value = i.notes"""
-            )
-            cursor.unregister("incoming")
-        return int(self.value(f"select coalesce(sum(strlen(value)), 0) from strings where id > {before}"))
+    def _long(self) -> set[Part]:
+        """The parts that have texts beyond their beginnings, which are in `rows` anyway."""
+        rows, found = self.rows, np.zeros(len(self.rows), dtype=bool)
+        for name in ("prompt_start", "text_start"):
+            reaches = pc.greater_equal(pc.utf8_length(rows.values(name)), START).to_numpy(zero_copy_only=False)
+            found |= np.append(reaches, False)[rows.codes(name)]  # the last one is that of -1
+        return {Part(int(key >> 1), bool(key & 1)) for key in np.unique(rows.key[found] >> 32).tolist()}
+
+    def _texts_of(self, part: Part, long: bool) -> pa.Table:
+        """A part's texts; of one without long ones what else is searched."""
+        file = self.files[part]
+        if file.lines:
+            from posttrain.view import older
+
+            table = older.texts({part: file}).drop_columns(["step", "held_out"])
+        else:
+            table = rows(part, file, names=["index", *(TEXTS if long else ("columns", "notes"))])
+        count = table.num_rows
+        columns = {name: _encoded(table[name]) for name in TEXTS if name in table.column_names}
+        places = {"step": pa.array([part.step] * count, pa.int32()), "held_out": pa.array([part.held_out] * count)}
+        return pa.table({**places, "index": table["index"].cast(pa.int32()), **columns})
 
 
-def _placed(table: pa.Table, part: Part) -> pa.Table:
-    """With the columns that say of which part it is."""
-    count = table.num_rows
-    table = table.append_column("step", pa.array([part.step] * count, pa.int32()))
-    return table.append_column("held_out", pa.array([part.held_out] * count, pa.bool_()))
+def _held(table: pa.Table) -> pa.Table:
+    """A table of the index's columns as it is held. Raises ArrowException or LookupError for what is none."""
+    columns = {}
+    for name, kind in _KINDS.items():
+        columns[name] = _encoded(table[name]) if kind == _TEXT else table[name].cast(kind)
+    if table["step"].null_count or table["index"].null_count or (pc.min(table["index"]).as_py() or 0) < 0:
+        raise LookupError("rows without a place")
+    return pa.table(columns | {f"part.{name}": values for name, values in _parts_of(table).items()})
+
+
+def _encoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    return column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column.cast(pa.string()))
 
 
 def _parts_of(table: pa.Table) -> dict[str, pa.Array]:
     """Name of a part of the reward -> its values, null where a row has none of it."""
-    found: dict[str, list[float | None]] = {}
+    found: dict[str, pa.Array] = {}
     lists = table["parts"].combine_chunks()
     if lists.null_count == len(lists) or len(lists.flatten()) == 0:
         return {}
-    import numpy as np
-
-    flat, parents = lists.flatten(), np.asarray(pa.compute.list_parent_indices(lists))
+    flat, parents = lists.flatten(), np.asarray(pc.list_parent_indices(lists))
     names, values = flat.field("name").dictionary_encode(), flat.field("value")
     numbers = values.to_numpy(zero_copy_only=False)
     codes = names.indices.to_numpy(zero_copy_only=False)
@@ -404,9 +267,3 @@ def _parts_of(table: pa.Table) -> dict[str, pa.Array]:
         column[parents[codes == code]] = numbers[codes == code]
         found[name] = pa.array(column, pa.float64(), from_pandas=True)
     return found
-
-
-def said(error: BaseException) -> str:
-    """The first line of what the database says, without what only its authors read."""
-    text = str(error).strip().splitlines()
-    return text[0][:300] if text else "the question cannot be answered"

@@ -24,6 +24,9 @@ ROUNDING = 1e-3  # of ratios, within which they have not moved
 FAR_APART = 0.1  # nats per token between engine and learner; rounding in half precision leaves about 0.01
 FALLEN = 0.5  # of the share at the start: a fault that the run is unlearning is no sign of a loophole
 SIDES = "held-out figure of sides"
+RARE = (
+    0.01  # share of the tokens below which a clip has little to do, though a few ratios of a hundred thousand are far
+)
 AROUND = 10  # steps before and behind one, to which its gradient norm is compared
 FAR = 3.0  # ratio from which on a look is worth it
 
@@ -80,11 +83,13 @@ def _learning(m: Mapping[str, Values]) -> Verdict:
             return _verdict(
                 "solved", "good", f"{text}; {min(accuracy):.1%} of the replies were right from the start on"
             )
-        if abs(gained) > GAIN * scale and abs(gained) < NOISE * _error(_all(m[name])):
+        shift = values[-1] - values[0] if held in ("eval/accuracy", "eval/reward") and values else 0.0
+        alike = math.copysign(shift, shift * gained) > 2 * GAIN  # what is held out has moved in the same way
+        if GAIN * scale < abs(gained) < NOISE * _error(_all(m[name])) and not alike:
             return _verdict("not yet", "warn", f"{text}; its steps differ as much by chance")
         if gained > GAIN * scale:
             return _verdict("yes", "good", text)
-        if gained < 0 and held in ("eval/accuracy", "eval/reward") and values and values[-1] > values[0] + GAIN * scale:
+        if gained < 0 and shift > GAIN * scale:
             return _verdict("unclear", "warn", text)
         return _verdict("going back" if gained < -GAIN * scale else "not yet", "bad" if gained < 0 else "warn", text)
     return _verdict("too early", "plain", "no steps yet")
@@ -97,13 +102,17 @@ def _unmoved(held: Sequence[float], m: Mapping[str, Values]) -> bool:
 
 
 def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
-    doubts, said = [], []
+    doubts, said = list[str](), list[str]()
     length, reward = _ends(m.get("length")), _ends(m.get("reward"))
     held = _ends(m.get("eval/reward", m.get("eval/accuracy")))
     if length is not None and length[1] > LONGER * length[0]:
         doubts.append(f"replies are {length[1] / max(length[0], 1e-9):.1f} times as long as at the start")
-    if held is not None and reward is not None and reward[1] - held[1] > GAP:
-        doubts.append(f"the reward is {_f(reward[1] - held[1])} above the held-out one")
+    elif length is not None and length[1] * LONGER < length[0]:
+        said.append(f"replies are {length[1] / length[0]:.0%} as long as at the start")
+    if held is not None and reward is not None and (gap := reward[1] - held[1]) > GAP:
+        grown = gap > reward[0] - held[0]
+        text = f"the reward is {_f(gap)} above the held-out one"
+        (doubts if grown else said).append(text if grown else f"{text}, {_f(reward[0] - held[0])} at the start")
     for name, word in (("truncated", "are cut off"), ("invalid", "have no valid reward")):
         ends = _ends(m.get(name))
         if ends is None or ends[1] <= 0.05:
@@ -122,6 +131,9 @@ def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
         doubts.append(rising)
     if doubts:
         return _verdict("look", "warn", "; ".join(doubts) + ": read the best replies, and their prompts")
+    rewards = _all(m.get("reward"))
+    if rewards and not any(rewards):
+        return _verdict("nothing earned", "plain", "; ".join(["no reply has earned anything so far", *said]))
     if not any(name in m for name in ("length", "reward")):
         return _verdict("nothing to game", "plain", "no reward is maximised here")
     said.append("one part, one check" if len(own.get("parts") or {}) < 2 else "no part rises while another falls")
@@ -185,8 +197,10 @@ def _stable(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
         still = max(high) - min(low) < ROUNDING
         said.append("ratios stay at 1" if still else f"ratios within [{_f(min(low))}, {_f(max(high))}]")
         if max(high) > FAR or min(low) < 1 / FAR:
-            clipped = _ends(m.get("ratio/clipped_high"))
-            doubts.append(said.pop() + (f", {clipped[1]:.1%} clipped above" if clipped else ""))
+            clipped = [_all(m.get(f"ratio/clipped_{side}")) for side in ("low", "high")]
+            cut = sum(fmean(values) for values in clipped if values) if any(clipped) else None
+            text = said.pop() + ("" if cut is None else f", {cut:.2%} of the tokens clipped")
+            (said if cut is not None and cut < RARE else doubts).append(text)
     norms = _all(m.get("grad_norm"))
     if norms and not any(norms):
         return _verdict("nothing moved", "warn", "; ".join([*doubts, "every gradient is 0: no weight has changed"]))

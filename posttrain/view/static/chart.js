@@ -76,13 +76,15 @@ export function Chart({ panel, events = [], onStep, height = 108, sync = "steps"
   const shown = useRef();
   useEffect(() => {
     let plot = null;
+    let width = 0; // as it was last told: to ask for it makes the browser lay out the page
     const draw = () => {
+      if (!width) return;
       if (plot) plot.destroy();
       const { data, series, bands } = laid(panel);
       const axis = { stroke: colour("faint"), grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false }, font: "10px system-ui, sans-serif" };
       plot = new window.uPlot(
         {
-          width: Math.max(120, place.current.clientWidth), height, padding: [5, 9, 0, 0], series, bands, legend: { show: false },
+          width: Math.max(120, width), height, padding: [5, 9, 0, 0], series, bands, legend: { show: false },
           cursor: { sync: { key: sync }, points: { show: false }, y: false, drag: { x: true, y: false } },
           scales: { x: { time: false }, y: scaleOf(panel) },
           axes: [{ ...axis, size: 20, space: 60 }, { ...axis, size: 44, space: 24, ...(panel.log ? { grid: { ...axis.grid, filter: decades } } : {}), values: (u, ticks) => ticks.map((v) => (v === null ? "" : f(v))) }],
@@ -100,34 +102,32 @@ export function Chart({ panel, events = [], onStep, height = 108, sync = "steps"
         });
       }
     };
-    draw();
-    told(plot, panel, shown.current);
-    let width = place.current.clientWidth;
-    const watch = new ResizeObserver(() => {
-      if (place.current && place.current.clientWidth !== width) {
-        width = place.current.clientWidth;
-        plot.setSize({ width: Math.max(120, width), height });
-      }
+    told(null, panel, shown.current);
+    const watch = new ResizeObserver(([entry]) => {
+      if (entry.contentRect.width === width) return;
+      width = entry.contentRect.width;
+      if (plot) plot.setSize({ width: Math.max(120, width), height });
+      else draw();
     });
     watch.observe(place.current);
     addEventListener("theme", draw);
     return () => {
       removeEventListener("theme", draw);
       watch.disconnect();
-      plot.destroy();
+      if (plot) plot.destroy();
     };
   }, [panel, events]);
   return html`<div class="card" title=${panel.about || ""}>
     <div class="chart-head"><b title=${panel.title}>${panel.title}</b>
       <span class="keys" title=${panel.lines.map((line) => line.name).join(", ")}><span class="soft" ref=${shown}></span>${panel.lines.length > 1 ? panel.lines.map((line, i) => html`<span class=${`key c-${nameOf(line, i)}`}>${line.name}</span>`) : ""}</span></div>
-    <div ref=${place}></div></div>`;
+    <div ref=${place} style=${{ height: `${height}px` }}></div></div>`;
 }
 
 const decades = (u, splits) => splits.map((v) => (v > 0 && Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-9 ? v : null));
 
 function told(u, panel, element) {
   if (!element) return;
-  const i = u.cursor.idx;
+  const i = u?.cursor.idx;
   const values = panel.lines.map((line) => (i === null || i === undefined ? line.values.findLast((v) => v !== null) : line.values[i]));
   const step = i === null || i === undefined ? "" : `step ${panel.steps[i]}: `;
   element.textContent = panel.lines.length > 1 && !step ? "" : step + values.map((v) => f(v)).join(" · ");

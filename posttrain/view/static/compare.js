@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { f, line, shown, signed, visible, whole } from "./format.js";
-import { change, go, to } from "./net.js";
+import { change, go, here, to } from "./net.js";
 import { Empty, html, Problem, useAnswer, useKeys } from "./ui.js";
 
 const X0 = 96;
@@ -10,12 +10,16 @@ const WIDE = 420;
 
 export function Compare({ run, runs, query }) {
   const stamp = JSON.stringify(runs.map((r) => r.stamp[0]));
-  const { data, problem, stale } = useAnswer("compare", { a: query.a, b: query.b, of_a: query.of_a, of_b: query.of_b }, stamp);
-  const swap = () => data && change({ a: data.b.run, b: data.a.run, of_a: data.b.of, of_b: data.a.of });
+  const { data, problem, waiting } = useAnswer("compare", { a: query.a, b: query.b, of_a: query.of_a, of_b: query.of_b }, stamp);
+  const swap = () => {
+    if (!data) return;
+    const now = { a: data.a.run, b: data.b.run, of_a: data.a.of, of_b: data.b.of, ...here().query }; // what is shown may still be the one before
+    change({ a: now.b, b: now.a, of_a: now.of_b, of_b: now.of_a });
+  };
   useKeys({ s: swap });
   if (problem) return html`<${Problem} text=${problem} />`;
   if (!data) return html`<${Empty}>pairing …</${Empty}>`;
-  return html`<div class=${`fading ${stale ? "stale" : ""}`}>
+  return html`<div class=${waiting}>
     <div class="row gap"><${Side} label="A" side=${data.a} runs=${runs} names=${["a", "of_a"]} /><button onClick=${swap} title="swap ( s )">⇄</button><${Side} label="B" side=${data.b} runs=${runs} names=${["b", "of_b"]} /></div>
     ${data.a.run === data.b.run ? "" : html`<${Parting} a=${data.a.run} b=${data.b.run} stamp=${stamp} />`}
     ${data.warnings.map((w) => html`<div class="note">${visible(w)}</div>`)}

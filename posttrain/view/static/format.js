@@ -42,6 +42,12 @@ export function visible(text) {
   });
 }
 
+/** A text as a word of a shell's command line. */
+export function inShell(text) {
+  if (/^[\w./+:@%-]+$/.test(text)) return text;
+  return text.includes("'") ? `"${text.replace(/["\\$`]/g, "\\$&")}"` : `'${text}'`;
+}
+
 const PICTURE = /\[sha256:[0-9a-f]{64}\]/g;
 
 /** A prompt as a reader sees it: pictures stand beside it, and not as the hashes that name them. */
@@ -62,6 +68,7 @@ export function integers(text) {
 }
 
 function bytes(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
   const raw = atob(text);
   const found = new Uint8Array(raw.length);
   for (let i = 0; i < raw.length; i++) found[i] = raw.charCodeAt(i);

@@ -13,10 +13,10 @@ export function Group({ run, about, words, query }) {
   if (words.length !== 2) return html`<${Empty}>No group is chosen: open one from <a href=${to(run, "rollouts", [], { as: "groups" })}>the groups</a>.</${Empty}>`;
   if (problem) return html`<${Problem} text=${problem} />`;
   if (!data) return html`<${Empty}>reading …</${Empty}>`;
-  return html`<${Replies} key=${words.join("/")} ...${{ run, about, data, place: words[0], query }} />`;
+  return html`<${Replies} key=${`${part(data.group)}/${data.group.first}`} ...${{ run, about, data, words, query }} />`;
 }
 
-function Replies({ run, about, data, place, query }) {
+function Replies({ run, about, data, words, query }) {
   const { group, visits } = data;
   const order = query.order || "reward";
   const rows = useMemo(() => sorted(data.rollouts, order), [data, order]);
@@ -26,12 +26,15 @@ function Replies({ run, about, data, place, query }) {
   const name = query.c || firstOf(all.flat(), item ? ["reference", "push"] : ["change", "push", "surprise"])?.name;
   const most = Math.max(...all.flat().filter((m) => m.name === name).map((m) => m.most), 1e-9);
   const [at, setAt] = useState(0);
-  const near = visits.findIndex((v) => part(v) === place && v.index === group.first);
+  const home = part(group);
+  const shownNow = visits.findIndex((v) => part(v) === home && v.index === group.first);
+  const named = visits.findIndex((v) => part(v) === words[0] && v.index === Number(words[1])); // what is shown may still be the one before
+  const near = named >= 0 ? named : shownNow;
   const visit = (by) => () => visits[near + by] && go(to(run, "group", [part(visits[near + by]), visits[near + by].index], { c: query.c }));
   useKeys({
     ...Object.fromEntries(names.slice(0, 9).map((m, i) => [String(i + 1), () => change({ c: m.name })])), "0": () => change({ c: "none" }),
     l: () => setAt(Math.min(rows.length - 1, at + 1)), h: () => setAt(Math.max(0, at - 1)), ArrowRight: () => setAt(Math.min(rows.length - 1, at + 1)), ArrowLeft: () => setAt(Math.max(0, at - 1)),
-    j: visit(1), k: visit(-1), Enter: () => go(to(run, "rollout", [place, rows[at].index], { c: query.c })),
+    j: visit(1), k: visit(-1), Enter: () => go(to(run, "rollout", [home, rows[at].index], { c: query.c })),
     i: () => document.querySelector(".frame")?.click(),
     o: () => change({ order: order === "reward" ? "index" : "reward" }),
   });
@@ -53,7 +56,7 @@ function Replies({ run, about, data, place, query }) {
       ${names.some((m) => m.name === name) ? html`<${Legend} measure=${{ ...names.find((m) => m.name === name), most }} />` : ""}</div>
     <div class=${`replies ${rows.length === 2 ? "two" : ""}`}>${rows.map((row, i) => {
       const own = all[i].find((m) => m.name === name);
-      return html`<${Reply} key=${row.index} ...${{ row, item, score: item ? scoreOf(all[i]) : null, chosen: i === at, measure: own ? { ...own, most } : null, clip: clipped(row, about.bounds), open: () => go(to(run, "rollout", [place, row.index], { c: query.c })) }} />`;
+      return html`<${Reply} key=${row.index} ...${{ row, item, score: item ? scoreOf(all[i]) : null, chosen: i === at, measure: own ? { ...own, most } : null, clip: clipped(row, about.bounds), open: () => go(to(run, "rollout", [home, row.index], { c: query.c })) }} />`;
     })}</div>`;
 }
 

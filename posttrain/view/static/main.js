@@ -6,11 +6,12 @@ import { Group } from "./group.js";
 import { ask, exported, go, here, to } from "./net.js";
 import { Overview } from "./overview.js";
 import { Rollout } from "./rollout.js";
-import { listed, Rollouts } from "./rollouts.js";
+import { Rollouts } from "./rollouts.js";
 import { Step } from "./step.js";
-import { html, Problem, render, useEffect, useKeys, useState } from "./ui.js";
+import { html, Problem, render, useEffect, useKeys, useLayoutEffect, useState } from "./ui.js";
 
 const PAUSE = 2000; // milliseconds between two looks at runs that are on
+const SOON = [200, 500]; // and while one is read: its rollouts, their texts
 
 const PAGES = [["overview", "Overview", "o"], ["rollouts", "Rollouts", "r"], ["rollout", "One rollout", "t"], ["group", "Group", "g"], ["step", "Step", "s"], ["compare", "Compare", "c"]];
 
@@ -45,8 +46,9 @@ function App() {
   const [state, set] = useState({ runs: null, questions: [], problem: null });
   const [place, setPlace] = useState(here());
   const [help, setHelp] = useState(false);
-  useEffect(() => {
+  useLayoutEffect(() => {
     const moved = () => setPlace(here());
+    moved();
     addEventListener("hashchange", moved);
     return () => removeEventListener("hashchange", moved);
   }, []);
@@ -59,8 +61,8 @@ function App() {
           const now = JSON.stringify(runs);
           if (now !== last) set({ runs, questions, problem: null });
           last = now;
-          const waiting = runs.some((r) => r.progress < 1 || !r.searchable);
-          if (!exported) timer = setTimeout(look, waiting ? 250 : PAUSE);
+          const pause = runs.some((r) => r.progress < 1) ? SOON[0] : runs.some((r) => !r.searchable) ? SOON[1] : PAUSE;
+          if (!exported) timer = setTimeout(look, pause);
         },
         () => {
           set((s) => ({ ...s, problem: "The server is gone: start posttrain view again." }));
@@ -72,7 +74,7 @@ function App() {
     return () => clearTimeout(timer);
   }, []);
   const { run, page, words, query } = place;
-  const jump = (name) => () => go(to(run, name, [], name === "rollouts" && listed.run === run && page !== "rollouts" && listed.address ? {} : {}));
+  const jump = (name) => () => go(to(run, name));
   const theme = () => themed(localStorageItem(document.documentElement.dataset.theme === "dark" ? "light" : "dark") || (document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
   useKeys({
     "?": () => setHelp(!help), Escape: (e) => (help ? setHelp(false) : e.target.blur?.()), o: page === "group" ? undefined : jump("overview"), r: page === "step" ? undefined : jump("rollouts"), s: page === "compare" ? undefined : jump("step"), c: exported ? undefined : jump("compare"), d: theme, e: () => [...document.querySelectorAll("a.export")].at(-1)?.click(),

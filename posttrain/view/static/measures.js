@@ -23,7 +23,11 @@ export function unpack(row) {
   return Object.assign(row, { n, ids, isScored: scored, isSampled: sampled, versionAt: version });
 }
 
-const each = (length, at) => Float32Array.from({ length }, (_, i) => at(i));
+function each(length, at) {
+  const found = new Float32Array(length);
+  for (let i = 0; i < length; i++) found[i] = at(i);
+  return found;
+}
 
 const logp = (row) => row.n.learner || row.n.before || row.n.engine;
 
@@ -100,16 +104,17 @@ export function measured(row, bounds) {
     if (given(row.kind) && ["ratio", "advantage"].includes(measure.name)) continue; // nobody sampled them
     const values = measure.of(row, bounds);
     if (!values) continue;
-    const sizes = [];
+    const every = new Float32Array(values.length);
+    let known = 0;
     let least = Infinity;
     for (const value of values) {
       if (Number.isFinite(value)) {
-        sizes.push(Math.abs(value));
+        every[known++] = Math.abs(value);
         if (value < least) least = value;
       }
     }
+    const sizes = every.subarray(0, known).sort();
     if (!sizes.length) continue;
-    sizes.sort((a, b) => a - b);
     const most = sizes[Math.min(sizes.length - 1, Math.floor(0.98 * sizes.length))] || sizes.at(-1) || 1;
     const item = isItem(row.kind) && measure.name === "reference" ? CONTRIBUTION : {};
     found.push({ ...measure, ...item, values, most, least: measure.name === "version" ? least - 1 : 0, blank: sizes.at(-1) === 0 });

@@ -41,11 +41,10 @@ export function to(run, page, words = [], query = {}) {
   return `#/${[run, page, ...words].map(encodeURIComponent).join("/")}${kept.size ? "?" + kept : ""}`;
 }
 
+/** Open an address at once: the browser itself would tell of it only after keys that were pressed meanwhile. */
 export function go(address, replace = false) {
-  if (replace) {
-    history.replaceState(null, "", address);
-    dispatchEvent(new HashChangeEvent("hashchange"));
-  } else location.hash = address;
+  history[replace ? "replaceState" : "pushState"](null, "", address);
+  dispatchEvent(new HashChangeEvent("hashchange"));
 }
 
 /** Change some of the query of the address that is open; empty values leave it. */

@@ -18,11 +18,11 @@ const foreign = (row, kind, trained) => Boolean(trained) && ["rl", "sft", "disti
 
 export function Rollout({ run, about, words, query }) {
   const [place, index] = words;
-  const { data, problem, stale } = useAnswer(words.length === 2 ? `${run}/rollout/${place}/${index}` : null, { begin: query.begin });
+  const { data, problem } = useAnswer(words.length === 2 ? `${run}/rollout/${place}/${index}` : null, { begin: query.begin });
   if (words.length !== 2) return html`<${Empty}>No rollout is chosen: open one from <a href=${to(run, "rollouts")}>the rollouts</a>.</${Empty}>`;
   if (problem) return html`<${Problem} text=${problem} />`;
   if (!data) return html`<${Empty}>reading …</${Empty}>`;
-  return html`<${OneRollout} key=${`${place}/${index}/${data.begin}`} ...${{ run, about, place, query, row: data, stale }} />`;
+  return html`<${OneRollout} key=${`${part(data)}/${data.index}/${data.begin}`} ...${{ run, about, place: part(data), query, row: data }} />`;
 }
 
 function OneRollout({ run, about, place, query, row }) {
@@ -37,23 +37,24 @@ function OneRollout({ run, about, place, query, row }) {
     setAt(token);
     change({ t: token + row.begin });
   };
-  const asked = () => Number(here().words[1]); // what is on the screen may still be the one before
+  const asked = () => here().words; // what is on the screen may still be the one before
   const jump = (row) => row && go(to(run, "rollout", [part(row), row.index], { c: query.c }));
   const beside = (by) => () => {
-    const i = row.siblings.findIndex((s) => s.index === asked());
-    if (row.siblings[i + by]) jump({ ...row.siblings[i + by], step: row.step, held_out: row.held_out });
+    const [name, index] = asked();
+    const i = name === place ? row.siblings.findIndex((s) => s.index === Number(index)) : -1;
+    if (i >= 0 && row.siblings[i + by]) jump({ ...row.siblings[i + by], step: row.step, held_out: row.held_out });
   };
   const next = (by) => () => {
-    const index = asked();
-    const i = listed.run === run ? listed.rows.findIndex((r) => part(r) === place && r.index === index) : -1;
+    const [name, index] = asked();
+    const i = listed.run === run ? listed.rows.findIndex((r) => part(r) === name && r.index === Number(index)) : -1;
     if (i >= 0) jump(listed.rows[i + by]);
-    else if (index + by >= 0) go(to(run, "rollout", [place, index + by], { c: query.c }));
+    else if (Number(index) + by >= 0) go(to(run, "rollout", [name, Number(index) + by], { c: query.c }));
   };
   const colours = Object.fromEntries(all.slice(0, 9).map((m, i) => [String(i + 1), () => change({ c: m.name })]));
   useKeys({
     ...colours, ArrowRight: step(1), ArrowLeft: step(-1), h: beside(-1), l: beside(1), j: next(1), k: next(-1), "0": () => change({ c: "none" }),
     f: () => document.querySelector("a.text-file")?.click(), i: () => document.querySelector(".frame")?.click(),
-    g: () => go(to(run, "group", [place, row.index])), Backspace: () => go(listed.run === run && listed.address ? listed.address : to(run, "rollouts", [], { step: row.step })),
+    g: () => go(to(run, "group", asked())), Backspace: () => go(listed.run === run && listed.address ? listed.address : to(run, "rollouts", [], { step: row.step })),
   });
   const none = query.c === "none" || !measure;
   return html`

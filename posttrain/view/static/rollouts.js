@@ -1,12 +1,15 @@
 // All rollouts: filters, histograms that select, ready questions, one SELECT.
 
 import { Histogram } from "./chart.js";
-import { f, line, percent, visible, whole } from "./format.js";
+import { f, inShell, line, percent, visible, whole } from "./format.js";
 import { given } from "./items.js";
 import { change, exported, go, here, part, to } from "./net.js";
-import { Fate, html, Problem, Signed, useAnswer, useEffect, useKeys, useMemo, useRef, useState } from "./ui.js";
+import { Fate, html, Problem, Signed, useAnswer, useEffect, useKeys, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
 
 const OWN = ["sort", "as", "sel", "offset"]; // what is no filter
+
+/** Whether a row is of a group: while an answer is waited for, rows of the other kind may still be there. */
+const isGroup = (row) => row.matched !== undefined;
 
 /** The rows that were listed last, for whoever walks through them. */
 export const listed = { rows: [], run: -1, address: "" };
@@ -15,6 +18,7 @@ const COLUMNS = [
   ["step", "step", "n"], ["index", "#", "n"], ["group", "group", ""], ["prompt", "prompt", "text"], ["text", "reply", "text"], ["reward", "reward", "n"],
   ["advantage", "advantage", "n"], ["sd", "spread", "n"], ["length", "tokens", "n"], ["stop", "stop", ""], ["fate", "fate", ""],
 ];
+const ROW = 25; // pixels: see td in app.css
 const EARNED = ["reward", "advantage", "sd", "right", "mean"]; // columns of what was played
 const ALWAYS = ["longest", "cut"]; // questions that anything answers
 const RIGHT = ["wrong", "once", "lost"]; // questions that ask what is right
@@ -37,7 +41,7 @@ export function Rollouts({ run, about, questions, query }) {
   const groups = query.as === "groups";
   const offset = Number(query.offset || 0);
   const version = about.stamp[0];
-  const { data, problem, stale, of } = useAnswer(`${run}/rollouts`, { ...filters, sort: query.sort, as: query.as, offset }, version);
+  const { data, problem, waiting, of } = useAnswer(`${run}/rollouts`, { ...filters, sort: query.sort, as: query.as, offset }, version);
   const parts = about.parts.slice(0, 4);
   const played = !given(about.verb);
   const columns = (groups ? GROUPS : [...COLUMNS.slice(0, 6), ...parts.map((p) => [`part.${p}`, p, "n"]), ...COLUMNS.slice(6)]).filter(([name]) => played || !EARNED.includes(name));
@@ -48,27 +52,31 @@ export function Rollouts({ run, about, questions, query }) {
   const means = useAnswer(asked ? `${run}/means` : null, JSON.parse(later), version);
   const search = useRef();
   const rows = data?.rows || [];
-  const at = Math.min(Number(query.sel || 0), Math.max(0, rows.length - 1));
-  if (data && !groups) Object.assign(listed, { rows, run, address: location.hash });
-  const select = (place) => change({ sel: Math.max(0, Math.min(rows.length - 1, place)) });
-  const open = (row, page) => row && go(to(run, page || (groups ? "group" : "rollout"), [part(row), groups ? row.first : row.index], row.at === undefined || row.at === null ? {} : { t: row.at }));
+  const at = data ? Math.min(Number(query.sel || 0), Math.max(0, rows.length - 1)) : Number(query.sel || 0);
+  const select = (place) => change({ sel: Math.max(0, data ? Math.min(rows.length - 1, place) : place) });
+  const open = (row, page) => row && go(to(run, page || (isGroup(row) ? "group" : "rollout"), [part(row), isGroup(row) ? row.first : row.index], row.at === undefined || row.at === null ? {} : { t: row.at }));
   useKeys({
     j: () => select(at + 1), k: () => select(at - 1), ArrowDown: () => select(at + 1), ArrowUp: () => select(at - 1),
     Enter: () => open(rows[at]), g: () => open(rows[at], "group"),
     "/": () => search.current?.focus(),
     n: () => data && offset + rows.length < data.count && change({ offset: offset + rows.length, sel: 0 }),
     p: () => offset && change({ offset: Math.max(0, offset - 100), sel: 0 }),
-    a: () => change({ as: groups ? "" : "groups", sort: "", offset: "", sel: "" }),
+    a: () => exported || change({ as: groups ? "" : "groups", sort: "", offset: "", sel: "" }),
     "[": () => change({ step: Math.max(0, (parseInt(query.step, 10) || 1) - 1), offset: "" }),
     "]": () => change({ step: (parseInt(query.step, 10) || 0) + 1, offset: "" }),
     x: () => go(to(run, "rollouts", [], {}), true),
+  });
+  useLayoutEffect(() => {
+    if (rows.length && !isGroup(rows[0])) Object.assign(listed, { rows, run, address: location.hash });
   });
   useEffect(() => {
     document.querySelector("tr.sel")?.scrollIntoView({ block: "nearest" });
   }, [at]);
   const most = Math.max(...rows.map((r) => Math.abs(r.advantage || 0)), 0.01);
-  const body = useMemo(() => rows.map((row, i) => html`<tr class=${`r${i === at ? " sel" : ""}`} key=${`${part(row)}/${groups ? row.first : row.index}`} onClick=${() => open(row)}>
-        ${groups ? html`<${GroupCells} ...${{ row, played }} />` : html`<${Cells} ...${{ row, run, parts, most, played, success: about.success }} />`}</tr>`), [data, at, about.success]); // not drawn again when a histogram arrives
+  const [all, setAll] = useState(null); // the answer that was scrolled: only then are rows drawn that cannot be seen yet
+  const drawn = all === data ? rows.length : Math.min(rows.length, Math.max(Math.ceil(innerHeight / ROW), at + 9));
+  const body = useMemo(() => rows.slice(0, drawn).map((row, i) => html`<tr class=${`r${i === at ? " sel" : ""}`} key=${`${part(row)}/${isGroup(row) ? row.first : row.index}`} onClick=${() => open(row)}>
+        ${isGroup(row) ? html`<${GroupCells} ...${{ row, played }} />` : html`<${Cells} ...${{ row, run, parts, most, played, success: about.success }} />`}</tr>`), [data, at, about.success, drawn]); // not drawn again when a histogram arrives
   const set = (changes) => change({ ...changes, offset: "", sel: "" });
   return html`
     <${Bar} ...${{ about, query, filters, set, search, questions, groups }} count=${data?.count} refused=${problem ? (/token/.test(problem) || !query.where ? "token" : "where") : ""} />
@@ -76,31 +84,32 @@ export function Rollouts({ run, about, questions, query }) {
     <div class="hists">${names.map((name) => histograms.data?.[name] && (histograms.data[name].count || query[name]) ? html`<${Histogram} key=${name} data=${histograms.data[name]} label=${name.replace(/^part\./, "part: ")} chosen=${query[name]} choose=${(range) => set({ [name]: range })} />` : "")}
       <${Facets} data=${histograms.data} query=${query} set=${set} /></div>
     ${asked && !problem && means.data?.these ? html`<${Beside} data=${means.data} parts=${parts} />` : ""}
-    <div class=${`card list long fading ${stale ? "stale" : ""}`} data-of=${of}><table>
+    <div class=${`card list long ${waiting}`} data-of=${of} onScroll=${() => drawn < rows.length && setAll(data)}><table style=${{ marginBottom: `${(rows.length - drawn) * ROW}px` }}>
       <thead><tr>${columns.map(([name, says, kind]) => html`<${Head} ...${{ name, says, kind, sort: query.sort || "", set }} />`)}</tr></thead>
       <tbody>${body}</tbody></table>
-      ${data && !rows.length ? html`<div class="empty">Nothing fits. <kbd>x</kbd> takes all filters away.</div>` : ""}</div>
+      ${data && !rows.length ? html`<div class="empty">${Object.keys(filters).length ? html`Nothing fits. <kbd>x</kbd> takes all filters away.` : "There are none yet."}</div>` : ""}</div>
     <div class="row" style=${{ marginTop: "8px" }}>
       ${data?.note ? html`<span class="warn small">${data.note}</span>` : ""}
       <span class="soft">${data ? `${whole(offset + (rows.length ? 1 : 0))}–${whole(offset + rows.length)} of ${whole(data.count)}` : ""}</span>
       <button disabled=${!offset} onClick=${() => change({ offset: Math.max(0, offset - 100), sel: 0 })}>previous</button>
       <button disabled=${!data || offset + rows.length >= data.count} onClick=${() => change({ offset: offset + rows.length, sel: 0 })}>next</button>
-      ${exported || !data ? "" : html`<span class="sql mono grow untrusted" title="the same question in the terminal">posttrain query RUN "${visible(data.sql)}"</span>`}
-      ${exported ? "" : html`<a class="export" href=${`export/${run}?${new URLSearchParams(filters)}`} download title="e">export these</a>`}</div>`;
+      ${exported || !data ? "" : html`<span class="sql mono grow untrusted" title="the same question in the terminal">posttrain query ${inShell(visible(about.folder))} ${inShell(visible(data.sql))}</span>`}
+      ${exported ? "" : html`<a class="export" title="e" href=${`export/${run}?${new URLSearchParams(filters)}`} download>export these</a>`}</div>`;
 }
 
 function Bar({ about, query, filters, set, search, questions, groups, count, refused }) {
   const asked = questions.find((q) => q.name === query.ask);
   const chips = Object.entries(filters).filter(([name]) => !["q", "ask", "where", "token", "step", "held"].includes(name));
   return html`<div class="row gap">
-      <div class="row tight"><button class=${groups ? "" : "on"} onClick=${() => set({ as: "", sort: "" })}>rollouts</button><button class=${groups ? "on" : ""} onClick=${() => set({ as: "groups", sort: "" })}>groups</button>${exported ? "" : html`<button class=${query.held === "1" ? "on" : ""} onClick=${() => set({ held: query.held === "1" ? "" : "1", step: "" })} title="those of the evaluations during training">held out</button>`}</div>
-      <input class="search" ref=${search} type="search" placeholder=${about.searchable || exported ? "search texts ( / )" : "search: texts are being read"} value=${query.q || ""} onInput=${(e) => set({ q: e.target.value })} aria-label="search prompts and replies" />
+      <div class="row tight"><button class=${groups ? "" : "on"} onClick=${() => set({ as: "", sort: "" })}>rollouts</button>${exported ? "" : html`<button class=${groups ? "on" : ""} onClick=${() => set({ as: "groups", sort: "" })}>groups</button><button class=${query.held === "1" ? "on" : ""} onClick=${() => set({ held: query.held === "1" ? "" : "1", step: "" })} title="those of the evaluations during training">held out</button>`}</div>
+      <input class="search" ref=${search} type="search" title=${visible(about.unsearched || "")} placeholder=${!about.searchable && !exported ? "search: texts are being read" : about.unsearched ? "search beginnings ( / )" : "search texts ( / )"} value=${query.q || ""} onInput=${(e) => set({ q: e.target.value })} aria-label="search prompts and replies" />
       <input style=${{ width: "96px" }} placeholder="steps 1..20" key=${`step ${query.step || ""}`} defaultValue=${query.step || ""} onChange=${(e) => set({ step: e.target.value.trim() })} aria-label="steps" />
-      ${exported ? "" : html`<input class=${`condition mono ${refused === "where" ? "refused" : ""}`} aria-invalid=${refused === "where"} placeholder=${`where … in SQL: length > 40${!given(about.verb) ? ` and ${about.parts[0] || "mean"} < 1` : ""}`} key=${`where ${query.where || ""}`} defaultValue=${query.where || ""} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}
+      ${exported ? "" : html`<input class=${`condition mono ${refused === "where" ? "refused" : ""}`} aria-invalid=${refused === "where"} key=${`where ${query.where || ""}`} defaultValue=${query.where || ""} placeholder=${`where … in SQL: length > 40${!given(about.verb) ? ` and ${about.parts[0] || "mean"} < 1` : ""}`} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}
       ${exported ? "" : html`<input class=${`condition token mono ${refused === "token" ? "refused" : ""}`} aria-invalid=${refused === "token"} placeholder="any token … ratio > 2" key=${`token ${query.token || ""}`} defaultValue=${query.token || ""} onChange=${(e) => set({ token: e.target.value })} aria-label="condition on tokens in SQL" title="rollouts with a token of which this holds: ratio > 2, abs(weight) > 0.01, trim(text) = 'wait'; columns: token, text, origin, learned, engine, before, learner, reference, entropy, weight, advantage, value, returns, teacher, after, ratio, place" />`}
       <span class="soft">${count === undefined ? "" : `${whole(count)} ${groups ? "groups" : "rollouts"}`}</span>
       ${chips.map(([name, value]) => html`<button class="on small" onClick=${() => set({ [name]: "" })} title="take this filter away">${visible(`${name} ${value}`)} ×</button>`)}
       ${Object.keys(filters).length ? html`<button class="small" onClick=${() => go(to(here().run, "rollouts"))}>all ( x )</button>` : ""}</div>
+    ${query.q && about.unsearched ? html`<div class="note gap">${visible(about.unsearched)}</div>` : ""}
     <div class="row tight gap">${questions.filter((q) => !given(about.verb) || ALWAYS.includes(q.name)).map((q) => html`<button class=${query.ask === q.name ? "on" : ""} title=${q.means} onClick=${() => set({ ask: query.ask === q.name ? "" : q.name, sort: "", ...(["wrong", "lost"].includes(q.name) && query.ask !== q.name ? { as: "groups" } : {}) })}>${q.says}</button>`)}
       <span class="soft small">${asked ? asked.means : ""}${asked && RIGHT.includes(asked.name) && about.success === null ? " (right: the greatest reward of this run, as it has no --success)" : ""}</span></div>`;
 }

@@ -8,13 +8,13 @@ export function Step({ run, about, words, query }) {
   const latest = useAnswer(words.length ? null : `${run}/overview`, {}, about.stamp[0]);
   const last = latest.data?.parts.filter((p) => !p.endsWith("e")).at(-1);
   if (!words.length && last) go(to(run, "step", [last]), true);
-  const { data, problem, stale } = useAnswer(words.length ? `${run}/step/${words[0]}` : null, { by: query.by });
+  const { data, problem, waiting } = useAnswer(words.length ? `${run}/step/${words[0]}` : null, { by: query.by });
   const steps = data?.steps || [];
-  const at = data ? steps.indexOf(data.step) : -1;
+  const at = steps.indexOf(parseInt(words[0], 10)); // what is shown may still be the one before
   const open = (i) => steps[i] !== undefined && go(to(run, "step", [`${steps[i]}${data.held_out ? "e" : ""}`], query), true);
   const measures = data?.measures || [];
   useKeys({
-    "[": () => open(at - 1), "]": () => open(at + 1), k: () => open(at - 1), j: () => open(at + 1), r: () => data && go(to(run, "rollouts", [], { step: data.step })),
+    "[": () => open(at - 1), "]": () => open(at + 1), k: () => open(at - 1), j: () => open(at + 1), r: () => data && go(to(run, "rollouts", [], { step: steps[at] ?? data.step })),
     ...Object.fromEntries(measures.map((m, i) => [String(i + 1), () => m.missing || change({ by: m.name })])),
   });
   if (problem) return html`<${Problem} text=${problem} />`;
@@ -24,14 +24,14 @@ export function Step({ run, about, words, query }) {
       <input style=${{ width: "64px" }} key=${data.step} defaultValue=${data.step} onChange=${(e) => go(to(run, "step", [e.target.value.trim() || "1"], query))} aria-label="step" /><button disabled=${at >= steps.length - 1} onClick=${() => open(at + 1)} aria-label="the next step">▸</button><h2>do?</h2>
       ${measures.map((m, i) => html`<button class=${m.name === data.by ? "on" : ""} disabled=${m.missing !== ""} title=${m.missing || m.about} onClick=${() => change({ by: m.name })}><span class="faint">${i + 1}</span> ${m.says}</button>`)}
       <span class="fill"></span><a href=${to(run, "rollouts", [], { step: data.step })}>its rollouts</a></div>
-    ${data.by ? html`<${Changes} ...${{ run, data, stale }} />` : html`<${Empty}>Of this step only tokens and the engine's log-probabilities were recorded. <span class="mono">--record full</span> keeps what the learner computed, <span class="mono">--record-after</span> what the step changed.</${Empty}>`}`;
+    ${data.by ? html`<${Changes} ...${{ run, data, waiting }} />` : html`<${Empty}>Of this step only tokens and the engine's log-probabilities were recorded. <span class="mono">--record full</span> keeps what the learner computed, <span class="mono">--record-after</span> what the step changed.</${Empty}>`}`;
 }
 
-function Changes({ run, data, stale }) {
+function Changes({ run, data, waiting }) {
   const most = Math.max(...data.histogram.counts, 1);
   const measure = data.measures.find((m) => m.name === data.by);
   const push = data.by === "push";
-  return html`<div class=${`fading ${stale ? "stale" : ""}`}>
+  return html`<div class=${waiting}>
     <div class="card gap row"><div><b>${measure.says}</b><div class="soft small">${whole(data.n)} tokens, mean size ${f(data.size)}, mean ${f(data.mean)}</div><div class="soft small">${measure.about}</div>${data.pushed?.length ? html`<div class="bad">${whole(data.pushed.length)} token${data.pushed.length === 1 ? "" : "s"} pushed though clipped: ${data.pushed.slice(0, 6).map(([index, at], i) => html`${i ? " · " : ""}<a href=${to(run, "rollout", [data.step, index], { t: at, c: "push" })}>rollout ${index}, token ${at}</a>`)}</div>` : ""}</div><span class="fill"></span>
       <svg width="330" height="56" role="img" aria-label="histogram of the changes">${data.histogram.counts.map((n, i) => {
         const tall = n ? 2 + (36 * Math.log1p(n)) / Math.log1p(most) : 0;

@@ -6,7 +6,7 @@ import { visible } from "./format.js";
 import { shade } from "./measures.js";
 
 const CHUNK = 400; // tokens of a piece of the page, at least; it ends with a line
-const LONGEST = 1600; // and at most, where no line ends
+const LONGEST = 800; // and at most, where no line ends
 
 /** [begin, end) of chunks of the tokens from `begin` to `end`. */
 export function chunks(pieces, begin, end) {

@@ -5,20 +5,37 @@ import { f, visible } from "./format.js";
 
 export const { html, render, useState, useEffect, useRef, useMemo, useLayoutEffect } = window.htmPreact;
 
-/** The answer to a path and a query: {data, problem, stale}. The last answer stays until the next one is there. */
+const LONG = 250; // milliseconds after which what waits for an answer turns pale: a change of opacity paints everything again
+
+/**
+ * The answer to a path and a query: {data, problem, stale, waiting}. The last answer stays until the next one is there;
+ * `waiting` is its class meanwhile.
+ */
 export function useAnswer(path, query = {}, version = 0) {
   const key = path && path + "?" + JSON.stringify(query);
   const [state, set] = useState({ data: null, problem: null, key: null, path: null });
-  useEffect(() => {
+  const [pale, setPale] = useState(null);
+  useLayoutEffect(() => {
+    // not useEffect, which runs after the next frame: the question would wait for it
     if (!path) return undefined;
     const control = new AbortController();
+    const timer = setTimeout(() => setPale(key), LONG);
+    const answered = (answer) => {
+      clearTimeout(timer);
+      // What has not changed since it was asked is not drawn again.
+      set((last) => (last.key === key && JSON.stringify(last.data) === JSON.stringify(answer.data ?? null) && !answer.problem ? last : { data: answer.problem && last.path === path ? last.data : null, problem: null, key, path, ...answer }));
+    };
     ask(path, query, control.signal).then(
-      (data) => set({ data, problem: null, key, path }),
-      (error) => error.name === "AbortError" || set((s) => ({ data: s.path === path ? s.data : null, problem: error.message, key, path })),
+      (data) => answered({ data }),
+      (error) => error.name === "AbortError" || answered({ problem: error.message }),
     );
-    return () => control.abort();
+    return () => {
+      control.abort();
+      clearTimeout(timer);
+    };
   }, [key, version]);
-  return { data: state.data, problem: state.problem, stale: state.key !== key, of: state.key };
+  const stale = state.key !== key;
+  return { data: state.data, problem: state.problem, stale, waiting: stale ? (pale === key ? "stale pale" : "stale") : "", of: state.key };
 }
 
 /** Keys while a part is there: {j: action, ...}. What is typed into a field is not taken. */
@@ -43,6 +60,8 @@ export function useKeys(keys) {
   }, []);
 }
 
+addEventListener("click", (event) => event.detail && event.target.closest?.("button")?.blur()); // or Enter would press it again, after j
+
 export const Problem = ({ text }) => html`<div class="problem" role="alert">${text}</div>`;
 
 export const Empty = ({ children }) => html`<div class="card empty">${children}</div>`;
@@ -62,10 +81,13 @@ export const FATES = {
 
 export const Fate = ({ fate }) => html`<span class=${FATES[fate] || "faint"}>${fate || ""}</span>`;
 
+const colours = new Map(); // of the theme; to ask the browser makes it work out all styles
+addEventListener("theme", () => colours.clear());
+
 /** A colour of the theme, for what is drawn on a canvas. */
 export function colour(name, alpha = 1) {
-  const style = getComputedStyle(document.documentElement);
-  const value = style.getPropertyValue(`--${name}`).trim();
+  if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  const value = colours.get(name);
   if (alpha === 1) return value;
   const full = value.length === 4 ? "#" + [...value.slice(1)].map((c) => c + c).join("") : value;
   return full + Math.round(255 * alpha).toString(16).padStart(2, "0");
@@ -74,25 +96,35 @@ export function colour(name, alpha = 1) {
 /** A canvas that is drawn again when its size, the theme or what it shows changes. */
 export function Canvas({ draw, label, deps, ...rest }) {
   const ref = useRef();
-  useLayoutEffect(() => {
+  const latest = useRef();
+  const size = useRef(null); // as it was last told: to ask for it makes the browser lay out the page
+  latest.current = draw;
+  const paint = () => {
+    if (!size.current) return;
+    const [w, h] = size.current;
+    const scale = window.devicePixelRatio || 1;
     const canvas = ref.current;
-    const paint = () => {
-      const { clientWidth: w, clientHeight: h } = canvas;
-      const scale = window.devicePixelRatio || 1;
-      canvas.width = w * scale;
-      canvas.height = h * scale;
-      const pen = canvas.getContext("2d");
-      pen.scale(scale, scale);
-      draw(pen, w, h);
-    };
-    paint();
-    const watch = new ResizeObserver(paint);
-    watch.observe(canvas);
+    if (canvas.width !== Math.round(w * scale) || canvas.height !== Math.round(h * scale)) {
+      canvas.width = Math.round(w * scale);
+      canvas.height = Math.round(h * scale);
+    }
+    const pen = canvas.getContext("2d");
+    pen.setTransform(scale, 0, 0, scale, 0, 0);
+    pen.clearRect(0, 0, w, h);
+    latest.current(pen, w, h);
+  };
+  useLayoutEffect(() => {
+    const watch = new ResizeObserver(([entry]) => {
+      size.current = [entry.contentRect.width, entry.contentRect.height];
+      paint();
+    });
+    watch.observe(ref.current);
     addEventListener("theme", paint);
     return () => {
       watch.disconnect();
       removeEventListener("theme", paint);
     };
-  }, deps);
+  }, []);
+  useLayoutEffect(paint, deps);
   return html`<canvas ref=${ref} role="img" aria-label=${label} ...${rest}></canvas>`;
 }

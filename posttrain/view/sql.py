@@ -1,20 +1,21 @@
-"""Names of columns as a person writes them and as SQL has them."""
+"""SQL that a person writes, and that is shown of a question: names and texts as it has them, the reward's parts by name."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 
-PLAIN = {
-    "reward": "double", "shaping": "double", "penalty": "double", "used": "double", "advantage": "double",
-    "replayed": "boolean", "truncated": "boolean", "version": "integer", "sampled": "integer", "scored": "integer",
-    "length": "integer", "why": "varchar", "invalid": "varchar", "flags": "varchar[]",
-}  # fmt: skip
-COLUMNS = (
-    "step", "held_out", "index", "kind", "group", "member", "task", "side", "epoch", *PLAIN,
-    "fate", "stop", "invalid_kind", "prompt", "text", "columns", "notes", "mean", "sd", "n", "right_n",
+SCALARS = (
+    "step", "held_out", "index", "kind", "group", "member", "task", "side", "epoch", "reward", "shaping", "penalty",
+    "used", "advantage", "replayed", "truncated", "version", "sampled", "scored", "length", "why", "invalid", "flags",
+    "fate", "stop", "invalid_kind",
 )  # fmt: skip
+TEXTS = ("prompt", "text", "columns", "notes")
+OF_GROUPS = ("mean", "sd", "n", "right_n")
+COLUMNS = (*SCALARS, *TEXTS, *OF_GROUPS)
 """What a condition may name, beside the parts of the reward."""
+
+_WORD = re.compile(r"""'(?:[^']|'')*' | "(?:[^"]|"")*" | (?<![\w.])[^\W\d]\w*(?!\w|\s*[(.])""", re.VERBOSE)
 
 
 def quoted(text: str) -> str:
@@ -25,9 +26,6 @@ def quoted(text: str) -> str:
 def named(name: str) -> str:
     """A name of a column as SQL has it."""
     return '"' + name.replace('"', '""').replace("\0", "") + '"'
-
-
-_WORD = re.compile(r"""'(?:[^']|'')*' | "(?:[^"]|"")*" | (?<![\w.])[^\W\d]\w*(?!\w|\s*[(.])""", re.VERBOSE)
 
 
 def by_name(condition: str, parts: Sequence[str], say: Callable[[str], str]) -> str:
@@ -47,6 +45,7 @@ def by_name(condition: str, parts: Sequence[str], say: Callable[[str], str]) -> 
 
 
 def named_part(name: str) -> str:
+    """As the table in memory has it."""
     return named(f"part.{name}")
 
 

@@ -1,0 +1,80 @@
+"""Held-out tasks are the same for runs of different seeds where that is asked for, and whoever has learned them is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from posttrain.config import RL, SFT
+from posttrain.runs import fingerprint
+from posttrain.runs.record import Record
+from posttrain.training.setup import split_tasks
+from posttrain.training.unseen import seen
+
+
+@pytest.fixture(autouse=True)
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}?", "response": str(n)}) + "\n" for n in range(200)))
+    return file
+
+
+def held_out(seed: int, split_seed: int | None, share: float = 0.2) -> set[str]:
+    config = SFT(tasks="tasks.jsonl", held_out=share, seed=seed, split_seed=split_seed)
+    own, other = split_tasks(config, None, need=("prompt", "response"))
+    assert other is not None
+    prompts = [{str(task["prompt"]) for task in part.examples(200)} for part in (own, other)]
+    assert not prompts[0] & prompts[1] and len(prompts[0] | prompts[1]) == 200
+    return prompts[1]
+
+
+def run_of(name: str, tasks: Path, **config: object) -> str:
+    told = {"inputs": {"tasks": fingerprint.of_path(tasks)}}
+    Record.create(
+        Path(name), {"seed": 0, "held_out": 0.2, "split_seed": None, "model": None, **config}, "rl", told
+    ).close({})
+    (Path(name) / "checkpoints" / "step-000001").mkdir(parents=True)
+    return name
+
+
+def test_runs_with_one_split_seed_hold_out_the_same_tasks_whatever_their_seeds() -> None:
+    assert held_out(1, None) == held_out(1, 1) == held_out(7, 1) != held_out(7, None)
+    assert held_out(7, 1) < held_out(0, 1, share=0.5), "a share is part of every greater one"
+
+
+def test_a_checkpoint_that_has_learned_held_out_tasks_is_named_with_the_split_it_kept(tasks: Path) -> None:
+    run_of("one", tasks, seed=1)
+    for model in ("one", "one/checkpoints/step-000001"):
+        said = seen(model, "tasks.jsonl", 0.2, 0)
+        assert (
+            said is not None and said.startswith("one was trained on some") and "--held-out 0.2 --split-seed 1" in said
+        )
+        assert seen(model, "tasks.jsonl", 0.2, 1) is None and seen(model, "tasks.jsonl", 0.1, 1) is None
+        assert seen(model, "tasks.jsonl", 0.3, 1) is not None, "it held out less"
+        assert seen(model, "tasks.jsonl", 0.0, 0) is None, "whoever holds nothing out evaluates on what was learned"
+    run_of("none", tasks, held_out=0.0)
+    assert "trained on all of tasks.jsonl" in str(seen("none", "tasks.jsonl", 0.2, 0))
+    tasks.write_text(tasks.read_text() + '{"prompt": "more", "response": "1"}\n')
+    assert seen("one", "tasks.jsonl", 0.2, 0) is None, "other tasks"
+    assert seen("one", "an-org/a-dataset", 0.2, 0) is None and seen("an-org/a-model", "tasks.jsonl", 0.2, 0) is None
+
+
+def test_a_run_answers_for_the_runs_that_it_began_with(tasks: Path) -> None:
+    run_of("start", tasks, split_seed=3)
+    run_of("next", tasks, split_seed=5, model="start")
+    assert str(seen("next", "tasks.jsonl", 0.2, 5)).startswith("start was trained on some")
+    assert str(seen("next", "tasks.jsonl", 0.2, 3)).startswith("next was trained on some")
+    run_of("circle", tasks, split_seed=5, model="circle")
+    assert seen("circle", "tasks.jsonl", 0.2, 5) is None
+
+
+def test_a_run_that_begins_with_such_a_checkpoint_is_warned(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_of("one", tasks, seed=1)
+    for split_seed, warned in ((0, True), (1, False)):
+        split_tasks(
+            RL(model="one", tasks="tasks.jsonl", env="m.py:f", held_out=0.2, split_seed=split_seed),
+            None,
+            lambda t, r: 1.0,
+        )
+        assert ("one was trained on some" in " ".join(capsys.readouterr().err.split())) == warned

@@ -65,6 +65,15 @@ def decoder(tokenizer: Tokenizer, family: str = "llama", tied: bool = True, seed
     return model
 
 
+def move(model: RewardModel, by: float, seed: int) -> None:
+    """As training does, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(by * torch.randn(parameter.shape, generator=generator))
+        model.score.mul_(3)
+
+
 def trained(folder: Path, tokenizer: Tokenizer, start: Decoder, shape: Shape = Shape(), seed: int = 1) -> RewardModel:  # noqa: B008
     """A reward model as training writes it, its head and backbone moved a little; folder/start holds what it began from."""
     save_model(start, folder / "start", tokenizer)
@@ -73,11 +82,7 @@ def trained(folder: Path, tokenizer: Tokenizer, start: Decoder, shape: Shape = S
     (folder / "start" / "config.json").write_text(json.dumps(named))
     model = new_reward_model(folder / "start", shape, seed)
     kept = settle(model, Tokenizer.load(folder / "start"), start.eos_ids)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-        model.score.mul_(3)
+    move(model, 0.05, seed)
     model.save(folder / "reward")
     kept.save(folder / "reward")
     return model

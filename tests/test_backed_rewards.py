@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import Spoken, eos_alone, own_pad, scores, spoken, transcript
+from judged import Spoken, eos_alone, move, own_pad, scores, spoken, transcript
 from test_reward_training import pairs
 from tiny_models import KINDS, make, make_seeing
 
@@ -46,11 +46,7 @@ def trained(folder: Path, kind: str, tokenizer: Tokenizer, shape: Shape = Shape(
     start = started(folder / "start", kind, tokenizer, **changed)
     model = new_reward_model(start, shape, 1)
     kept = settle(model, Tokenizer.load(start), model.eos_ids)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-        model.score.mul_(3)
+    move(model, 0.02, 3)
     model.save(folder / "reward")
     kept.save(folder / "reward")
     return model

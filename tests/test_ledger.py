@@ -314,6 +314,12 @@ def test_group_of_equal_rewards_is_not_fed_where_nothing_else_moves_it(tokenizer
     assert [(o.fate, o.why, o.flags) for o in equal] == [(Fate.EQUAL, "all rewards of its group are 1", ())] * 4
 
 
+def test_a_rollout_that_is_alone_in_its_group_is_no_equal_group(tokenizer: Tokenizer) -> None:
+    told = outcomes(tokenizer, row("reinforce-baseline", prompts=3, group=1), lambda task, reply: 1.0, size=(3, 1))
+    still = [o for o in told if not o.advantage]
+    assert still and all(o.fate is not Fate.EQUAL and "of its group" not in o.why for o in still)
+
+
 def test_an_update_that_was_skipped_is_flagged_on_what_it_was_given(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("dr-grpo", minibatches=3))
     experience.recording = Recording("full")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,15 +12,18 @@ from test_processes import PAIRS, QUICK, SMALL, SUMS, nearness
 from tiny_models import make
 
 import posttrain
-from posttrain.batch import Layout
+from posttrain.batch import Layout, Stats, Step
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.models.tokenizer_training import EOS
-from posttrain.protocols import Model
+from posttrain.protocols import Learner, Model
 from posttrain.record.reading import EVERY, read_rollouts
-from posttrain.record.writing import table_of, write_table
+from posttrain.record.writing import half, table_of, write_table
 from posttrain.runs.reading import rollout_steps
-from posttrain.sources.recording import GROUPS
+from posttrain.sink import SHARE, Sink
+from posttrain.sources.recording import GROUPS, Recording
+from posttrain.sources.showing import Showing
+from posttrain.types import Outcome, Rollout
 from posttrain.view.source import File, Part, rows
 
 
@@ -34,7 +37,8 @@ def numbers_of_each(rows: list[dict[str, Any]], kind: str) -> None:
     """What the first step leaves of all its rows."""
     for told in rows:
         assert {len(told[name]) for name in ("learner", "entropy", "weight", "after")} == {told["scored"]}
-        assert told["learner"] == told["reference"] or kind == "sft", "nothing has moved before step 1"
+        still = kind == "sft" or half(told["learner"]).tolist() == told["reference"]
+        assert still, "nothing has moved before step 1"
     if kind == "sft":
         share = 1 / sum(told["scored"] for told in rows)
         assert all(value == pytest.approx(share, rel=1e-3) for told in rows for value in told["weight"])
@@ -61,16 +65,41 @@ def test_a_sample_of_given_rows_leaves_the_same_numbers_and_changes_no_bit(
     plain, sample, whole = (read_rollouts(run, 1, None) for run in runs)
     each = 1 if kind == "sft" else 2
     assert len(sample) == len(plain) == GROUPS * each and len(whole) == 12 * each
+    for step in (1, 2, 3):  # two see all rows that are not held out
+        assert {told["epoch"] for told in read_rollouts(full, step)} == {(step - 1) // 2}
     assert {told["kind"] for told in whole} == {kind} and not any(told["learner"] for told in plain)
     known = {(told["group"], told["member"]): told for told in whole}
     for told in sample:
         same = known[told["group"], told["member"]]
-        assert all(same[name] == told[name] for name in ("tokens", "learner", "entropy", "weight", "label"))
+        assert all(same[name] == told[name] for name in ("tokens", "entropy", "weight", "label"))
+        assert same["learner"] is None or half(same["learner"]).tolist() == told["learner"]
     if scored:
         assert not any(told["learner"] for told in whole)
         assert whole[0]["label"] == {"comparisons": [[0, 1, 1.0, 0.0]], "labels": []}
     else:
         numbers_of_each(whole, kind)
+
+
+def test_a_given_row_whose_update_was_skipped_has_weighed_nothing() -> None:
+    outcome = Outcome(Rollout({}, "", [], 0.0), numbers={"weight": np.ones(2), "learner": np.zeros(2)})
+    for skipped in (False, True):
+        showing = Showing(Recording("full"), cast(Learner, None), 100)
+        sink = showing.sink([])
+        assert sink is not None
+        sink.skipped = skipped
+        showing.settle(Step(1, [], Stats({}), outcomes=[outcome]))
+        assert set(outcome.numbers) == {"learner", *([] if skipped else ["weight"])}
+
+
+def test_a_token_weighs_what_its_log_probability_does_and_a_share_only_without_one() -> None:
+    sink = Sink(frozenset({0, 1}))
+    first, second = sink.tap([0], [2]), sink.tap([1], [1])
+    sink.take(first, {"weight": torch.tensor([1.0, 2.0])})
+    sink.take(first, {SHARE: torch.tensor([7.0, 8.0])})
+    sink.take(second, {SHARE: torch.tensor([9.0])})
+    found = sink.settle()
+    assert {place: columns["weight"].tolist() for place, columns in found.items()} == {0: [1.0, 2.0], 1: [9.0]}
+    assert all(set(columns) == {"weight"} for columns in found.values())
 
 
 @pytest.mark.parametrize("level", ["tokens", "sample", "full"])

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.record.rows import as_json, visit_of
-from posttrain.record.schema import NUMBERS, ROLLOUTS, SECONDS
+from posttrain.record.schema import COMPARED, NUMBERS, ROLLOUTS, SECONDS
 from posttrain.record.writing import array, numbers
 from posttrain.types import Invalid, Outcome, PlayedTurn, Rollout, SpanKind, ToolCall
 
@@ -55,7 +55,9 @@ def _numbers(outcomes: Sequence[Outcome]) -> Columns:
     """Of each scored token; most columns are of few rollouts, or of none."""
     known = {name for outcome in outcomes for name in outcome.numbers}
     found: Columns = {name: pa.nulls(len(outcomes), ROLLOUTS.field(name).type) for name in (*NUMBERS, "kept")}
-    found |= {name: numbers([o.numbers.get(name) for o in outcomes]) for name in known - {"kept"}}
+    compared = [o.numbers.get("after") is not None for o in outcomes]
+    for name in known - {"kept"}:
+        found[name] = numbers([o.numbers.get(name) for o in outcomes], compared if name in COMPARED else ())
     if "kept" in known:
         kept = [o.numbers.get("kept") for o in outcomes]
         found["kept"] = [None if own is None else np.array(own, dtype=bool) for own in kept]

@@ -32,6 +32,8 @@ NUMBERS = (
     "after",  # under the step's final weights
 )
 """float32, one for each scored token, rounded to eleven bits; null where nobody recorded it."""
+COMPARED = ("before", "learner", "after")
+"""Of rollouts that have `after` these are not rounded: what a step changes may be less than eleven bits tell apart."""
 
 KINDS = ("rl", "eval", "sft", "prefer", "reward-model", "distill")
 

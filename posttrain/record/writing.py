@@ -88,10 +88,14 @@ def _rows_together(table: pa.Table) -> int:
     return rows if tokens <= GROUP_TOKENS else max(LEAST_ROWS, rows * GROUP_TOKENS // tokens)
 
 
-def numbers(values: list[Any]) -> pa.Array:
-    """Lists of numbers, rounded; all at once, since there may be thousands of short ones."""
+def numbers(values: list[Any], whole: Sequence[bool] = ()) -> pa.Array:
+    """Lists of numbers, rounded; all at once, since there may be thousands of short ones. `whole`: which are not rounded."""
     there = [value for value in values if value is not None]
-    flat = half(np.concatenate(there)) if there else np.zeros(0, dtype=np.float32)
+    exact = np.concatenate(there).astype(np.float32) if there else np.zeros(0, dtype=np.float32)
+    flat = half(exact)
+    if any(whole):
+        kept = [np.full(len(value), own) for value, own in zip(values, whole, strict=True) if value is not None]
+        flat = np.where(np.concatenate(kept), exact, flat) if kept else flat
     ends = accumulate((0 if value is None else len(value) for value in values), initial=0)
     begins = [None if value is None else end for value, end in zip(values, ends, strict=False)]
     return pa.ListArray.from_arrays(pa.array([*begins, len(flat)], pa.int32()), pa.array(flat))

@@ -170,7 +170,9 @@ def test_a_file_of_rollouts_is_asked_like_a_run(capsys: pytest.CaptureFixture[st
     assert (
         "4" in told(capsys, "query", "a/rollouts/step-000002.parquet", "select count(*) from rollouts", code=0).split()
     )
-    assert told(capsys, "query", "a/rollouts/step-000002.parquet", "from metrics").endswith("there is rollouts")
+    assert told(capsys, "query", "a/rollouts/step-000002.parquet", "from metrics").endswith(
+        "there are rollouts, tokens"
+    )
 
 
 def test_a_row_that_a_terminal_has_no_room_for_is_printed_line_by_line(

@@ -414,6 +414,61 @@ def test_every_table_of_a_run_answers(tmp_path: Path) -> None:
     assert answer(folder, "with a as (select unnest(tokens) as t from rollouts) select max(t) from a") == [(9,)]
 
 
+def test_each_token_has_a_row_with_the_numbers_that_stand_at_it(tmp_path: Path) -> None:
+    """A loop over the spans says which value of a list is whose."""
+    pytest.importorskip("duckdb")
+    folder = recorded(tmp_path, 2)
+    words = [f"word {n}" for n in range(12)]
+    expected = {}
+    for held_out, steps in ((False, (1, 2)), (True, (2,))):
+        for row in (row for step in steps for row in read_rollouts(folder, step, EVERY, held_out)):
+            scored = sampled = 0
+            for span in row["spans"]:
+                for at in range(span["start"], span["start"] + span["length"]):
+                    own = dict.fromkeys(("engine", *NUMBERS, "kept"))
+                    if span["kind"] == "sampled":
+                        own["engine"] = row["engine"][sampled]
+                        sampled += 1
+                    if span["learned"]:
+                        own |= {name: row[name][scored] for name in (*NUMBERS, "kept") if row[name] is not None}
+                        scored += 1
+                        own["advantage"] = (
+                            row["advantage"] if own["token_advantage"] is None else own["token_advantage"]
+                        )
+                    own |= {"origin": span["kind"], "token": row["tokens"][at], "version": span["version"]}
+                    expected[row["step"], held_out, row["index"], at] = own
+    names = ("origin", "token", "version", "engine", "learner", "weight", "entropy", "after", "advantage", "kept")
+    with Questions(folder, vocabulary=lambda: words) as questions:
+        sql = f"""select step, held_out, "index", place, text, {", ".join(names)}, ratio, before from tokens"""
+        _, rows = questions.ask(sql)
+    assert {row[:4] for row in rows} == expected.keys() and len(rows) == len(expected) > 40
+    for row in rows:
+        own = expected[row[:4]]
+        assert row[4] == words[own["token"]]
+        for name, value in zip(names, row[5:], strict=False):
+            assert value == own.get(name), (row[:4], name)
+        if own["learner"] is not None:
+            assert row[-2] == pytest.approx(np.exp(own["learner"] - own["before"]), rel=1e-5)
+        else:
+            assert row[-2] is None
+
+
+def test_only_the_steps_that_a_question_on_tokens_names_are_read(tmp_path: Path) -> None:
+    folder = recorded(tmp_path, 4)
+    (folder / "rollouts" / "step-000003.parquet").write_bytes(b"no table")
+    with pytest.raises(UserError, match="step-000003.parquet is damaged"):
+        answer(folder, "select count(*) from tokens")
+    with Questions(folder, only={(1, False), (4, False)}) as questions:
+        assert {row[0] for row in questions.ask("select distinct step from tokens")[1]} == {1, 4}
+
+
+def test_tokens_without_a_tokenizer_have_ids_alone(tmp_path: Path) -> None:
+    folder = recorded(tmp_path, 1)
+    assert answer(folder, "select count(*) from tokens where token = 5")[0][0] > 0
+    with pytest.raises(UserError, match="tokenizer is not here.*ask by their ids"):
+        answer(folder, "select count(*) from tokens where text = 'wait'")
+
+
 @pytest.mark.parametrize(
     "sql",
     [

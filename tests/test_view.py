@@ -19,6 +19,7 @@ import pytest
 from pyarrow import parquet
 from starlette.testclient import TestClient
 
+from posttrain.cli.main import main
 from posttrain.record.asking import Questions
 from posttrain.record.reading import read_file, read_rollouts
 from posttrain.record.schema import KEY
@@ -155,6 +156,38 @@ def test_bins_of_a_histogram_hold_every_value_once(run: OpenRun, folder: Path) -
     assert dict(data["fate"]) == {f: sum(r["fate"] == f for r in rows) for f in {r["fate"] for r in rows}}
 
 
+MEANT: list[dict[str, str]] = [
+    {"reward": "0.5..1"}, {"step": "3"}, {"q": "bunny"}, {"ask": "wrong"}, {"where": "length > 30 and animal > 0"},
+    {"fate": "invalid"}, {"reward": "0.5..1", "stop": "length", "step": "2..6"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("query", MEANT, ids=str)
+def test_means_of_what_is_listed_and_of_the_rest_are_those_of_a_loop(
+    run: OpenRun, folder: Path, query: dict[str, str]
+) -> None:
+    told = Answers([run]).of("0/means", {"held": "0", **query})
+    own = places(found(run, **query))
+    for name, meant in (("these", True), ("others", False)):
+        rows = [row for row in every_row(folder) if ((row["step"], row["index"]) in own) is meant]
+        rewards = [row["reward"] for row in rows if row["reward"] is not None]
+        parts = [row["parts"]["animal"] for row in rows if "animal" in row["parts"]]
+        expected = {
+            "n": len(rows),
+            "reward": np.mean(rewards) if rewards else None,
+            "tokens": np.mean([row["sampled"] for row in rows]),
+            "trained": np.mean([row["fate"] == "trained" for row in rows]),
+            "cut off": np.mean([row["truncated"] for row in rows]),
+            "part.animal": np.mean(parts) if parts else None,
+        }
+        for key, value in expected.items():
+            assert told[name][key] == (value if value is None else pytest.approx(value)), (name, key)
+
+
+def test_there_is_no_rest_to_compare_with_without_a_filter(run: OpenRun) -> None:
+    assert Answers([run]).of("0/means", {"held": "0"}) == {} == Answers([run]).of("0/means", {"reward": "50..60"})
+
+
 REFUSED = [
     "1=1; drop table base",
     "1=1) ; copy base to '/tmp/stolen.csv",
@@ -163,6 +196,7 @@ REFUSED = [
     "1 in (select 1 from glob('/etc/*'))",
     "reward >",
     "nothing = 1",
+    "length",
     "1=1) union select * from rollouts where (1=1; attach '/tmp/x.db'",
     "(select max(i) from range(100000000000) t(i)) > 0",
 ]
@@ -189,6 +223,71 @@ def test_the_select_that_is_shown_finds_the_same_in_the_terminal(run: OpenRun, q
         names, rows = terminal.ask(question.sql())
     assert names[:2] == ["step", "index"]
     assert {row[:2] for row in rows} == places(question.page(0, 10_000)["rows"])
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def ratios(row: dict[str, Any]) -> list[float]:
+    return [math.exp(x - y) for x, y in zip(row["learner"] or (), row["before"] or (), strict=True)]
+
+
+MARKS: list[tuple[dict[str, str], Any]] = [
+    ({"token": "ratio > 1.2"}, lambda r, words: max(ratios(r), default=0) > 1.2),
+    ({"token": "abs(weight) > 0.002 and entropy > 3"}, lambda r, words: any(
+        abs(w) > 0.002 and e > 3 for w, e in zip(r["weight"] or (), r["entropy"] or (), strict=True))),
+    ({"token": "trim(text) = 'girl' and learned"}, lambda r, words: any(
+        words[t].strip() == "girl" for t in r["tokens"][r["spans"][0]["length"] :])),
+    ({"token": "origin = 'prompt' and trim(text) = '7'", "step": "2..5", "fate": "trained"}, lambda r, words: any(
+        words[t].strip() == "7" for t in r["tokens"][: r["spans"][0]["length"]])
+        and 2 <= r["step"] <= 5 and r["fate"] == "trained"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("query, meant", MARKS, ids=lambda value: str(value)[:60] if isinstance(value, dict) else "")
+def test_a_condition_on_tokens_finds_the_rollouts_that_a_loop_finds_here_and_in_the_terminal(
+    run: OpenRun, folder: Path, query: dict[str, str], meant: Any
+) -> None:
+    words = run.pieces.vocabulary()
+    rows = [row for step in range(1, 9) for row in read_rollouts(folder, step, None)]
+    expected = places([row for row in rows if meant(row, words)])
+    assert places(found(run, **query)) == expected and 0 < len(expected) < len(rows)
+    assert sum(n for _, n in Answers([run]).of("0/histograms", {"held": "0", **query})["fate"]) == len(expected)
+    question = Question.of({"held": "0", **query}, run.store)
+    with Questions(folder, vocabulary=run.pieces.vocabulary) as terminal:
+        assert {row[:2] for row in terminal.ask(question.sql())[1]} == expected
+
+
+def test_the_first_token_of_which_a_condition_holds_is_named(run: OpenRun, folder: Path) -> None:
+    for row in found(run, token="ratio > 1.2", step="3"):
+        [own] = [r for r in read_rollouts(folder, 3, None) if r["index"] == row["index"]]
+        high = [n for n, ratio in enumerate(ratios(own)) if ratio > 1.2]
+        assert row["at"] == own["spans"][1]["start"] + high[0] and row["times"] == len(high)
+    assert "at" not in found(run)[0]
+
+
+@pytest.mark.parametrize("condition", [*REFUSED, "text", "1=1) union select 1, 2, 3, 4, 5 from (select 1 where (1=1"])
+def test_a_condition_on_tokens_reads_no_other_file_writes_nothing_and_ends_in_time(
+    run: OpenRun, condition: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("posttrain.view.marking.SECONDS", 0.5)
+    with pytest.raises(UserError) as refused:
+        found(run, token=condition)
+    assert "\n" not in str(refused.value) and len(found(run)) > 100
+
+
+def test_of_more_tokens_than_can_be_looked_at_the_last_steps_are_and_the_answer_says_so(
+    run: OpenRun, monkeypatch: Any
+) -> None:
+    rows = run.store.rows
+    size = rows.number("length")[(rows.number("step") >= 7) & ~rows.flag("held_out")].sum()
+    monkeypatch.setattr("posttrain.view.marking.TOKENS", int(size))
+    question = Question.of({"held": "0", "token": "learned and place > 0"}, run.store)
+    page = question.page(0, 10_000)
+    assert {row["step"] for row in page["rows"]} == {7, 8} and "from step 7 on" in page["note"]
+    assert "step >= 7" in page["sql"]
+    named = Question.of({"held": "0", "token": "learned and place > 0", "step": "1..2"}, run.store)
+    assert named.note == "" and {row["step"] for row in named.page(0, 10_000)["rows"]} == {1, 2}
 
 
 # -- following ---------------------------------------------------------------------------------------------------------
@@ -605,6 +704,74 @@ def test_one_run_is_exported_and_a_wrong_selection_refused(run: OpenRun, hostile
         exported(run, Selection(where="reward > 100"))
     with pytest.raises(UserError, match="rollouts is a number"):
         Selection.of({"rollouts": "x"})
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["--where", "nothing = 1"], "--where: .*nothing.*; the columns are step.* animal"),
+    (["--where", "reward >"], "--where: "),
+    (["--where", "length"], "a condition is true or false"),
+    (["--where", "1=1; drop table base"], "--where: "),
+    (["--rollouts", "5001"], "rollouts is a number from 1 to 5000"),
+    (["--export", "no/such/folder/run.html"], "there is no folder"),
+]
+
+
+@pytest.mark.parametrize("words, said", WRONG, ids=str)
+def test_a_wrong_export_is_refused_before_a_rollout_is_read(
+    folder: Path, tmp_path: Path, words: list[str], said: str, monkeypatch: Any, capsys: Any
+) -> None:
+    def forbidden(run: OpenRun) -> None:
+        raise AssertionError("work has begun")
+
+    monkeypatch.setattr(OpenRun, "read", forbidden)
+    given = ["view", str(folder), *(["--export", str(tmp_path / "run.html")] if "--export" not in words else [])]
+    assert main([*given, *words]) == 2
+    told = capsys.readouterr().err.strip()
+    assert re.search(said, told) and "\n" not in told
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_condition_of_an_export_names_parts_of_the_reward(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.html"
+    assert main(["view", str(folder), "--export", str(file), "--where", "animal > 0.4 and step < 3"]) == 0
+    assert file.stat().st_size > 50_000
+
+
+def test_what_is_replayed_from_earlier_steps_is_told_apart(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    earlier = read_file(folder / "rollouts" / "step-000002.parquet").to_pylist()[:5]
+
+    def replay(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        again = [{**row, "step": 4, "index": len(rows) + n, "replayed": True} for n, row in enumerate(earlier)]
+        return rows + again
+
+    other = rewritten(folder, tmp_path / "again", 4, replay)
+    own = found(other, replayed="1")
+    assert len(own) == 5 and {row["step"] for row in own} == {4} and all(row["replayed"] for row in own)
+    assert len(found(other, replayed="0")) == len(found(other)) - 5
+    assert dict(Answers([other]).of("0/histograms", {"held": "0"})["replayed"])[True] == 5
+    data = Answers([other]).of(f"0/rollout/4/{own[3]['index']}", {})
+    assert data["first"] == {"step": 2, "index": 3} and Answers([other]).of("0/rollout/2/3", {})["first"] is None
+    question = Question.of({"replayed": "1"}, other.store)
+    with Questions(other.folder) as terminal:
+        assert len(terminal.ask(question.sql())[1]) == 5
+    assert main(["rollouts", str(other.folder), "--step", "4"]) == 0
+    assert "5 rollouts of earlier steps, replayed in this one" in capsys.readouterr().out
+
+
+def test_replies_are_told_apart_by_more_than_their_beginning(folder: Path, tmp_path: Path) -> None:
+    def begun_alike(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            row["text"] = "Let me think about this step by step. " * 5 + f"{row['member']} {row['task']}"
+
+    other = rewritten(folder, tmp_path / "alike", 5, begun_alike)
+    assert {row["replies"] for row in found(other, step="5", **{"as": "groups"})} == {8}
+    alike = next(
+        panel
+        for question in Answers([other]).of("0/overview", {})["questions"]
+        for panel in question["panels"]
+        if "alike" in panel["title"]
+    )
+    assert "400 characters" in alike["about"] and alike["lines"][0]["values"][alike["steps"].index(5)] == 0
 
 
 def test_questions_of_the_overview_are_answered_for_every_verb(run: OpenRun, tmp_path: Path) -> None:

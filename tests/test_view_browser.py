@@ -289,6 +289,20 @@ def test_an_address_brings_back_what_it_showed(watched: Watched, address: str) -
     again.close()
 
 
+def test_the_means_of_a_filtered_list_stand_beside_the_rest(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/0/rollouts")
+    page.wait_for_selector("tbody tr")
+    assert page.locator(".means").count() == 0
+    page.click("button:has-text('trained')")
+    page.wait_for_selector(".means")
+    said = page.inner_text(".means")
+    count = page.inner_text("main").split(" rollouts")[0].split()[-1]
+    assert f"these {count} / the other" in said and "trained 100% / 0%" in said and "animal" in said
+    page.keyboard.press("x")
+    page.wait_for_selector(".means", state="detached")
+
+
 def test_dragging_over_a_histogram_chooses_a_range(watched: Watched, address: str) -> None:
     page = watched.page
     page.goto(address + "#/0/rollouts")
@@ -303,6 +317,71 @@ def test_dragging_over_a_histogram_chooses_a_range(watched: Watched, address: st
     place = page.locator("thead th").all_inner_texts().index("tokens")
     lengths = [int(row.locator("td").nth(place).inner_text()) for row in page.locator("tbody tr").all()[:40]]
     assert lengths and all(low <= n <= high for n in lengths)
+
+
+def test_rollouts_with_a_token_of_which_a_condition_holds_open_at_that_token(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/0/rollouts?sort=step")
+    page.wait_for_selector("tbody tr")
+    page.fill(".condition.token", "ratio > 1.2")
+    page.keyboard.press("Enter")
+    until(page, "location.hash.includes('token=')")
+    page.wait_for_selector(".means")
+    page.click("tbody tr >> nth=1")
+    page.wait_for_selector(".one .t.at")
+    assert "t=" in page.url
+    ratio = page.evaluate("[...document.querySelectorAll('.side dt')].find((d) => d.innerText.startsWith('ratio'))"
+                          ".nextSibling.innerText")  # fmt: skip
+    assert float(ratio) > 1.2
+
+
+def test_a_histogram_chooses_a_range_by_the_keyboard(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/0/rollouts")
+    page.wait_for_selector("canvas[aria-label='histogram of length']")
+    page.focus("canvas[aria-label='histogram of length']")
+    for key in ("ArrowRight", "ArrowRight", "Shift+ArrowRight", "Shift+ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    until(page, "location.hash.includes('length=')")
+    assert "/rollouts" in page.url
+    low, high = map(float, page.evaluate("new URLSearchParams(location.hash.split('?')[1]).get('length')").split(".."))
+    assert low < high
+    page.focus("canvas[aria-label='histogram of length']")
+    page.keyboard.press("Escape")
+    until(page, "!location.hash.includes('length=')")
+
+
+def test_files_are_had_by_a_key(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address + "#/0/rollouts?step=2")
+    page.wait_for_selector("tbody tr")
+    with page.expect_download() as download:
+        page.keyboard.press("e")
+    assert download.value.suggested_filename == "posttrain-view.html"
+    page.goto(address + "#/0/rollout/2/1")
+    page.wait_for_selector(".t.at")
+    with page.expect_download() as download:
+        page.keyboard.press("f")
+    assert download.value.suggested_filename == "rollout-2.txt"
+    page.goto(address + "#/5/group/1/0")
+    page.wait_for_selector(".frame img")
+    page.keyboard.press("i")
+    page.wait_for_selector(".frame.large")
+
+
+def test_a_wrong_condition_is_told_at_its_field_and_the_list_stays(browser: Any, address: str) -> None:
+    watched = Watched(browser)  # a refused request is an error in its console
+    page = watched.page
+    page.goto(address + "#/0/rollouts")
+    page.wait_for_selector("tbody tr")
+    page.fill(".condition", "nothing = 1")
+    page.keyboard.press("Tab")
+    page.wait_for_selector(".condition[aria-invalid=true]")
+    assert "the columns are step" in page.inner_text(".problem") and page.locator("tbody tr").count() > 10
+    page.fill(".condition", "length > 10")
+    page.keyboard.press("Tab")
+    page.wait_for_selector(".problem", state="detached")
+    page.close()
 
 
 def test_tasks_that_are_wrong_every_time_are_three_clicks_away(watched: Watched, address: str) -> None:

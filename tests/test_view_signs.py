@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import generated_runs
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 
 from posttrain.record.asking import Questions
-from posttrain.record.reading import read_rollouts
+from posttrain.record.reading import read_file, read_rollouts
 from posttrain.types import UserError
+from posttrain.view import lengths as lengths_of
 from posttrain.view import signs
 from posttrain.view.answering import Answers
 from posttrain.view.asking import Question
+from posttrain.view.lengths import lengths
 from posttrain.view.run import OpenRun
 from posttrain.view.verdicts import verdicts
 
@@ -247,3 +250,102 @@ def test_push_is_the_recorded_number_and_nothing_multiplies_it(run: OpenRun) -> 
         assert found["value"] == pytest.approx(row["weight"][scored.index(found["at"])])
     listed = [(x["before"], x["piece"]) for x in data["up"]]
     assert len(set(listed)) == len(listed) and all(x["times"] >= 1 for x in data["up"])
+
+
+# -- rewards that go with the length of the reply ----------------------------------------------------------------------
+
+
+def paid_for(place: Path, rule: Any, config: dict[str, Any] | None = None) -> dict[str, str]:
+    """What is said of the honesty of a run whose rewards follow a rule: (rng, hardness of the task) -> (length, parts)."""
+    generated_runs.make_run(place, steps=5, groups=24, group=8, tokens=4, evals=0, numbers=False)
+    for step in range(1, 6):
+        rng, file = np.random.default_rng(step), place / "rollouts" / f"step-{step:06d}.parquet"
+        rows = read_file(file).to_pylist()
+        for row in rows:
+            length, parts = rule(rng, int(row["task"]) % 5)
+            named = [{"name": name, "value": float(value)} for name, value in parts.items()]
+            row |= {
+                "sampled": int(length),
+                "reward": sum(map(float, parts.values())),
+                "truncated": False,
+                "stop": "eos",
+            }
+            row |= {"parts": named if len(named) > 1 else [], "replayed": False, "invalid": None, "fate": "trained"}
+        generated_runs.save(file, rows)
+    opened = OpenRun(place, "run")
+    opened.about["config"].update(config or {})
+    opened.read()
+    own = {"lengths": lengths(opened.store, opened.about["config"])}
+    return verdicts({"reward": [0.1, 0.2], "length": [9.0, 9.0]}, own)["Is it honest?"]
+
+
+def per_token(rng: Any, hard: int) -> tuple[float, dict[str, float]]:
+    length = rng.integers(4, 40)
+    return length, {"right": rng.random() < 0.3, "form": 0.01 * length}
+
+
+def long_is_right(rng: Any, hard: int) -> tuple[float, dict[str, float]]:
+    right = rng.random() < 0.5
+    return (30 if right else 10) + rng.integers(0, 4), {"right": right, "form": 0.1 * (rng.random() < 0.9)}
+
+
+def partial_credit(rng: Any, hard: int) -> tuple[float, dict[str, float]]:
+    """What has to be written is long; a reply that stops early has done its share, and one that goes on earns no more."""
+    done = rng.random() * 1.4
+    return 20 + 40 * done, {"right": done > 0.9, "progress": 0.5 * min(1.0, done)}
+
+
+def counted(rng: Any, hard: int) -> tuple[float, dict[str, float]]:
+    """The same in one number."""
+    done = rng.random() * 1.2
+    return 20 + 40 * done, {"all": min(1.0, round(done, 1))}
+
+
+def hard_is_long(rng: Any, hard: int) -> tuple[float, dict[str, float]]:
+    return 10 * hard + rng.integers(1, 5), {
+        "right": rng.random() < 0.9 - 0.2 * hard,
+        "style": -0.2 * hard + 0.05 * rng.random(),
+    }
+
+
+def cut_off_lacks_its_form(rng: Any, hard: int) -> tuple[float, dict[str, float]]:
+    length = rng.integers(4, 40)
+    return length, {"right": rng.random() < 0.3, "form": 0.1 * (length < 25)}
+
+
+def liked(rng: Any, hard: int) -> tuple[float, dict[str, float]]:
+    length = rng.integers(4, 40)
+    return length, {"score": 0.1 * length + 0.3 * rng.normal()}
+
+
+def test_a_part_that_pays_for_length_is_told_from_length_that_follows_from_being_right(tmp_path: Path) -> None:
+    told = paid_for(tmp_path / "paid", per_token)
+    assert told["word"] == "look" and "“form” rises with the length of the reply" in told["text"]
+    assert "longer wrong replies earn more of it than right ones" in told["text"]
+    for rule in (long_is_right, partial_credit, counted, hard_is_long, cut_off_lacks_its_form):
+        told = paid_for(tmp_path / rule.__name__, rule)
+        assert told["word"] == "no sign of a loophole", (rule.__name__, told["text"])
+
+
+def test_a_correlation_with_length_is_said_where_it_is_strong_and_doubted_where_a_model_gave_the_reward(
+    tmp_path: Path,
+) -> None:
+    said = paid_for(tmp_path / "right", long_is_right)["text"]
+    assert "“right” rises with the length of the reply (correlation 0.9" in said
+    assert "length" not in paid_for(tmp_path / "hard", hard_is_long)["text"].partition("; a loophole")[0]
+    assert paid_for(tmp_path / "liked", liked)["word"] == "no sign of a loophole"
+    told = paid_for(tmp_path / "model", liked, {"reward_model": ["somewhere"]})
+    assert told["word"] == "look" and "does the model that gives it like length?" in told["text"]
+
+
+def test_a_correlation_within_groups_is_that_of_a_loop(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    group, length = np.repeat(np.arange(20), 6), rng.integers(1, 30, 120)
+    values = 0.1 * length + rng.normal(size=120) + 7 * group
+    xs, ys = [], []
+    for g in range(20):
+        own = group == g
+        xs += [x - np.mean(length[own]) for x in length[own]]
+        ys += [y - np.mean(values[own]) for y in values[own]]
+    expected = np.corrcoef(xs, ys)[0, 1]
+    assert lengths_of._correlation(group, length, values) == pytest.approx(expected)

@@ -556,7 +556,7 @@ def rollouts(
         raise UserError(f"--number {number} must be from 1: it is how many rollouts are shown")
     names = EVERY if json else READ
     with bounds.memory():
-        rows, place = _rows_and_place(run, step, held_out, names, clock=not json)
+        rows, place, again = _rows_and_place(run, step, held_out, names, clock=not json)
     if group is not None:
         rows, place = _of_group(rows, group, place), f"{group} in {place}"
     keys: dict[str, Callable[[dict[str, Any]], float]] = {
@@ -571,6 +571,10 @@ def rollouts(
             show(rows, number)
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             raise UserError(f"{place} holds what no run writes ({one_line(error)}): --json prints it") from error
+        if again:
+            print(
+                f"{again} rollouts of earlier steps, replayed in this one, are not shown: they stand in its table alone"
+            )
         if number < len(rows):
             print(f"{number} of {len(rows):,} rollouts of {place}: --number shows more, posttrain view all of them")
     for row in rows[:number] if json else ():
@@ -580,20 +584,21 @@ def rollouts(
 
 def _rows_and_place(
     run: str, step: int | None, held_out: bool, names: Iterable[str], clock: bool
-) -> tuple[list[dict[str, Any]], str]:
-    """Rollouts, and where they are from. `clock`: with their seconds, where they are known."""
-    from posttrain.record.reading import read_file, read_rollouts, rows_of, timed_rollouts
+) -> tuple[list[dict[str, Any]], str, int]:
+    """Rollouts, where they are from, and how many replayed ones are left out. `clock`: with their seconds, where known."""
+    from posttrain.record.reading import read_file, read_rollouts, read_table, rows_of, timed_rollouts
     from posttrain.runs.reading import read_run, rollout_steps
 
     if Path(run).suffix in (".parquet", ".jsonl"):
         if step is not None or held_out:
             raise UserError(f"{run} is a file of rollouts: leave out --step and --held-out")
-        return rows_of(read_file(run, names)), run
+        return rows_of(read_file(run, names)), run, 0
     read_run(run)  # whether it is one
     wanted = step if step is not None else max(rollout_steps(run, held_out), default=1)
     timed = clock and not held_out  # rows as they were written know of none
     rows = timed_rollouts(run, wanted) if timed else read_rollouts(run, wanted, names, held_out)
-    return rows, f"{'the evaluation after ' if held_out else ''}step {wanted}"
+    again = sum(map(bool, read_table(run, wanted, ["replayed"], held_out)["replayed"].to_pylist()))
+    return rows, f"{'the evaluation after ' if held_out else ''}step {wanted}", again
 
 
 def _of_group(rows: list[dict[str, Any]], name: str, place: str) -> list[dict[str, Any]]:
@@ -672,9 +677,10 @@ def query(
     run
         Folder of a run, running or finished; or a file of rollouts, as posttrain eval --out leaves it.
     sql
-        One SELECT statement, such as "select fate, count(*) from rollouts group by fate". Tables: rollouts, evals, metrics,
-        timing, health, seconds, and rollout_index, which has what is short of all rollouts and is the fastest; "describe
-        rollouts" lists the columns of one. A part of the reward: part(parts, 'form'); a note: notes->>'moves'.
+        One SELECT statement, such as "select fate, count(*) from rollouts group by fate". Tables: rollouts, evals, tokens (a
+        row for each: place, text, ratio, weight ...), metrics, timing, health, seconds, and rollout_index, which has what is
+        short of all rollouts and is the fastest; "describe rollouts" lists the columns of one. A part of the reward:
+        part(parts, 'form'); a note: notes->>'moves'.
     number
         How many rows are shown.
     seconds
@@ -688,6 +694,7 @@ def query(
     from posttrain.record.asking import Questions
     from posttrain.record.rows import as_json
     from posttrain.runs.printing import table
+    from posttrain.view.pieces import vocabulary_of
 
     if number < 1:
         raise UserError(f"--number {number} must be from 1: it is how many rows are shown")
@@ -695,7 +702,7 @@ def query(
         raise UserError(f"--seconds {seconds:g} and --memory {memory:g} must be above 0, and at most a million")
     late = f"the question took longer than {seconds:g} s: narrow it, or raise --seconds"
     with (
-        Questions(run, seconds, memory) as questions,
+        Questions(run, seconds, memory, lambda: vocabulary_of(Path(run))) as questions,
         bounds.memory(memory + 1),
         bounds.deadline(seconds, late, questions.clean),
     ):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -23,6 +23,7 @@ from posttrain.record.index import open_index
 from posttrain.record.reading import SUFFIXES, open_file, read_file, read_seconds
 from posttrain.record.schema import ROLLOUTS as TABLE
 from posttrain.record.schema import SECONDS as SECONDS_TABLE
+from posttrain.record.tokens import tokens_of
 from posttrain.record.writing import table_of, write_table
 from posttrain.runs.files import EVALS, ROLLOUTS, SECONDS, Folder, kept_file
 from posttrain.runs.reading import read_health, read_metrics, read_run, read_timing, rollout_steps
@@ -31,7 +32,9 @@ from posttrain.types import UserError
 THREADS = 2
 LONGEST, DEEPEST = 100_000, 300
 """Characters of a question, and brackets within each other."""
-TABLES = ("rollouts", "evals", "seconds", "rollout_index", "metrics", "timing", "health")
+TABLES = ("rollouts", "evals", "tokens", "seconds", "rollout_index", "metrics", "timing", "health")
+_TOKENS = re.compile(r"\b(?:from|join|describe)\s+(?:[\w\".]+(?:\s+\w+)?\s*,\s*)*\"?tokens\b", re.IGNORECASE)
+_TEXT = re.compile(r"\btext\b", re.IGNORECASE)
 _PART = "create macro part(among, wanted) as list_filter(among, lambda p: p.name = wanted)[1].value"
 """A part of the reward by its name: part(parts, 'form')."""
 _JSON = ("columns", "notes", "answers", "label")
@@ -40,12 +43,20 @@ _JSON = ("columns", "notes", "answers", "label")
 class Questions:
     """A database over one run, or over a file of rollouts as an evaluation leaves it.
 
-    `seconds`, `gib`: what a question may take.
+    `seconds`, `gib`: what a question may take. `vocabulary`: the texts of the tokens, by their ids; [] if nobody knows.
+    `only`: the files to look at, by step and whether they are held out; default: all.
     """
 
-    def __init__(self, folder: Folder, seconds: float = 60.0, gib: float = 2.0) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        seconds: float = 60.0,
+        gib: float = 2.0,
+        vocabulary: Callable[[], Sequence[str]] = list,
+        only: Container[tuple[int, bool]] | None = None,
+    ) -> None:
         """Raises UserError if there is neither."""
-        self._folder, self._seconds = Path(folder), seconds
+        self._folder, self._seconds, self._vocabulary, self._only = Path(folder), seconds, vocabulary, only
         self._alone = self._folder.suffix in SUFFIXES and self._folder.is_file()
         if not self._alone:
             read_run(folder)
@@ -71,6 +82,8 @@ class Questions:
         bounded(sql)
         self._check(sql)
         self._open({word for word in TABLES if word in sql.lower()} or set(TABLES if _lists_tables(sql) else ()))
+        if _TOKENS.search(sql) or _lists_tables(sql):
+            self._lay_tokens(_TEXT.search(sql) is not None)
         asked = threading.Timer(self._seconds, self._base.interrupt)
         asked.start()
         try:
@@ -113,7 +126,7 @@ class Questions:
 
     @property
     def _tables(self) -> tuple[str, ...]:
-        return ("rollouts",) if self._alone else TABLES
+        return ("rollouts", "tokens") if self._alone else TABLES
 
     def _open(self, wanted: set[str]) -> None:
         """Make the tables, and close everything else."""
@@ -121,7 +134,7 @@ class Questions:
         tables: dict[str, list[Path]] = {}
         if self._alone:
             tables["rollouts"] = [self._as_table(ROLLOUTS, 0, self._folder)]
-        elif wanted & {"rollouts", "evals"}:
+        elif wanted & {"rollouts", "evals", "tokens"}:
             tables |= {"rollouts": self._files(ROLLOUTS), "evals": self._files(EVALS)}
         if "seconds" in wanted:
             tables["seconds"] = self._files(SECONDS)
@@ -156,6 +169,17 @@ class Questions:
                 open_file(path)  # says which of them is damaged
             raise UserError(f"the table {name} cannot be read: {one_line(error)}") from error
 
+    def _lay_tokens(self, texts: bool) -> None:
+        """Make the table of single tokens, with their texts if these are asked for."""
+        words = list(self._vocabulary()) if texts else []
+        if texts and not words:
+            raise UserError("the tokenizer is not here, so tokens have no text: ask by their ids, token = 5")
+        if words:
+            self._base.register("vocabulary", pa.table({"id": pa.array(range(len(words)), pa.int32()), "text": words}))
+        kinds = ("rollouts",) if self._alone else ("rollouts", "evals")
+        every = " union all ".join(f"select *, kind = 'eval' as held_out from {name}" for name in kinds)
+        self._base.execute(f"create view tokens as {tokens_of(f'({every})', 'vocabulary' if words else None)}")
+
     def _set(self, name: str, value: str) -> None:
         self._base.execute(f"set {name} = {value}")
 
@@ -166,7 +190,7 @@ class Questions:
     def _kept(self, kind: str) -> Iterator[tuple[int, Path]]:
         for step in rollout_steps(self._folder, kind == EVALS):
             path = kept_file(self._folder, kind, step)
-            if path is not None:
+            if path is not None and (self._only is None or (step, kind == EVALS) in self._only):
                 yield step, path
 
     def _as_table(self, kind: str, step: int, path: Path) -> Path:

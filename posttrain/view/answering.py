@@ -99,6 +99,9 @@ class Answers:
         names = [name for name in query.get("of", "reward,advantage,length").split(",") if name]
         return Question.of(query, run.store).histograms(names[:12])
 
+    def _means(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
+        return Question.of(query, run.store).means()
+
     def _rollout(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
         part, index = _place(words)
         begin = _whole(query, "begin", 0)
@@ -138,6 +141,7 @@ _OF_RUN: dict[str, Callable[[Answers, OpenRun, Sequence[str], Query], Any]] = {
     "overview": Answers._overview,
     "rollouts": Answers._rollouts,
     "histograms": Answers._histograms,
+    "means": Answers._means,
     "rollout": Answers._rollout,
     "group": Answers._group,
     "step": Answers._step,

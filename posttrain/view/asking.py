@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from posttrain.record.rows import as_json
 from posttrain.types import Fate, StopReason, UserError
+from posttrain.view.source import Part
 from posttrain.view.sql import by_name, listed_part, named, named_part, quoted
 from posttrain.view.store import Store
 from posttrain.view.table import Floats, Mask, Places, Rows, counts, first
 
 PAGE = 100  # rows that are handed out at once
 BINS = 32
+MEANT = 4  # parts of the reward whose means are told
 NUMBERS = ("reward", "advantage", "length", "sampled", "epoch", "shaping", "penalty", "used", "version")
 PLAIN = (*NUMBERS, "step", "index", "fate", "stop", "member", "kind", "group", "task", "prompt", "text")
 """Columns that sort, and that the table of rollouts has itself."""
@@ -132,6 +134,8 @@ class Question:
     order: str = ""  # "reward" or "-reward"
     groups: bool = False  # one row a group
     held: bool = False  # of the evaluations
+    marks: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> its first token of that kind, how many
+    note: str = ""  # what the answer leaves out
 
     @classmethod
     def of(cls, query: Mapping[str, str], store: Store) -> Question:
@@ -144,6 +148,8 @@ class Question:
         for name, value in query.items():
             if value != "" or name == "side":
                 asked._take(name, value)
+        if query.get("token"):
+            asked._tokens(query["token"])
         ready = QUESTIONS.get(query.get("ask", ""))
         if ready is not None:
             _, _, shown, order = ready
@@ -171,6 +177,13 @@ class Question:
             self._filter(
                 f"side {value}", lambda: rows.equal("side", value) | none, f"coalesce(side, '') = {quoted(value)}"
             )
+        elif name == "replayed":
+            if value not in ("0", "1"):
+                raise UserError(f"replayed is 0 or 1, not {value[:40]!r}")
+            again = value == "1"
+            self._filter(
+                f"replayed {value}", lambda: rows.flag("replayed") == again, ("" if again else "not ") + "replayed"
+            )
         elif name == "flag":
             self._filter(f"flag {value}", lambda: flags_of(rows, value) > 0, f"list_contains(flags, {quoted(value)})")
         elif name == "q":
@@ -185,6 +198,37 @@ class Question:
             held = by_name(value, rows.parts, named_part)
             self._filter(f"where {value}", lambda: _at(rows, self.store.meant(rows, held)))
             self.shown.append(f"({by_name(value, rows.parts, listed_part)})")
+
+    def _tokens(self, condition: str) -> None:
+        """Rollouts with such a token, in the steps that the other filters name."""
+        rows, mask = self.rows, np.ones(len(self.rows), dtype=bool)
+        for says, one in self.filters.items():
+            if says.startswith(("held ", "step ")):
+                mask &= one()
+        keys, at = np.unique(rows.key[mask] >> 32, return_inverse=True)
+        tokens = np.bincount(at, np.nan_to_num(rows.number("length")[mask]), len(keys))
+        sizes = {Part(int(k >> 1), bool(k & 1)): int(n) for k, n in zip(keys.tolist(), tokens.tolist(), strict=True)}
+        found = self.store.marked(rows, condition, sizes)
+        for step, held_out, index, place, times in found.rows:
+            row = rows.place(Part(step, held_out), index)
+            if row is not None:
+                self.marks[row] = place, times
+        within = (
+            ["held_out" if self.held else "not held_out"] if any(f.startswith("held ") for f in self.filters) else []
+        )
+        if not found.whole:
+            first_step = min(part.step for part in found.parts)
+            within.append(f"step >= {first_step}")
+            self.note = (
+                f"tokens were looked at from step {first_step} on: earlier ones hold too many at once, name their steps"
+            )
+        places = np.fromiter(self.marks, dtype=np.int64, count=len(self.marks))
+        meant = " and ".join([*within, f"({condition})"])
+        self._filter(
+            f"token {condition}",
+            lambda: _at(rows, places),
+            f'(step, "index") in (select (step, "index") from tokens where {meant})',
+        )
 
     def _range(self, name: str, value: str) -> None:
         """ "0.5", "0..1", "0..", "..1"; "none" for null."""
@@ -252,15 +296,21 @@ class Question:
     def page(self, offset: int, limit: int = PAGE) -> dict[str, Any]:
         """Rows of the table, and how many there are in all."""
         count, rows = self._groups(offset, limit) if self.groups else self._rows(offset, limit)
-        return {"rows": rows, "count": count, "sql": self.sql()}
+        return {"rows": rows, "count": count, "sql": self.sql(), "note": self.note}
 
     def _rows(self, offset: int, limit: int) -> tuple[int, list[dict[str, Any]]]:
         rows, meant, name = self.rows, self.meant, self.order.lstrip("-")
         column = name if name.startswith("part.") and name[5:] in rows.parts else SORTS.get(name)
         if column is None:
-            return len(meant), rows.rows(meant[offset : offset + limit])
-        order = first(rows.sortable(column)[meant], self.order.startswith("-"), offset + limit)
-        return len(meant), rows.rows(meant[order[offset : offset + limit]])
+            places = meant[offset : offset + limit]
+        else:
+            order = first(rows.sortable(column)[meant], self.order.startswith("-"), offset + limit)
+            places = meant[order[offset : offset + limit]]
+        found = rows.rows(places)
+        for row, place in zip(found, places.tolist(), strict=True):
+            if place in self.marks:
+                row["at"], row["times"] = self.marks[place]
+        return len(meant), found
 
     def _groups(self, offset: int, limit: int) -> tuple[int, list[dict[str, Any]]]:
         """Groups of which any rollout is meant, with the prompt and the reply that comes up most."""
@@ -279,6 +329,44 @@ class Question:
             row["prompt"], row["text"] = (rows.commonest(name, own) for name in ("prompt_start", "text_start"))
         return len(gids), found
 
+    def means(self) -> dict[str, Any]:
+        """Of the rollouts that are meant and of all others, training or held out alike: how many, and their means.
+
+        {"these": {"n", "reward", ...}, "others": the same}. Nothing to compare where either is empty: {}.
+        """
+        rows = self.rows
+        every = np.ones(len(rows), dtype=bool)
+        for says, one in self.filters.items():
+            if says.startswith("held "):
+                every &= one()
+        these = _at(rows, self.meant)
+        sides = {"these": np.flatnonzero(every & these), "others": np.flatnonzero(every & ~these)}
+        if not all(map(len, sides.values())):
+            return {}
+        return {name: self._mean(places) for name, places in sides.items()}
+
+    def _mean(self, places: Places) -> dict[str, Any]:
+        rows = self.rows
+        reward, sampled = rows.number("reward")[places], rows.number("sampled")[places]
+        known = ~np.isnan(reward)
+        columns: dict[str, Floats | Mask] = {
+            "reward": reward,
+            "tokens": np.where(sampled > 0, sampled, rows.number("scored")[places]),
+            "cut off": rows.flag("truncated")[places],
+            "invalid": ~known,
+            "advantage": rows.number("advantage")[places],
+            **{f"part.{name}": rows.number(f"part.{name}")[places] for name in rows.parts[:MEANT]},
+        }
+        if self.store.success is not None:
+            columns["right"] = np.where(known, reward >= rows.limit, np.nan)
+        if (rows.codes("fate")[places] >= 0).any():
+            columns["trained"] = rows.equal("fate", Fate.TRAINED)[places]
+        found: dict[str, Any] = {"n": len(places)}
+        for name, values in columns.items():
+            finite = values[np.isfinite(values)]
+            found[name] = float(finite.mean()) if len(finite) else None
+        return found
+
     def histograms(self, names: Sequence[str]) -> dict[str, Any]:
         """Of each column: bins of all rollouts that are meant, and how many have none; of choices, their counts."""
         rows, meant = self.rows, self.meant
@@ -289,6 +377,8 @@ class Question:
             found: dict[str, Any] = {name: _bins(rows.number(name)[meant]) for name in known}
             for name in ("fate", "stop", "kind"):
                 found[name] = sorted(counts(rows, name, meant).items(), key=lambda pair: -pair[1])
+            again = int(rows.flag("replayed")[meant].sum())
+            found["replayed"] = [[flag, n] for flag, n in ((False, len(meant) - again), (True, again)) if n]
             return found
 
         answer: dict[str, Any] = rows.remembered(key, all_of_them)

@@ -71,12 +71,20 @@ def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> int
         raise UserError("--export writes one run: name one folder")
     from posttrain.view.export import Selection, exported
 
+    selection = Selection.of({"rollouts": str(rollouts)}, where)
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"--export {file}: there is no folder {file.absolute().parent}")
     [run] = opened(folders)
+    if where:
+        try:
+            run.check_condition(where)
+        except UserError as error:
+            raise UserError(f"--where: {error}") from None
     run.read()
     if run.store.problem is not None:
         raise UserError(run.store.problem)
     run.store.read_texts()
-    page = exported(run, Selection(rollouts, where))
+    page = exported(run, selection)
     try:
         file.write_bytes(page)
     except OSError as error:

@@ -63,6 +63,9 @@ class Conditions:
         try:
             with self.limited() as cursor:
                 cursor.register("rollouts", rows.kept(ALL, lambda: _table(rows)))
+                shown = cursor.execute(f"select ({condition}\n) from rollouts limit 0").description
+                if [str(column[1]).upper()[:4] for column in shown] != ["BOOL"]:
+                    raise UserError("a condition is true or false, not a value: compare it, as in length > 40")
                 found = cursor.execute(sql).fetchnumpy()["row"]
                 return np.sort(np.asarray(found, dtype=np.int64))
         except UserError as error:

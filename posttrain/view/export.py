@@ -36,11 +36,12 @@ class Selection:
     query: Mapping[str, str] | None = None  # filters as the address of the page has them
 
     @classmethod
-    def of(cls, query: Mapping[str, str]) -> Selection:
+    def of(cls, query: Mapping[str, str], where: str = "") -> Selection:
+        """Raises UserError for a number of rollouts that is none."""
         text = query.get("rollouts", str(ROLLOUTS))
         if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MOST:
             raise UserError(f"rollouts is a number from 1 to {MOST}, not {text[:20]!r}")
-        return cls(int(text), "", {name: value for name, value in query.items() if name != "rollouts"})
+        return cls(int(text), where, {name: value for name, value in query.items() if name != "rollouts"})
 
 
 def exported(run: OpenRun, selection: Selection) -> bytes:

@@ -61,7 +61,22 @@ def one(
         "why": why(row),
         "equation": equation(row, rewards, objective),
         "seconds": seconds,
+        "first": _first(store, part, index) if row["replayed"] else None,
     }
+
+
+def _first(store: Store, part: Part, index: int) -> dict[str, Any] | None:
+    """Where a rollout was played that a later step learns from again."""
+    held = store.rows
+    own = held.place(part, index)
+    if own is None:
+        return None
+    same = ~held.flag("replayed") & ~held.flag("held_out") & (held.number("step") < part.step)
+    for name in ("group", "side"):
+        same &= held.codes(name) == held.codes(name)[own]
+    same &= held.number("member") == held.number("member")[own]
+    places = np.flatnonzero(same)[-1:]
+    return next(iter(held.rows(places, ("step", "index"))), None)
 
 
 def group(store: Store, pieces: Pieces, part: Part, index: int) -> dict[str, Any]:

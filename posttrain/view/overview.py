@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.view import signs
+from posttrain.view.lengths import lengths
 from posttrain.view.run import OpenRun
 from posttrain.view.series import finite, series
 from posttrain.view.verdicts import FAR_APART, verdicts
@@ -80,6 +81,7 @@ def _own(run: OpenRun, steps: Sequence[int]) -> dict[str, Any]:
         "origins": signs.origins(store),
         "pushed": sum(len(signs.pushed_in(file, run.objective)) for file in signs.looked_at(store)),
         "leaks": signs.leaks(store),
+        "lengths": lengths(store, run.about["config"]),
         **series(store.rows, steps),
     }
 
@@ -179,7 +181,8 @@ def _exploring(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]
     if any(value is not None for value in own.get("alike", ())) and not own["given"]:
         line = _line("alike", own["alike"], "alike", "pink")
         alike = {**_panel("Replies to two prompts alike", steps, [line]), "zero": True,
-                 "about": "chance that two rollouts with different prompts begin with the same 80 characters"}  # fmt: skip
+                 "about": "chance that two rollouts with different prompts begin with the same "
+                          f"{own['compared']} characters"}  # fmt: skip
     return [
         _of(steps, m, "entropy", "Entropy, nats per token", zero=True),
         replies,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.runs.files import CHECKPOINTS
+from posttrain.runs.reading import read_run
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character
 TOGETHER = 8  # tokens that may share a character
+
+
+def vocabulary_of(run: Path) -> list[str]:
+    """The texts of a run's tokens, by their ids; [] of what is no run, or has no tokenizer."""
+    return Pieces(run, read_run(run)).vocabulary() if run.is_dir() else []
 
 
 class Pieces:
@@ -52,6 +58,13 @@ class Pieces:
             else:
                 place += 1
         return pieces
+
+    def vocabulary(self) -> list[str]:
+        """The text of every entry, by its id; without a tokenizer, []. Bytes that are no character are told by a sign."""
+        self._open()
+        return (
+            [] if self._tokenizer is None else [self._decoded([token]) for token in range(self._tokenizer.vocab_size)]
+        )
 
     def _join(self, tokens: Sequence[int], pieces: list[str], begin: int) -> int:
         """Give the first of some tokens the characters that they make together; the place behind them."""

@@ -18,8 +18,9 @@ from posttrain.runs.lock import in_use
 from posttrain.runs.reading import read_health, read_metrics, read_run, read_timing
 from posttrain.types import UserError, succeeds
 from posttrain.view.pieces import Pieces
-from posttrain.view.source import Part
-from posttrain.view.store import Store
+from posttrain.view.source import Part, parts_of, rows
+from posttrain.view.sql import by_name, named_part
+from posttrain.view.store import Store, expecting
 
 PAUSE = 1.0  # seconds between two looks at a run that is on
 FIRST = 2.0  # seconds that texts, which few ask for, leave to the first page
@@ -34,6 +35,7 @@ class OpenRun:
         self.about = read_run(folder)
         self.store = Store(folder)
         self.pieces = Pieces(folder, self.about)
+        self.store.vocabulary = self.pieces.vocabulary
         self.problem: str | None = None  # why its rollouts cannot be read
         self.ready = threading.Event()  # whether what was there at first has been read
         self.shown = threading.Event()  # whether a page has had an answer
@@ -116,6 +118,21 @@ class OpenRun:
         steps = sorted(rows)
         names = {name for row in rows.values() for name in row}
         return steps, {name: [rows[step].get(name) for step in steps] for name in sorted(names)}
+
+    def check_condition(self, condition: str) -> None:
+        """Raise UserError unless this is a condition over the run's rollouts. None of them need have been read."""
+        names = {name.partition("/")[2] for line in read_metrics(self.folder) for name in line if name[:7] == "reward/"}
+        files = parts_of(self.folder)
+        for part in {*list(files)[:1], *list(files)[-1:]}:
+            with contextlib.suppress(UserError):
+                table = rows(part, files[part], names=["parts"])
+                names |= {one["name"] for parts in table["parts"].to_pylist() for one in parts or ()}
+        none = expecting(sorted(names))
+        store = Store(self.folder)
+        try:
+            store.meant(none, by_name(condition, none.parts, named_part))
+        finally:
+            store.close()
 
     def health(self) -> list[dict[str, Any]]:
         return read_health(self.folder)

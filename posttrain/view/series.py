@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from posttrain.record.schema import START
 from posttrain.view.table import Floats, Rows
 
 Values = list[float | None]
+LIKE = 400  # characters of two replies that are compared, where whole texts are held
 
 
 def series(rows: Rows, steps: Sequence[int]) -> dict[str, Any]:
@@ -21,7 +24,7 @@ def series(rows: Rows, steps: Sequence[int]) -> dict[str, Any]:
     """
     own = np.flatnonzero(~rows.flag("held_out"))
     if not len(own):
-        return {"alike": [None] * len(steps), "fates": {}}
+        return {"alike": [None] * len(steps), "compared": START, "fates": {}}
     there, at = np.unique(rows.number("step")[own], return_inverse=True)
     place = {int(step): i for i, step in enumerate(there.tolist())}
 
@@ -30,6 +33,7 @@ def series(rows: Rows, steps: Sequence[int]) -> dict[str, Any]:
 
     found: dict[str, Any] = {name: said(values) for name, values in _of_groups(rows, there).items()}
     found["n"] = int(rows.groups["n"][~rows.flag("held_out")[rows.first_rows]].max())
+    found["compared"] = LIKE if rows.long else START
     found["alike"] = said(_alike(rows, own, at, len(there)))
     found["fates"] = _fates(rows, own, at, place, steps)
     if rows.parts:
@@ -75,8 +79,13 @@ def _mean(values: NDArray[Any], at: NDArray[Any], count: int) -> Floats:
 
 def _alike(rows: Rows, own: NDArray[Any], at: NDArray[Any], count: int) -> Floats:
     """Chance that two rollouts of a step with different prompts begin with the same characters."""
-    text, prompt = (rows.codes(name)[own].astype(np.int64) + 1 for name in ("text_start", "prompt_start"))
-    texts, prompts = len(rows.values("text_start")) + 1, len(rows.values("prompt_start")) + 1
+    codes, texts = rows.codes("text_start"), len(rows.values("text_start")) + 1
+    if rows.long:
+        codes, values = rows.fullest("text")
+        begun = pc.dictionary_encode(pc.utf8_slice_codeunits(values, 0, LIKE))
+        codes, texts = np.append(begun.indices.to_numpy(zero_copy_only=False), -1)[codes], len(begun.dictionary) + 1
+    text, prompt = (each[own].astype(np.int64) + 1 for each in (codes, rows.codes("prompt_start")))
+    prompts = len(rows.values("prompt_start")) + 1
     same = _pairs(at * texts + text, texts, count)
     both = _pairs((at * texts + text) * prompts + prompt, texts * prompts, count)
     others = np.bincount(at, minlength=count).astype(np.float64) ** 2 - _pairs(at * prompts + prompt, prompts, count)

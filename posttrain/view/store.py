@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from posttrain.view.table import Places, Rows, merged, outside
 
 if TYPE_CHECKING:
     from posttrain.view.conditions import Conditions
+    from posttrain.view.marking import Marked
 
 TEXT_BYTES = 160 * 2**20  # distinct texts that are held; of more, searches see the beginnings
 FILE_BYTES = 20 * TEXT_BYTES  # of the run's files, beyond which its texts are not even counted
@@ -42,6 +43,14 @@ _EMPTY = pa.Table.from_batches([], pa.schema(list(_KINDS.items())))
 _NO_TEXTS = pa.schema([*((n, _KINDS[n]) for n in ("step", "held_out", "index")), *((n, _TEXT) for n in TEXTS)])
 
 
+def expecting(parts: Iterable[str]) -> Rows:
+    """No rollouts, with the columns of a run whose reward has these parts."""
+    empty = pa.table({f"part.{name}": pa.array([], pa.float64()) for name in parts})
+    return Rows(
+        pa.table({name: _EMPTY[name] for name in _EMPTY.column_names} | {n: empty[n] for n in empty.column_names})
+    )
+
+
 class Store:
     """The rollouts of a run, as far as they have been read; `follow` reads what is new."""
 
@@ -52,6 +61,8 @@ class Store:
         self.rows = Rows(_EMPTY)
         self.success: float | None = None  # the reward from which on a reply is right; None: nobody said
         self.version = 0  # rises with every change
+        self.vocabulary: Callable[[], Sequence[str]] = list  # texts of tokens, by their ids
+        self._marking = threading.Lock()
         self.closed = False  # whether nobody asks any more
         self.searchable = False  # whether texts are held, as far as they will be
         self.unsearched: str | None = None  # of which texts a search sees their beginnings alone, and why
@@ -79,6 +90,17 @@ class Store:
         """Delete what questions have left on disk."""
         if self._conditions is not None:
             self._conditions.clean()
+
+    def marked(self, rows: Rows, condition: str, sizes: Mapping[Part, int]) -> Marked:
+        """The rows with a token of which a condition in SQL holds, of parts with so many tokens each."""
+        from posttrain.view.marking import marked  # a database of its own, which is opened when it is needed
+
+        stamps = tuple(sorted((part, self.files[part].stamp) for part in sizes if part in self.files))
+        with self._marking:  # a page asks for its rows, their histograms and their means at once
+            found: Marked = rows.remembered(
+                ("tokens", condition, stamps), lambda: marked(self.folder, condition, sizes, self.vocabulary)
+            )
+        return found
 
     @property
     def problem(self) -> str | None:
@@ -181,6 +203,7 @@ class Store:
                 return
         if missing:
             self.rows = self.rows.with_texts(self._texts)
+            self.version += self.rows.long  # replies are told apart by more now
         failed = sorted(part for part, (_, why) in self._read_of.items() if why is not None and part in long)
         if failed:
             steps = ", ".join(part.name for part in failed[:8]) + (" …" if len(failed) > 8 else "")

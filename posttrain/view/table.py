@@ -89,7 +89,14 @@ class Rows:
         other = copy(self)
         other._texts, other._answers = texts, OrderedDict()
         other._columns = {name: column for name, column in self._columns.items() if not name.startswith(_OF_TEXTS)}
+        if other.long:
+            other.__dict__.pop("groups", None)  # it counts distinct replies
         return other
+
+    @property
+    def long(self) -> bool:
+        """Whether any whole reply is held, beyond the beginnings."""
+        return self._texts is not None and self._texts["text"].null_count < len(self._texts)
 
     @cached_property
     def key(self) -> Places:
@@ -251,9 +258,10 @@ class Rows:
         return self.groups[name] if name in FIGURES else self.sortable(name)[self.first_rows]
 
     def _distinct(self, count: int) -> Floats:
-        """Replies of each group that differ, as far as their first characters tell."""
-        many = len(self.values("text_start")) + 1
-        pairs = np.sort(self.gid.astype(np.int64) * many + self.codes("text_start") + 1)
+        """Replies of each group that differ, as far as their texts are held: a part's are, or its beginnings alone."""
+        codes, values = self.fullest("text") if self.long else (self.codes("text_start"), self.values("text_start"))
+        many = len(values) + 1
+        pairs = np.sort(self.gid.astype(np.int64) * many + codes + 1)
         pairs = pairs[np.diff(pairs, prepend=-1) != 0]
         pairs = pairs[pairs % many != 0]  # null
         return np.bincount(pairs // many, minlength=count).astype(np.float64)

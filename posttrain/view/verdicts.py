@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from posttrain.view.lengths import MORE, REWARD, Length
 from posttrain.view.signs import FOREIGN
 
 Values = list[float | None]
@@ -122,6 +123,9 @@ def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
             said.append(f"{ends[1]:.0%} of the replies {word}, {ends[0]:.0%} at the start")
     if own.get("leaks") is not None:
         doubts.append(f"{own['leaks']:.0%} of the prompts contain the answer of their task, and the others do not")
+    paid, aside = _paid(own.get("lengths") or ())
+    doubts += paid
+    said += aside
     rising = _part_alone(own.get("parts") or {})
     if rising:
         doubts.append(rising)
@@ -137,6 +141,22 @@ def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
     return _verdict(
         "no sign of a loophole", "good", "; ".join(said) + "; a loophole would show as a leap, or in the length"
     )
+
+
+def _paid(lengths: Sequence[Length]) -> tuple[list[str], list[str]]:
+    """What is doubtful about rewards that go with the length of the reply, and what is worth saying of them."""
+    doubts, said = [], []
+    for one in lengths:
+        name = "the reward" if one.name == REWARD else f"“{one.name}”"
+        how = f"{name} {'rises' if one.correlation > 0 else 'falls'} with the length of the reply"
+        within = f"correlation {_f(one.correlation)} within groups"
+        if one.paid is not None and one.paid >= MORE:
+            doubts.append(f"{how} ({within}), and longer wrong replies earn more of it than right ones")
+        elif one.scored:
+            doubts.append(f"{how} ({within}): does the model that gives it like length?")
+        else:
+            said.append(f"{how} ({within}), as it may where length follows from being right")
+    return doubts, said[:2]
 
 
 def _part_alone(parts: Mapping[str, Values]) -> str | None:

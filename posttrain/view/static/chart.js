@@ -1,6 +1,6 @@
 // Curves over the steps: uPlot with our colours, the events of the run, and steps that open when they are clicked.
 
-import { Canvas, colour, html, useEffect, useRef } from "./ui.js";
+import { Canvas, colour, html, useEffect, useRef, useState } from "./ui.js";
 import { f } from "./format.js";
 
 const COLOURS = ["blue", "red", "green", "pink", "yellow", "sky"];
@@ -152,6 +152,7 @@ function marks(u, events) {
 /** Bars of a histogram {low, width, bins: [[number, count]]}; dragging over them chooses a range. */
 export function Histogram({ data, label, chosen, choose }) {
   const drag = useRef(null);
+  const [span, setSpan] = useState(null); // bins that the keyboard has chosen: [from, to]
   const bins = data.bins || [];
   const last = bins.length ? bins.at(-1)[0] : 0;
   const many = Math.max(last + 1, 1);
@@ -173,14 +174,30 @@ export function Histogram({ data, label, chosen, choose }) {
       const tall = Math.max(1.5, ((h - 2) * Math.sqrt(n)) / Math.sqrt(most));
       pen.fillRect(bin * step + 0.5, h - tall, Math.max(1, step - 1), tall);
     }
+    if (span) {
+      pen.fillStyle = colour("blue", 0.25);
+      pen.fillRect(span[0] * step, 0, (span[1] - span[0] + 1) * step, h);
+    }
     pen.strokeStyle = colour("line");
     pen.beginPath();
     pen.moveTo(0, h - 0.5);
     pen.lineTo(w, h - 0.5);
     pen.stroke();
   };
+  const pressed = (e) => {
+    const [from, to] = span || [0, 0];
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
+    const within = (bin) => Math.max(0, Math.min(many - 1, bin));
+    if (by && bins.length) setSpan(e.shiftKey ? [from, Math.max(from, within(to + by))] : [within((span ? from : -1) + by), within((span ? from : -1) + by)]);
+    else if (e.key === "Enter" && span) range(span[0], span[1] + 1);
+    else if (e.key === "Escape") chosen && choose("");
+    else return;
+    if (!by) setSpan(null);
+    e.preventDefault();
+    e.stopPropagation();
+  };
   return html`<div class="card hist"><div class="chart-head"><b>${label}</b><span class="faint">${chosen ? html`<button class="small" onClick=${() => choose("")} title="take this filter away">× ${chosen}</button>` : data.none ? `${data.none.toLocaleString("en")} none` : ""}</span></div>
-    <${Canvas} draw=${draw} deps=${[data]} label=${`histogram of ${label}`}
+    <${Canvas} draw=${draw} deps=${[data, span]} label=${`histogram of ${label}`} tabindex="0" onKeyDown=${pressed} onBlur=${() => setSpan(null)}
       onPointerDown=${(e) => { drag.current = valueAt(e); e.currentTarget.setPointerCapture(e.pointerId); }}
       onPointerUp=${(e) => { if (drag.current !== null && bins.length) range(drag.current, valueAt(e)); drag.current = null; }} />
     <div class="ends"><span>${f(data.least ?? data.low)}</span><span>${data.low === null || data.low === undefined ? "" : f(data.high)}</span></div></div>`;

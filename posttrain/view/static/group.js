@@ -35,6 +35,7 @@ function Replies({ run, about, data, words, query }) {
     ...Object.fromEntries(names.slice(0, 9).map((m, i) => [String(i + 1), () => change({ c: m.name })])), "0": () => change({ c: "none" }),
     l: () => setAt(Math.min(rows.length - 1, at + 1)), h: () => setAt(Math.max(0, at - 1)), ArrowRight: () => setAt(Math.min(rows.length - 1, at + 1)), ArrowLeft: () => setAt(Math.max(0, at - 1)),
     j: visit(1), k: visit(-1), Enter: () => go(to(run, "rollout", [home, rows[at].index], { c: query.c })),
+    i: () => document.querySelector(".frame")?.click(),
     o: () => change({ order: order === "reward" ? "index" : "reward" }),
   });
   const prompt = rows[0]?.prompt || "";

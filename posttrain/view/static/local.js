@@ -7,6 +7,7 @@ export function local(kept, path, query) {
   const name = path.split("/").slice(1).join("/");
   if (name === "rollouts") return page(kept, query);
   if (name === "histograms") return histograms(matching(kept.rows, query), (query.of || "reward,advantage,length").split(","));
+  if (name === "means") return meansOf(kept, query);
   if (name.startsWith("group/")) return group(kept, name.slice(6));
   if (path in kept) return kept[path];
   throw new Error("that is not in this file: it holds one run and some of its rollouts");
@@ -23,8 +24,9 @@ function test(name, value) {
   if (["fate", "stop", "kind"].includes(name)) return [(row) => value.split("|").includes(row[name] || "none")];
   if (["task", "group", "side"].includes(name)) return [(row) => row[name] === value];
   if (name === "held") return [(row) => row.held_out === (value === "1")];
+  if (name === "replayed") return [(row) => Boolean(row.replayed) === (value === "1")];
   if (name === "ask") return value === "cut" ? [(row) => row.truncated] : [];
-  if (["q", "sort", "as", "of", "offset", "limit", "where", "sel"].includes(name)) return [];
+  if (["q", "sort", "as", "of", "offset", "limit", "where", "token", "sel"].includes(name)) return [];
   const [low, high] = value.includes("..") ? value.split("..") : [value, value];
   return [(row) => row[name] !== null && (low === "" || row[name] >= Number(low)) && (high === "" || row[name] <= Number(high))];
 }
@@ -59,12 +61,31 @@ function histograms(rows, names) {
     }
     found[name] = { low: values.length ? low : null, high, width, count: values.length, none: rows.length - values.length, bins: [...bins].sort((a, b) => a[0] - b[0]) };
   }
-  for (const name of ["fate", "stop", "kind"]) {
+  for (const name of ["fate", "stop", "kind", "replayed"]) {
     const counts = new Map();
     for (const row of rows) counts.set(row[name], (counts.get(row[name]) || 0) + 1);
     found[name] = [...counts].sort((a, b) => b[1] - a[1]);
   }
   return found;
+}
+
+/** Means of the rows that are meant and of the others. */
+function meansOf(kept, query) {
+  const held = matching(kept.rows, { held: query.held || "" });
+  const own = new Set(matching(held, query));
+  const success = kept.runs.runs[0].success;
+  const side = (rows) => {
+    const mean = (of) => {
+      const values = rows.map(of).filter((v) => typeof v === "number" && Number.isFinite(v));
+      return values.length ? values.reduce((sum, v) => sum + v, 0) / values.length : null;
+    };
+    const found = { n: rows.length, reward: mean((r) => r.reward), tokens: mean((r) => r.sampled || r.length), trained: mean((r) => Number(r.fate === "trained")), "cut off": mean((r) => Number(r.truncated)), invalid: mean((r) => Number(r.reward === null)), advantage: mean((r) => r.advantage) };
+    if (success !== null) found.right = mean((r) => (r.reward === null ? null : Number(r.reward >= success - 1e-6)));
+    for (const part of kept.runs.runs[0].parts) found[`part.${part}`] = mean((r) => r[`part.${part}`]);
+    return found;
+  };
+  const others = held.filter((row) => !own.has(row));
+  return own.size && others.length ? { these: side([...own]), others: side(others) } : {};
 }
 
 function group(kept, place) {

@@ -18,7 +18,7 @@ const PAGES = [["overview", "Overview", "o"], ["rollouts", "Rollouts", "r"], ["r
 const HELP = [
   ["o  r  s  c", "Overview, Rollouts, Step, Compare"], ["/", "search"], ["j  k", "next, previous: row, rollout, visit, step"], ["Enter", "open what is chosen"], ["g", "the group"],
   ["h  l", "previous, next in the group"], ["←  →", "the token before, the next one"], ["1 … 9", "colour by that number"], ["0", "no colours"], ["a", "rollouts or groups"], ["x", "no filters"],
-  ["n  p", "next, previous page of the list"], ["[  ]", "the step before, the next one"], ["s", "in Compare: swap A and B"], ["u", "the next run"], ["d", "light or dark"], ["Backspace", "back to the list"], ["?", "this help"], ["Esc", "close, leave a field"],
+  ["n  p", "next, previous page of the list"], ["[  ]", "the step before, the next one"], ["s", "in Compare: swap A and B"], ["e", "one HTML file: of the run, or of what is listed"], ["f", "in a rollout: the reply as a text file"], ["i", "the picture, larger"], ["←  →", "on a histogram (Tab): choose; Shift widens, Enter takes"], ["u", "the next run"], ["d", "light or dark"], ["Backspace", "back to the list"], ["?", "this help"], ["Esc", "close, leave a field"],
 ];
 
 function themed(name) {
@@ -77,7 +77,7 @@ function App() {
   const jump = (name) => () => go(to(run, name));
   const theme = () => themed(localStorageItem(document.documentElement.dataset.theme === "dark" ? "light" : "dark") || (document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
   useKeys({
-    "?": () => setHelp(!help), Escape: (e) => (help ? setHelp(false) : e.target.blur?.()), o: page === "group" ? undefined : jump("overview"), r: page === "step" ? undefined : jump("rollouts"), s: page === "compare" ? undefined : jump("step"), c: exported ? undefined : jump("compare"), d: theme,
+    "?": () => setHelp(!help), Escape: (e) => (help ? setHelp(false) : e.target.blur?.()), o: page === "group" ? undefined : jump("overview"), r: page === "step" ? undefined : jump("rollouts"), s: page === "compare" ? undefined : jump("step"), c: exported ? undefined : jump("compare"), d: theme, e: () => [...document.querySelectorAll("a.export")].at(-1)?.click(),
     u: () => state.runs && go(to((run + 1) % state.runs.length, ["overview", "rollouts"].includes(page) ? page : "overview")),
   });
   const about = state.runs?.[run];
@@ -87,7 +87,7 @@ function App() {
       <nav aria-label="pages">${shownPages.map(([name, says]) => html`<a class=${page === name ? "on" : ""} aria-current=${page === name ? "page" : undefined} href=${["rollout", "group"].includes(name) ? remembered(name, run) : to(run, name)}>${says}</a>`)}</nav>
       <span class="fill"></span>
       ${about && about.progress < 1 ? html`<span class="soft small">reading ${Math.round(100 * about.progress)}%</span>` : about?.on ? html`<span class="badge good">on</span>` : ""}
-      ${exported ? html`<span class="soft small">exported</span>` : html`<a class="small" href=${`export/${run}`} download>one HTML file</a>`}
+      ${exported ? html`<span class="soft small">exported</span>` : html`<a class="small export" href=${`export/${run}`} download title="e">one HTML file</a>`}
       <button onClick=${theme} title="light or dark ( d )" aria-label="light or dark">◐</button><button onClick=${() => setHelp(true)} title="keys ( ? )" aria-label="help">?</button></header>
     <main>${state.problem ? html`<${Problem} text=${state.problem} />` : ""}${about?.problem ? html`<${Problem} text=${visible(about.problem)} />` : ""}
       ${about ? html`<${Page} key=${`${run}/${page}`} ...${{ run, page, words, query, about, runs: state.runs, questions: state.questions }} />` : state.runs ? html`<${Problem} text="there is no such run" />` : ""}</main>

@@ -53,6 +53,7 @@ function OneRollout({ run, about, place, query, row }) {
   const colours = Object.fromEntries(all.slice(0, 9).map((m, i) => [String(i + 1), () => change({ c: m.name })]));
   useKeys({
     ...colours, ArrowRight: step(1), ArrowLeft: step(-1), h: beside(-1), l: beside(1), j: next(1), k: next(-1), "0": () => change({ c: "none" }),
+    f: () => document.querySelector("a.text-file")?.click(), i: () => document.querySelector(".frame")?.click(),
     g: () => go(to(run, "group", asked())), Backspace: () => go(listed.run === run && listed.address ? listed.address : to(run, "rollouts", [], { step: row.step })),
   });
   const none = query.c === "none" || !measure;
@@ -184,7 +185,7 @@ function Why({ row, run }) {
   const left = row.reward === null ? NaN : row.reward - parts.reduce((s, p) => s + (p.value || 0), 0);
   const adds = Math.abs(left) < 1e-6 || Math.abs(left - steps) < 1e-6;
   const earned = adds && Math.abs(left) >= 1e-6 ? html` + <span class="pill">its steps ${f(steps)}</span>` : "";
-  return html`<div class="card"><div class="row tight"><h2>Why?</h2><${Fate} fate=${row.fate} />${row.replayed ? html`<span class="pill">replayed from an earlier step</span>` : ""}</div><div class=${`note ${tone} untrusted`}>${visible(row.why)}</div>
+  return html`<div class="card"><div class="row tight"><h2>Why?</h2><${Fate} fate=${row.fate} />${row.replayed ? html`<span class="pill">replayed${row.first ? html` from <a href=${to(run, "rollout", [String(row.first.step), row.first.index])}>step ${row.first.step}</a>` : " from an earlier step"}</span>` : ""}</div><div class=${`note ${tone} untrusted`}>${visible(row.why)}</div>
     ${given(row.kind) ? "" : html`<div class="spread"><b>reward ${row.reward === null ? "none" : f(row.reward)}</b>${parts.length ? (adds ? " = " : " with ") : ""}${parts.map((p, i) => html`${i ? (adds ? " + " : " ") : ""}<span class="pill">${visible(p.name)} ${f(p.value)}</span>`)}${earned}</div>`}
     ${adds || !parts.length || given(row.kind) ? "" : html`<div class="soft small">the environment gave the reward itself: it is not the sum of what it named</div>`}
     <${Judged} answers=${row.answers} />
@@ -201,7 +202,7 @@ function More({ row, run, place }) {
   const data = [["task", isItem(row.kind) ? null : row.columns], ["noted", row.notes]].filter(([, v]) => v && (typeof v !== "object" || Object.keys(v).length));
   return html`<div class="card"><dl class="kv" style=${{ margin: 0 }}><dt>task</dt><dd class="untrusted">${line(row.task || "–")}</dd>${pairs.filter(([, v]) => v).map(([n, v]) => html`<dt>${n}</dt><dd>${v}</dd>`)}</dl>
     ${data.map(([name, value]) => html`<details open><summary class="soft small">${name}</summary><${Data} value=${value} run=${run} /></details>`)}
-    ${exported ? "" : html`<div class="small" style=${{ marginTop: "5px" }}><a href=${`text/${run}/${place}/${row.index}`} download>the reply as a text file</a> <span class="faint">${whole(row.characters)} characters</span></div>`}</div>`;
+    ${exported ? "" : html`<div class="small" style=${{ marginTop: "5px" }}><a class="text-file" title="f" href=${`text/${run}/${place}/${row.index}`} download>the reply as a text file</a> <span class="faint">${whole(row.characters)} characters</span></div>`}</div>`;
 }
 
 export const Picture = ({ run, name }) => (exported ? html`<span class="pill">picture ${name.slice(0, 8)}</span>` : html`<img class="thumb" loading="lazy" alt=${`picture ${name.slice(0, 8)}`} src=${`picture/${run}/${name.replace(/^sha256:/, "")}`} />`);

@@ -1,7 +1,7 @@
 // All rollouts: filters, histograms that select, ready questions, one SELECT.
 
 import { Histogram } from "./chart.js";
-import { f, inShell, line, visible, whole } from "./format.js";
+import { f, inShell, line, percent, visible, whole } from "./format.js";
 import { given } from "./items.js";
 import { change, exported, go, here, part, to } from "./net.js";
 import { Fate, html, Problem, Signed, useAnswer, useEffect, useKeys, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
@@ -48,11 +48,13 @@ export function Rollouts({ run, about, questions, query }) {
   const names = ["reward", "advantage", "length", ...parts.map((p) => `part.${p}`)];
   const later = useLater(JSON.stringify(filters), 60);
   const histograms = useAnswer(`${run}/histograms`, { ...JSON.parse(later), of: names.join(",") }, version);
+  const asked = Object.keys(JSON.parse(later)).some((name) => name !== "held");
+  const means = useAnswer(asked ? `${run}/means` : null, JSON.parse(later), version);
   const search = useRef();
   const rows = data?.rows || [];
   const at = data ? Math.min(Number(query.sel || 0), Math.max(0, rows.length - 1)) : Number(query.sel || 0);
   const select = (place) => change({ sel: Math.max(0, data ? Math.min(rows.length - 1, place) : place) });
-  const open = (row, page) => row && go(to(run, page || (isGroup(row) ? "group" : "rollout"), [part(row), isGroup(row) ? row.first : row.index]));
+  const open = (row, page) => row && go(to(run, page || (isGroup(row) ? "group" : "rollout"), [part(row), isGroup(row) ? row.first : row.index], row.at === undefined || row.at === null ? {} : { t: row.at }));
   useKeys({
     j: () => select(at + 1), k: () => select(at - 1), ArrowDown: () => select(at + 1), ArrowUp: () => select(at - 1),
     Enter: () => open(rows[at]), g: () => open(rows[at], "group"),
@@ -77,30 +79,33 @@ export function Rollouts({ run, about, questions, query }) {
         ${isGroup(row) ? html`<${GroupCells} ...${{ row, played }} />` : html`<${Cells} ...${{ row, run, parts, most, played, success: about.success }} />`}</tr>`), [data, at, about.success, drawn]); // not drawn again when a histogram arrives
   const set = (changes) => change({ ...changes, offset: "", sel: "" });
   return html`
-    <${Bar} ...${{ about, query, filters, set, search, questions, groups }} count=${data?.count} />
+    <${Bar} ...${{ about, query, filters, set, search, questions, groups }} count=${data?.count} refused=${problem ? (/token/.test(problem) || !query.where ? "token" : "where") : ""} />
+    ${problem ? html`<${Problem} text=${problem} />` : ""}
     <div class="hists">${names.map((name) => histograms.data?.[name] && (histograms.data[name].count || query[name]) ? html`<${Histogram} key=${name} data=${histograms.data[name]} label=${name.replace(/^part\./, "part: ")} chosen=${query[name]} choose=${(range) => set({ [name]: range })} />` : "")}
       <${Facets} data=${histograms.data} query=${query} set=${set} /></div>
-    ${problem ? html`<${Problem} text=${problem} />` : ""}
+    ${asked && !problem && means.data?.these ? html`<${Beside} data=${means.data} parts=${parts} />` : ""}
     <div class=${`card list long ${waiting}`} data-of=${of} onScroll=${() => drawn < rows.length && setAll(data)}><table style=${{ marginBottom: `${(rows.length - drawn) * ROW}px` }}>
       <thead><tr>${columns.map(([name, says, kind]) => html`<${Head} ...${{ name, says, kind, sort: query.sort || "", set }} />`)}</tr></thead>
       <tbody>${body}</tbody></table>
       ${data && !rows.length ? html`<div class="empty">${Object.keys(filters).length ? html`Nothing fits. <kbd>x</kbd> takes all filters away.` : "There are none yet."}</div>` : ""}</div>
     <div class="row" style=${{ marginTop: "8px" }}>
+      ${data?.note ? html`<span class="warn small">${data.note}</span>` : ""}
       <span class="soft">${data ? `${whole(offset + (rows.length ? 1 : 0))}–${whole(offset + rows.length)} of ${whole(data.count)}` : ""}</span>
       <button disabled=${!offset} onClick=${() => change({ offset: Math.max(0, offset - 100), sel: 0 })}>previous</button>
       <button disabled=${!data || offset + rows.length >= data.count} onClick=${() => change({ offset: offset + rows.length, sel: 0 })}>next</button>
       ${exported || !data ? "" : html`<span class="sql mono grow untrusted" title="the same question in the terminal">posttrain query ${inShell(visible(about.folder))} ${inShell(visible(data.sql))}</span>`}
-      ${exported ? "" : html`<a href=${`export/${run}?${new URLSearchParams(filters)}`} download>export these</a>`}</div>`;
+      ${exported ? "" : html`<a class="export" title="e" href=${`export/${run}?${new URLSearchParams(filters)}`} download>export these</a>`}</div>`;
 }
 
-function Bar({ about, query, filters, set, search, questions, groups, count }) {
+function Bar({ about, query, filters, set, search, questions, groups, count, refused }) {
   const asked = questions.find((q) => q.name === query.ask);
-  const chips = Object.entries(filters).filter(([name]) => !["q", "ask", "where", "step", "held"].includes(name));
+  const chips = Object.entries(filters).filter(([name]) => !["q", "ask", "where", "token", "step", "held"].includes(name));
   return html`<div class="row gap">
       <div class="row tight"><button class=${groups ? "" : "on"} onClick=${() => set({ as: "", sort: "" })}>rollouts</button>${exported ? "" : html`<button class=${groups ? "on" : ""} onClick=${() => set({ as: "groups", sort: "" })}>groups</button><button class=${query.held === "1" ? "on" : ""} onClick=${() => set({ held: query.held === "1" ? "" : "1", step: "" })} title="those of the evaluations during training">held out</button>`}</div>
       <input class="search" ref=${search} type="search" title=${visible(about.unsearched || "")} placeholder=${!about.searchable && !exported ? "search: texts are being read" : about.unsearched ? "search beginnings ( / )" : "search texts ( / )"} value=${query.q || ""} onInput=${(e) => set({ q: e.target.value })} aria-label="search prompts and replies" />
-      <input style=${{ width: "96px" }} placeholder="steps 1..20" value=${query.step || ""} onChange=${(e) => set({ step: e.target.value.trim() })} aria-label="steps" />
-      ${exported ? "" : html`<input class="condition mono" placeholder=${`where … in SQL: length > 40${!given(about.verb) ? ` and ${about.parts[0] || "mean"} < 1` : ""}`} value=${query.where || ""} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}
+      <input style=${{ width: "96px" }} placeholder="steps 1..20" key=${`step ${query.step || ""}`} defaultValue=${query.step || ""} onChange=${(e) => set({ step: e.target.value.trim() })} aria-label="steps" />
+      ${exported ? "" : html`<input class=${`condition mono ${refused === "where" ? "refused" : ""}`} aria-invalid=${refused === "where"} key=${`where ${query.where || ""}`} defaultValue=${query.where || ""} placeholder=${`where … in SQL: length > 40${!given(about.verb) ? ` and ${about.parts[0] || "mean"} < 1` : ""}`} onChange=${(e) => set({ where: e.target.value })} aria-label="condition in SQL" />`}
+      ${exported ? "" : html`<input class=${`condition token mono ${refused === "token" ? "refused" : ""}`} aria-invalid=${refused === "token"} placeholder="any token … ratio > 2" key=${`token ${query.token || ""}`} defaultValue=${query.token || ""} onChange=${(e) => set({ token: e.target.value })} aria-label="condition on tokens in SQL" title="rollouts with a token of which this holds: ratio > 2, abs(weight) > 0.01, trim(text) = 'wait'; columns: token, text, origin, learned, engine, before, learner, reference, entropy, weight, advantage, value, returns, teacher, after, ratio, place" />`}
       <span class="soft">${count === undefined ? "" : `${whole(count)} ${groups ? "groups" : "rollouts"}`}</span>
       ${chips.map(([name, value]) => html`<button class="on small" onClick=${() => set({ [name]: "" })} title="take this filter away">${visible(`${name} ${value}`)} ×</button>`)}
       ${Object.keys(filters).length ? html`<button class="small" onClick=${() => go(to(here().run, "rollouts"))}>all ( x )</button>` : ""}</div>
@@ -134,6 +139,15 @@ function GroupCells({ row, played }) {
     <td class="n">${row.replies}</td><td class="n">${f(row.length)}</td><td class="n">${row.epoch === null ? "–" : row.epoch + 1}</td>`;
 }
 
+/** The means of what is listed beside those of the rest, in one line. */
+function Beside({ data, parts }) {
+  const { these, others } = data;
+  const shares = ["right", "trained", "cut off", "invalid"];
+  const say = (name, value) => (value === null || value === undefined ? "–" : shares.includes(name) ? percent(value) : f(value));
+  const names = ["reward", "right", ...parts.map((p) => `part.${p}`), "tokens", "trained", "cut off", "invalid", "advantage"].filter((n) => [these, others].some((side) => side[n] !== null && side[n] !== undefined && !(["cut off", "invalid"].includes(n) && !these[n] && !others[n])));
+  return html`<div class="means small" role="status"><span>these <b>${whole(these.n)}</b> / the other ${whole(others.n)}</span>${names.map((n) => html`<span><span class="soft untrusted">${visible(n === "tokens" ? "reply tokens" : n.replace(/^part\./, ""))}</span> <b>${say(n, these[n])}</b> / ${say(n, others[n])}</span>`)}</div>`;
+}
+
 function Facets({ data, query, set }) {
   if (!data) return "";
   const toggle = (name, value) => {
@@ -142,10 +156,11 @@ function Facets({ data, query, set }) {
     set({ [name]: [...chosen].join("|") });
   };
   const some = ["fate", "stop", "kind"].filter((name) => data[name] && (data[name].length > 1 || query[name]));
-  if (!some.length) return "";
+  const again = (data.replayed || []).find(([value]) => value === true);
+  if (!some.length && !again) return "";
   return html`<div class="card hist" style=${{ flex: "2 1 220px" }}>${some.map((name) => html`<div class="facet" style=${{ marginBottom: "3px" }}><span class="soft small" style=${{ width: "28px" }}>${name}</span>
     ${data[name].map(([value, n]) => {
       const own = value === null ? "none" : value;
       return html`<button class=${`small pill ${(query[name] || "").split("|").includes(own) ? "on" : ""}`} onClick=${() => toggle(name, own)}>${own} ${whole(n)}</button>`;
-    })}</div>`)}</div>`;
+    })}</div>`)}${again ? html`<div class="facet"><button class=${`small pill ${query.replayed === "1" ? "on" : ""}`} title="played in an earlier step, and learned from again" onClick=${() => set({ replayed: query.replayed === "1" ? "" : "1" })}>replayed ${whole(again[1])}</button>${query.replayed === "0" ? "" : html`<button class="small pill" onClick=${() => set({ replayed: "0" })}>without these</button>`}</div>` : ""}</div>`;
 }

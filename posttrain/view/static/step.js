@@ -21,7 +21,7 @@ export function Step({ run, about, words, query }) {
   if (!data) return html`<${Empty}>${words.length || latest.data?.parts.length !== 0 ? "reading …" : "This run has no rollouts."}</${Empty}>`;
   return html`
     <div class="row tight gap choices"><h2>What did step</h2><button disabled=${at <= 0} onClick=${() => open(at - 1)} aria-label="the step before">◂</button>
-      <input style=${{ width: "64px" }} value=${data.step} onChange=${(e) => go(to(run, "step", [e.target.value.trim() || "1"], query))} aria-label="step" /><button disabled=${at >= steps.length - 1} onClick=${() => open(at + 1)} aria-label="the next step">▸</button><h2>do?</h2>
+      <input style=${{ width: "64px" }} key=${data.step} defaultValue=${data.step} onChange=${(e) => go(to(run, "step", [e.target.value.trim() || "1"], query))} aria-label="step" /><button disabled=${at >= steps.length - 1} onClick=${() => open(at + 1)} aria-label="the next step">▸</button><h2>do?</h2>
       ${measures.map((m, i) => html`<button class=${m.name === data.by ? "on" : ""} disabled=${m.missing !== ""} title=${m.missing || m.about} onClick=${() => change({ by: m.name })}><span class="faint">${i + 1}</span> ${m.says}</button>`)}
       <span class="fill"></span><a href=${to(run, "rollouts", [], { step: data.step })}>its rollouts</a></div>
     ${data.by ? html`<${Changes} ...${{ run, data, waiting }} />` : html`<${Empty}>Of this step only tokens and the engine's log-probabilities were recorded. <span class="mono">--record full</span> keeps what the learner computed, <span class="mono">--record-after</span> what the step changed.</${Empty}>`}`;

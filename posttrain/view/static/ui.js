@@ -13,7 +13,7 @@ const LONG = 250; // milliseconds after which what waits for an answer turns pal
  */
 export function useAnswer(path, query = {}, version = 0) {
   const key = path && path + "?" + JSON.stringify(query);
-  const [state, set] = useState({ data: null, problem: null, key: null });
+  const [state, set] = useState({ data: null, problem: null, key: null, path: null });
   const [pale, setPale] = useState(null);
   useLayoutEffect(() => {
     // not useEffect, which runs after the next frame: the question would wait for it
@@ -23,7 +23,7 @@ export function useAnswer(path, query = {}, version = 0) {
     const answered = (answer) => {
       clearTimeout(timer);
       // What has not changed since it was asked is not drawn again.
-      set((last) => (last.key === key && JSON.stringify(last.data) === JSON.stringify(answer.data ?? null) && !answer.problem ? last : { data: null, problem: null, key, ...answer }));
+      set((last) => (last.key === key && JSON.stringify(last.data) === JSON.stringify(answer.data ?? null) && !answer.problem ? last : { data: answer.problem && last.path === path ? last.data : null, problem: null, key, path, ...answer }));
     };
     ask(path, query, control.signal).then(
       (data) => answered({ data }),

@@ -230,7 +230,7 @@ def pieces_of(transcript: Transcript) -> list[tuple[int, int, int]]:
     return [(s.start, s.length, s.version) for s in transcript.spans if s.version is not None]
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_each_piece_of_a_reply_is_sampled_by_the_weights_of_its_step_and_groups_are_learned_from_whole(
     start: Path, tmp_path: Path, tokenizer: Tokenizer, ahead: int
 ) -> None:

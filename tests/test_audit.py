@@ -608,7 +608,7 @@ def test_probe_that_cannot_be_made_is_refused(tasks: list[dict[str, Any]], opini
         probed(tasks, 0, opinion)
 
 
-@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize("follows", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_verb_tells_a_policy_that_follows_the_user_from_one_that_does_not(
     follows: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -259,7 +259,11 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Decoder], Backed
     return twin
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=pytest.mark.long) if getattr(row, "trust_region", None) else row for row in ROWS],
+    ids=lambda row: row.name,
+)
 def test_native_and_backed_learn_alike_with_every_row(
     row: Algorithm, qwen: Callable[[Decoder], Backed], monkeypatch: pytest.MonkeyPatch
 ) -> None:

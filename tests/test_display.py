@@ -316,10 +316,10 @@ def test_samples_show_prompt_reply_and_reward_of_played_and_of_recorded_rollouts
     out = io.StringIO()
     sample([played, failed, recorded, played], 3, out)
     lines = out.getvalue().splitlines()
-    assert lines[0].startswith("── sum-1 ── reward 1 ── eos ──") and len(lines[0]) == 80
+    assert lines[0].startswith("── sum-1 [0] ── reward 1 ── ended by eos ──") and len(lines[0]) == 80
     assert lines[1:5] == ["prompt │ 6*7?", "       │ Think.", "reply  │ 42", "answer │ 42"]
-    assert "── sum-2 ── invalid: timed out ── length" in out.getvalue()
-    assert "── sum-3 ── invalid: lost ── eos" in out.getvalue()
+    assert "── sum-2 [0] ── invalid: timed out ── ended by length" in out.getvalue()
+    assert "── sum-3 ── invalid: lost ── ended by eos" in out.getvalue()
     assert out.getvalue().count("sum-1") == 1
 
 

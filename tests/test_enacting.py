@@ -210,8 +210,8 @@ def test_an_episode_reads_like_a_conversation(place: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--step", "7"], "holds no rollouts of step 7: take one of 1 to 1"),
-        (["--group", "zz"], "no rollouts of the group 'zz'"),
+        (["--step", "7"], "holds no rollouts of step 7: take one of 1"),
+        (["--group", "zz"], "there are no rollouts of 'zz' in step 1"),
         (["--order", "odd"], "order"),
     ],
 )

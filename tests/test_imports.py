@@ -75,7 +75,7 @@ HOMES = {
 LIGHT = ("audit/", "planning/", "envs/", "verify/", "sandbox/", "runs/", "training/intervals.py",
          "sources/diversity.py", "algorithms/", "config/", "types.py", "batch.py", "protocols.py", "part.py",
          "record/", "seeds.py", "messages.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py",
-         "cli/main.py", "cli/commands.py", "cli/typed.py",
+         "cli/main.py", "cli/commands.py", "cli/looking.py", "cli/typed.py",
          "data/", "sources/packing.py", "retrieval/", "services/retriever.py")  # fmt: skip
 """What imports no torch when it is imported itself, so that --help and check start at once."""
 

@@ -243,7 +243,9 @@ def test_values_returns_and_advantages_of_tokens_are_those_of_a_loop(tokenizer: 
         assert outcome.numbers["token_advantage"] == pytest.approx(own, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if TABLE[name].trust_region else name for name in TABLE]
+)
 def test_recording_changes_no_bit_of_a_run(tokenizer: Tokenizer, name: str) -> None:
     def ran(recording: Recording) -> tuple[torch.Tensor, list[dict[str, float]]]:
         experience = source(tokenizer, row(name, prompts=3))

@@ -292,7 +292,7 @@ def test_a_base_that_is_gone_is_told_in_one_line(place: Path, capsys: pytest.Cap
     assert resolve("run") == last("run")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_learn_the_adapter_of_one(place: Path) -> None:
     words = [*RL, "--kl", "0.05"]
     one = ran(words, "one")

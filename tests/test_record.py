@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posttrain.cli import commands
+from posttrain.cli import looking
 from posttrain.record.reading import EVERY, plainly, read_rollouts, timed_rollouts
 from posttrain.record.rows import transcripts_of
 from posttrain.runs.curves import curves
@@ -127,9 +127,9 @@ def test_the_seconds_of_turns_stand_beside_the_rollouts_and_come_back_with_them(
     record.close({})
     times = [[turn["seconds"] for turn in row["turns"]] for row in timed_rollouts(tmp_path, 1)]
     assert times == [[0.01, 1.26], [0.01, 0.5]]
-    assert commands.rollouts(str(tmp_path), step=1) == 0
+    assert looking.rollouts(str(tmp_path), step=1) == 0
     assert "a  (1.3 s)\n" in (said := capsys.readouterr().out) and "a  (0.5 s)\n" in said and "Q\n" in said
-    assert commands.rollouts(str(tmp_path), step=1, json=True) == 0
+    assert looking.rollouts(str(tmp_path), step=1, json=True) == 0
     shown = [json.loads(line) for line in capsys.readouterr().out.split("\n")[:-1]]
     assert (
         shown == [plainly(row) for row in read_rollouts(tmp_path, 1, EVERY)] and "seconds" not in shown[0]["turns"][0]

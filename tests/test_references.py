@@ -176,7 +176,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kto", "bco"])  # with a drift, and with a state of its own
+# with a drift, and with a state of its own
+@pytest.mark.parametrize("name", [pytest.param("kto", marks=pytest.mark.long), "bco"])
 def test_run_killed_and_resumed_with_the_cache_emptied_is_identical(place: Path, cache: Path, name: str) -> None:
     words = [*WORDS_OF_RUN, "--algorithm", name]
     assert main([*words, "--out", "whole"]) == 0

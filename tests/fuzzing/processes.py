@@ -29,6 +29,7 @@ PRELOADED = (
     *(
         "posttrain.training.assembly",
         "posttrain.cli.commands",
+        "posttrain.cli.looking",
         "posttrain.runs.display",
         "transformers",
         "datasets",

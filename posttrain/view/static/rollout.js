@@ -188,6 +188,7 @@ function Why({ row, run }) {
   return html`<div class="card"><div class="row tight"><h2>Why?</h2><${Fate} fate=${row.fate} />${row.replayed ? html`<span class="pill">replayed${row.first ? html` from <a href=${to(run, "rollout", [String(row.first.step), row.first.index])}>step ${row.first.step}</a>` : " from an earlier step"}</span>` : ""}</div><div class=${`note ${tone} untrusted`}>${visible(row.why)}</div>
     ${given(row.kind) ? "" : html`<div class="spread"><b>reward ${row.reward === null ? "none" : f(row.reward)}</b>${parts.length ? (adds ? " = " : " with ") : ""}${parts.map((p, i) => html`${i ? (adds ? " + " : " ") : ""}<span class="pill">${visible(p.name)} ${f(p.value)}</span>`)}${earned}</div>`}
     ${adds || !parts.length || given(row.kind) ? "" : html`<div class="soft small">the environment gave the reward itself: it is not the sum of what it named</div>`}
+    ${row.kind === "reward-model" && row.reward !== null ? html`<div class="spread"><b>score ${f(row.reward)}</b>${parts.map((p) => html` <span class="pill">${visible(p.name)} ${f(p.value)}</span>`)}</div>` : ""}
     <${Judged} answers=${row.answers} />
     ${changed.length ? html`<div class="spread">as used ${f(row.used)} = ${f(row.reward)}${changed.map(([name, value]) => html` <span class="pill">${name} ${signed(value)}</span>`)}</div>` : ""}
     ${advantage === null || row.kind === "eval" || given(row.kind) ? "" : html`<div class="spread" style=${{ marginTop: "4px" }}><b>advantage ${f(advantage)}</b>${e.equation && e.sd === 0 && !advantage ? (e.n === 1 ? ": it has no group" : `: all ${e.n} rewards of its group are ${f(e.mean)}`) : e.equation ? html` = ${e.equation.startsWith("(") ? `(${f(e.reward)} − ${f(e.mean)}) / ${f(e.sd)}` : e.equation === "R" ? f(e.reward) : `${f(e.reward)} − ${f(e.equation.endsWith("others") ? (e.mean * e.n - e.reward) / (e.n - 1) : e.mean)}`}` : ""}</div>
@@ -217,7 +218,13 @@ function isVerdict({ answer, invalid }) {
 
 /** What judges and reward models said of the reply. */
 function Judged({ answers }) {
-  return answersOf(answers).filter(isVerdict).map(({ service, answer, invalid }) => html`<div class="spread"><b class="untrusted">${visible(service || "?")}</b> said ${invalid !== undefined ? html`<span class="bad untrusted">nothing valid: ${visible(String(invalid))}</span>` : typeof answer === "number" ? f(answer) : Object.entries(answer).map(([n, v]) => html`<span class="pill untrusted">${visible(n)} ${f(v)}</span> `)}</div>`);
+  return answersOf(answers).filter(isVerdict).map(({ service, answer, invalid, said }) => html`<div class="spread"><b class="untrusted">${visible(service || "?")}</b> said ${invalid !== undefined ? html`<span class="bad untrusted">nothing valid: ${visible(String(invalid))}</span>` : typeof answer === "number" ? f(answer) : Object.entries(answer).map(([n, v]) => html`<span class="pill untrusted">${visible(n)} ${f(v)}</span> `)}<${Said} texts=${said} /></div>`);
+}
+
+/** The texts that a verdict was read from. */
+function Said({ texts }) {
+  if (!Array.isArray(texts) || !texts.length) return "";
+  return html`<details class="service" open=${texts.length === 1}><summary class="soft small">${texts.length === 1 ? "in its own words" : `in its own words, ${texts.length} answers`}</summary>${texts.slice(0, 64).map((text) => html`<div class="text dense passage untrusted">${visible(String(text))}</div>`)}</details>`;
 }
 
 /** What other services said, such as the passages of a retriever. */

@@ -24,7 +24,7 @@ from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.envs.seen import Seen, Viewer
 from posttrain.messages import clip, safe
 from posttrain.models.tool_reading import HERMES
-from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
+from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError, bare
 
 STANDARD = {
     "empty": "",
@@ -302,7 +302,7 @@ class _Answers:
         self.services.ask(0, ask)
         while not (answers := self.services.poll()):
             time.sleep(0.001)
-        return answers[0][1]
+        return bare(answers[0][1])
 
 
 def _sample_replies(task: Task, replies: Sequence[str] | None) -> list[tuple[str, list[str]]]:

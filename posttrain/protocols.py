@@ -189,8 +189,9 @@ class Seeing(Protocol):
 class Service(Protocol):
     """Answers questions of environments in the main process, many at once.
 
-    An answer is plain JSON data, or Invalid where there is none. It follows from the content of its question: not from the
-    order of the questions, nor from what is asked beside it. Neither `submit` nor `poll` waits for an answer.
+    An answer is plain JSON data, or Invalid where there is none; Reasoned is either of them with what was said for it. It
+    follows from the content of its question: not from the order of the questions, nor from what is asked beside it. Neither
+    `submit` nor `poll` waits for an answer.
     """
 
     @property

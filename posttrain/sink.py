@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 WHOLE = {"reverse_kl": 1.0, "forward_kl": 1.0, "jensen_shannon": 1.0, "expected_q": -1.0}
 """Fields of `Outputs` that are made of whole distributions -> the sign with which the loss of a row has them."""
+SCORE = "score"  # a reward model's, one for each reading, which takes the place of the tokens' numbers
 SHARE = "share"  # the weight of these, where log-probabilities have none
 
 Found: TypeAlias = "dict[int, dict[str, NDArray[np.float32]]]"
@@ -39,7 +40,7 @@ class Sink:
     _passed: list[tuple[Tap, dict[str, Tensor]]] = field(default_factory=list)
 
     def tap(self, index: Sequence[int], sizes: Sequence[int]) -> Tap:
-        """That of a micro-batch of these rollouts, which have so many scored tokens each."""
+        """That of a micro-batch of these rollouts, which have so many scored tokens, or other readings, each."""
         spans, row = [], 0
         for place, size in zip(index, sizes, strict=True):
             if place in self.asked:
@@ -93,7 +94,7 @@ class Tap:
     """Which tokens of one micro-batch are asked for."""
 
     sink: Sink
-    spans: tuple[tuple[int, int, int], ...]  # (place in [S], first row, the one behind the last), rows counted in [N]
+    spans: tuple[tuple[int, int, int], ...]  # (place in [S], first row, the one behind the last), counted in readings
 
     @property
     def entropy(self) -> bool:
@@ -117,7 +118,11 @@ class Tap:
         log-probability, but a divergence or an expected value of all tokens, it is what the gradient of that is
         multiplied by.
         """
-        if not self.spans or not outputs.logp.numel():
+        if not self.spans:
+            return
+        if outputs.score is not None:
+            self.sink.take(self, {SCORE: outputs.score})
+        if not outputs.logp.numel():
             return
         seen = {"learner": outputs.logp, "entropy": outputs.entropy, "teacher": outputs.teacher}
         self.sink.take(self, {name: values for name, values in seen.items() if values is not None})

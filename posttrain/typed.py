@@ -536,8 +536,8 @@ class EvaluationOptions(DataOptions, total=False):
     """Decides the samples."""
     held_out: float
     """Use only this held-out share of the tasks, as training with the same --held-out and --split-seed does."""
-    split_seed: int
-    """The --split-seed of the training run that held them out: its --seed, where it was given none."""
+    split_seed: int | None
+    """The --split-seed of the training run that held them out; default: that of the checkpoint's own run, or else 0."""
     out: str | None
     """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in
     .rollouts.parquet."""

@@ -106,6 +106,19 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Reasoned:
+    """A service's answer with the texts that it was read from, a judge's reasons: environments get the answer alone."""
+
+    answer: Any  # plain JSON data, or Invalid
+    said: tuple[str, ...]  # a call or a vote each, in their order
+
+
+def bare(answer: Any) -> Any:
+    """What a service answered, as an environment gets it."""
+    return answer.answer if isinstance(answer, Reasoned) else answer
+
+
+@dataclass(frozen=True)
 class ToolCall:
     """A call of a tool that stands in a reply."""
 
@@ -524,7 +537,9 @@ class Rollout:
     turns: list[PlayedTurn] = field(default_factory=list)
     text: str = ""  # the sampled text, turns joined; for reading only
     prompt: str = ""  # the first thing the policy saw; for reading only
-    answers: list[tuple[str, Any]] = field(default_factory=list)  # of services: name, JSON data or Invalid; for reading
+    answers: list[tuple[str, Any]] = field(
+        default_factory=list
+    )  # of services: name, JSON, Invalid or Reasoned; for reading
     side: str = ""  # of the episode, where the policy plays several: each has a rollout, and is compared with its like
     pieces: list[Piece] = field(default_factory=list)  # all scored tokens, in order; []: its group does not branch
     branch: Branch | None = None  # where it left another one; None: it began with the prompt

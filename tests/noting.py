@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any
+
+import numpy as np
+import torch
 
 from posttrain import Reply, Sides, Task, Turn, note, recorded
 
@@ -47,6 +50,86 @@ def long(task: Task, reply: str) -> float:
     note(before=1, first="a" * 60_000)
     note(second="b" * 60_000, third=["c" * (1 << 21)], after=2)
     note(before=3)
+    return 1.0
+
+
+class Lying(str):
+    """Says that it is short."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+class Wild(int):
+    """Says that it is another number."""
+
+    def __abs__(self) -> int:
+        return 0
+
+    def __int__(self) -> int:
+        return 5
+
+
+class Ending:
+    def __repr__(self) -> str:
+        raise SystemExit(3)
+
+
+def cycle() -> list[Any]:
+    found: list[Any] = [1]
+    found.append(found)
+    return found
+
+
+def nested(levels: int, wide: int = 1) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(levels):
+        found = [found] * wide
+    return found
+
+
+HOSTILE: dict[str, Callable[[], dict[str, Any]]] = {
+    "huge": lambda: {"x": "a" * (1 << 24)},
+    "huge name": lambda: {"a" * (1 << 17): 1},
+    "many": lambda: {f"n{i}": i for i in range(100_000)},
+    "lying": lambda: {"x": Lying("a" * 200_000)},
+    "wild": lambda: {"x": Wild(7), "y": Wild(1 << 70)},
+    "wide": lambda: {"x": nested(30, 2)},
+    "cycle": lambda: {"x": cycle()},
+    "deep": lambda: {"x": nested(2000)},
+    "columns": lambda: {
+        "reward": "5",
+        "step": None,
+        "notes": {"a": 2},
+        "values": [1],
+        "self": 1,
+        "unnamed": 3,
+    },
+    "control": lambda: {"a\x00\x1b[2J\u202e\n": "\x00\r\n\x7f</script>\u2028"},
+    "half": lambda: {"x": "a\ud800"},
+    "half name": lambda: {"\udfff": 1},
+    "not finite": lambda: {"x": [0.5, float("nan")]},
+    "infinite": lambda: {"x": float("-inf")},
+    "repr raises": lambda: {"x": Ending()},
+    "bytes": lambda: {"x": b"ab"},
+    "numpy": lambda: {"x": np.float64(0.5), "y": {"z": np.arange(3)}},
+    "float64": lambda: {"x": np.float64(0.1)},
+    "tensor": lambda: {"x": torch.zeros(2)},
+    "keys": lambda: {"x": {1: 2}},
+    "largest": lambda: {"x": (1 << 63) - 1, "y": -1.7976931348623157e308, "z": 5e-324, "w": -0.0},
+}
+
+
+def hostile(task: Task, reply: str) -> float:
+    note(kept=1, **HOSTILE[str(task["id"])]())
+    return 1.0
+
+
+def changed(task: Task, reply: str) -> float:
+    values: dict[str, Any] = {"list": [1]}
+    note(x=values)
+    values["list"].append(values)
+    values["more"] = object()
     return 1.0
 
 

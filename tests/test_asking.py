@@ -27,7 +27,22 @@ from posttrain.envs.scoring import compare
 from posttrain.envs.wire import Garbled, read_answer, write_answer
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Service
-from posttrain.types import Ask, Invalid, InvalidKind, Reply, Rollout, Sampling, Task, Turn, UserError
+from posttrain.record.making import rollouts_table
+from posttrain.record.reading import rows_of
+from posttrain.sources.stored import restored, stored
+from posttrain.types import (
+    Ask,
+    Invalid,
+    InvalidKind,
+    Outcome,
+    Reasoned,
+    Reply,
+    Rollout,
+    Sampling,
+    Task,
+    Turn,
+    UserError,
+)
 
 
 class Lengths:
@@ -451,6 +466,44 @@ def test_a_resumed_run_gets_the_answers_of_finished_steps_from_the_journal(tmp_p
     again.begin(3)
     assert asks(again, ["ab"]) == [2]
     assert gone.asked == []
+
+
+class Reasons(Lengths):
+    """As long as the text, and why."""
+
+    def poll(self) -> list[tuple[int, Any]]:
+        return [(id, Reasoned(answer, (f"it has {answer}", "ü\n"))) for id, answer in super().poll()]
+
+
+def test_what_was_said_for_an_answer_is_repeated_from_the_journal_and_not_held(tmp_path: Path) -> None:
+    first = journaled(tmp_path, False, Reasons())
+    first.begin(1)
+    told = asks(first, ["abc", "none"])
+    assert told[0] == Reasoned(3, ("it has 3", "ü\n")) and isinstance(told[1].answer, Invalid)
+    first.begin(2)
+    assert asks(first, ["abc"]) == told[:1], "within the run too"
+    first.begin(3)
+    first.close()
+    gone = Down()
+    again = journaled(tmp_path, True, gone)
+    again.begin(1)
+    assert asks(again, ["abc", "none"]) == told and gone.asked == []
+    assert again.journal is not None and "it has" not in str(vars(again.journal)), "texts of a long run are many"
+    again.begin(2)
+    assert asks(again, ["abc"]) == told[:1]
+    again.close()
+    (tmp_path / ANSWERS).write_text('{"step": 1, "question": "q", "service": "s", "answer": 1, "said": 5}\n')
+    with pytest.raises(UserError, match="damaged behind byte 0"):
+        Journal(tmp_path, True)
+
+
+def test_an_environment_gets_the_answer_alone_and_its_rollout_both(tokenizer: Tokenizer) -> None:
+    for rollout in played(scored, tokenizer, Reasons(), count=3):
+        found = [answer.answer for _, answer in rollout.answers]
+        assert list(rollout.rewards.values()) == found and {name for name, _ in rollout.answers} == {"lengths"}
+        assert restored(json.loads(json.dumps(stored(rollout))), rollout.task).answers == rollout.answers
+        (row,) = rows_of(rollouts_table(1, [Outcome(rollout)], "rl"))
+        assert [one["said"] for one in row["answers"]] == [[f"it has {length}", "ü\n"] for length in found]
 
 
 def test_an_outage_of_the_step_that_was_not_finished_is_asked_again(tmp_path: Path) -> None:

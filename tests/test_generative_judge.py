@@ -25,7 +25,7 @@ from posttrain.record.reading import read_rollouts
 from posttrain.runs.reading import rollout_steps
 from posttrain.services.generative import GenerativeJudge
 from posttrain.services.recipe import Generative, generative_of, read_recipe
-from posttrain.types import Invalid, Reply, StopReason, UserError
+from posttrain.types import Invalid, Reasoned, Reply, StopReason, UserError, bare
 from posttrain.verify import final_score, final_verdict
 
 CONTENTS = [{"prompt": f"say {a}", "response": b} for a in "abc" for b in ("yes", "no", "a longer one")]
@@ -69,7 +69,7 @@ def asked(judge: GenerativeJudge, contents: list[Any], between: int = 0) -> list
             answers |= dict(judge.poll())
     while len(answers) < len(contents):
         answers |= dict(judge.poll())
-    return [answers[id] for id in range(len(contents))]
+    return [bare(answers[id]) for id in range(len(contents))]
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -88,6 +88,18 @@ def test_an_answer_follows_from_its_question_whatever_is_asked_beside_it(
         assert asked(judge_of(trained, answer=answer, seed=1), CONTENTS) != together
     finally:
         build.use(True)
+
+
+def test_every_vote_is_told_with_the_answer(trained: Path) -> None:
+    judge = judge_of(trained)
+    judge.submit(0, CONTENTS[0])
+    while not (answers := judge.poll()):
+        pass
+    ((_, found),) = answers
+    assert isinstance(found, Reasoned) and len(found.said) == 4 and all(found.said)
+    votes = [final_verdict(text, judge.recipe.marker, judge.recipe.words) for text in found.said]
+    readable = [vote for vote in votes if vote is not None]
+    assert isinstance(found.answer, Invalid) or found.answer == pytest.approx(sum(readable) / len(readable))
 
 
 def test_the_share_is_that_of_the_readable_votes_and_tokens_are_counted(trained: Path) -> None:
@@ -122,7 +134,7 @@ def test_the_probability_is_that_of_the_words_behind_the_reasons(trained: Path) 
         logp = [likelihood(model, told, tokenizer.encode(one)) for one in ("yes", "no")]
         expected.append(torch.stack(logp).softmax(0)[0].item())
     assert len(expected) >= 6 and len({round(p, 3) for p in expected}) > 1
-    assert answers[0][1] == pytest.approx(sum(expected) / len(expected), abs=1e-5)
+    assert bare(answers[0][1]) == pytest.approx(sum(expected) / len(expected), abs=1e-5)
 
 
 @torch.no_grad()

@@ -16,9 +16,9 @@ from posttrain import endpoint as endpoints
 from posttrain.endpoint import _retry_after
 from posttrain.services.cache import Cache
 from posttrain.services.judge import Judge
-from posttrain.services.judging import read_verdict
+from posttrain.services.judging import MOST_SAID, kept, read_verdict
 from posttrain.services.recipe import Recipe, read_recipe, recipe_of
-from posttrain.types import Invalid, UserError
+from posttrain.types import Invalid, Reasoned, UserError, bare
 
 HTML = Said(raw=b"<html><body>Welcome</body></html>", headers={"Content-Type": "text/html"})
 
@@ -43,7 +43,12 @@ def judge_of() -> Iterator[Callable[..., Judge]]:
 
 
 def asked(judge: Judge, contents: list[Any]) -> list[Any]:
-    """The answers, in the order of the questions."""
+    """The answers as environments get them, in the order of the questions."""
+    return list(map(bare, reasoned(judge, contents)))
+
+
+def reasoned(judge: Judge, contents: list[Any]) -> list[Any]:
+    """The answers with what was said for them."""
     for id, content in enumerate(contents):
         judge.submit(id, content)
     answers: dict[int, Any] = {}
@@ -224,6 +229,31 @@ def test_rubbish_is_asked_again_once_with_what_was_wrong(judge_of: Callable[...,
     assert second["messages"][:2] == first["messages"]
     assert second["messages"][2] == {"role": "assistant", "content": "Seven of ten!"}
     assert "no JSON object" in second["messages"][3]["content"]
+
+
+def test_an_answer_comes_with_the_texts_that_it_was_read_from_cached_or_not(
+    judge_of: Callable[..., Judge], tmp_path: Path
+) -> None:
+    with serving() as server:
+        for _ in range(2):
+            (scalar,) = reasoned(judge_of(server, Cache(tmp_path)), [question("abc")])
+            assert scalar == Reasoned(4.0, ('{"reason": "by length", "score": 4}',))
+        (pair,) = reasoned(judge_of(server, kind="pairwise"), [{"prompt": "p", "responses": ["abc", "a"]}])
+        assert pair == Reasoned(1.0, tuple(f'{{"reason": "by length", "score": "{side}"}}' for side in "AB"))
+        named = [{"name": name, "rubric": "Is it?"} for name in ("right", "short")]
+        (several,) = reasoned(judge_of(server, criteria=named, together=False), [question("abc")])
+        assert [text.partition(", ")[2] for text in several.said] == ['"right": 4}', '"short": 4}']
+    with serving(lambda request, number: Said("Seven!")) as server:
+        (rubbish,) = reasoned(judge_of(server), [question("abc")])
+        assert isinstance(rubbish.answer, Invalid) and rubbish.said == ("Seven!",)
+        assert reasoned(judge_of(server), [{"no": "question"}]) != rubbish, "what was not asked has no words"
+
+
+def test_of_a_long_answer_its_beginning_and_its_verdict_are_kept() -> None:
+    assert kept("x" * MOST_SAID) == "x" * MOST_SAID and kept("half \ud800 a pair") == "half ? a pair"
+    short = kept("b" * MOST_SAID + "left" * 9 + "e" * MOST_SAID)
+    assert short.startswith("bbb") and short.endswith("eee") and len(short) < MOST_SAID + 99
+    assert f"[{MOST_SAID + 36:,} characters left out]" in short
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What an environment notes of an episode stands in its rollout, wherever it is played and however often."""
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ import pytest
 
 import posttrain
 from posttrain.envs.pool import Done, EnvPool
+from posttrain.envs.recording import Journal
 from posttrain.envs.wire import Garbled, read_answer, write_answer
-from posttrain.record.reading import read_rollouts
+from posttrain.record.making import rollouts_table
+from posttrain.record.reading import read_file, read_rollouts, rows_of
+from posttrain.record.writing import write_table
 from posttrain.sources.stored import restored, stored
-from posttrain.types import Invalid, Reply, Rollout
+from posttrain.types import Invalid, Outcome, Reply, Rollout
 
 PLACES = [0, 1]
+OUT = "left out: more than the 65,536 characters of an episode's notes"
 
 
 def ended(env: Callable[..., Any], replies: Sequence[str], workers: int, **task: Any) -> Done:
@@ -90,9 +95,75 @@ def test_what_cannot_be_noted_makes_the_reward_invalid_and_says_why(
 @pytest.mark.parametrize("workers", PLACES)
 def test_notes_that_are_too_long_are_left_out_and_cost_no_reward(workers: int) -> None:
     done = ended(noting.long, ["x"], workers)
-    out = "left out: more than the 65,536 characters of an episode's notes"
     assert done.reward == 1.0
-    assert done.notes == {"first": "a" * 60_000, "second": out, "third": out, "after": 2, "before": 3}
+    assert done.notes == {"first": "a" * 60_000, "second": OUT, "third": OUT, "after": 2, "before": 3}
+
+
+FAITHFUL = {
+    "columns": noting.HOSTILE["columns"](),
+    "control": noting.HOSTILE["control"](),
+    "float64": {"x": 0.1},
+    "largest": noting.HOSTILE["largest"](),
+}
+LEFT_OUT = {"huge": {"x": OUT}, "huge name": {"further notes": OUT}, "lying": {"x": OUT}, "wide": {"x": OUT}}
+REFUSED = {
+    "wild": "holds 1180591620717411303424 (Wild)",
+    "cycle": "nested more than 32 levels",
+    "deep": "nested more than 32 levels",
+    "half": "half a surrogate pair",
+    "half name": "half a surrogate pair",
+    "not finite": "holds nan (float)",
+    "infinite": "holds -inf (float)",
+    "repr raises": "SystemExit",
+    "bytes": "holds b'ab' (bytes)",
+    "numpy": "holds array([0, 1, 2]) (ndarray)",
+    "tensor": "holds tensor([0., 0.]) (Tensor)",
+    "keys": "holds {1: 2} (dict)",
+}
+
+
+@pytest.mark.parametrize("workers", PLACES)
+def test_whatever_is_noted_is_kept_as_it_is_or_named_in_one_line(tmp_path: Path, workers: int) -> None:
+    cases = list(noting.HOSTILE)
+    with EnvPool(noting.hostile, workers, seconds=20) as pool:
+        for place, case in enumerate(cases):
+            pool.start(place, {"id": case, "prompt": "Q"})
+        found: dict[str, Done] = {}
+        while len(found) < len(cases):
+            for place, event in pool.poll(None):
+                if isinstance(event, Done):
+                    found[cases[place]] = event
+                else:
+                    pool.send(place, Reply("a"))
+    for case, done in found.items():
+        reward = done.reward
+        if case in REFUSED:
+            assert isinstance(reward, Invalid) and REFUSED[case] in reward.reason and "\n" not in reward.reason, case
+        elif case == "many":
+            assert reward == 1.0 and done.notes.pop("further notes") == OUT
+            assert (
+                done.notes == {"kept": 1, **{f"n{i}": i for i in range(len(done.notes) - 1)}} and len(done.notes) > 1000
+            )
+        else:
+            assert reward == 1.0 and done.notes == {"kept": 1, **{**FAITHFUL, **LEFT_OUT}[case]}, case
+    rollouts = [Rollout({"id": case}, f"{case}#0", [], done.reward, notes=done.notes) for case, done in found.items()]
+    write_table(tmp_path / "r.parquet", rollouts_table(1, [Outcome(r) for r in rollouts], "rl"))
+    for row in rows_of(read_file(tmp_path / "r.parquet")):
+        assert (row["notes"] or {}) == found[row["task"]].notes, "a file holds what was noted"
+
+
+def test_a_note_is_what_it_was_when_it_was_made() -> None:
+    assert ended(noting.changed, ["x"], 0).notes == {"x": {"list": [1]}}
+
+
+def test_a_million_notes_cost_what_each_is_long() -> None:
+    journal = Journal()
+    began = time.process_time()
+    for number in range(100_000):
+        journal.note({f"n{number}": number})
+        journal.note({"again": number})
+    took = time.process_time() - began
+    assert journal.notes["again"] == 99_999 and journal.notes["further notes"] == OUT and took < 10, took
 
 
 def test_a_note_outside_of_an_environment_does_nothing() -> None:

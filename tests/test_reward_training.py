@@ -24,6 +24,7 @@ from posttrain.models.decoder import DecoderConfig, new_decoder
 from posttrain.models.folder import save_model
 from posttrain.models.reward import load_reward_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.record.reading import read_rollouts
 from posttrain.services.reward_model import RewardModel as Service
 from posttrain.training.baselines import Compared, Perceptron, longer_wins
 from posttrain.training.intervals import ratio_interval
@@ -66,6 +67,46 @@ def test_every_checkpoint_has_the_offset_that_centres_its_own_scores(tmp_path: P
         found.append(json.loads((folder / "config.json").read_text())["posttrain_score_offset"])
         assert found[-1] == service.model.offset and f"{service.model.offset:+g} to every score" in service.description
     assert len(set(found)) == 3
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_recorded_score_is_that_of_the_weights_that_the_update_began_with(
+    tmp_path: Path, start: Path, pooling: str
+) -> None:
+    run = posttrain.reward_model(
+        pairs(8), start, out=str(tmp_path / "run"), save_every=1, pooling=pooling, record="full", **QUICK
+    )
+    assert run.checkpoint is not None and len(run.metrics) == 3
+    service = Service(run.checkpoint.parent / "step-000001")
+    for step in (1, 2):
+        rows = read_rollouts(run.path, step)
+        told = run.metrics[step]
+        assert np.mean([row["reward"] for row in rows]) == pytest.approx(told["score"])
+        margins = [row["parts"]["margin"] for row in rows if not row["member"]]
+        assert np.mean(margins) == pytest.approx(told["margin"]) and len(margins) == 4
+        assert not any(row["parts"] for row in rows if row["member"])
+    for place, row in enumerate(rows):
+        service.submit(place, {"prompt": row["prompt"], "response": row["text"].removesuffix("<|eos|>")})
+    found = dict(service.poll())
+    assert [row["reward"] for row in rows] == pytest.approx(
+        [found[place] - service.model.offset for place in range(8)], abs=1e-5
+    )
+
+
+def test_each_step_of_a_solution_has_its_score_at_its_end(tmp_path: Path, start: Path) -> None:
+    rows = [
+        {"prompt": f"{i}", "steps": ["one two", "so it is"], "mistake_index": (None, 0, 1)[i % 3]} for i in range(4)
+    ]
+    run = posttrain.reward_model(rows, start, out=str(tmp_path / "run"), steps=1, algorithm="outcome", **QUICK)
+    told = read_rollouts(run.path, 1)
+    several = [row for row in told if row["step_rewards"]]
+    scores = [row["reward"] for row in told if row not in several]  # cut behind its first step: it has one score
+    scores += [step["reward"] for row in several for step in row["step_rewards"]]
+    assert np.mean(scores) == pytest.approx(run.metrics[1]["score"]) and not any(row["parts"] for row in told)
+    assert len(several) > 1 and all(row["reward"] is None for row in several)
+    for row in several:
+        ends = np.cumsum([span["length"] for span in row["spans"] if span["learned"]])
+        assert [step["at"] for step in row["step_rewards"]] == ends.tolist()
 
 
 def test_the_offset_is_of_rows_from_all_over(tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch) -> None:

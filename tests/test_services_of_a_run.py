@@ -101,6 +101,10 @@ def test_a_judge_alone_is_enough_and_evaluates_too(place: Path, capsys: pytest.C
     assert any(note.startswith("judge: asked") for note in found.notes)
     rows = read_rollouts("run", 1)
     assert all(row["reward"] == 1 + min(9, len(row["text"])) for row in rows)
+    assert all(f'"score": {row["reward"]:.0f}}}' in row["answers"][0]["said"][0] for row in rows)
+    capsys.readouterr()
+    assert main(["rollouts", "run"]) == 0
+    assert 'said   │ judge: {"reason": "by length", "score": ' in capsys.readouterr().out
 
 
 def test_an_environment_asks_services_by_their_names(place: Path) -> None:

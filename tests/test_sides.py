@@ -313,11 +313,13 @@ def test_an_opponent_of_the_world_is_never_asked_and_plays_by_the_rules() -> Non
     assert lost.done is not None and lost.done.of("first").reward == -1.0 and len(lost.shown) == 2
 
 
-def test_a_random_opponent_follows_its_seed_and_takes_no_more_than_there_are() -> None:
+@pytest.mark.parametrize("own", ["seed", "id"])  # the other one is the same in all games
+def test_a_random_opponent_follows_its_seed_and_takes_no_more_than_there_are(own: str) -> None:
     games = set()
-    for seed in range(30):
-        task = {"id": "a", "stones": 9, "most": 3, "against": "random", "seed": seed}
-        turns = scripted(nim.nim, task, ["1\n"] * 20, then=None).shown
+    for number in range(30):
+        task = {**({"id": "a"} if own == "seed" else {}), own: number, "stones": 9, "most": 3, "against": "random"}
+        turns, again = (scripted(nim.nim, dict(task), ["1\n"] * 20, then=None).shown for _ in range(2))
+        assert [turn.text for turn in turns] == [turn.text for turn in again]
         said = [[int(word) for word in str(turn.text).split() if word.isdigit()] for turn in turns]
         left = [9, *(stones for _, stones, *_ in said[1:])]
         assert all(1 <= took <= min(3, before - 1) for before, (took, *_) in zip(left, said[1:], strict=False))

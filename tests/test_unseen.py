@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config import RL, SFT
+from posttrain.config import RL, SFT, Evaluation
+from posttrain.data.rows import load_rows
+from posttrain.data.tasks import to_tasks
 from posttrain.runs import fingerprint
 from posttrain.runs.record import Record
+from posttrain.training.evaluation import _held_out
 from posttrain.training.setup import split_tasks
-from posttrain.training.unseen import seen
+from posttrain.training.unseen import seen, split_seed_of
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +70,33 @@ def test_a_run_answers_for_the_runs_that_it_began_with(tasks: Path) -> None:
     assert str(seen("next", "tasks.jsonl", 0.2, 3)).startswith("next was trained on some")
     run_of("circle", tasks, split_seed=5, model="circle")
     assert seen("circle", "tasks.jsonl", 0.2, 5) is None
+
+
+def test_an_evaluation_holds_out_what_the_run_of_its_checkpoint_held_out(tasks: Path) -> None:
+    run_of("start", tasks, seed=3)
+    run_of("all", tasks, held_out=0.0, model="start")
+    run_of("one", tasks, seed=8, split_seed=5, model="all")
+    for model, known in (("one/checkpoints/step-000001", ("one", 5)), ("all", ("start", 3)), ("an-org/a-model", None)):
+        assert split_seed_of(model, "tasks.jsonl") == (known and (Path(known[0]), known[1]))
+    other = tasks.with_name("other.jsonl")
+    other.write_text('{"prompt": "1?", "response": "1"}\n')
+    run_of("two", other, seed=9, model="one")
+    assert split_seed_of("two", "tasks.jsonl") == (Path("one"), 5), (
+        "the run that learned from this very file comes first"
+    )
+    assert split_seed_of("two", "other.jsonl") == split_seed_of("two", "an-org/a-dataset") == (Path("two"), 9)
+
+
+@pytest.mark.parametrize("asked", [None, 1])
+def test_the_split_of_the_run_is_taken_unless_another_is_asked_for_and_said(tasks: Path, asked: int | None) -> None:
+    run_of("one", tasks, seed=5)
+    said: list[str] = []
+    config = Evaluation(model="one", tasks="tasks.jsonl", env="m.py:f", held_out=0.2, split_seed=asked)
+    own = _held_out(config, to_tasks(load_rows("tasks.jsonl"), need=("prompt",)), True, said.append)
+    assert {str(task["prompt"]) for task in own.examples(200)} == held_out(5 if asked is None else asked, None)
+    assert len(said) == 1 and said[0].startswith(
+        "held out as by one: --split-seed 5" if asked is None else "one was trained on some"
+    )
 
 
 def test_a_run_that_begins_with_such_a_checkpoint_is_warned(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:

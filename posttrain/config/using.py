@@ -50,8 +50,8 @@ class Evaluation(Data):
     """Decides the samples."""
     held_out: float = option(0.0, least=0, below=1)
     """Use only this held-out share of the tasks, as training with the same --held-out and --split-seed does."""
-    split_seed: int = 0
-    """The --split-seed of the training run that held them out: its --seed, where it was given none."""
+    split_seed: int | None = None
+    """The --split-seed of the training run that held them out; default: that of the checkpoint's own run, or else 0."""
     out: str | None = None
     """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.parquet."""
     env_workers: int | None = option(None, least=0, most=1024)

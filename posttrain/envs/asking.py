@@ -18,7 +18,7 @@ from typing import Any
 from posttrain.envs.journal import Journal
 from posttrain.messages import near
 from posttrain.protocols import Service
-from posttrain.types import Ask, Invalid, InvalidKind
+from posttrain.types import Ask, Invalid, InvalidKind, bare
 
 OPTIONS = {"judge": "--judge RECIPE", "retriever": "--retriever FOLDER", "reward-model": "--reward-model FOLDER"}
 """Kinds of services -> how one is given. A name that holds none of these words is taken for that of a reward model."""
@@ -93,7 +93,7 @@ class Services:
             self.named[ask.service].submit(self._begun, ask.content)
 
     def poll(self) -> list[tuple[int, Any]]:
-        """The answers since the last call: (id, plain JSON data or Invalid)."""
+        """The answers since the last call: (id, plain JSON data, Invalid or Reasoned)."""
         began, asked = time.perf_counter(), bool(self._tickets)
         for service in self.named.values():
             for number, answer in service.poll():
@@ -143,7 +143,7 @@ class Services:
         return known, answer
 
     def _keep(self, ticket: _Ticket, answer: Any) -> None:
-        if isinstance(answer, Invalid):
+        if isinstance(bare(answer), Invalid):
             if ticket.step == self.step:
                 self._failed[ticket.question] = answer
         elif self.journal is None:

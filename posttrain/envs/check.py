@@ -24,7 +24,7 @@ from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.envs.seen import Seen, Viewer
 from posttrain.messages import clip, safe
 from posttrain.models.tool_reading import HERMES
-from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
+from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError, bare
 
 STANDARD = {
     "empty": "",
@@ -302,7 +302,7 @@ class _Answers:
         self.services.ask(0, ask)
         while not (answers := self.services.poll()):
             time.sleep(0.001)
-        return answers[0][1]
+        return bare(answers[0][1])
 
 
 def _sample_replies(task: Task, replies: Sequence[str] | None) -> list[tuple[str, list[str]]]:
@@ -389,6 +389,7 @@ def _outcome(case: Case, told: set[str], verbose: bool = True) -> str:
         reason, expected, rest = case.result.reward.reason.partition("; expected ")
         known = bool(expected) and rest in told
         told.add(rest)
+        reason = reason if verbose else clip(reason, WIDTH)
         return f"invalid: {reason}" + ("" if known else expected + rest)
     rewards = case.result.rewards
     named = {name: value for name, value in rewards.items() if value or verbose or len(rewards) <= FEW}

@@ -5,21 +5,32 @@ that step was finished: a step that an outage ended is asked again. A line of `a
 
     {"step": 3, "question": digest, "service": name, "answer": ...} or with "invalid": reason in the place of the answer
     {"begun": 4}                                                    all steps before it are finished
+
+Beside an answer stands what was `said` for it. That may be long, so it is not held: it is read again where it is asked for.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from posttrain.types import Invalid, InvalidKind, UserError
+from posttrain.types import Invalid, InvalidKind, Reasoned, UserError, bare
 
 ANSWERS = "answers.jsonl"
 """The file, in the folder of a run. Its order of lines depends on the clock; nothing that a run computes does."""
 EVERYBODYS = "answers*.jsonl"
 """All of them: further processes of a run write what they were told into files of their own."""
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Where a Reasoned answer stands."""
+
+    path: Path
+    start: int  # byte
 
 
 class Journal:
@@ -28,7 +39,7 @@ class Journal:
     def __init__(self, folder: Path, resumed: bool, rank: int = 0) -> None:
         """Raises UserError if a resumed run's journal cannot be read. `rank`: of this process among those of the run."""
         self.path = folder / (f"answers.{rank}.jsonl" if rank else ANSWERS)
-        self.valid: dict[str, Any] = {}  # by question: the latest
+        self.valid: dict[str, Any] = {}  # by question: the latest, or its _Line
         self._of_step: dict[tuple[int, str], Any] = {}
         self._file: BinaryIO | None = None
         self._size = 0  # bytes of the whole lines of an older attempt
@@ -39,16 +50,18 @@ class Journal:
 
     def recall(self, step: int, question: str) -> tuple[bool, Any]:
         """Whether there is an answer for this step, and the answer."""
-        if (step, question) in self._of_step:
-            return True, self._of_step[step, question]
-        return question in self.valid, self.valid.get(question)
+        of_step = (step, question) in self._of_step
+        found = self._of_step[step, question] if of_step else self.valid.get(question)
+        return of_step or question in self.valid, _read_again(found) if isinstance(found, _Line) else found
 
     def note(self, step: int, question: str, service: str, answer: Any) -> None:
         """Keep what was answered. A run that is killed after this call finds it again."""
-        told = {"invalid": answer.reason} if isinstance(answer, Invalid) else {"answer": answer}
-        self._write({"step": step, "question": question, "service": service, **told})
-        if not isinstance(answer, Invalid):
-            self.valid[question] = answer
+        found, reasoned = bare(answer), isinstance(answer, Reasoned)
+        told = {"invalid": found.reason} if isinstance(found, Invalid) else {"answer": found}
+        said = {"said": list(answer.said)} if reasoned else {}
+        start = self._write({"step": step, "question": question, "service": service, **told, **said})
+        if not isinstance(found, Invalid):
+            self.valid[question] = _Line(self.path, start) if reasoned else answer
 
     def begin(self, step: int) -> None:
         """All steps before this one are finished."""
@@ -59,17 +72,19 @@ class Journal:
         if self._file is not None:
             self._file.close()
 
-    def _write(self, line: dict[str, Any], safe: bool = False) -> None:
-        """`safe`: return once all that was written would outlive a power cut."""
+    def _write(self, line: dict[str, Any], safe: bool = False) -> int:
+        """Returns where the line begins. `safe`: once all that was written would outlive a power cut."""
         try:
             if self._file is None:
                 self._file = self.path.open("r+b" if self._size else "wb")
                 self._file.truncate(self._size)
                 self._file.seek(self._size)
+            start = self._file.tell()
             self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             self._file.flush()
             if safe:
                 os.fsync(self._file.fileno())
+            return start
         except OSError as error:
             raise UserError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
@@ -77,7 +92,7 @@ class Journal:
         """Take in what one process has written; returns the bytes of its whole lines."""
         if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
             raise UserError(f"{path} cannot be read: it is no file")
-        invalid: dict[tuple[int, str], Invalid] = {}
+        invalid: dict[tuple[int, str], Any] = {}
         begun = size = 0
         try:
             with path.open("rb") as file:
@@ -91,10 +106,12 @@ class Journal:
                         place = int(row["step"]), str(row["question"])
                         invalid.pop(place, None)
                         self._of_step.pop(place, None)
-                        if "invalid" in row:
-                            invalid[place] = Invalid(str(row["invalid"]), InvalidKind.UNANSWERED)
+                        found = _answer(row)
+                        kept = _Line(path, size) if isinstance(found, Reasoned) else found
+                        if isinstance(bare(found), Invalid):
+                            invalid[place] = kept
                         else:
-                            self.valid[place[1]] = self._of_step[place] = row["answer"]
+                            self.valid[place[1]] = self._of_step[place] = kept
                     size += len(line)
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -105,3 +122,18 @@ class Journal:
             ) from error
         self._of_step.update((place, answer) for place, answer in invalid.items() if place[0] < begun)
         return size
+
+
+def _answer(row: dict[str, Any]) -> Any:
+    """Of a line."""
+    found = Invalid(str(row["invalid"]), InvalidKind.UNANSWERED) if "invalid" in row else row["answer"]
+    return Reasoned(found, tuple(map(str, row["said"]))) if "said" in row else found
+
+
+def _read_again(line: _Line) -> Any:
+    try:
+        with line.path.open("rb") as file:
+            file.seek(line.start)
+            return _answer(json.loads(file.readline()))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{line.path} was changed while the run was on, behind byte {line.start}: {error}") from error

@@ -26,7 +26,7 @@ from posttrain.envs.stage import DIVERGED
 from posttrain.pictures import PictureError
 from posttrain.protocols import Alone, Engine, Seeing, World
 from posttrain.seeds import seed_of
-from posttrain.types import Ask, Completion, Invalid, InvalidKind, Rollout, Sampling, StopReason, Turn, UserError
+from posttrain.types import Ask, Completion, Invalid, InvalidKind, Rollout, Sampling, StopReason, Turn, UserError, bare
 
 __all__ = ["MAX_TURNS", "Episode", "Player"]
 
@@ -213,7 +213,7 @@ class _Play:
             p = self.playing[index]
             p.answers.append((p.asks, answer))
             self.asked[index] = time.perf_counter()
-            self.pool.send(index, answer)
+            self.pool.send(index, bare(answer))
 
     def _show_heard(self) -> None:
         """Go on with the episodes whose environments show a turn."""

@@ -159,6 +159,8 @@ class TooMuch(ValueError):
 
 def plain_data(value: Any, size: list[int], depth: int) -> Any:
     """A copy made of JSON's own types. Adds its characters to `size`. Raises ValueError with what cannot be asked."""
+    if isinstance(value, str):
+        value = str.__str__(value)  # a type of the user's may say anything of its length
     size[0] += 2 + (len(value) if isinstance(value, str) else 24 if isinstance(value, int | float) else 2)
     if size[0] > LONGEST_TEXT:
         raise TooMuch(f"whose content has more than {LONGEST_TEXT:,} characters")
@@ -167,13 +169,13 @@ def plain_data(value: Any, size: list[int], depth: int) -> Any:
     if isinstance(value, str):
         if problem := problem_of_text(value):
             raise ValueError(f"whose content holds {problem}")
-        return str.__str__(value)
+        return value
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, int) and abs(value) < MOST_INTEGER:
-        return int(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return float(value)
+    if isinstance(value, int) and abs(number := int.__int__(value)) < MOST_INTEGER:
+        return number
+    if isinstance(value, float) and math.isfinite(real := float.__float__(value)):
+        return real
     if isinstance(value, list | tuple):
         return [plain_data(item, size, depth + 1) for item in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):

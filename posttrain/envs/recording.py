@@ -21,6 +21,9 @@ from posttrain.envs.reading import TooMuch, plain_data
 MOST_RECORDS = 4096  # of an episode
 MOST_NOTES = 1 << 16  # characters of an episode's notes
 LEFT_OUT = f"left out: more than the {MOST_NOTES:,} characters of an episode's notes"
+FURTHER = {"further notes": LEFT_OUT}
+"""What is noted, beyond that limit, where not even a name has room."""
+MOST_FURTHER = 99  # its characters, as they are counted
 
 Keep = Callable[[int, Any], None]
 """Sends a result to the pool: its number within the episode, and what it is."""
@@ -40,20 +43,38 @@ class Journal:
         self._turns: dict[int, asyncio.Future[None]] = {}  # who waits for those before
         self._asked = 0
         self._thread = threading.get_ident()
-        self.notes: dict[str, Any] = {}
+        self._notes: dict[str, Any] = {}
+        self._sizes: dict[str, int] = {}  # of each note, in characters
+        self._noted = 0  # their sum
+        self._further = False  # whether some of them have left no trace
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """As they are now."""
+        return {**self._notes, **(FURTHER if self._further else {})}
 
     def note(self, values: Mapping[str, Any]) -> None:
         """Raises TypeError for what JSON cannot hold. What is too long stands there as such: no reward depends on it."""
         for name, value in values.items():
-            self.notes.pop(name, None)
-            for kept in (value, LEFT_OUT):
-                try:
-                    self.notes = noted_data({**self.notes, name: kept})
-                    break
-                except TooMuch:
-                    continue
-                except ValueError as problem:
-                    raise TypeError(f"noted something {problem}") from None
+            name = str.__str__(name)
+            self._notes.pop(name, None)
+            self._noted -= self._sizes.pop(name, 0)
+            self._further |= not any(self._keeps(name, kept) for kept in (value, LEFT_OUT))
+
+    def _keeps(self, name: str, value: Any) -> bool:
+        """Note it, if there is room: each costs what it is long, however many there are."""
+        size = [0]
+        try:
+            ((name, kept),) = plain_data({name: value}, size, 0).items()
+        except TooMuch:
+            return False
+        except ValueError as problem:
+            raise TypeError(f"noted something {problem}") from None
+        if self._noted + size[0] > MOST_NOTES:
+            return False
+        self._notes[name], self._sizes[name] = kept, size[0]
+        self._noted += size[0]
+        return True
 
     def next(self) -> tuple[int, bool]:
         """The number of what is asked now, and whether its result is known."""
@@ -93,10 +114,10 @@ class Journal:
 
 
 def noted_data(notes: Mapping[str, Any]) -> dict[str, Any]:
-    """The notes of an episode as JSON's own types. Raises ValueError with what is wrong; TooMuch: their length."""
+    """The notes of an episode as a worker sends them. Raises ValueError if it has none such."""
     size = [0]
     found: dict[str, Any] = plain_data(dict(notes), size, 0)
-    if size[0] > MOST_NOTES:
+    if size[0] > MOST_NOTES + MOST_FURTHER:
         raise TooMuch(f"that makes {size[0]:,} characters of notes: an episode may have {MOST_NOTES:,}")
     return found
 

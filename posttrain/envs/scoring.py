@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from posttrain.envs.asking import Services
 from posttrain.envs.pool import Done, EnvPool
-from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn
+from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, bare
 
 PAUSE = 0.001  # seconds between looks at services where nothing else is to be done
 MOST_ASKS = 1024  # questions about one reply
@@ -21,7 +21,7 @@ def score(pool: EnvPool, services: Services, replies: Sequence[tuple[Task, Reply
         pool.start(place, task)
     while len(found) < len(replies):
         for place, answer in services.poll() if services.pending else ():
-            pool.send(place, answer)
+            pool.send(place, bare(answer))
         for place, event in pool.poll(PAUSE if services.pending else None):
             if isinstance(event, Done):
                 found[place] = event
@@ -43,7 +43,7 @@ def compare(services: Services, name: str, pairs: Sequence[dict[str, object]]) -
     for place, content in enumerate(pairs):
         services.ask(place, Ask(name, content))
     while len(answers) < len(pairs):
-        answers.update(services.poll())
+        answers.update((place, bare(answer)) for place, answer in services.poll())
         if len(answers) < len(pairs):
             time.sleep(PAUSE)
     return [answers[place] for place in range(len(pairs))]

@@ -73,7 +73,8 @@ class _Reports:
 
     def _end(self, event: Event, journal: Journal) -> Event:
         """With what was noted, if it is the end."""
-        return replace(event, notes=journal.notes) if isinstance(event, Done) and journal.notes else event
+        notes = journal.notes if isinstance(event, Done) else {}
+        return replace(event, notes=notes) if isinstance(event, Done) and notes else event
 
     def _own(self, task: Task) -> Task:
         """The rows of a group are one object: each episode has a copy, to change as it likes."""

@@ -19,7 +19,7 @@ import pyarrow as pa
 from posttrain.record.rows import as_json, visit_of
 from posttrain.record.schema import COMPARED, NUMBERS, ROLLOUTS, SECONDS
 from posttrain.record.writing import array, numbers
-from posttrain.types import Invalid, Outcome, PlayedTurn, Rollout, SpanKind, ToolCall
+from posttrain.types import Invalid, Outcome, PlayedTurn, Reasoned, Rollout, SpanKind, ToolCall, bare
 
 Columns = dict[str, Any]
 """By name: an array, or a list of the rows' values."""
@@ -122,8 +122,9 @@ def _said(rollouts: Sequence[Rollout]) -> Columns:
 
 def _answer(service: str, answer: Any) -> dict[str, Any]:
     """What a service said in an episode."""
-    said = {"invalid": answer.reason} if isinstance(answer, Invalid) else {"answer": answer}
-    return {"service": service, **said}
+    found = bare(answer)
+    told = {"invalid": found.reason} if isinstance(found, Invalid) else {"answer": found}
+    return {"service": service, **told, **({"said": answer.said} if isinstance(answer, Reasoned) else {})}
 
 
 def _rewarded(outcomes: Sequence[Outcome]) -> Columns:

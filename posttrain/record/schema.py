@@ -96,7 +96,7 @@ SCALARS = pa.schema(
         ("scored", pa.int32()),
         ("length", pa.int32()),  # all tokens
         ("notes", _TEXT),  # JSON of what the environment noted
-        ("answers", _TEXT),  # JSON of what services said
+        ("answers", _TEXT),  # JSON of what services answered, and `said` for it
         ("media", pa.list_(_TEXT)),  # names of pictures
         ("branch_of", pa.int32()),
         ("branch_turns", pa.int32()),

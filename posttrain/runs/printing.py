@@ -125,13 +125,15 @@ def _judged(row: Mapping[str, Any]) -> str:
     if row.get("invalid") is not None:
         return f"invalid: {row['invalid']}"
     label = row.get("label")
-    if row["reward"] is not None:
+    if row["reward"] is not None and not isinstance(label, Mapping):
         parts = ", ".join(f"{name} {_cell(value)}" for name, value in (row.get("parts") or {}).items())
         return f"reward {_cell(row['reward'])}{f': {parts}' if parts else ''}"
     if not isinstance(label, Mapping):
         return str(row.get("kind") or "no reward")
     said = [f"{better} over {worse}" for better, worse, *_ in label.get("comparisons", ())]
     said += [f"label {_cell(value)}" for value in label.get("labels", ())]
+    said += [] if row["reward"] is None else [f"score {_cell(row['reward'])}"]
+    said += [f"{name} {_cell(value)}" for name, value in (row.get("parts") or {}).items()]
     return ", ".join([f"response {row['member']}", *said])
 
 
@@ -160,6 +162,8 @@ def _said(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "call", f"{call['tool']}({given})" if call.get("problem") is None else f"malformed: {call['problem']}"
     if not row["turns"]:
         yield from (("prompt", row["prompt"]), ("reply", row["text"]))
+    for one in row.get("answers") or ():
+        yield from (("said", f"{one['service']}: {text}") for text in one.get("said", ()))
     columns = row.get("columns") or {}
     answer = columns.get("answer", columns.get("answers"))
     if answer is not None:

@@ -31,9 +31,9 @@ from posttrain.protocols import Model, Service
 from posttrain.runs import fingerprint
 from posttrain.runs.checkpoint import resolve
 from posttrain.seeds import seed_of
-from posttrain.services.judging import read_question
+from posttrain.services.judging import kept, read_question
 from posttrain.services.recipe import Generative
-from posttrain.types import Completion, Invalid, InvalidKind, Sampling, UserError
+from posttrain.types import Completion, Invalid, InvalidKind, Reasoned, Sampling, UserError
 from posttrain.verify.verdict import behind, final_score, final_verdict
 
 
@@ -101,7 +101,8 @@ class GenerativeJudge:
             question, number = self._running.pop(completion.id)
             question.votes[number] = completion
             if len(question.votes) == self.recipe.votes:
-                self._answer(question.id, self._count(question))
+                said = tuple(kept(completion.text) for _, completion in sorted(question.votes.items()))
+                self._answer(question.id, self._count(question), said)
         answers, self._answers = self._answers, []
         return answers
 
@@ -182,9 +183,9 @@ class GenerativeJudge:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    def _answer(self, id: int, answer: float | Invalid) -> None:
+    def _answer(self, id: int, answer: float | Invalid, said: tuple[str, ...] = ()) -> None:
         self._counts["invalid"] += isinstance(answer, Invalid)
-        self._answers.append((id, answer))
+        self._answers.append((id, Reasoned(answer, said) if said else answer))
 
     def _count(self, question: _Question) -> float | Invalid:
         """The mean of the votes that can be read."""

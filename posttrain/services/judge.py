@@ -19,6 +19,7 @@ from posttrain.services.judging import (
     Question,
     Said,
     again,
+    kept,
     read_completion,
     read_question,
     read_verdict,
@@ -26,7 +27,7 @@ from posttrain.services.judging import (
     schema,
 )
 from posttrain.services.recipe import Criterion, Recipe
-from posttrain.types import Invalid, InvalidKind, UserError
+from posttrain.types import Invalid, InvalidKind, Reasoned, UserError, bare
 
 FIRST = {"A": 1.0, "tie": 0.5, "B": 0.0}
 """What a comparison is worth to the reply that was shown as A."""
@@ -37,8 +38,9 @@ TRIED = ("What is 2 + 2?", "2 + 2 is 4.", "2 + 2 is 5.")
 class Judge:
     """See `posttrain.protocols.Service`.
 
-    The answer of a scalar judge is a number of its scale, that of a pairwise one 1 (the first is better), 0.5 or 0. With
-    several criteria it is a dict with each of them and their weighted mean as "reward".
+    Answers are Reasoned, with the texts of the calls that they were read from. That of a scalar judge is a number of its
+    scale, that of a pairwise one 1 (the first is better), 0.5 or 0. With several criteria it is a dict with each of them and
+    their weighted mean as "reward".
     """
 
     def __init__(self, recipe: Recipe, name: str = "judge", cache: Cache | None = None) -> None:
@@ -81,7 +83,7 @@ class Judge:
         for _, answer in answers:
             if isinstance(answer, Exception):
                 raise answer
-            self._counts["invalid"] += isinstance(answer, Invalid)
+            self._counts["invalid"] += isinstance(bare(answer), Invalid)
         return answers
 
     def example(self) -> Any:
@@ -114,55 +116,62 @@ class Judge:
         parts = self.recipe.parts
         groups = [parts] if self.recipe.together else [(part,) for part in parts]
         verdicts = await asyncio.gather(*(self._verdict(question, group) for group in groups))
+        said = tuple(text for _, texts in verdicts for text in texts)
         values: dict[str, float] = {}
-        for verdict in verdicts:
+        for verdict, _ in verdicts:
             if isinstance(verdict, Invalid):
-                return verdict
+                return Reasoned(verdict, said) if said else verdict
             values |= verdict
-        return self._joined([values[part.name] for part in parts])
+        return Reasoned(self._joined([values[part.name] for part in parts]), said)
 
-    async def _verdict(self, question: Question, criteria: Sequence[Criterion]) -> dict[str, float] | Invalid:
-        """A value for each of these criteria."""
+    async def _verdict(
+        self, question: Question, criteria: Sequence[Criterion]
+    ) -> tuple[dict[str, float] | Invalid, list[str]]:
+        """A value for each of these criteria, and the answers that they were read from."""
         if self.recipe.kind == "scalar":
-            found = await self._asked(question, criteria)
-            return found if isinstance(found, Invalid) else {c.name: float(found[c.name]) for c in criteria}
+            found, said = await self._asked(question, criteria)
+            return found if isinstance(found, Invalid) else {c.name: float(found[c.name]) for c in criteria}, said
         swapped = Question(question.asked, question.replies[::-1])
-        one, other = await asyncio.gather(self._asked(question, criteria), self._asked(swapped, criteria))
+        (one, said), (other, more) = await asyncio.gather(
+            self._asked(question, criteria), self._asked(swapped, criteria)
+        )
         if isinstance(one, Invalid) or isinstance(other, Invalid):
-            return one if isinstance(one, Invalid) else other
+            return one if isinstance(one, Invalid) else other, [*said, *more]
         values: dict[str, float] = {}
         for criterion in criteria:
             first, second = FIRST[one[criterion.name]], 1.0 - FIRST[other[criterion.name]]
             values[criterion.name] = first if first == second else 0.5
             self._counts["disagreements"] += first != second
-        return values
+        return values, [*said, *more]
 
-    async def _asked(self, question: Question, criteria: Sequence[Criterion]) -> dict[str, Any] | Invalid:
-        """The verdict of one call: from the cache, or from the endpoint, which may be asked twice."""
+    async def _asked(
+        self, question: Question, criteria: Sequence[Criterion]
+    ) -> tuple[dict[str, Any] | Invalid, list[str]]:
+        """The verdict of one call: from the cache, or from the endpoint, which may be asked twice. And the last answer."""
         body, wanted = request(self.recipe, question, criteria), schema(self.recipe, criteria)
         first = _written(body)
-        if self.cache is not None and (kept := self.cache.get(self._asks, first)) is not None:
-            found = read_verdict(kept, wanted)
+        if self.cache is not None and (known := self.cache.get(self._asks, first)) is not None:
+            found = read_verdict(known, wanted)
             if not isinstance(found, str):
                 self._counts["cached"] += 1
-                return found
-        problem = ""
+                return found, [kept(known)]
+        problem, texts = "", list[str]()
         for _ in range(2):
             said = await self._call(body)
             if isinstance(said, Failed) and not said.rubbish:
-                return self._invalid(said.reason)
+                return self._invalid(said.reason), texts
             if isinstance(said, Said):
-                found = read_verdict(said.text, wanted)
+                found, texts = read_verdict(said.text, wanted), [kept(said.text)]
                 if not isinstance(found, str):
                     if self.cache is not None:
                         self.cache.put(self._asks, first, said.text)
-                    return found
+                    return found, texts
                 problem = f"{found} (max_tokens {self.recipe.max_tokens} cut it)" if said.cut else found
                 body = again(body, said.text, found)
             else:
                 problem = said.reason
             self._counts["rubbish"] += 1
-        return self._invalid(f"rubbish twice: {problem}")
+        return self._invalid(f"rubbish twice: {problem}"), texts
 
     async def _call(self, body: dict[str, Any], retries: int | None = None) -> Said | Failed:
         said = await self.endpoint.call(PATH, _written(body), read_completion, retries)

@@ -23,6 +23,7 @@ FORMS = {
     "scalar": '{"prompt" or "messages", "response"}, perhaps with "reference", or text',
     "pairwise": '{"prompt" or "messages", "responses": [first, second]}, or "response" and "reference" instead',
 }
+MOST_SAID = 1 << 14  # characters of an answer that are kept with a rollout
 MOST_TRIES = 100  # beginnings of an object that are tried in an answer
 AGAIN = "That cannot be read: {problem}. Answer again with the JSON object alone, as it was asked for."
 
@@ -117,6 +118,13 @@ class Said:
     prompt_tokens: int
     reply_tokens: int
     cut: bool  # whether its token budget ended it
+
+
+def kept(text: str) -> str:
+    """An answer as it is recorded: its beginning and its end where it is long, for verdicts stand at the end."""
+    text = text.encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair has no form in a file
+    left_out, half = len(text) - MOST_SAID, MOST_SAID // 2
+    return text if left_out <= 0 else f"{text[:half]}\n[{left_out:,} characters left out]\n{text[-half:]}"
 
 
 def read_completion(message: Any) -> Said | Failed:

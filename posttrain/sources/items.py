@@ -23,7 +23,7 @@ from posttrain.part import Need
 from posttrain.protocols import Learner, Source
 from posttrain.sources.lengths import Placed, TooLong
 from posttrain.sources.made import Made, progress, steps_per_epoch, visited
-from posttrain.sources.packing import Read, collate, split_microbatches
+from posttrain.sources.packing import Read, collate, readings, split_microbatches
 from posttrain.sources.references import Reference, mismatched
 from posttrain.sources.sft import demonstrate
 from posttrain.sources.showing import Showing
@@ -131,7 +131,7 @@ class Told:
             labelled += [before + place for place, _ in self.labels[i]]
             label += [value for _, value in self.labels[i]]
             label_weight += self.weights[i] if of_labels else [0.0] * len(self.labels[i])
-            before += sum(_scores(t, read) for t in item.responses)
+            before += sum(scores(t, read) for t in item.responses)
 
         def whole(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
@@ -164,9 +164,9 @@ class Told:
         return Told(link, read, items, spread, labels)
 
 
-def _scores(transcript: Transcript, read: Read) -> int:
+def scores(transcript: Transcript, read: Read) -> int:
     """How many scores a response has."""
-    return sum(1 for span in transcript.spans if span.learned) if read == "last" else 1
+    return readings(transcript, read) if read == "last" else 1
 
 
 def _labels(item: Item, read: Read) -> list[tuple[int, float]]:
@@ -175,7 +175,7 @@ def _labels(item: Item, read: Read) -> list[tuple[int, float]]:
         found, before = [], 0
         for transcript, own in zip(item.responses, item.labels, strict=True):
             found += [(before + place, value) for place, value in enumerate(own)]
-            before += _scores(transcript, read)
+            before += scores(transcript, read)
         return found
     won = [0.0] * len(item.responses)
     for comparison in item.comparisons:

@@ -44,6 +44,11 @@ def needed_length(transcript: Transcript, read: Read = "next") -> int:
     return last.start + last.length - (read == "next")
 
 
+def readings(transcript: Transcript, read: Read) -> int:
+    """How many hidden states of it are read."""
+    return sum(1 for span in transcript.spans if span.learned) if read == "last" else transcript.n_scored
+
+
 def learned(rollout: Sequence[Transcript]) -> list[Transcript]:
     """Its transcripts that have a scored token. The others, contexts that are only played, have no gradient."""
     return [t for t in rollout if any(s.learned for s in t.spans)]
@@ -218,7 +223,7 @@ def collate(
         else None,
         preferences=preferences,
         coefficients=dict(coefficients or {}),
-        tap=sink.tap(index, [sum(t.n_scored for t in rollout) for rollout in rollouts]) if sink else None,
+        tap=sink.tap(index, [sum(readings(t, read) for t in rollout) for rollout in rollouts]) if sink else None,
         **of_tokens,
     )
 

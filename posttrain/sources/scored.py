@@ -42,19 +42,23 @@ class Judgements(Memoryless):
         progress(self.items, self.rows, number, stats)
         shown = self.showing.choose(self.items, self.rows, number, found) if self.showing else []
         tokens = sum(item.n_scored for item in items)
-        return Step(number, [lambda: [b for _, b in self.batches(items)]], stats, tokens, outcomes=shown)
+        return Step(number, [lambda: [b for _, b in self.batches(items, self.showing)]], stats, tokens, outcomes=shown)
 
     def learned(self, step: Step, stats: Stats) -> None:
         if self.showing is not None:
             self.showing.settle(step)
 
-    def batches(self, items: Sequence[Item]) -> list[tuple[list[int], Batch]]:
-        """(places among these items, micro-batch): their comparisons weighed over all of them."""
+    def batches(self, items: Sequence[Item], showing: Showing | None = None) -> list[tuple[list[int], Batch]]:
+        """(places among these items, micro-batch): their comparisons weighed over all of them.
+
+        `showing`: who records some of them.
+        """
         by_size = sorted(range(len(items)), key=lambda i: max(map(len, items[i].responses)))
         ordered = [items[i] for i in by_size]
         told = Told.by(self.row.link, self.row.denominator, ordered, self.read)
         responses = [item.responses for item in ordered]
         nothing = torch.zeros(len(items))
+        sink = showing.sink(by_size) if showing is not None else None
         return [
             (
                 [by_size[i] for i in index],
@@ -65,6 +69,7 @@ class Judgements(Memoryless):
                     preferences=told.of(index, self.device),
                     device=self.device,
                     read=self.read,
+                    sink=sink,
                 ),
             )
             for index in split_microbatches(responses, self.tokens_per_microbatch, self.read)

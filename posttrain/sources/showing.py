@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from posttrain.batch import Step
 from posttrain.data.tasks import ENDLESS
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Learner
-from posttrain.sink import Sink
+from posttrain.sink import SCORE, Sink
 from posttrain.sources.made import Made, X, steps_per_epoch
+from posttrain.sources.packing import Read, readings
 from posttrain.sources.recording import Recording, on_cpu
 from posttrain.sources.views import view
 from posttrain.types import Item, Outcome, PlayedTurn, Rollout, Task, Transcript
@@ -45,6 +47,27 @@ class _Row:
             first = last
         assert first == len(values)
 
+    def judge(self, values: NDArray[Any], read: Read) -> None:
+        """[readings]: the score of a response, before any offset, stands as its reward; those of steps at their ends.
+
+        Of two that were compared, the better one has by how much it is ahead.
+        """
+        rollouts = [outcome.rollout for outcome in self.outcomes]
+        ends = accumulate((readings(rollout.transcripts[0], read) for rollout in rollouts), initial=0)
+        own = [values[first:last].astype(float) for first, last in pairwise(ends)]
+        assert sum(map(len, own)) == len(values)
+        if read == "last" and max(map(len, own)) > 1:
+            for rollout, steps in zip(rollouts, own, strict=True):
+                lengths = (span.length for span in rollout.transcripts[0].spans if span.learned)
+                rollout.steps = list(zip(accumulate(lengths), steps.tolist(), strict=True))
+            return
+        scores = [float(each.mean()) for each in own]
+        for rollout, score in zip(rollouts, scores, strict=True):
+            rollout.reward = score
+        match (self.outcomes[0].label or {}).get("comparisons"):
+            case [[better, worse, *_]]:
+                rollouts[better].rewards = {"margin": scores[better] - scores[worse]}
+
 
 @dataclass
 class Showing:
@@ -53,7 +76,7 @@ class Showing:
     recording: Recording
     learner: Learner
     tokens_per_microbatch: int
-    scored: bool = False  # whether responses are scored, so that there are no log-probabilities
+    read: Read = "next"  # else responses are scored, and there are no log-probabilities
     _rows: dict[int, _Row] = field(default_factory=dict)  # by their places in the step
     _sink: Sink = field(default_factory=Sink)
     _places: dict[int, int] = field(default_factory=dict)  # place in [S] -> in the step
@@ -75,7 +98,7 @@ class Showing:
 
     def sink(self, order: Sequence[int]) -> Sink | None:
         """Where the update leaves the numbers of these rows: `order[i]` is the place of the i-th in the step."""
-        if self.recording.level == "tokens" or self.scored:
+        if self.recording.level == "tokens" and self.read == "next":
             return None
         self._places = {i: place for i, place in enumerate(order) if place in self._rows}
         self._sink = Sink(frozenset(self._places))
@@ -90,8 +113,12 @@ class Showing:
     def settle(self, step: Step) -> None:
         """Complete the outcomes of a step that has been learned from."""
         for i, columns in self._sink.settle().items():
+            row = self._rows[self._places[i]]
             for name, values in columns.items():
-                self._rows[self._places[i]].give(name, values)
+                if name == SCORE:
+                    row.judge(values, self.read)
+                else:
+                    row.give(name, values)
         if self.recording.after and self._rows and self._places:
             rows = list(self._rows.values())
             rollouts = [Rollout({}, "", _transcripts(row), 0.0) for row in rows]
@@ -134,7 +161,7 @@ def _outcomes(task: Task, epoch: int, made: Any, tokenizer: Tokenizer) -> list[O
 
 
 def _rollout(task: Task, group: str, transcripts: list[Transcript], tokenizer: Tokenizer) -> Rollout:
-    """As readers know one. Nothing has scored it."""
+    """As readers know one. Nothing has scored it yet."""
     turns = [
         PlayedTurn(
             span.kind,

@@ -15,12 +15,14 @@ from posttrain.types import (
     InvalidKind,
     Piece,
     PlayedTurn,
+    Reasoned,
     Rollout,
     SpanKind,
     StopReason,
     Task,
     ToolCall,
     Transcript,
+    bare,
 )
 
 
@@ -37,9 +39,7 @@ def stored(rollout: Rollout) -> dict[str, Any]:
         "turns": [_turn(turn) for turn in rollout.turns],
         "text": rollout.text,
         "prompt": rollout.prompt,
-        "answers": [
-            [name, {"invalid": _verdict(a)} if isinstance(a, Invalid) else {"answer": a}] for name, a in rollout.answers
-        ],
+        "answers": [[name, _answer(answer)] for name, answer in rollout.answers],
         "pieces": [[p.length, p.member, p.reply] for p in rollout.pieces],
         "notes": dict(rollout.notes),
         "branch": [rollout.branch.of, rollout.branch.turns, list(rollout.branch.taken)] if rollout.branch else None,
@@ -59,7 +59,7 @@ def restored(row: Mapping[str, Any], task: Task) -> Rollout:
         [_played(turn) for turn in row["turns"]],
         row["text"],
         row["prompt"],
-        [(name, _judged(a["invalid"]) if "invalid" in a else a["answer"]) for name, a in row["answers"]],
+        [(name, _answered(answer)) for name, answer in row["answers"]],
         row["side"],
         [Piece(*piece) for piece in row["pieces"]],
         Branch(row["branch"][0], row["branch"][1], tuple(row["branch"][2])) if row["branch"] else None,
@@ -73,6 +73,17 @@ def _verdict(reward: float | Invalid) -> Any:
 
 def _judged(verdict: Any) -> Any:
     return Invalid(verdict[0], InvalidKind(verdict[1])) if isinstance(verdict, list) else verdict
+
+
+def _answer(answer: Any) -> dict[str, Any]:
+    said = {"said": list(answer.said)} if isinstance(answer, Reasoned) else {}
+    answer = bare(answer)
+    return {**({"invalid": _verdict(answer)} if isinstance(answer, Invalid) else {"answer": answer}), **said}
+
+
+def _answered(row: Mapping[str, Any]) -> Any:
+    answer = _judged(row["invalid"]) if "invalid" in row else row["answer"]
+    return Reasoned(answer, tuple(row["said"])) if "said" in row else answer
 
 
 def _turn(turn: PlayedTurn) -> list[Any]:

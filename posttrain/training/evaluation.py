@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.batch import Stats
 from posttrain.config import Evaluation
-from posttrain.data.tasks import Stream, hold_out
+from posttrain.data.tasks import Stream, Tasks, hold_out
 from posttrain.engines.opening import open_engine
 from posttrain.engines.replicas import Many
 from posttrain.envs.load import success_of
@@ -33,7 +33,7 @@ from posttrain.training.setup import (
     mind_unknown,
     prepare,
 )
-from posttrain.training.unseen import seen
+from posttrain.training.unseen import seen, split_seed_of
 from posttrain.types import Invalid, Outcome, Rollout, Task, UserError, succeeds
 
 
@@ -61,14 +61,11 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     if success is None and "k" in config.given:
         raise UserError("--k needs to know which replies are right: give the reward of a right one with --success")
     data = load_tasks(config, rows, env)
+    said: list[str] = []
     if config.held_out:
-        data = hold_out(data, config.held_out, config.split_seed)[1]
+        data = _held_out(config, data, rows is None, said.append)
     if isinstance(data, Stream):
         raise UserError("these rows have no end: say with --limit how many to evaluate on")
-    said: list[str] = []
-    for folder in (config.model, config.against) if rows is None and config.held_out else ():
-        if folder is not None and (why := seen(folder, config.tasks, config.held_out, config.split_seed)):
-            said.append(why)
     paths = [resolve(folder) for folder in (config.model, config.against) if folder is not None]
     with open_playground(config, env, data, device, models=paths) as ground:
         said.extend(ground.about)
@@ -107,6 +104,21 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     return Evaluated(
         own, rewards, rollouts, invalid, notes, other, _differences(rewards, other_rewards, success), others
     )
+
+
+def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Callable[[str], None]) -> Tasks | Stream:
+    """The share that is held out: as the checkpoint's run did it, where nobody says otherwise."""
+    folders = [folder for folder in (config.model, config.against) if folder is not None]
+    tasks, seed = config.tasks if of_a_file else "", config.split_seed
+    if seed is None:
+        known = next(filter(None, (split_seed_of(folder, tasks) for folder in folders)), None)
+        seed = 0 if known is None else known[1]
+        if known is not None:
+            say(f"held out as by {known[0]}: --split-seed {seed}")
+    for folder in folders if of_a_file else ():
+        if why := seen(folder, tasks, config.held_out, seed):
+            say(why)
+    return hold_out(data, config.held_out, seed)[1]
 
 
 def save(found: Evaluated, path: Path) -> None:

@@ -15,6 +15,7 @@ from posttrain.messages import clip
 from posttrain.models.fused import compiles
 from posttrain.protocols import Learner, Model
 from posttrain.sources.made import Made, steps_per_epoch
+from posttrain.sources.packing import Read
 from posttrain.sources.recording import Recording
 from posttrain.sources.showing import Showing
 from posttrain.training.setup import (
@@ -76,9 +77,9 @@ def updates(config: Passes, made: Made[Any]) -> int:
     return config.steps or max(1, round(steps_per_epoch(made, config.rows) * config.epochs))
 
 
-def showing(config: Passes, learner: Learner, tokens_per_microbatch: int) -> Showing:
+def showing(config: Passes, learner: Learner, tokens_per_microbatch: int, read: Read = "next") -> Showing:
     """Who records some of the rows."""
-    return Showing(_recording(config), learner, tokens_per_microbatch, scored=isinstance(config, RewardModelling))
+    return Showing(_recording(config), learner, tokens_per_microbatch, read)
 
 
 def _recording(config: Passes) -> Recording:

@@ -72,7 +72,7 @@ def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
     steps = updates(config, items)
     learner = new_learner(config, model, optimization(config, steps), run.world)
     tokens = microbatch_tokens(config, device)
-    shown = showing(config, learner, tokens)
+    shown = showing(config, learner, tokens, read)
     source = Judgements(items, row, config.rows, tokens, config.seed, device, read, shown)
     objective = ScoringObjective(row, mean=shape.pooling == "mean")
     scored = Scored(source, unseen, learner, objective, model)

@@ -19,14 +19,12 @@ def seen(model: str, tasks: str, held_out: float, split_seed: int) -> str | None
 
     A run with the same seed that held out as much, or more, has not seen them: a share is part of every greater one.
     """
-    file = Path(tasks)
-    own = fingerprint.of_path(file) if file.is_file() else None
+    own = _digest(tasks)
     if own is None or not held_out:
         return None
     for folder, run in _ancestry(Path(model)):
         share, seed = split_of(run["config"])
-        given = run.get("inputs", {}).get("tasks")
-        if not isinstance(given, Mapping) or given.get("digest") != own["digest"]:
+        if not _learned(run, own):
             continue
         if not share:
             return f"{folder} was trained on all of {tasks}: what is held out here is not new to it"
@@ -34,6 +32,28 @@ def seen(model: str, tasks: str, held_out: float, split_seed: int) -> str | None
             whose = f"--held-out {share:g} --split-seed {seed}"
             return f"{folder} was trained on some of the tasks that are held out here: its own are {whose}"
     return None
+
+
+def split_seed_of(model: str, tasks: str) -> tuple[Path, int] | None:
+    """The run that a checkpoint is of, or the next before it that held out tasks, and the seed that decided which.
+
+    The first that learned from this very file, if there is one: the same prompts in another file are held out alike.
+    """
+    own, found = _digest(tasks), [(folder, run) for folder, run in _ancestry(Path(model)) if split_of(run["config"])[0]]
+    alike = [one for one in found if own is not None and _learned(one[1], own)]
+    return next(((folder, split_of(run["config"])[1]) for folder, run in [*alike, *found]), None)
+
+
+def _digest(tasks: str) -> str | None:
+    """Of a file of tasks."""
+    known = fingerprint.of_path(Path(tasks)) if Path(tasks).is_file() else None
+    return None if known is None else str(known["digest"])
+
+
+def _learned(run: Row, digest: str) -> bool:
+    """Whether its tasks are those of this file."""
+    given = run.get("inputs", {}).get("tasks")
+    return isinstance(given, Mapping) and given.get("digest") == digest
 
 
 def _ancestry(model: Path) -> Iterator[tuple[Path, Row]]:

@@ -44,14 +44,14 @@ function Replies({ run, about, data, words, query }) {
   const margin = won === undefined || lost === undefined ? null : won - lost;
   return html`
     <div class="row tight gap"><a href=${to(run, "rollouts", [], { step: group.step, held: group.held_out ? "1" : "" })}>step ${group.step}${group.held_out ? ", held out" : ""}</a><span class="faint">/</span><b class="mono">${item ? "item" : "group"} ${line(group.group)}</b>
-      ${group.side ? html`<span class="pill">${line(group.side)}</span>` : ""}${group.mean === null ? "" : html`<span class="pill">mean ${f(group.mean)}</span><span class="pill">spread ${f(group.sd)}</span>
+      ${group.side ? html`<span class="pill">${line(group.side)}</span>` : ""}${item || group.mean === null ? "" : html`<span class="pill">mean ${f(group.mean)}</span><span class="pill">spread ${f(group.sd)}</span>
       ${group.right_n !== undefined ? html`<span class=${`pill`}>${group.right_n} of ${group.n} right</span>` : ""}`}${item || group.n === 1 ? "" : html`<span class="pill">${group.replies} distinct of ${group.n}</span>`}${data.hidden > 0 ? html`<span class="pill">${data.hidden} not shown</span>` : ""}
       ${item && margin !== null ? html`<span class="pill" title="the log-probability less the reference's, summed over the response: of the chosen one less that of the rejected one">margin ${f(margin)}</span>` : ""}
-      <span class="fill"></span>${group.mean === null ? "" : html`<button onClick=${() => change({ order: order === "reward" ? "index" : "reward" })}>order: ${order === "reward" ? "by reward" : "as played"}</button>`}</div>
+      <span class="fill"></span>${group.mean === null ? "" : html`<button onClick=${() => change({ order: order === "reward" ? "index" : "reward" })}>order: ${order !== "reward" ? (item ? "as given" : "as played") : item ? "by score" : "by reward"}</button>`}</div>
     <div class="card gap"><div class="text dense untrusted" style=${{ maxHeight: "120px", overflow: "auto" }}>${readable(prompt)}</div>${item ? "" : html`<${Task} columns=${rows[0]?.columns} />`}
       <${Pictures} run=${run} names=${rows[0]?.media} /></div>
     ${visits.length > 1 ? html`<${Visits} ...${{ run, visits, near, query, item }} />` : ""}
-    ${names.length ? "" : html`<div class="soft small gap">${group.kind === "reward-model" ? "A reward model scores whole responses: it leaves no numbers of tokens." : "No numbers of these tokens were recorded."}</div>`}
+    ${names.length ? "" : html`<div class="soft small gap">${group.kind === "reward-model" ? "A reward model scores whole responses, at the update that learned from them: there are no numbers of tokens." : "No numbers of these tokens were recorded."}</div>`}
     <div class="row tight gap choices" hidden=${!names.length}><span class="soft small">colour</span>${names.map((m, i) => html`<button class=${m.name === name ? "on" : ""} title=${m.about || ""} onClick=${() => change({ c: m.name })}>${i < 9 ? html`<span class="faint">${i + 1}</span> ` : ""}${m.says}</button>`)}<button class=${name === "none" ? "on" : ""} onClick=${() => change({ c: "none" })}><span class="faint">0</span> none</button><span class="fill"></span>
       ${names.some((m) => m.name === name) ? html`<${Legend} measure=${{ ...names.find((m) => m.name === name), most }} />` : ""}</div>
     <div class=${`replies ${rows.length === 2 ? "two" : ""}`}>${rows.map((row, i) => {
@@ -81,7 +81,7 @@ function Reply({ row, item, score, chosen, measure, clip, open }) {
   const begin = first === row.pieces.length ? 0 : first;
   const said = saidOf(row);
   return html`<div class=${`card reply ${chosen ? "sel" : ""}`} onClick=${(e) => (getSelection().isCollapsed ? open(e) : 0)}>
-    <div class="reply-head"><span class="row"><b>${item ? "response " : "#"}${item ? row.member : row.index}</b>${said.map((s) => html`<b class=${s.tone}>${s.text}</b>`)}${score === null ? "" : html`<span title="log-probabilities less the reference's, summed over its tokens">${f(score)}</span>`}${row.reward !== null ? html`<span>reward <b>${f(row.reward)}</b></span>` : row.invalid ? html`<span class="bad">invalid</span>` : ""}</span>
+    <div class="reply-head"><span class="row"><b>${item ? "response " : "#"}${item ? row.member : row.index}</b>${said.map((s) => html`<b class=${s.tone}>${s.text}</b>`)}${score === null ? "" : html`<span title="log-probabilities less the reference's, summed over its tokens">${f(score)}</span>`}${row.reward !== null ? html`<span>${item ? "score" : "reward"} <b>${f(row.reward)}</b></span>` : row.invalid ? html`<span class="bad">invalid</span>` : ""}</span>
       ${row.advantage !== null && !item ? html`<span class=${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "faint"}>A ${f(row.advantage)}</span>` : ""}<span class="soft">${whole(row.sampled || row.scored)} tokens · ${row.stop || ""} <${Fate} fate=${row.fate === "trained" ? "" : row.fate} /></span></div>
     <div class="part-pills">${(row.parts || []).map((p) => html`<span class=${`pill ${p.value > 0 ? "on" : ""}`}>${visible(p.name)} ${f(p.value)}</span>`)}${row.replayed ? html`<span class="pill">replayed</span>` : ""}${judged(row)}</div>
     ${row.known && row.pieces.length ? html`<${Tokens} dense ...${{ row, begin, measure, clip }} />` : html`<div class="text dense">${visible(row.text)}</div>`}</div>`;

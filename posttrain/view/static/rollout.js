@@ -73,6 +73,7 @@ function OneRollout({ run, about, place, query, row }) {
 function Crumbs({ run, row, place, query }) {
   return html`<div class="row tight gap"><a href=${to(run, "rollouts", [], { step: row.step, held: row.held_out ? "1" : "" })}>step ${row.step}${row.held_out ? ", held out" : ""}</a><span class="faint">/</span>
     <a class="mono" href=${to(run, "group", [place, row.index])}>group ${line(row.group)}</a><span class="faint">/</span><b>rollout ${row.index}</b>${row.side ? html`<span class="pill">${line(row.side)}</span>` : ""}
+    ${exported ? "" : row.sides.map((s) => html`<a class="pill" href=${to(run, "rollout", [place, s.index], { c: query.c })} title="the same episode as its other side saw it">against ${line(s.side)}</a>`)}
     ${row.siblings.length > 1 ? html`<span class="faint small">its ${isItem(row.kind) ? "item" : "group"}:</span>` : ""}
     ${(row.siblings.length > 1 ? row.siblings : []).slice(0, 32).map((s) => html`<a class=${`pill ${s.index === row.index ? "on" : ""}`} href=${to(run, "rollout", [place, s.index], { c: query.c })} title=${isItem(row.kind) ? `response ${s.member}` : `rollout ${s.index}, advantage ${f(s.advantage)}${s.fate ? `, ${s.fate}` : ""}`}>${isItem(row.kind) ? `response ${s.member}` : html`<span class=${s.advantage > 0 ? "up" : s.advantage < 0 ? "down" : "faint"}>${s.advantage > 0 ? "▲" : s.advantage < 0 ? "▼" : "●"}</span> ${s.reward === null ? (s.fate === "invalid" ? "invalid" : "none") : f(s.reward)}`}</a>`)}
     ${saidOf(row).map((s) => html`<span class=${`pill ${s.tone}`}>${s.text}</span>`)}
@@ -188,6 +189,7 @@ function Why({ row, run }) {
   return html`<div class="card"><div class="row tight"><h2>Why?</h2><${Fate} fate=${row.fate} />${row.replayed ? html`<span class="pill">replayed${row.first ? html` from <a href=${to(run, "rollout", [String(row.first.step), row.first.index])}>step ${row.first.step}</a>` : " from an earlier step"}</span>` : ""}</div><div class=${`note ${tone} untrusted`}>${visible(row.why)}</div>
     ${given(row.kind) ? "" : html`<div class="spread"><b>reward ${row.reward === null ? "none" : f(row.reward)}</b>${parts.length ? (adds ? " = " : " with ") : ""}${parts.map((p, i) => html`${i ? (adds ? " + " : " ") : ""}<span class="pill">${visible(p.name)} ${f(p.value)}</span>`)}${earned}</div>`}
     ${adds || !parts.length || given(row.kind) ? "" : html`<div class="soft small">the environment gave the reward itself: it is not the sum of what it named</div>`}
+    ${row.kind === "reward-model" && row.reward !== null ? html`<div class="spread"><b>score ${f(row.reward)}</b>${parts.map((p) => html` <span class="pill">${visible(p.name)} ${f(p.value)}</span>`)}</div>` : ""}
     <${Judged} answers=${row.answers} />
     ${changed.length ? html`<div class="spread">as used ${f(row.used)} = ${f(row.reward)}${changed.map(([name, value]) => html` <span class="pill">${name} ${signed(value)}</span>`)}</div>` : ""}
     ${advantage === null || row.kind === "eval" || given(row.kind) ? "" : html`<div class="spread" style=${{ marginTop: "4px" }}><b>advantage ${f(advantage)}</b>${e.equation && e.sd === 0 && !advantage ? (e.n === 1 ? ": it has no group" : `: all ${e.n} rewards of its group are ${f(e.mean)}`) : e.equation ? html` = ${e.equation.startsWith("(") ? `(${f(e.reward)} − ${f(e.mean)}) / ${f(e.sd)}` : e.equation === "R" ? f(e.reward) : `${f(e.reward)} − ${f(e.equation.endsWith("others") ? (e.mean * e.n - e.reward) / (e.n - 1) : e.mean)}`}` : ""}</div>
@@ -205,7 +207,15 @@ function More({ row, run, place }) {
     ${exported ? "" : html`<div class="small" style=${{ marginTop: "5px" }}><a class="text-file" title="f" href=${`text/${run}/${place}/${row.index}`} download>the reply as a text file</a> <span class="faint">${whole(row.characters)} characters</span></div>`}</div>`;
 }
 
-export const Picture = ({ run, name }) => (exported ? html`<span class="pill">picture ${name.slice(0, 8)}</span>` : html`<img class="thumb" loading="lazy" alt=${`picture ${name.slice(0, 8)}`} src=${`picture/${run}/${name.replace(/^sha256:/, "")}`} />`);
+export const Picture = ({ run, name }) => (exported ? html`<${Held} name=${name} />` : html`<${Drawn} name=${name} address=${`picture/${run}/${name.replace(/^sha256:/, "")}`} />`);
+
+const Drawn = ({ name, address }) => html`<img class="thumb" loading="lazy" alt=${`picture ${name.slice(0, 8)}`} src=${address} />`;
+
+/** A picture that an exported file holds, or a word on one that it does not. */
+function Held({ name }) {
+  const { data } = useAnswer(`picture/${name}`);
+  return data?.address ? html`<${Drawn} name=${name} address=${data.address} />` : html`<span class="pill">picture ${name.slice(0, 8)}: not in this file</span>`;
+}
 
 const answersOf = (answers) => (Array.isArray(answers) ? answers : []);
 
@@ -217,7 +227,13 @@ function isVerdict({ answer, invalid }) {
 
 /** What judges and reward models said of the reply. */
 function Judged({ answers }) {
-  return answersOf(answers).filter(isVerdict).map(({ service, answer, invalid }) => html`<div class="spread"><b class="untrusted">${visible(service || "?")}</b> said ${invalid !== undefined ? html`<span class="bad untrusted">nothing valid: ${visible(String(invalid))}</span>` : typeof answer === "number" ? f(answer) : Object.entries(answer).map(([n, v]) => html`<span class="pill untrusted">${visible(n)} ${f(v)}</span> `)}</div>`);
+  return answersOf(answers).filter(isVerdict).map(({ service, answer, invalid, said }) => html`<div class="spread"><b class="untrusted">${visible(service || "?")}</b> said ${invalid !== undefined ? html`<span class="bad untrusted">nothing valid: ${visible(String(invalid))}</span>` : typeof answer === "number" ? f(answer) : Object.entries(answer).map(([n, v]) => html`<span class="pill untrusted">${visible(n)} ${f(v)}</span> `)}<${Said} texts=${said} /></div>`);
+}
+
+/** The texts that a verdict was read from. */
+function Said({ texts }) {
+  if (!Array.isArray(texts) || !texts.length) return "";
+  return html`<details class="service" open=${texts.length === 1}><summary class="soft small">${texts.length === 1 ? "in its own words" : `in its own words, ${texts.length} answers`}</summary>${texts.slice(0, 64).map((text) => html`<div class="text dense passage untrusted">${visible(String(text))}</div>`)}</details>`;
 }
 
 /** What other services said, such as the passages of a retriever. */
@@ -240,7 +256,7 @@ function Large({ run, name, close }) {
 export function Pictures({ run, names }) {
   const [open, setOpen] = useState(null);
   if (!names?.length) return "";
-  return html`<div class="row tight pictures">${names.map((m) => (exported ? html`<${Picture} run=${run} name=${m} />` : html`<button class="frame" onClick=${(e) => { e.stopPropagation(); setOpen(m); }} aria-label=${`picture ${m.slice(0, 8)}, larger`}><${Picture} run=${run} name=${m} /></button>`))}
+  return html`<div class="row tight pictures">${names.map((m) => html`<button class="frame" onClick=${(e) => { e.stopPropagation(); setOpen(m); }} aria-label=${`picture ${m.slice(0, 8)}, larger`}><${Picture} run=${run} name=${m} /></button>`)}
     ${open ? html`<${Large} run=${run} name=${open} close=${() => setOpen(null)} />` : ""}</div>`;
 }
 

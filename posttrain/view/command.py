@@ -147,7 +147,7 @@ def _bound(port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         bound.close()
         raise UserError(
-            f"--port {port} cannot be used ({getattr(error, 'strerror', error)}): leave it out for any"
+            f"--port {port} cannot be used ({getattr(error, 'strerror', 'ports end at 65535')}): leave it out for any"
         ) from None
     return bound
 

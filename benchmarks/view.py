@@ -1,9 +1,9 @@
 """How fast `posttrain view` answers: python benchmarks/view.py runs/demo/rl [--lines OLD_RUN] [--rounds 6]
 
-A server is started as a person would start it, whose modules are compiled since they were installed, and Debian's Chromium opens it. Measured are: the time from the command to
-the page with its figures; the first contentful paint; filters, sorts, searches and openings of rollouts, each from the
-change of the address until the answer is drawn; a reply of 32,000 tokens; the most memory that the server held. `--lines`
-names a run in the older form. Needs Chromium and Playwright.
+A server is started as a person would start it, its modules compiled, and Debian's Chromium opens it. Measured are: the time
+from the command to the page with its figures; the first contentful paint; filters, sorts, searches and openings of
+rollouts, each from the change of the address until the answer is drawn; a reply of 32,000 tokens; the most memory that the
+server held. `--lines` names a run in the older form. Needs Chromium and Playwright.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
 
 Row = dict[str, Any]
-BUDGET, CACHE, LOW, HIGH = 12, 6, 0.2, 0.28  # tokens; of DAPO's clip
+BUDGET, CACHE, LOW, HIGH = 6, 3, 0.2, 0.28  # tokens; of DAPO's clip
 STEPS = {"dapo": 2, "distill-k1": 1}
 CREDITED = ("trained", "filtered", "equal group", "not selected")
 
@@ -87,8 +87,7 @@ def _weights_contradicted(
 ) -> Iterator[str]:
     """Each token weighs r A / N, and nothing where min(r A, clip(r) A) is clipped; N: tokens of its update.
 
-    Rollouts without an advantage count among these, and do not say which update they were given to: their tokens and those
-    that moved something add up to all.
+    Rollouts without an advantage count among these, and do not say which update they were given to.
     """
     of_updates: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -101,8 +100,10 @@ def _weights_contradicted(
             for row in batch
             for a, new, old, weight in zip(advantages(row), row["learner"], before(row), row["weight"], strict=True)
         ]
-        implied = median(a * ratio / weight for _, a, ratio, weight in tokens if weight)
-        n, moved = round(implied), sum(row["scored"] for row in batch)
+        quotients = [a * ratio / weight for _, a, ratio, weight in tokens if weight]
+        moved = sum(row["scored"] for row in batch)
+        implied = median(quotients) if quotients else moved  # all of them may be clipped
+        n = round(implied)
         counted += n
         if abs(implied - n) > 0.01 * n or n < moved:
             yield f"{why}: divided by {implied}, and it learned from {moved} tokens"
@@ -113,12 +114,12 @@ def _weights_contradicted(
             if not math.isclose(0.0 if clipped else a * ratio / n, weight, rel_tol=0.02, abs_tol=0.003 / n):
                 yield f"{index}: weight {weight}, ratio {ratio}"
     given = sum(row["scored"] for row in rows if row["fate"] in CREDITED and row["fate"] != "filtered")
-    if counted > given or (counted < given and len(of_updates) == 3):
+    if counted > given:
         yield f"updates of {counted} tokens, and there are {given}"
 
 
 def scored(task: posttrain.Task, reply: str) -> float | Invalid:
-    return Invalid("a seven") if "7" in reply else float(len(set(reply)) % 3)
+    return Invalid("none of these") if set("7359kz") & set(reply) else float(len(reply) % 3 == 1)
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +129,17 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Row]]
     for name, seed in (("start", 0), ("teacher", 1)):
         save_model(tiny(tokenizer, seed=seed), out / name, tokenizer)
     tasks = [{"id": f"{n}", "prompt": f"{n}="} for n in range(12)]
-    how: dict[str, Any] = {"record": "full", "env_workers": 0, "threads": 1, "quiet": True, "max_tokens": BUDGET}
+    how: dict[str, Any] = {
+        "record": "full",
+        "env_workers": 0,
+        "threads": 1,
+        "quiet": True,
+        "max_tokens": BUDGET,
+        "stop": tuple("0248ace="),
+    }
     posttrain.rl(
-        tasks, scored, str(out / "start"), out=str(out / "dapo"), algorithm="dapo", steps=STEPS["dapo"], prompts=6, group=4,
-        overlong_cache=CACHE, minibatches=3, lr=2e-2, **how,
+        tasks, scored, str(out / "start"), out=str(out / "dapo"), algorithm="dapo", steps=STEPS["dapo"], prompts=6, group=3,
+        overlong_cache=CACHE, minibatches=3, lr=4e-2, **how,
     )  # fmt: skip
     posttrain.distill(
         tasks, str(out / "start"), teacher=str(out / "teacher"), out=str(out / "distill-k1"), algorithm="distill-k1",
@@ -144,18 +152,21 @@ CONTRADICTED = {"dapo": dapo_contradicted, "distill-k1": distill_contradicted}
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_fates_advantages_and_weights_follow_from_the_file_alone(
-    steps: dict[str, list[list[Row]]], name: str
-) -> None:
+def test_fates_advantages_and_weights_follow_from_the_file_alone(steps: dict[str, list[list[Row]]], name: str) -> None:
     for rows in steps[name]:
         assert list(CONTRADICTED[name](rows)) == []
     every = [row for rows in steps[name] for row in rows]
-    for row in every: print(row["step"], row["index"], row["group"], row["fate"], row["why"], row["reward"], row["sampled"], row["advantage"])
     assert any(row["before"] is None and row["why"].startswith("in update 1 of") for row in every)
     assert any(row["before"] for row in every)
     if name == "dapo":
-        assert {row["fate"] for row in every} > {"trained", "filtered", "replaced", "invalid"}
-        assert any(weight == 0 for row in every if row["fate"] == "trained" for weight in row["weight"]), "clipped"
+        assert {row["fate"] for row in every} >= {*CREDITED, "replaced", "invalid", "group too small"} - {"equal group"}
+        ratios = [
+            math.exp(new - old)
+            for row in every
+            if row["fate"] == "trained" and row["advantage"] > 0
+            for new, old in zip(row["learner"], before(row), strict=True)
+        ]
+        assert any(1.22 < ratio < 1.26 for ratio in ratios) and max(ratios) > 1.3, "on both sides of the higher clip"
 
 
 PLANTED: dict[str, tuple[str, str, Callable[[Row], Any]]] = {

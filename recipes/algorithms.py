@@ -9,7 +9,7 @@ has seen.
 
 Rows share all settings but those in OWN, where each exception says why. The start is made once a seed; each (row, seed)
 is a process of its own, and one that is finished under the same settings is not repeated (delete its folder to have it
-again). `report` alone only writes the pages again.
+again). `report` alone only writes the pages again, between their marks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pages import write_page
 
 import posttrain
 from posttrain.algorithms.table import TABLE
@@ -272,9 +273,7 @@ def report(results: Results, docs: Path) -> Path:
         "",
         "![Held-out accuracy over steps](algorithms.png)",
     ]
-    page = docs / "results" / "algorithms.md"
-    page.write_text("\n".join(text) + "\n")
-    return page
+    return write_page(docs / "results" / "algorithms.md", text)
 
 
 _TASK = (

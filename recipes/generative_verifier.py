@@ -8,8 +8,8 @@ The judge without reasoning goes the same way with the verdict straight away. Th
 judge's own start, with all labels that either has seen. Every figure is measured through the service:
 `label --with judge=RECIPE` and `reward-model=FOLDER`, on chains that nobody has seen, each with a right and a wrong answer.
 
-A seed that is finished under the same settings is not repeated (delete its folder to have it again); the page is written
-anew each time.
+A seed that is finished under the same settings is not repeated (delete its folder to have it again); what stands
+between the marks of the page is written anew each time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from pages import write_page
 
 import posttrain
 from posttrain.runs.reading import read_run
@@ -216,10 +218,7 @@ def page(results: Sequence[dict[str, Any]], docs: Path) -> Path:
     )
     asked = 2 * 2 * UNSEEN * len(kinds) * len(results)
     lines += ["", f"Invalid, and counted as wrong: {unread:g} of {asked} answers of one vote or {VOTES}.", "", *READ]
-    file = docs / "results" / "generative-verifier.md"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return file
+    return write_page(docs / "results" / "generative-verifier.md", lines)
 
 
 TOLD = [

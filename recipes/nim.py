@@ -58,7 +58,7 @@ def one(out: Path, seed: int, steps: int) -> dict[str, Any]:
     run = posttrain.rl(
         train, "nim", str(start.path), out=str(out / "rl"), steps=steps, prompts=8, group=24, max_tokens=3, lr=1e-3,
         betas=(0.9, 0.95), warmup=10, schedule="linear", kl=0.05,
-        eval_tasks=lines(out / "held_out.jsonl", against(winnable(held_out), "perfect")), eval_every=50, eval_samples=8,
+        eval_tasks=lines(out / "held_out.jsonl", against(winnable(held_out), "perfect", 8)), eval_every=50, eval_samples=1,
         env_workers=1, seed=seed, **SMALL,
     )  # fmt: skip
     curve = [{"step": line["step"], "reward": line["eval/reward"]} for line in run.metrics if "eval/reward" in line]
@@ -66,7 +66,7 @@ def one(out: Path, seed: int, steps: int) -> dict[str, Any]:
     for name, path in (("before", start.path), ("after", run.path)):
         for opponent, some in (("perfect", winnable(held_out)), ("random", held_out)):
             played = posttrain.evaluate(
-                against(some, opponent), "nim", str(path), samples=16, k=(1,), max_tokens=3, threads=1, seed=seed
+                against(some, opponent, 16), "nim", str(path), samples=1, k=(1,), max_tokens=3, threads=1, seed=seed
             )
             found[f"{name} {opponent}"] = played.figures["accuracy"]["mean"]
             found[f"{name} {opponent} games"] = [episode(rollout) for rollout in played.rollouts[:: len(some) * 4]]
@@ -90,8 +90,13 @@ def winnable(starts: list[Task]) -> list[Task]:
     return [task for task in starts if task["stones"] % (task["most"] + 1)]
 
 
-def against(starts: list[Task], opponent: str) -> list[Task]:
-    return [{**task, "against": opponent} for task in starts]
+def against(starts: list[Task], opponent: str, games: int) -> list[Task]:
+    """So many games from each start, in each of which the opponent draws anew."""
+    return [
+        {**task, "id": f"{task['id']}, game {game}", "against": opponent, "seed": game}
+        for task in starts
+        for game in range(games)
+    ]
 
 
 def at_random(task: Task, rng: random.Random) -> list[str]:

@@ -6,8 +6,8 @@ All start from stories260K after one epoch of its own kind of instructions. A fi
 Experiments: pairs, K-wise comparisons (all of a prompt as one element, and as rankings), steps of solutions, and what
 InstructGPT gives as its reason for the former: comparisons shuffled into single pairs are learned by heart.
 
-A run that is finished under the same settings is not repeated (delete its folder to have it again); the page is written
-anew each time.
+A run that is finished under the same settings is not repeated (delete its folder to have it again); what stands
+between the marks of the page is written anew each time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pages import write_page
 
 import posttrain
 from posttrain.data.items import to_item
@@ -212,10 +213,7 @@ def page(results: Results, docs: Path, seeds: Sequence[int]) -> Path:
     ]
     for group, names in results.items():
         lines += ["", f"## {group.capitalize()}", "", TOLD[group], "", *table(names)]
-    file = docs / "results" / "reward-models.md"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return file
+    return write_page(docs / "results" / "reward-models.md", lines)
 
 
 def table(names: dict[str, list[dict[str, Any]]]) -> list[str]:

@@ -29,6 +29,7 @@ from typing import Any
 
 import stories
 import torch
+from pages import write_page
 
 import posttrain
 from posttrain import Ask, Reply, Rollout, Turn
@@ -269,8 +270,8 @@ def _mean(rollouts: Sequence[Rollout]) -> float:
     return sum(float(r.reward) for r in rollouts) / len(rollouts)  # type: ignore[arg-type]
 
 
-def report(found: dict[int, dict[str, Any]], command: str) -> str:
-    """All seeds as Markdown."""
+def report(found: dict[int, dict[str, Any]], command: str) -> list[str]:
+    """All seeds as lines of Markdown."""
     seeds = sorted(found)
     date = time.strftime("%Y-%m-%d")
     lines = [
@@ -324,7 +325,7 @@ def report(found: dict[int, dict[str, Any]], command: str) -> str:
     for name in ("ppo", "dpo"):
         for prompt, story, score in found[seeds[0]]["policies"][name]["stories"][:4]:
             lines += [f"> {name}: **{prompt}** {' '.join(story.split())} ({score:.2f})", ""]
-    return "\n".join(lines)
+    return lines
 
 
 def main() -> None:
@@ -333,7 +334,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=45, help="of PPO")
     parser.add_argument("--out", default="runs/rlhf")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--into", help="write all seeds that are in --out into this file")
+    parser.add_argument("--into", help="write all seeds that are in --out between the marks of this page")
     options = parser.parse_args()
     for seed in options.seeds:
         place = Path(options.out) / f"seed-{seed}"
@@ -347,7 +348,7 @@ def main() -> None:
     if options.into:
         files = sorted(Path(options.out).glob("seed-*/results.json"))
         found = {int(file.parent.name.removeprefix("seed-")): json.loads(file.read_text()) for file in files}
-        Path(options.into).write_text(report(found, f"python {shlex.join(sys.argv)}") + "\n", encoding="utf-8")
+        write_page(Path(options.into), report(found, f"python {shlex.join(sys.argv)}"))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
+sys.path.append(
+    str(FOLDER)
+)  # where a recipe finds what it shares with others; last, for some names are also those of tests
 
 
 def recipe_module(name: str) -> ModuleType:

@@ -210,10 +210,10 @@ def test_environments_that_write_their_own_prompt_need_none() -> None:
     [
         ({"question": "hi", "answer": "x"}, RL, ("no prompt", "question, answer", "--fields.prompt")),
         ({"prompt": " \n"}, RL, ("prompt is empty",)),
-        ({"prompt": 12}, RL, ("prompt must be text", "int")),
+        ({"prompt": 12}, RL, ("prompt must be text, and is 12 (int); put it in quotes",)),
         ({"prompt": "half \ud83d"}, RL, ("surrogate",)),
         ({"prompt": "hi", "response": ""}, SFT, ("no response", "prompt")),
-        ({"prompt": "hi", "response": 3}, SFT, ("response must be text", "int")),
+        ({"prompt": "hi", "response": 3}, SFT, ("response must be text, and is 3 (int)",)),
         ({"prompt": "hi", "answer": None}, ("prompt", "answer"), ("no answer",)),
         ({"messages": [USER], "answer": ""}, ("prompt", "answer"), ("no answer",)),
         ({"messages": [USER]}, SFT, ("end with the assistant turn",)),

@@ -162,6 +162,15 @@ def test_groups_that_are_all_right_are_said_to_teach_nothing_only_where_no_criti
         assert finding.name == "solved" and said in finding.message
 
 
+def test_a_run_that_replaces_groups_without_signal_is_not_told_to() -> None:
+    for series in (LEARNED, DIVERGED):
+        played = {"groups/played": "16 " * len(series["reward"].split())}
+        plain, replacing = (find(rows({**series, **more})) for more in ({}, played))
+        assert any("--dynamic-sampling" in finding.message for finding in plain)
+        assert [f.name for f in replacing] == [f.name for f in plain]
+        assert not any("--dynamic-sampling" in finding.message for finding in replacing)
+
+
 def test_entropy_that_falls_as_fast_without_solving_anything_is_a_collapse() -> None:
     stuck: dict[str, Any] = {"reward": noisy([0.5] * 94, 0.05), "entropy": LEARNED["entropy"]}
     assert set(named(rows(stuck))) == {"entropy"}
@@ -420,8 +429,8 @@ def test_a_real_run_reports_what_the_checks_read_and_its_constant_reward_is_name
         lr=1e-4, kl=0.04, success=1.0, env_workers=0, **small,
     )  # fmt: skip
     others = {"explained_variance", "invalid/timeout", "divergence", "logp_per_token/chosen", "logp_per_token/rejected"}
-    others |= {"routing/entropy", "routing/busiest"}
+    others |= {"routing/entropy", "routing/busiest", "groups/played"}
     assert READ - run.metrics[-1].keys() <= others, (
-        "of a critic, of slow rewards, of a teacher, of preferences, of experts"
+        "of a critic, of slow rewards, of a teacher, of preferences, of experts, of dynamic sampling"
     )
     assert [(f.step, f.name) for f in find(run.metrics)] == [(10, "signal")]

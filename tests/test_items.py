@@ -240,7 +240,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "p", "answer": "a"}, "the row has prompt, answer"),
     ({"prompt": "p", "winner": "a"}, "--fields.chosen COLUMN"),
     ({"prompt": "p", "chosen": "a", "rejected": ["b"]}, "both be text, or both messages"),
-    ({"prompt": "p", "chosen": 3, "rejected": 4}, "chosen must be text or a list of messages, and is a int"),
+    ({"prompt": "p", "chosen": 3, "rejected": 4}, "a list of messages, and is 3 (int); put it in quotes"),
     ({"chosen": "a", "rejected": "b"}, "--fields.prompt COLUMN"),
     ({"chosen": HUMAN + " a", "rejected": "\n\nHuman: other\n\nAssistant: b"}, "do not begin with the same one"),
     ({"chosen": ASKED, "rejected": said("b")}, "chosen must end with a message"),

@@ -18,6 +18,7 @@ from posttrain.envs.load import load_env, success_of
 from posttrain.envs.word_problems import row_to_task
 from posttrain.options import filled, validate
 from posttrain.training.adjust import adjust
+from posttrain.types import UserError
 from posttrain.verify.expression import evaluate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,3 +80,21 @@ def test_no_demonstration_comes_from_a_held_out_problem(
 )
 def test_reward_of_the_stories(reply: str, reward: float) -> None:
     assert sum(script("stories").reward({"animal": "dog"}, reply).values()) == reward
+
+
+def test_what_people_wrote_around_the_marks_of_a_page_stays(tmp_path: Path) -> None:
+    pages, file = script("pages"), tmp_path / "results" / "page.md"
+    fresh = pages.write_page(file, ["# A title", "", "| a |"]).read_text()
+    assert fresh == f"{pages.BEGIN}\n# A title\n\n| a |\n{pages.END}\n"
+    file.write_text(f"Before.\n{fresh}\n## What its rollouts show\n\nMuch.\n")
+    pages.write_page(file, ["# Another"])
+    expected = f"Before.\n{pages.BEGIN}\n# Another\n{pages.END}\n\n## What its rollouts show\n\nMuch.\n"
+    assert file.read_text() == expected
+    for broken in (pages.BEGIN, pages.END, f"{pages.END}\n{pages.BEGIN}\n"):
+        file.write_text(broken)
+        with pytest.raises(UserError, match="both marks"):
+            pages.write_page(file, ["# Lost"])
+        assert file.read_text() == broken
+    for name in ("algorithms", "generative-verifier", "reward-models", "rlhf"):
+        text = (ROOT / "docs" / "results" / f"{name}.md").read_text()
+        assert text.startswith(pages.BEGIN) and text.index(pages.END) < text.index("\n## What ")

@@ -158,10 +158,11 @@ def test_byte_order_mark_windows_ends_and_blank_lines_are_no_rows(tmp_path: Path
         ("a.json", b'[{"x": 1},\n{"x": }]', ("a.json:2", "not valid JSON")),
         ("a.json", b'{"x": 1}\n{"x": 2}\n', ("a.json:2", ".jsonl")),
         ("a.json", b'[{"x": 1}, 2]', ("a.json item 2", "must be an object", "int")),
-        ("a.json", b'{"a": [], "b": []}', ("a.json:1", "one list, not 2")),
+        ("a.json", b'{"a": [], "b": []}', ("a.json:1", "one list; it has 2")),
         ("a.json", b'"text"', ("a.json:1", "expected a list", "str")),
         ("a.csv", b'x,y\n"1\n1",2\n3\n', ("a.csv:4", "1 cells under a header of 2")),
         ("a.csv", b"x,y\n1,2,3\n", ("a.csv:2", "3 cells")),
+        ("a.csv", b"x;y\n1;2\n", ("a.csv:1", "columns are separated by ';'", "commas")),
         ("a.csv", b'x,y\n1,2\n"3,4\n', ("a.csv:3", "not a valid table row")),
         ("a.csv", b"x,x\n1,2\n", ("a.csv:1", "'x' twice")),
         ("a.csv", b"x,y\n1,\xff\n", ("a.csv:2", "byte 0xff")),
@@ -182,6 +183,7 @@ def test_missing_source_is_refused_with_the_nearest_name(tmp_path: Path) -> None
     path = write_jsonl(tmp_path / "train.jsonl", ROWS)
     refused(lambda: load_rows(tmp_path / "trian.jsonl"), "there is no file", "did you mean 'train.jsonl'?")
     refused(lambda: load_rows("nowhere/train.jsonl"), "there is no folder nowhere")
+    refused(lambda: load_rows("https://some.where/train.jsonl"), "is an address", "download")
     refused(lambda: load_rows(path, split="test"), "no split 'test'")
     refused(lambda: load_rows(ROWS, split="test"), "no split 'test'")
     refused(lambda: load_rows({"train": ROWS}), "not a mapping", "train")  # type: ignore[dict-item]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import tiny
+from duels import duel
 from episodes import episodes, played, said
 from scripted import scripted
 
@@ -218,15 +219,6 @@ def test_a_side_that_one_game_of_several_came_to_is_left_out(tokenizer: Tokenize
     assert [r.side for r in usable(games[1], stats)[0]] == ["a", "b"]  # groups of one game: a critic compares nothing
 
 
-def duel(task: Task) -> Game:
-    """Two rounds; whose replies come first in the alphabet wins."""
-    said = {"x": "", "y": ""}
-    for _ in range(2):
-        for side in said:
-            said[side] += yield Turn(f"{task['prompt']} {side}=", side=side)
-    return Sides({side: 1.0 if own == min(said.values()) else -1.0 for side, own in said.items()})
-
-
 def test_a_run_of_self_play_is_exact_over_workers_and_resumes(tokenizer: Tokenizer, tmp_path: Path) -> None:
     save_model(tiny(tokenizer, context=256), tmp_path / "start", tokenizer)
     rows = [{"id": str(i), "prompt": f"say {i}"} for i in range(8)]
@@ -321,11 +313,13 @@ def test_an_opponent_of_the_world_is_never_asked_and_plays_by_the_rules() -> Non
     assert lost.done is not None and lost.done.of("first").reward == -1.0 and len(lost.shown) == 2
 
 
-def test_a_random_opponent_follows_its_seed_and_takes_no_more_than_there_are() -> None:
+@pytest.mark.parametrize("own", ["seed", "id"])  # the other one is the same in all games
+def test_a_random_opponent_follows_its_seed_and_takes_no_more_than_there_are(own: str) -> None:
     games = set()
-    for seed in range(30):
-        task = {"id": "a", "stones": 9, "most": 3, "against": "random", "seed": seed}
-        turns = scripted(nim.nim, task, ["1\n"] * 20, then=None).shown
+    for number in range(30):
+        task = {**({"id": "a"} if own == "seed" else {}), own: number, "stones": 9, "most": 3, "against": "random"}
+        turns, again = (scripted(nim.nim, dict(task), ["1\n"] * 20, then=None).shown for _ in range(2))
+        assert [turn.text for turn in turns] == [turn.text for turn in again]
         said = [[int(word) for word in str(turn.text).split() if word.isdigit()] for turn in turns]
         left = [9, *(stones for _, stones, *_ in said[1:])]
         assert all(1 <= took <= min(3, before - 1) for before, (took, *_) in zip(left, said[1:], strict=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from posttrain.cli.main import main
 from posttrain.record.reading import read_file
 from posttrain.record.rows import transcripts_of
 from posttrain.record.schema import KEY
@@ -218,3 +220,50 @@ def test_the_first_rows_of_an_order_are_those_of_the_whole_order() -> None:
             whole = [i for _, _, i in sorted(keys)]
             count = int(rng.integers(1, 70))
             assert first(values, down, count).tolist()[:count] == whole[:count]
+
+
+# -- what the terminal says --------------------------------------------------------------------------------------------
+
+
+def test_an_answer_in_sql_says_which_steps_it_lacks(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder, run, ignore=shutil.ignore_patterns("index"))
+    lines = [{**json.loads(line), "rollouts": 16} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def told(table: str) -> list[str]:
+        assert main(["query", str(run), f"select count(*) from {table}"]) == 0
+        return capsys.readouterr().err.splitlines()
+
+    assert told("rollouts") == told("rollout_index") == []
+    (run / "rollouts" / "step-000002.parquet").unlink()
+    [gone] = told("rollouts")
+    assert "rollouts lacks step 2" in gone and told("metrics") == told("evals") == []
+    (run / "rollouts" / "step-000004.parquet").write_bytes(b"x")
+    gone, damaged = told("rollout_index")
+    assert "lacks step 2" in gone and "step-000004.parquet, which is damaged" in damaged
+
+
+# -- conditions that nothing interrupts --------------------------------------------------------------------------------
+
+STUBBORN = "levenshtein(repeat('a', 14000), repeat('b', 14000)) > 0"
+"""One call of a function that takes a third of a second."""
+
+
+@pytest.mark.parametrize("query", [{"where": STUBBORN}, {"token": STUBBORN}], ids=str)
+def test_a_condition_that_nothing_interrupts_is_given_up_and_holds_up_nobody_but_the_next_one(
+    folder: Path, query: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = opened(folder)
+    monkeypatch.setattr("posttrain.view.patience.SECONDS", 0.05)
+    with pytest.raises(UserError, match="took longer than"):
+        Question.of({**query, "step": "1"}, run.store).page(0)
+    assert Question.of({"step": "1"}, run.store).page(0)["rows"]
+    with pytest.raises(UserError, match="an earlier condition is still busy"):
+        Question.of({"where": "step = 1"}, run.store).page(0)
+    while run.store._patience._given_up[0].is_alive():
+        time.sleep(0.02)
+    monkeypatch.setattr("posttrain.view.patience.SECONDS", 20.0)
+    assert Question.of({"where": "step = 1"}, run.store).page(0)["rows"]

@@ -174,3 +174,31 @@ def test_numbers_that_are_none_are_left_out_of_what_a_step_changed(answers: Answ
     run.read()
     data = Answers([run]).of("0/step/1", {"by": "push"})
     assert data["n"] == answers.of("0/step/1", {"by": "push"})["n"] - 2 and np.isfinite(data["mean"])
+
+
+def test_what_a_step_changed_is_told_of_chosen_and_of_rejected_responses(tmp_path: Path) -> None:
+    run = OpenRun(generated_runs.make_items(tmp_path / "run", steps=1), "run")
+    run.read()
+    data = Answers([run]).of("0/step/1", {"by": "push"})
+    rows = read_file(run.folder / "rollouts" / "step-000001.parquet").to_pylist()
+    for side, member in zip(data["sides"], (0, 1), strict=True):
+        weights = [w for row in rows if row["member"] == member for w in row["weight"]]
+        assert side["name"] == ("chosen", "rejected")[member] and side["n"] == len(weights)
+        assert side["mean"] == pytest.approx(np.mean(weights))
+    assert data["items"] and {x["member"] for x in data["up"]} == {0} and {x["member"] for x in data["down"]} == {1}
+    assert data["up"][0]["label"]["comparisons"][0][:2] == [0, 1]
+
+
+def test_the_other_side_of_an_episode_is_the_one_that_was_played_with_it(tmp_path: Path) -> None:
+    folder = generated_runs.make_run(tmp_path / "run", steps=1, groups=2, group=4, tokens=8, evals=0)
+    file = folder / "rollouts" / "step-000001.parquet"
+    rows = read_file(file).to_pylist()
+    for n, row in enumerate(rows):  # as they are played: both sides of an episode, one after the other
+        row |= {"side": ("first", "second")[n % 2], "member": n % 4 // 2}
+    rows[-1]["replayed"] = True  # whose other side is not here
+    generated_runs.save(file, rows)
+    run = OpenRun(folder, "run")
+    run.read()
+    sides = [Answers([run]).of(f"0/rollout/1/{n}", {})["sides"] for n in range(8)]
+    assert sides[:4] == [[{"index": n + 1 - 2 * (n % 2), "side": ("second", "first")[n % 2]}] for n in range(4)]
+    assert sides[4:] == [[]] * 4, "one of them is missing, so nobody can tell"

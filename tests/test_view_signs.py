@@ -151,6 +151,14 @@ def test_where_nothing_was_earned_nothing_is_said_of_loopholes() -> None:
     assert verdicts({"reward": [0.0] * 4, "truncated": [0.5] * 4}, {})["Is it honest?"]["word"] == "look"
 
 
+def test_where_a_model_gives_the_reward_nothing_vouches_for_it() -> None:
+    run: dict[str, Any] = {"reward": [0.2, 0.2, 0.6, 0.6], "eval/reward": [0.2, None, None, 0.6]}
+    assert verdicts(run, {})["Is it honest?"]["word"] == "no sign of a loophole"
+    told = verdicts(run, {"judged": True})["Is it honest?"]
+    assert told["word"] == "a model judges" and told["tone"] == "plain" and "other means" in told["text"]
+    assert verdicts({**run, "truncated": [0.5] * 4}, {"judged": True})["Is it honest?"]["word"] == "look"
+
+
 def test_a_gap_to_what_is_held_out_is_a_doubt_only_if_the_run_has_opened_it() -> None:
     def honest(reward: list[Any], held: list[Any]) -> dict[str, str]:
         return verdicts({"reward": reward, "eval/reward": held}, {})["Is it honest?"]

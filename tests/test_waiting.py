@@ -176,5 +176,5 @@ def test_what_its_parameters_should_be_is_told() -> None:
     async def wrong(task: dict[str, Any]) -> float:
         return 0.0
 
-    with pytest.raises(UserError, match=r"a reward is called with \(task, reply\)"):
+    with pytest.raises(UserError, match=r"a reward is called with \(task, reply\); an environment.* yields"):
         load_env(wrong)

@@ -256,8 +256,10 @@ def view(
     if browser or port:
         raise UserError("--export writes a file and serves nothing: leave out --port and --browser")
     with bounds.memory():
-        size = command.export(runs, Path(export), rollouts or 200, where)
+        size, missing = command.export(runs, Path(export), rollouts or 200, where)
     print(f"exported    {export}, {size / 1e6:.1f} MB: open it in any browser")
+    for line in missing:
+        print(f"missing     {inline(line)}", file=sys.stderr)
     return 0
 
 
@@ -307,6 +309,8 @@ def query(
         bounds.deadline(seconds, late, questions.clean),
     ):
         names, rows = questions.ask(sql, number + 1)
+    for line in questions.left_out:
+        print(inline(line), file=sys.stderr)
     more, rows = len(rows) > number, rows[:number]
     if json:
         for row in rows:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from posttrain.data.files import Row
 from posttrain.data.rows import no_column
 from posttrain.data.store import digest
-from posttrain.messages import one_line
+from posttrain.messages import one_line, short
 from posttrain.pictures import PictureError, parts
 from posttrain.types import ROLES, Task, UserError
 
@@ -177,7 +177,7 @@ def own_id(task: Task) -> str | None:
     if id is None or id == "":
         return None
     if isinstance(id, bool) or not isinstance(id, str | int):
-        raise UserError(f"the id must be text or a whole number, and is a {type(id).__name__}")
+        raise UserError(f"the id must be text or a whole number, and is {short(id)}")
     try:
         return _text(id if isinstance(id, str) else str(id), "the id")
     except ValueError as error:  # a number of thousands of digits
@@ -341,10 +341,17 @@ def _check_stop(stop: Any) -> None:
             raise UserError("stop holds an empty text, at which every reply would end; leave it out for none")
 
 
+def not_text(value: Any, what: str) -> UserError:
+    """What is said of a value that should have been a text; `what`: "prompt must be text"."""
+    return UserError(
+        f"{what}, and is {short(value)}" + ("; put it in quotes" if isinstance(value, int | float) else "")
+    )
+
+
 def _text(value: Any, name: str) -> str:
     """It as a plain string: what a converter made may be of a class with methods of its own."""
     if not isinstance(value, str):
-        raise UserError(f"{name} must be text, and is a {type(value).__name__}")
+        raise not_text(value, f"{name} must be text")
     value = str.__str__(value)
     if not _is_text(value):
         raise UserError(f"{name} holds half a surrogate pair, which is not a character; remove it")

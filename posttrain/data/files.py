@@ -171,7 +171,9 @@ def _read_json(path: Path) -> Iterator[Text]:
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         if len(lists) != 1:
-            raise UserError(f"{path.name}:1: expected a list of objects, or an object with one list, not {len(lists)}")
+            raise UserError(
+                f"{path.name}:1: expected a list of objects, or an object with one list; it has {len(lists)}"
+            )
         content = lists[0]
     if not isinstance(content, list):
         raise UserError(f"{path.name}:1: expected a list of objects, not a {type(content).__name__}")
@@ -207,6 +209,11 @@ def _read_table(path: Path, delimiter: str) -> Iterator[Text]:
             continue
         if header is None:
             header = cells
+            if len(header) == 1 and (other := next((mark for mark in ",;\t|" if mark in header[0]), "")):
+                mark = {",": "commas", "\t": "tabs"}[delimiter]
+                raise UserError(
+                    f"{path.name}:{line}: columns are separated by {other!r}: save the file with {mark} there"
+                )
             if twice := sorted({name for name in header if header.count(name) > 1}):
                 raise UserError(f"{path.name}:{line}: the header has the column {twice[0]!r} twice; rename one")
         elif len(cells) != len(header):

@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
+from posttrain.data.convert import not_text
 from posttrain.data.files import Row
 from posttrain.types import StopReason, Task, UserError
 
@@ -180,7 +181,7 @@ def _two(row: Row) -> tuple[dict[str, Any], list[str]]:
         return _texts_apart(row, chosen, rejected)
     if isinstance(chosen, list):
         return _messages_apart(row, chosen, rejected)
-    raise UserError(f"chosen must be text or a list of messages, and is a {type(chosen).__name__}")
+    raise not_text(chosen, "chosen must be text or a list of messages")
 
 
 def _texts_apart(row: Row, chosen: str, rejected: str) -> tuple[dict[str, Any], list[str]]:
@@ -336,7 +337,7 @@ def _reply(value: Any, name: str) -> str:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
         value = value[0].get("content")
     if not isinstance(value, str):
-        raise UserError(f"{name} must be text, and is a {type(value).__name__}")
+        raise not_text(value, f"{name} must be text")
     return value
 
 

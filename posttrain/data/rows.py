@@ -258,6 +258,8 @@ def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None
     local = (
         isinstance(source, Path) or kind_of(path)[1] in READ or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:.+)?", source)
     )
+    if "://" in str(source):
+        raise UserError(f"{source} is an address, and rows are read from this machine: download the file first")
     missing = f"there is no file {source}"
     if not path.parent.is_dir():
         missing = f"there is no folder {path.parent}"

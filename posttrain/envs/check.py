@@ -389,6 +389,7 @@ def _outcome(case: Case, told: set[str], verbose: bool = True) -> str:
         reason, expected, rest = case.result.reward.reason.partition("; expected ")
         known = bool(expected) and rest in told
         told.add(rest)
+        reason = reason if verbose else clip(reason, WIDTH)
         return f"invalid: {reason}" + ("" if known else expected + rest)
     rewards = case.result.rewards
     named = {name: value for name, value in rewards.items() if value or verbose or len(rewards) <= FEW}

@@ -263,7 +263,8 @@ def _checked(function: object, label: str) -> Callable[..., Any]:
     try:
         signature.bind(*given)
     except TypeError as error:
-        raise UserError(f"{label} takes {signature}, but {kind} is called with ({', '.join(given)})") from error
+        hint = "; an environment, which is called with (task), yields what is to be seen" if kind == "a reward" else ""
+        raise UserError(f"{label} takes {signature}, but {kind} is called with ({', '.join(given)}){hint}") from error
     return function
 
 

@@ -7,7 +7,8 @@ who wins, -1 for who loses. A move that the rules do not allow loses at once. Pe
 most + 1 stones, so whoever begins wins unless the stones are such a multiple.
 
 Columns: "stones"; "most", how many may be taken at once (3); "against", who plays the second side: "self" (also where there
-is no such column), or "perfect" or "random", which belong to the world; "seed", of the random one.
+is no such column), or "perfect" or "random", which belong to the world; "seed", of what these draw (without it, that follows
+from the id). All rollouts of a task meet the same draws: rows with other seeds are other games from one start.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 from collections.abc import Generator, Iterator
 
 from posttrain.envs.generated import distinct, write
+from posttrain.seeds import seed_of
 from posttrain.types import Reply, Sides, Task, Turn, UserError, Verdict
 
 SUCCESS = 1.0  # the reward of who wins
@@ -32,7 +34,7 @@ def nim(task: Task) -> Generator[Turn, Reply, Verdict]:
     against = task.get("against", "self")
     if against not in AGAINST:
         raise UserError(f"against is {against!r}; a game of Nim is played against {', '.join(AGAINST)}")
-    rng = random.Random(f"{task.get('seed', 0)} {stones}")
+    rng = random.Random(seed_of("nim", task.get("seed", task.get("id")), stones, most))
     side, other, taken = FIRST, SECOND, ""
     while True:
         if side == SECOND and against != "self":

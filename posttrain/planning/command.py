@@ -159,12 +159,17 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g}"
 
 
+def _rate(o: Outcome) -> str:
+    """Steps an hour, of which four digits tell something."""
+    return f"{float(f'{o.steps_per_hour:.4g}'):,.12g}"
+
+
 def _row(o: Outcome, alone: Outcome) -> str:
     s = o.setting
     learners = "same" if s.shared else str(s.learners)
     engines, learning = (f"{share:.0%}" for share in o.idle)
     return (
-        f"{s.engines:>7} {learners:>8} {s.ahead:>5} {s.tokens or '-':>6} {o.steps_per_hour:>8,.4g} "
+        f"{s.engines:>7} {learners:>8} {s.ahead:>5} {s.tokens or '-':>6} {_rate(o):>8} "
         f"{o.steps_per_hour / alone.steps_per_hour:>6.2f}  {engines + ', ' + learning:<12}  {NAMES[o.limit]}"
     )
 
@@ -187,7 +192,7 @@ def _advice(best: Outcome, alone: Outcome, config: Plan) -> list[str]:
     options += [f"--tokens-per-step {s.tokens}"] if s.tokens else []
     of = f" of {config.gpus} GPUs" if config.gpus else ""
     return [
-        f"best{of}: {what}: {best.steps_per_hour:,.4g} steps/h, {times:.2f} times one process",
+        f"best{of}: {what}: {_rate(best)} steps/h, {times:.2f} times one process",
         f"options   {' '.join(options) or 'none: one process'}",
         f"limit     {HELP[best.limit]}",
     ]

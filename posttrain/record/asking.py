@@ -19,14 +19,21 @@ from typing import Any
 import pyarrow as pa
 
 from posttrain.messages import one_line
-from posttrain.record.index import open_index
+from posttrain.record.index import left_out, open_index
 from posttrain.record.reading import SUFFIXES, open_file, read_file, read_seconds
 from posttrain.record.schema import ROLLOUTS as TABLE
 from posttrain.record.schema import SECONDS as SECONDS_TABLE
 from posttrain.record.tokens import tokens_of
 from posttrain.record.writing import table_of, write_table
 from posttrain.runs.files import EVALS, ROLLOUTS, SECONDS, Folder, kept_file
-from posttrain.runs.reading import read_health, read_metrics, read_run, read_timing, rollout_steps
+from posttrain.runs.reading import (
+    missing_rollouts,
+    read_health,
+    read_metrics,
+    read_run,
+    read_timing,
+    rollout_steps,
+)
 from posttrain.types import UserError
 
 THREADS = 2
@@ -56,6 +63,7 @@ class Questions:
         only: Container[tuple[int, bool]] | None = None,
     ) -> None:
         """Raises UserError if there is neither."""
+        self.left_out: list[str] = []  # of what has been asked about: what the answer lacks, and why
         self._folder, self._seconds, self._vocabulary, self._only = Path(folder), seconds, vocabulary, only
         self._alone = self._folder.suffix in SUFFIXES and self._folder.is_file()
         if not self._alone:
@@ -140,6 +148,8 @@ class Questions:
             tables["seconds"] = self._files(SECONDS)
         if "rollout_index" in wanted:
             tables["rollout_index"] = open_index(self._folder)
+        if not self._alone and self._only is None:
+            self.left_out = self._lacking(wanted, tables.get("rollout_index"))
         if "metrics" in wanted or "timing" in wanted or "health" in wanted:
             for name, read in (("metrics", read_metrics), ("timing", read_timing), ("health", read_health)):
                 self._base.register(name, _table(read(self._folder)))
@@ -160,6 +170,16 @@ class Questions:
             else:
                 self._base.register(name, (SECONDS_TABLE if name == "seconds" else TABLE).empty_table())
         self._base.execute(_PART)
+
+    def _lacking(self, wanted: set[str], index: list[Path] | None) -> list[str]:
+        """What of the run these tables do not hold."""
+        found = []
+        if wanted & {"rollouts", "tokens", "rollout_index"}:
+            with suppress(UserError):  # of damaged metrics, which say nothing
+                gone = missing_rollouts(self._folder)
+                found += [] if gone is None else [f"{gone}: put copies of them back"]
+        damaged = [] if index is None else left_out(self._folder, index)
+        return [*found, *(f"rollout_index lacks {path}, which is damaged: put a copy of it back" for path in damaged)]
 
     def _view(self, name: str, read_files: str, files: list[Path]) -> None:
         try:

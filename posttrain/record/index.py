@@ -10,7 +10,7 @@ import atexit
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -88,6 +88,13 @@ def open_index(folder: Folder) -> list[Path]:
                 _write(file, sources)
         found.append(file)
     return found
+
+
+def left_out(folder: Folder, index: Sequence[Path]) -> list[Path]:
+    """The files of rollouts that an index which was just opened does not hold, because they are damaged."""
+    held = {name for piece in index for name in json.loads(_made_of(piece) or b"{}")}
+    sources = [path for _, sources in sorted(_sources(Path(folder)).items()) for _, path in sources]
+    return [path for path in sources if f"{path.parent.name}/{path.name}" not in held]
 
 
 @cache

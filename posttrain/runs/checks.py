@@ -132,19 +132,25 @@ def signal(history: History) -> str | None:
         return (
             f"{figures}; without a reward that counts as right (--success) it is unknown whether these tasks are solved\n"
             "usual causes: tasks too easy or too hard, or a policy that always says the same thing; read some replies in "
-            "rollouts/, and try other tasks, a larger --group, or --dynamic-sampling 4"
+            f"rollouts/, and try {_tries(history, 'other tasks', 'a larger --group')}"
         )
     if equal.wrong >= equal.right:
         return (
             f"{figures}: about {equal.wrong:.0%} of the groups are all wrong\n"
             "usual causes: tasks too hard, answers that the reward cannot read, or a policy that has collapsed; "
-            "try easier tasks, more sft beforehand, a larger --group, or --dynamic-sampling 4"
+            f"try {_tries(history, 'easier tasks', 'more sft beforehand', 'a larger --group')}"
         )
     return (
         f"{figures}: about {equal.right:.0%} of the groups are all right and {equal.wrong:.0%} all wrong\n"
         "usual causes: few tasks of medium difficulty are left, or a policy that always says the same thing; "
-        "try other tasks, --dynamic-sampling 4, or --entropy 0.001"
+        f"try {_tries(history, 'other tasks', '--entropy 0.001')}"
     )
+
+
+def _tries(history: History, *known: str) -> str:
+    """What to try, dynamic sampling among it unless the run does that already."""
+    *others, last = [*known] if history.replacing else [*known, "--dynamic-sampling 4"]
+    return f"{', '.join(others)}{',' if len(others) > 1 else ''} or {last}" if others else last
 
 
 def solved(history: History) -> str | None:
@@ -152,13 +158,14 @@ def solved(history: History) -> str | None:
     equal, accuracy = history.equal_groups, history.of("accuracy", history.limits.window)
     if equal is None or accuracy is None or not history.solved:
         return None
+    more = "" if history.replacing else ", or spend the steps on what is left with --dynamic-sampling 4"
     # What a critic expects of a reply does not depend on its group.
     left = "neither teaches anything" if history.of("explained_variance", 1) is None else "little is left to learn"
     return (
         f"{accuracy.now:.1%} of the replies are right: in about {equal.right:.0%} of the groups all are, in about "
         f"{equal.wrong:.0%} none is, and {left}\n"
-        "stop here, move on to harder tasks, or spend the steps on what is left with --dynamic-sampling 4; if this is a "
-        "surprise, read some replies: a loophole in the reward looks the same"
+        f"stop here or move on to harder tasks{more}; if this is a surprise, read some replies: a loophole in the reward "
+        "looks the same"
     )
 
 

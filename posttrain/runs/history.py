@@ -14,7 +14,7 @@ from statistics import fmean
 
 READ = frozenset((
     "reward", "accuracy", "eval/accuracy", "entropy", "length", "truncated", "invalid", "invalid/timeout",
-    "groups/no_signal", "advantage/abs", "kl", "grad_norm", "skipped", "explained_variance", "updates",
+    "groups/no_signal", "groups/played", "advantage/abs", "kl", "grad_norm", "skipped", "explained_variance", "updates",
     "ratio/clipped_high", "divergence", "logp_per_token/chosen", "logp_per_token/rejected",
     "routing/entropy", "routing/busiest",
 ))  # fmt: skip
@@ -196,6 +196,11 @@ class History:
         """Whether the groups have equal rewards because they are all right."""
         equal = self.equal_groups if self.only_reward is None else None
         return equal is not None and equal.right is not None and equal.right >= self.limits.solved
+
+    @property
+    def replacing(self) -> bool:
+        """Whether groups without signal are replaced by others."""
+        return self.of("groups/played", 1) is not None
 
     @property
     def taught(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -102,9 +102,21 @@ def missing_steps(folder: Path, last: int) -> list[str]:
     absent = {
         METRICS: every - {row["step"] for row in metrics},
         TIMING: every - timed,
-        f"{ROLLOUTS}/": {row["step"] for row in metrics if row.get("rollouts")} - set(rollout_steps(folder)),
+        f"{ROLLOUTS}/": _unkept(folder, metrics),
     }
     return [f"{name} lacks {_in_words(sorted(steps))}" for name, steps in absent.items() if steps]
+
+
+def missing_rollouts(folder: Path) -> str | None:
+    """The steps that played rollouts which are not there any more, in words. Of a run that is on, the last may yet come."""
+    steps = _unkept(folder, read_metrics(folder))
+    if "end" not in read_run(folder):
+        steps = {step for step in steps if step < max(rollout_steps(folder), default=0)}
+    return f"{folder / ROLLOUTS} lacks {_in_words(sorted(steps))}" if steps else None
+
+
+def _unkept(folder: Path, metrics: Iterable[Row]) -> set[int]:
+    return {row["step"] for row in metrics if row.get("rollouts")} - set(rollout_steps(folder))
 
 
 def read_steps(path: Path, last: int | None = None) -> Iterator[tuple[Row, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ MISSING = {
 }
 _FULL = "not recorded: --record full keeps it, where the step computes it"
 _READ = ("index", "tokens", "spans", "engine", "before", "learner", "reference", "weight", "after",
-         "teacher", "advantage", "fate")  # fmt: skip
+         "teacher", "advantage", "fate", "member", "label")  # fmt: skip
 
 
 def changes(run: OpenRun, part: Part, by: str) -> dict[str, Any]:
@@ -68,6 +69,8 @@ def changes(run: OpenRun, part: Part, by: str) -> dict[str, Any]:
         "mean": float(values.mean()),
         "size": float(np.abs(values).mean()),
         "histogram": _histogram(values),
+        "items": any(label is not None for label in table["label"]),
+        "sides": _sides(table, values, row),
         "pushed": signs.pushed_in(run.store.files[part], run.objective),
         "up": _most(run, table, name, (values, row, place), [i for i in order[::-1][:LOOKED] if values[i] > 0]),
         "down": _most(run, table, name, (values, row, place), [i for i in order[:LOOKED] if values[i] < 0]),
@@ -126,11 +129,11 @@ def _histogram(values: NDArray[Any]) -> dict[str, Any]:
 def _most(
     run: OpenRun, table: dict[str, list[Any]], name: str, found: tuple[Any, Any, Any], order: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Tokens in this order; the same one after the same text once, with how often."""
-    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    """Tokens in this order; the same one after the same text once, with how often; chosen and rejected apart."""
+    merged: dict[tuple[str, str, str | None], dict[str, Any]] = {}
     for i in order:
         own = _one(run, table, name, *found, i)
-        known = merged.setdefault((own["before"], own["piece"]), own)
+        known = merged.setdefault((own["before"], own["piece"], _said(table, int(found[1][i]))), own)
         known["times"] = known.get("times", 0) + 1
     return list(merged.values())[:MOST]
 
@@ -146,6 +149,8 @@ def _one(
         "at": at,
         "value": float(values[i]),
         "advantage": table["advantage"][number],
+        "member": table["member"][number],
+        "label": _label(table["label"][number]),
         "before": "".join(pieces[:-1])[-60:],
         "piece": pieces[-1],
     }
@@ -156,6 +161,29 @@ def _one(
         ]
         own["logp"] = float(table[first][number][scored.index(at)])
     return own
+
+
+def _label(text: str | None) -> Any:
+    """What was said of a response; null where that cannot be read."""
+    try:
+        return None if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _said(table: dict[str, list[Any]], number: int) -> str | None:
+    """Whether a response was chosen or rejected, where it stood in one comparison."""
+    label = _label(table["label"][number])
+    comparisons = label.get("comparisons") if isinstance(label, dict) else None
+    own = [c for c in comparisons or () if table["member"][number] in c[:2]]
+    return None if len(own) != 1 else "chosen" if own[0][0] == table["member"][number] else "rejected"
+
+
+def _sides(table: dict[str, list[Any]], values: NDArray[Any], row: NDArray[Any]) -> list[dict[str, Any]]:
+    """The tokens of chosen and of rejected responses apart: how many, and their mean."""
+    said = np.array([_said(table, number) or "" for number in range(len(table["label"]))])[row]
+    sides = [(name, values[said == name]) for name in ("chosen", "rejected")]
+    return [{"name": name, "n": len(own), "mean": float(own.mean())} for name, own in sides if len(own)]
 
 
 def _vocabulary(run: OpenRun, table: dict[str, list[Any]], values: Any, row: Any, place: Any) -> dict[str, Any]:

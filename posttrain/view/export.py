@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from typing import Any
 from posttrain.types import UserError
 from posttrain.view.answering import Answers
 from posttrain.view.asking import Question
+from posttrain.view.pictures import picture
 from posttrain.view.run import OpenRun
 from posttrain.view.source import Part
 
 STATIC = Path(__file__).parent / "static"
 ROLLOUTS = 200
 MOST = 5000
+PICTURES = 1_500_000  # bytes of all pictures together: in the file they take a third more
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,49 @@ class Selection:
 
 def exported(run: OpenRun, selection: Selection) -> bytes:
     """The file's content."""
+    return packed(gathered(run, selection)[0])
+
+
+def gathered(run: OpenRun, selection: Selection) -> tuple[dict[str, Any], list[str]]:
+    """What goes into the file, and what of it is missing and why. Raises UserError where nothing is left."""
     answers = Answers([run])
-    rows = _selected(run, selection)
+    rows, problems = [], [run.store.problem] if run.store.problem else []
     kept: dict[str, Any] = {"runs": answers.of("runs", {}), "0/overview": answers.of("0/overview", {})}
-    for row in rows:
+    pictures: dict[str, None] = {}  # their names in order
+    unread: list[str] = []
+    for row in _selected(run, selection):
         place = f"{Part(row['step'], row['held_out']).name}/{row['index']}"
-        kept[f"0/rollout/{place}"] = answers.of(f"0/rollout/{place}", {})
+        try:
+            answer = kept[f"0/rollout/{place}"] = answers.of(f"0/rollout/{place}", {})
+        except UserError as error:
+            unread.append(str(error))
+            continue
+        rows.append(row)
+        pictures |= dict.fromkeys(answer["media"] or ())
+    if unread:
+        problems.append(f"{len(unread)} rollouts are left out: {unread[0]}")
+    if problems and not rows:
+        raise UserError(problems[-1])
+    kept["pictures"] = _pictures(run.folder, list(pictures))
+    if missing := len(pictures) - len(kept["pictures"]):
+        problems.append(
+            f"{missing} of {len(pictures)} pictures are left out: they are gone, or beyond {PICTURES / 1e6:g} MB"
+        )
+    kept["runs"]["runs"][0]["problem"] = "; ".join(problems) or None
     kept["rows"] = rows
     kept["total"] = len(run.store.rows)
-    return _page(kept)
+    return kept, problems
+
+
+def _pictures(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Addresses that hold the pictures themselves, of as many as there is room for."""
+    found, left = {}, PICTURES
+    for name in names:
+        one = picture(folder, name.removeprefix("sha256:"), left)
+        if one is not None:
+            found[name] = f"data:{one[1]};base64,{b64encode(one[0]).decode('ascii')}"
+            left -= len(one[0])
+    return found
 
 
 def _selected(run: OpenRun, selection: Selection) -> list[dict[str, Any]]:
@@ -82,7 +118,7 @@ def _latest(run: OpenRun, rollouts: int) -> int:
     return step
 
 
-def _page(kept: Mapping[str, Any]) -> bytes:
+def packed(kept: Mapping[str, Any]) -> bytes:
     """The pages with everything inside. What is in it is data: it is packed, and read as JSON alone."""
     data = json.dumps(kept, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
         "utf-8", "backslashreplace"

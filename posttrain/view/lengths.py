@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from posttrain.view.source import Part
 from posttrain.view.store import Store
 
 STRONG = 0.7  # a correlation
@@ -37,14 +38,18 @@ class Length(NamedTuple):
 def lengths(store: Store, config: Mapping[str, Any]) -> list[Length]:
     """The parts whose correlation is strong, and the reward's if it is."""
     rows = store.rows
-    steps = np.unique(rows.number("step")[~rows.flag("held_out")])
+    steps = np.unique(rows.key[rows.begins[~rows.flag("held_out")[rows.begins]]] >> 33)
     if not len(steps):
         return []
-    meant = rows.equal("kind", "rl") & (rows.number("sampled") > 0) & np.isfinite(rows.number("reward"))
-    meant &= rows.number("step") >= steps[-min(len(steps), max(STEPS, len(steps) // SHARE))]
+    last = slice(
+        rows.of_part(Part(int(steps[-min(len(steps), max(STEPS, len(steps) // SHARE))]), False)).start, len(rows)
+    )
+    meant = (
+        (rows.number("sampled")[last] > 0) & np.isfinite(rows.number("reward")[last]) & rows.equal("kind", "rl")[last]
+    )
     for flag in ("held_out", "replayed", "truncated"):
-        meant &= ~rows.flag(flag)
-    places = np.flatnonzero(meant)[-MOST:]
+        meant &= ~rows.flag(flag)[last]
+    places = last.start + np.flatnonzero(meant)[-MOST:]
     group, length = rows.gid[places], rows.number("sampled")[places]
     names = [REWARD, *(f"part.{part}" for part in rows.parts)]
     values = {name: rows.number(name)[places] for name in names}

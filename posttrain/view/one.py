@@ -56,6 +56,7 @@ def one(
     return {
         **shown,
         "siblings": siblings,
+        "sides": _sides(store, part, index),
         "pushed": scored[signs.pushed(row, objective)].tolist(),
         "leaks": leaks and signs.leaks(store) is not None,
         "why": why(row),
@@ -63,6 +64,23 @@ def one(
         "seconds": seconds,
         "first": _first(store, part, index) if row["replayed"] else None,
     }
+
+
+def _sides(store: Store, part: Part, index: int) -> list[dict[str, Any]]:
+    """The other sides of its episode, where each has as many rollouts of the group: the n-th of them belong together."""
+    held = store.rows
+    own = held.place(part, index)
+    if own is None or held.codes("side")[own] < 0:
+        return []
+    among = held.of_part(part)
+    places = among.start + np.flatnonzero(held.codes("group")[among] == held.codes("group")[own])
+    places = places[held.flag("replayed")[places] == held.flag("replayed")[own]]
+    side, member = held.codes("side")[places], held.number("member")[places]
+    if len(set(np.unique(side, return_counts=True)[1].tolist())) != 1:
+        return []
+    return held.rows(
+        places[(member == held.number("member")[own]) & (side != held.codes("side")[own])], ("index", "side")
+    )
 
 
 def _first(store: Store, part: Part, index: int) -> dict[str, Any] | None:

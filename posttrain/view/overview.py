@@ -72,16 +72,17 @@ def changes(about: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _own(run: OpenRun, steps: Sequence[int]) -> dict[str, Any]:
     """What follows from the rollouts: series at each step of the metrics, and signs."""
-    store = run.store
+    store, config = run.store, run.about["config"]
     if not store.files:
         return {}
     return {
         "told": store.success is not None,
         "given": run.about["verb"] in GIVEN,
+        "judged": bool(config.get("reward_model") or config.get("judge")),
         "origins": signs.origins(store),
         "pushed": sum(len(signs.pushed_in(file, run.objective)) for file in signs.looked_at(store)),
         "leaks": signs.leaks(store),
-        "lengths": lengths(store, run.about["config"]),
+        "lengths": lengths(store, config),
         **series(store.rows, steps),
     }
 

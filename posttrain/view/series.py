@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from posttrain.record.schema import START
-from posttrain.view.table import Floats, Rows
+from posttrain.view.table import Floats, Places, Rows, sorted_within
 
 Values = list[float | None]
 LIKE = 400  # characters of two replies that are compared, where whole texts are held
@@ -25,7 +25,9 @@ def series(rows: Rows, steps: Sequence[int]) -> dict[str, Any]:
     own = np.flatnonzero(~rows.flag("held_out"))
     if not len(own):
         return {"alike": [None] * len(steps), "compared": START, "fates": {}}
-    there, at = np.unique(rows.number("step")[own], return_inverse=True)
+    step = rows.key[own] >> 33  # in order
+    begins = np.flatnonzero(np.diff(step, prepend=-1))
+    there, at = step[begins], np.repeat(np.arange(len(begins)), np.diff(np.append(begins, len(own))))
     place = {int(step): i for i, step in enumerate(there.tolist())}
 
     def said(values: Floats) -> Values:
@@ -34,7 +36,7 @@ def series(rows: Rows, steps: Sequence[int]) -> dict[str, Any]:
     found: dict[str, Any] = {name: said(values) for name, values in _of_groups(rows, there).items()}
     found["n"] = int(rows.groups["n"][~rows.flag("held_out")[rows.first_rows]].max())
     found["compared"] = LIKE if rows.long else START
-    found["alike"] = said(_alike(rows, own, at, len(there)))
+    found["alike"] = said(_alike(rows, own, at, begins))
     found["fates"] = _fates(rows, own, at, place, steps)
     if rows.parts:
         found["parts"] = {name: said(_mean(rows.number(f"part.{name}")[own], at, len(there))) for name in rows.parts}
@@ -47,7 +49,7 @@ def finite(value: float | None) -> float | None:
     return float(f"{value:.6g}")
 
 
-def _of_groups(rows: Rows, there: Floats) -> dict[str, Floats]:
+def _of_groups(rows: Rows, there: Places) -> dict[str, Floats]:
     gids = np.flatnonzero(~rows.flag("held_out")[rows.first_rows])
     at, count = np.searchsorted(there, rows.of_groups("step")[gids]), len(there)
     valid, right, mean, low, high, replies = (
@@ -77,28 +79,32 @@ def _mean(values: NDArray[Any], at: NDArray[Any], count: int) -> Floats:
         return total / np.bincount(at[known], minlength=count)
 
 
-def _alike(rows: Rows, own: NDArray[Any], at: NDArray[Any], count: int) -> Floats:
-    """Chance that two rollouts of a step with different prompts begin with the same characters."""
-    codes, texts = rows.codes("text_start"), len(rows.values("text_start")) + 1
+def _alike(rows: Rows, own: NDArray[Any], at: NDArray[Any], begins: Places) -> Floats:
+    """Chance that two rollouts of a step with different prompts begin with the same characters.
+
+    `at`: the place of each row's step, in order; `begins`: of each step the first row.
+    """
+    codes = rows.codes("text_start")
     if rows.long:
         codes, values = rows.fullest("text")
         begun = pc.dictionary_encode(pc.utf8_slice_codeunits(values, 0, LIKE))
-        codes, texts = np.append(begun.indices.to_numpy(zero_copy_only=False), -1)[codes], len(begun.dictionary) + 1
+        codes = np.append(begun.indices.to_numpy(zero_copy_only=False), -1)[codes]
     text, prompt = (each[own].astype(np.int64) + 1 for each in (codes, rows.codes("prompt_start")))
     prompts = len(rows.values("prompt_start")) + 1
-    same = _pairs(at * texts + text, texts, count)
-    both = _pairs((at * texts + text) * prompts + prompt, texts * prompts, count)
-    others = np.bincount(at, minlength=count).astype(np.float64) ** 2 - _pairs(at * prompts + prompt, prompts, count)
+    same, both, alone = (_pairs(key, at, begins) for key in (text.copy(), text * prompts + prompt, prompt))
+    others = np.bincount(at).astype(np.float64) ** 2 - alone
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(others > 0, (same - both) / others, np.nan)
 
 
-def _pairs(key: NDArray[np.int64], each: int, count: int) -> Floats:
-    """Ordered pairs of equal keys in each step, whose keys begin at a multiple of `each`."""
-    key = np.sort(key)
-    begins = np.flatnonzero(np.diff(key, prepend=-1))
-    many = np.diff(np.append(begins, len(key))).astype(np.float64)
-    return np.bincount(key[begins] // each, weights=many * many, minlength=count).astype(np.float64)
+def _pairs(key: Places, at: NDArray[Any], begins: Places) -> Floats:
+    """Ordered pairs of equal keys in each step."""
+    key = sorted_within(key, begins)
+    new = np.diff(key, prepend=-1) != 0
+    new[begins] = True
+    first = np.flatnonzero(new)
+    many = np.diff(np.append(first, len(key))).astype(np.float64)
+    return np.bincount(at[first], weights=many * many, minlength=len(begins)).astype(np.float64)
 
 
 def _fates(

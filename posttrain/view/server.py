@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from secrets import compare_digest
@@ -21,11 +20,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from posttrain.pictures import FOLDER
 from posttrain.types import UserError
 from posttrain.view.answering import Answers
 from posttrain.view.export import Selection, exported
 from posttrain.view.one import text_of
+from posttrain.view.pictures import picture as kept_picture
 from posttrain.view.run import OpenRun
 from posttrain.view.source import Part
 
@@ -47,9 +46,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
-PICTURE = 64 << 20  # bytes of a picture: whatever is larger is none
 LONGEST = 300  # characters of a path: no page has a longer one
-_PICTURES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"BM": "image/bmp"}
 
 
 def application(runs: Sequence[OpenRun], token: str) -> ASGIApp:
@@ -86,11 +83,10 @@ def application(runs: Sequence[OpenRun], token: str) -> ASGIApp:
 
     async def picture(request: Request) -> Response:
         run, digest = _run(runs, request), request.path_params["digest"]
-        data = await run_in_threadpool(_picture, run.folder, digest) if run else None
-        if data is None:
+        found = await run_in_threadpool(kept_picture, run.folder, digest) if run else None
+        if found is None:
             return _json({"problem": "there is no such picture"}, 404)
-        kind = next((kind for begin, kind in _PICTURES.items() if data.startswith(begin)), "image/webp")
-        return Response(data, media_type=kind)
+        return Response(found[0], media_type=found[1])
 
     async def export(request: Request) -> Response:
         run = _run(runs, request)
@@ -117,17 +113,6 @@ def _static() -> dict[str, bytes]:
     """Every file that may be asked for, by its name: nothing of a request ever names a path of the disk."""
     files = [path for path in STATIC.rglob("*") if path.suffix in _TYPES]
     return {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in files}
-
-
-def _picture(folder: Path, digest: str) -> bytes | None:
-    """What a run has kept under this hash, and nothing that a link leads to."""
-    file = folder / FOLDER / digest
-    try:
-        if not re.fullmatch("[0-9a-f]{64}", digest) or file.is_symlink() or not file.is_file():
-            return None
-        return file.read_bytes() if file.stat().st_size <= PICTURE else None
-    except OSError:
-        return None
 
 
 def _run(runs: Sequence[OpenRun], request: Request) -> OpenRun | None:

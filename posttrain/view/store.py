@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from posttrain.record.schema import INDEX, START
 from posttrain.types import UserError
+from posttrain.view.patience import Patience
 from posttrain.view.source import UNUSED, File, Part, parts_of, rows, scalars
 from posttrain.view.sql import TEXTS
 from posttrain.view.table import Places, Rows, merged, outside
@@ -71,6 +72,7 @@ class Store:
         self._too_many: str | None = None  # why texts are not held at all
         self._read_of: dict[Part, tuple[File, str | None]] = {}  # parts whose texts are read, or why they cannot be
         self._conditions: Conditions | None = None
+        self._patience = Patience()
         self._writing = threading.Lock()
 
     @property
@@ -84,7 +86,8 @@ class Store:
             from posttrain.view.conditions import Conditions  # a database, which is opened when it is needed
 
             self._conditions = Conditions()
-        return self._conditions.places(rows, condition)
+        conditions = self._conditions
+        return self._patience.answer(lambda: conditions.places(rows, condition))
 
     def close(self) -> None:
         """Delete what questions have left on disk."""
@@ -98,7 +101,8 @@ class Store:
         stamps = tuple(sorted((part, self.files[part].stamp) for part in sizes if part in self.files))
         with self._marking:  # a page asks for its rows, their histograms and their means at once
             found: Marked = rows.remembered(
-                ("tokens", condition, stamps), lambda: marked(self.folder, condition, sizes, self.vocabulary)
+                ("tokens", condition, stamps),
+                lambda: self._patience.answer(lambda: marked(self.folder, condition, sizes, self.vocabulary)),
             )
         return found
 

@@ -47,8 +47,16 @@ def merged(tables: Sequence[pa.Table]) -> pa.Table:
     return table if _in_order(key) else table.take(pa.array(np.argsort(key, kind="stable"))).combine_chunks()
 
 
-def _in_order(key: Places) -> bool:
+def _in_order(key: NDArray[Any]) -> bool:
     return bool((key[1:] >= key[:-1]).all())
+
+
+def sorted_within(values: Places, begins: Places) -> Places:
+    """Values, each stretch between two of these places sorted: many short sorts are faster than one of all."""
+    ends = [*begins[1:].tolist(), len(values)]
+    for begin, end in zip(begins.tolist(), ends, strict=True):
+        values[begin:end].sort()
+    return values
 
 
 def keys(table: pa.Table) -> Places:
@@ -101,6 +109,11 @@ class Rows:
     @cached_property
     def key(self) -> Places:
         return keys(self.table)
+
+    @cached_property
+    def begins(self) -> Places:
+        """The first row of each part."""
+        return np.flatnonzero(np.diff(self.key >> 32, prepend=-1))
 
     def place(self, part: Part, index: int) -> int | None:
         """The number of a row."""
@@ -195,19 +208,22 @@ class Rows:
     @cached_property
     def gid(self) -> Codes:
         """The group of each row: those of a step with the same name and side, numbered in the order of their first rows."""
-        part = np.cumsum(np.diff(self.key >> 32, prepend=-1) != 0)
+        part = np.repeat(np.arange(len(self.begins)), np.diff(np.append(self.begins, len(self))))
         group, side = (self.codes(name).astype(np.int64) + 1 for name in ("group", "side"))
         key = (part * (len(self.values("group")) + 1) + group) * (len(self.values("side")) + 1) + side
         begins = np.flatnonzero(np.diff(key, prepend=-1))
+        sizes = np.diff(np.append(begins, len(key)))
+        if _in_order(key[begins]):  # a group at a time, and each new to the dictionary: as a run writes them
+            return np.repeat(np.arange(len(begins), dtype=np.int32), sizes)
         _, first, inverse = np.unique(key[begins], return_index=True, return_inverse=True)
         order = np.empty(len(first), dtype=np.int32)
         order[np.argsort(first)] = np.arange(len(first))
-        return np.repeat(order[inverse], np.diff(np.append(begins, len(key)))).astype(np.int32)
+        return np.repeat(order[inverse], sizes).astype(np.int32)
 
     @cached_property
     def _order(self) -> tuple[Places, Places]:
         """Rows group by group, and where each group begins among them."""
-        in_order = bool((np.diff(self.gid) >= 0).all())
+        in_order = _in_order(self.gid)
         order = np.arange(len(self)) if in_order else np.argsort(self.gid, kind="stable")
         return order, np.flatnonzero(np.diff(self.gid[order], prepend=-1))
 
@@ -261,7 +277,7 @@ class Rows:
         """Replies of each group that differ, as far as their texts are held: a part's are, or its beginnings alone."""
         codes, values = self.fullest("text") if self.long else (self.codes("text_start"), self.values("text_start"))
         many = len(values) + 1
-        pairs = np.sort(self.gid.astype(np.int64) * many + codes + 1)
+        pairs = sorted_within(self.gid.astype(np.int64) * many + codes + 1, self.begins)
         pairs = pairs[np.diff(pairs, prepend=-1) != 0]
         pairs = pairs[pairs % many != 0]  # null
         return np.bincount(pairs // many, minlength=count).astype(np.float64)

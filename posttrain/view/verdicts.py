@@ -136,6 +136,9 @@ def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
         return _verdict("nothing earned", "plain", "; ".join(["no reply has earned anything so far", *said]))
     if not any(name in m for name in ("length", "reward")):
         return _verdict("nothing to game", "plain", "no reward is maximised here")
+    if own.get("judged"):
+        text = "; ".join(["a model gives the reward or a part of it, held-out too", *said])
+        return _verdict("a model judges", "plain", f"{text}: read the best replies, and check some by other means")
     said.append("one part, one check" if len(own.get("parts") or {}) < 2 else "no part rises while another falls")
     said.append("held-out follows" if held is not None else "nothing is held out to compare with")
     return _verdict(

@@ -8,6 +8,7 @@ export function local(kept, path, query) {
   if (name === "rollouts") return page(kept, query);
   if (name === "histograms") return histograms(matching(kept.rows, query), (query.of || "reward,advantage,length").split(","));
   if (name === "means") return meansOf(kept, query);
+  if (path.startsWith("picture/")) return { address: kept.pictures[path.slice(8)] || "" };
   if (name.startsWith("group/")) return group(kept, name.slice(6));
   if (path in kept) return kept[path];
   throw new Error("that is not in this file: it holds one run and some of its rollouts");

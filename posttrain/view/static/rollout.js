@@ -73,6 +73,7 @@ function OneRollout({ run, about, place, query, row }) {
 function Crumbs({ run, row, place, query }) {
   return html`<div class="row tight gap"><a href=${to(run, "rollouts", [], { step: row.step, held: row.held_out ? "1" : "" })}>step ${row.step}${row.held_out ? ", held out" : ""}</a><span class="faint">/</span>
     <a class="mono" href=${to(run, "group", [place, row.index])}>group ${line(row.group)}</a><span class="faint">/</span><b>rollout ${row.index}</b>${row.side ? html`<span class="pill">${line(row.side)}</span>` : ""}
+    ${exported ? "" : row.sides.map((s) => html`<a class="pill" href=${to(run, "rollout", [place, s.index], { c: query.c })} title="the same episode as its other side saw it">against ${line(s.side)}</a>`)}
     ${row.siblings.length > 1 ? html`<span class="faint small">its ${isItem(row.kind) ? "item" : "group"}:</span>` : ""}
     ${(row.siblings.length > 1 ? row.siblings : []).slice(0, 32).map((s) => html`<a class=${`pill ${s.index === row.index ? "on" : ""}`} href=${to(run, "rollout", [place, s.index], { c: query.c })} title=${isItem(row.kind) ? `response ${s.member}` : `rollout ${s.index}, advantage ${f(s.advantage)}${s.fate ? `, ${s.fate}` : ""}`}>${isItem(row.kind) ? `response ${s.member}` : html`<span class=${s.advantage > 0 ? "up" : s.advantage < 0 ? "down" : "faint"}>${s.advantage > 0 ? "▲" : s.advantage < 0 ? "▼" : "●"}</span> ${s.reward === null ? (s.fate === "invalid" ? "invalid" : "none") : f(s.reward)}`}</a>`)}
     ${saidOf(row).map((s) => html`<span class=${`pill ${s.tone}`}>${s.text}</span>`)}
@@ -206,7 +207,15 @@ function More({ row, run, place }) {
     ${exported ? "" : html`<div class="small" style=${{ marginTop: "5px" }}><a class="text-file" title="f" href=${`text/${run}/${place}/${row.index}`} download>the reply as a text file</a> <span class="faint">${whole(row.characters)} characters</span></div>`}</div>`;
 }
 
-export const Picture = ({ run, name }) => (exported ? html`<span class="pill">picture ${name.slice(0, 8)}</span>` : html`<img class="thumb" loading="lazy" alt=${`picture ${name.slice(0, 8)}`} src=${`picture/${run}/${name.replace(/^sha256:/, "")}`} />`);
+export const Picture = ({ run, name }) => (exported ? html`<${Held} name=${name} />` : html`<${Drawn} name=${name} address=${`picture/${run}/${name.replace(/^sha256:/, "")}`} />`);
+
+const Drawn = ({ name, address }) => html`<img class="thumb" loading="lazy" alt=${`picture ${name.slice(0, 8)}`} src=${address} />`;
+
+/** A picture that an exported file holds, or a word on one that it does not. */
+function Held({ name }) {
+  const { data } = useAnswer(`picture/${name}`);
+  return data?.address ? html`<${Drawn} name=${name} address=${data.address} />` : html`<span class="pill">picture ${name.slice(0, 8)}: not in this file</span>`;
+}
 
 const answersOf = (answers) => (Array.isArray(answers) ? answers : []);
 
@@ -247,7 +256,7 @@ function Large({ run, name, close }) {
 export function Pictures({ run, names }) {
   const [open, setOpen] = useState(null);
   if (!names?.length) return "";
-  return html`<div class="row tight pictures">${names.map((m) => (exported ? html`<${Picture} run=${run} name=${m} />` : html`<button class="frame" onClick=${(e) => { e.stopPropagation(); setOpen(m); }} aria-label=${`picture ${m.slice(0, 8)}, larger`}><${Picture} run=${run} name=${m} /></button>`))}
+  return html`<div class="row tight pictures">${names.map((m) => html`<button class="frame" onClick=${(e) => { e.stopPropagation(); setOpen(m); }} aria-label=${`picture ${m.slice(0, 8)}, larger`}><${Picture} run=${run} name=${m} /></button>`)}
     ${open ? html`<${Large} run=${run} name=${open} close=${() => setOpen(null)} />` : ""}</div>`;
 }
 

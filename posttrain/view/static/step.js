@@ -1,6 +1,7 @@
 // What a step did: which tokens changed most, one by one and by entry of the vocabulary.
 
 import { f, line, whole } from "./format.js";
+import { saidOf } from "./items.js";
 import { change, go, to } from "./net.js";
 import { Empty, html, Problem, useAnswer, useKeys } from "./ui.js";
 
@@ -32,7 +33,7 @@ function Changes({ run, data, waiting }) {
   const measure = data.measures.find((m) => m.name === data.by);
   const push = data.by === "push";
   return html`<div class=${waiting}>
-    <div class="card gap row"><div><b>${measure.says}</b><div class="soft small">${whole(data.n)} tokens, mean size ${f(data.size)}, mean ${f(data.mean)}</div><div class="soft small">${measure.about}</div>${data.pushed?.length ? html`<div class="bad">${whole(data.pushed.length)} token${data.pushed.length === 1 ? "" : "s"} pushed though clipped: ${data.pushed.slice(0, 6).map(([index, at], i) => html`${i ? " · " : ""}<a href=${to(run, "rollout", [data.step, index], { t: at, c: "push" })}>rollout ${index}, token ${at}</a>`)}</div>` : ""}</div><span class="fill"></span>
+    <div class="card gap row"><div><b>${measure.says}</b><div class="soft small">${whole(data.n)} tokens, mean size ${f(data.size)}, mean ${f(data.mean)}</div>${data.sides.length ? html`<div class="small">${data.sides.map((s, i) => html`${i ? " · " : ""}<b class=${s.name === "chosen" ? "up" : "down"}>${s.name}</b> ${f(s.mean)} on average over ${whole(s.n)}`)}</div>` : ""}<div class="soft small">${measure.about}</div>${data.pushed?.length ? html`<div class="bad">${whole(data.pushed.length)} token${data.pushed.length === 1 ? "" : "s"} pushed though clipped: ${data.pushed.slice(0, 6).map(([index, at], i) => html`${i ? " · " : ""}<a href=${to(run, "rollout", [data.step, index], { t: at, c: "push" })}>rollout ${index}, token ${at}</a>`)}</div>` : ""}</div><span class="fill"></span>
       <svg width="330" height="56" role="img" aria-label="histogram of the changes">${data.histogram.counts.map((n, i) => {
         const tall = n ? 2 + (36 * Math.log1p(n)) / Math.log1p(most) : 0;
         return html`<rect x=${i * 8} y=${40 - tall} width="7" height=${tall} class=${i < 20 ? "hist-down" : i > 20 ? "hist-up" : "hist-zero"}><title>${`${f(data.histogram.low + i * data.histogram.width)}: ${whole(n)} tokens`}</title></rect>`;
@@ -43,13 +44,13 @@ function Changes({ run, data, waiting }) {
 
 function Listed({ title, rows, tone, run, data }) {
   const p = (x) => (x.logp === undefined ? "" : `${f(Math.exp(x.logp - x.value), 2)} → ${f(Math.exp(x.logp), 2)}`);
-  return html`<div class="card list"><table><thead><tr><th class="n">${title}</th><th class="n">probability</th><th class="n">A</th><th>token, after what came before</th></tr></thead>
+  return html`<div class="card list"><table><thead><tr><th class="n">${title}</th><th class="n">probability</th><th class=${data.items ? "" : "n"}>${data.items ? "response" : "A"}</th><th>token, after what came before</th></tr></thead>
     <tbody>${rows.slice(0, 14).map((x) => html`<tr class="r" onClick=${() => go(to(run, "rollout", [`${data.step}${data.held_out ? "e" : ""}`, x.index], { t: x.at, c: { after: "change", learner: "ratio" }[data.by] || data.by }))}>
-      <td class=${`n ${tone}`} style=${{ width: "70px" }}>${f(x.value)}</td><td class="n" style=${{ width: "138px", maxWidth: "138px" }}>${p(x)}</td><td class=${`n ${x.advantage > 0 ? "up" : x.advantage < 0 ? "down" : "faint"}`} style=${{ width: "56px", maxWidth: "56px" }}>${f(x.advantage, 2)}</td>
+      <td class=${`n ${tone}`}>${f(x.value)}</td><td class="n">${p(x)}</td>${data.items ? html`<td>${saidOf(x).map((s) => html`<span class=${s.tone}>${s.text}</span> `)}</td>` : html`<td class=${`n ${x.advantage > 0 ? "up" : x.advantage < 0 ? "down" : "faint"}`}>${f(x.advantage, 2)}</td>`}
       <td class="mono untrusted wide" dir="ltr"><span class="soft">…${line(x.before).slice(-34)}</span><b class="t p3">${line(x.piece)}</b>${x.times > 1 ? html` <span class="faint" title="as often after the same text: the greatest of their changes is shown">× ${whole(x.times)}</span>` : ""}</td></tr>`)}</tbody></table>${rows.length ? "" : html`<div class="empty">none</div>`}</div>`;
 }
 
 function Entries({ title, rows, tone }) {
   return html`<div class="card list"><table><thead><tr><th>${title}</th><th class="n">times</th><th class="n">sum</th><th class="n">mean</th></tr></thead>
-    <tbody>${rows.slice(0, 14).map((v) => html`<tr><td class="mono untrusted" dir="ltr">“${line(v.piece)}” <span class="faint">${v.id}</span></td><td class="n">${whole(v.n)}</td><td class=${`n ${tone}`}>${f(v.sum)}</td><td class="n">${f(v.sum / v.n)}</td></tr>`)}</tbody></table></div>`;
+    <tbody>${rows.slice(0, 14).map((v) => html`<tr><td class="mono untrusted wide" dir="ltr">“${line(v.piece)}” <span class="faint">${v.id}</span></td><td class="n">${whole(v.n)}</td><td class=${`n ${tone}`}>${f(v.sum)}</td><td class="n">${f(v.sum / v.n)}</td></tr>`)}</tbody></table></div>`;
 }

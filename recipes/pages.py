@@ -1,0 +1,28 @@
+"""Pages of results: what a recipe writes stands between two marks, and what people have written around them stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from posttrain import UserError
+
+BEGIN, END = "<!-- written by the recipe -->", "<!-- end of what the recipe writes -->"
+
+
+def write_page(file: Path, lines: Sequence[str]) -> Path:
+    """Put the lines between the marks of the page; a page that has none, or is not there, consists of them and the marks.
+
+    Raises UserError if the page has one mark without the other.
+    """
+    old = file.read_text(encoding="utf-8") if file.exists() else ""
+    if BEGIN not in old and END not in old:
+        old = f"{BEGIN}\n{END}\n"
+    before, begun, rest = old.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not (begun and ended):
+        raise UserError(f"{file} needs both marks, {BEGIN} before {END}: put them in, or delete both")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = "\n".join([before + BEGIN, *lines, END + after])
+    file.write_text(text, encoding="utf-8")
+    return file

@@ -419,8 +419,8 @@ try:
         count += 1
 except OSError:
     pass
-time.sleep(0.5)
 if count > 2000:
+    time.sleep(2)  # somebody looks now and then
     loot.append(count)
 """,
     "folders without bottom": """

@@ -178,10 +178,13 @@ def test_centred_values_have_mean_0_in_every_cell_and_cells_without_differences_
     assert found.tolist() == [-1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
+SEEDS = [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
+
+
 # -- findings ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind, expected", [("length", {"length", "gold"}), ("template", {"template", "gold"}),
                                             ("duplicates", {"duplicates", "template", "gold"})])  # fmt: skip
 def test_hacked_course_is_found_for_what_it_is(kind: str, expected: set[str], seed: int, tmp_path: Path) -> None:
@@ -189,7 +192,7 @@ def test_hacked_course_is_found_for_what_it_is(kind: str, expected: set[str], se
     assert expected <= named(found)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_nothing_is_found_where_replies_only_become_right_more_often(seed: int, tmp_path: Path) -> None:
     found = audit(course(tmp_path / "run", "healthy", seed), gold="gold", disagreement=("head_a", "head_b"))
     assert named(found) == set()

@@ -293,6 +293,7 @@ def number(reply: str) -> dict[str, int] | None:
     return {"number": int(reply)} if reply.strip().lstrip("-").isdecimal() else None
 
 
+@pytest.mark.long
 def test_a_game_of_a_real_server_is_played_with_the_tasks_seed(real: str) -> None:
     env = openenv.environment(real, action=number, invalid_reward=-0.125)
     played = scripted(env, {"seed": 7}, ["3", "x", "-4", "9", "7"])
@@ -307,6 +308,7 @@ def test_a_game_of_a_real_server_is_played_with_the_tasks_seed(real: str) -> Non
     assert scripted(openenv.play, {"url": real, "action": "number", "seed": 3}, ["3"]).reward == 1.0
 
 
+@pytest.mark.long
 def test_a_real_server_that_fails_or_is_full_is_told(real: str) -> None:
     env = openenv.environment(real, action=number)
     assert "the game breaks" in scripted(env, {"seed": 7}, ["99"]).reason

@@ -230,7 +230,7 @@ def test_what_is_no_json_stands_as_the_text_it_is(folder: Path, text: str) -> No
 LARGE = (
     "select length(repeat('x', 4000000000))",
     "select generate_series(1, 1000000000)",
-    "select levenshtein(repeat('x', 9000000), repeat('y', 9000000))",
+    pytest.param("select levenshtein(repeat('x', 9000000), repeat('y', 9000000))", marks=pytest.mark.long),
 )
 
 

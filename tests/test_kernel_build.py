@@ -131,8 +131,11 @@ LAST_PHASE = "        end_phase(w, SAMPLING);"
 @needs_compiler
 @pytest.mark.parametrize(
     ("text", "says"),
-    [(LAST_PHASE, None), (LAST_PHASE * 2, "promises fewer"), ("", "promises more")],
-    ids=["as it is", "one more", "one less"],
+    [
+        pytest.param(LAST_PHASE, None, id="as it is"),
+        pytest.param(LAST_PHASE * 2, "promises fewer", id="one more"),
+        pytest.param("", "promises more", id="one less", marks=pytest.mark.long),
+    ],
 )
 def test_a_step_has_as_many_phases_as_it_promises(text: str, says: str | None, tmp_path: Path) -> None:
     """A phase claims its work from a counter of its own: one that nobody made room for would lie behind the others."""

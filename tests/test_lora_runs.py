@@ -130,7 +130,10 @@ def test_every_verb_learns_an_adapter_and_resumes_it_exactly(place: Path, verb: 
     assert content(again(verb, "whole")) == content(checkpoint)
 
 
-@pytest.mark.parametrize("more", ["", "--no-compiled", "--replicas 1", "--lora-targets q_proj,v_proj", "--rslora"])
+MORE = ["", "--no-compiled", "--lora-targets q_proj,v_proj", "--rslora"]
+
+
+@pytest.mark.parametrize("more", [*MORE, pytest.param("--replicas 1", marks=pytest.mark.long)])
 def test_the_first_ratio_is_one_and_the_sampler_agrees_with_the_learner(place: Path, more: str) -> None:
     ran([*RL, *more.split()], "run")
     for step in metrics("run"):

@@ -71,7 +71,7 @@ def test_sampled_tokens_are_kept_and_never_tokenised_again(
         assert kept == [t for c in seen if c.id == id for t in c.tokens]
 
 
-@pytest.fixture(params=["compiled", "torch"])
+@pytest.fixture(params=["compiled", pytest.param("torch", marks=pytest.mark.long)])
 def code(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "compiled" and binder.decode() is None:
         pytest.skip("needs a C compiler")

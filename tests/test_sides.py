@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import tiny
+from duels import duel
 from episodes import episodes, played, said
 from scripted import scripted
 
@@ -216,15 +217,6 @@ def test_a_side_that_one_game_of_several_came_to_is_left_out(tokenizer: Tokenize
     assert [r.side for r in usable([r for game in games for r in game], stats)[0]] == ["a", "a", "a"]
     assert stats.means()["dropped"] == 0.25
     assert [r.side for r in usable(games[1], stats)[0]] == ["a", "b"]  # groups of one game: a critic compares nothing
-
-
-def duel(task: Task) -> Game:
-    """Two rounds; whose replies come first in the alphabet wins."""
-    said = {"x": "", "y": ""}
-    for _ in range(2):
-        for side in said:
-            said[side] += yield Turn(f"{task['prompt']} {side}=", side=side)
-    return Sides({side: 1.0 if own == min(said.values()) else -1.0 for side, own in said.items()})
 
 
 def test_a_run_of_self_play_is_exact_over_workers_and_resumes(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -388,7 +388,7 @@ async def drawing_beside(task: dict[str, Any]) -> AsyncGenerator[Any, Any]:
     yield 1.0
 
 
-@pytest.mark.parametrize("env", [drawing, drawing_beside], ids=["plain", "async"])
+@pytest.mark.parametrize("env", [drawing, pytest.param(drawing_beside, marks=pytest.mark.long)], ids=["plain", "async"])
 def test_two_episodes_record_apart(env: Any) -> None:
     for workers in (0, 1):
         with EnvPool(env, workers=workers, seconds=10) as pool:

@@ -127,6 +127,7 @@ def test_an_interpreter_that_there_is_not_is_told_in_one_line(tmp_path: Path) ->
         Taskset(BLOCK, str(tmp_path / "python")).rows()
 
 
+@pytest.mark.long
 @needs_verifiers
 def test_its_train_client_gets_transcripts_that_are_its_own_branches_to_the_last_bit(
     words: Tokenizer, folder: Path, tmp_path: Path
@@ -142,12 +143,14 @@ def test_its_train_client_gets_transcripts_that_are_its_own_branches_to_the_last
     assert any(len(rollout.turns) == 6 for rollout in ours), "three turns"
 
 
+@pytest.mark.long
 @needs_verifiers
 def test_both_of_its_clients_get_the_same_tokens(words: Tokenizer, folder: Path) -> None:
     train, chat = (played(words, taskset(folder, kind)) for kind in ("train", "eval"))
     assert [r.transcripts[0].as_dict() for r in train] == [r.transcripts[0].as_dict() for r in chat]
 
 
+@pytest.mark.long
 @needs_verifiers
 def test_an_episode_that_has_run_out_is_scored_or_says_so(words: Tokenizer, folder: Path) -> None:
     for rollout in played(words, taskset(folder, "train"), 2, bounds=Bounds(turns=1)):
@@ -156,6 +159,7 @@ def test_an_episode_that_has_run_out_is_scored_or_says_so(words: Tokenizer, fold
             assert rollout.stop is StopReason.TURNS
 
 
+@pytest.mark.long
 @needs_verifiers
 def test_what_the_library_refuses_is_told(words: Tokenizer, folder: Path) -> None:
     wrong = replace(taskset(folder, "train"), env={"taskset": {"id": "unheard_of"}})
@@ -170,6 +174,7 @@ def test_what_the_library_refuses_is_told(words: Tokenizer, folder: Path) -> Non
     assert isinstance(rollout.reward, Invalid) and "there is no task 99" in rollout.reward.reason
 
 
+@pytest.mark.long
 @needs_verifiers
 def test_its_own_command_evaluates_a_served_policy(words: Tokenizer, folder: Path, tmp_path: Path) -> None:
     model = tiny(words, context=CONTEXT)
@@ -193,6 +198,7 @@ def test_its_own_command_evaluates_a_served_policy(words: Tokenizer, folder: Pat
     assert (outputs.logp - batch.sampler_logp).abs().max() < 2e-4  # its records have four digits
 
 
+@pytest.mark.long
 @needs_verifiers
 def test_a_policy_is_trained_in_it(folder: Path, tmp_path: Path) -> None:
     which = taskset(folder, "train")

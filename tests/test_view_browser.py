@@ -120,7 +120,7 @@ PLACES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 def test_every_page_draws_without_an_error_and_fits_the_screen(browser: Any, address: str, theme: str) -> None:
     watched = Watched(browser, color_scheme=theme)
     for place in PLACES:

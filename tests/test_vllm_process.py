@@ -113,7 +113,7 @@ def test_an_interrupted_start_leaves_no_process(tokenizer: Tokenizer, monkeypatc
     monkeypatch.setattr(vllm._Process, "ask", ask)
 
 
-@pytest.mark.parametrize("start", ["", "slow start"])
+@pytest.mark.parametrize("start", ["", pytest.param("slow start", marks=pytest.mark.long)])
 def test_a_killed_parent_leaves_no_process(start: str, tmp_path: Path) -> None:
     paths = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "STUB": start, "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen(

@@ -42,6 +42,7 @@ math numbers operator random re statistics string time typing
 """.split()  # what programs import most; with each module more, a fork copies more
 LONGEST_ORDER = 1 << 16
 LOOK_SECONDS = 0.05  # between looks at folders on a disk
+AT_ONCE = 50  # files that are deleted in no time
 
 
 def main(control: int, root: str, allowed: list[str]) -> None:
@@ -89,6 +90,7 @@ class Running:
     folder: str
     over: str | None = None  # which limit ended it
     broken: str = ""
+    report: dict[str, Any] | None = None  # how it ended, once it has: what is running since is what deletes its folder
 
 
 class Server:
@@ -205,15 +207,38 @@ class Server:
         _, status, used = os.wait4(running.pid, 0)
         if running.confined is not None:  # it may have ended for that
             self._attend(running.confined)
-        if self._ground.base is not None:
-            files.remove(running.folder)
-        report: dict[str, Any] = {"broken": running.broken}
-        if not running.broken:
-            code, cpu = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
-            report = {"over": running.over, "exit": code, "cpu": cpu, "peak": used.ru_maxrss << 10}
-        self._tell(running.watch, report)
+        if running.report is None:
+            running.report = self._reported(running, status, used)
+            if self._ground.base is not None and self._removing(running):
+                return
+        self._tell(running.watch, running.report)
         self._drop(running.ended)
         self._drop(running.watch)
+
+    def _reported(self, running: Running, status: int, used: resource.struct_rusage) -> dict[str, Any]:
+        if running.broken:
+            return {"broken": running.broken}
+        code, cpu = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
+        return {"over": running.over, "exit": code, "cpu": cpu, "peak": used.ru_maxrss << 10}
+
+    def _removing(self, running: Running) -> bool:
+        """Delete its folder; whether a process does so from now on: nobody looks at other programs while this one deletes."""
+        if not files.usage(running.folder, running.limits.folder, AT_ONCE):
+            with suppress(OSError):  # no process to be had
+                pid = os.fork()
+                if pid == 0:
+                    try:
+                        os.closerange(0, 1 << 30)  # of other programs
+                        files.remove(running.folder)
+                    finally:
+                        os._exit(0)
+                self._drop(running.ended)
+                running.pid, running.ended, running.end = pid, os.pidfd_open(pid), float("inf")
+                self._running[running.ended] = running
+                self._poll.register(running.ended, select.POLLIN)
+                return True
+        files.remove(running.folder)
+        return False
 
     def _tell(self, watch: int, report: dict[str, Any]) -> None:
         with suppress(OSError):  # nobody listens
@@ -242,6 +267,8 @@ class Server:
         on_disk = self._ground.base is not None and now >= self._looked + LOOK_SECONDS
         self._looked = now if on_disk else self._looked
         for running in set(self._running.values()):
+            if running.report is not None:
+                continue
             if now >= running.end:
                 self._kill(running, "life")
             elif on_disk and not files.usage(running.folder, running.limits.folder, running.limits.files):

@@ -17,7 +17,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, cast, get_args, get_origin, get_type_hints
 
 from cyclopts import App
-from cyclopts.exceptions import CoercionError, CycloptsError, MissingArgumentError, UnknownOptionError
+from cyclopts.exceptions import (
+    CoercionError,
+    CycloptsError,
+    MissingArgumentError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 from posttrain import __version__
 from posttrain.types import UserError
@@ -110,6 +116,8 @@ def main(arguments: list[str] | None = None) -> int:
             said = _unknown(error.token.keyword or error.token.value, words)
         if isinstance(error, MissingArgumentError) and error.argument is not None:
             said = _missing(error, words)
+        if isinstance(error, UnusedCliTokensError) and error.unused_tokens and words:
+            said = _unused(error.unused_tokens[0], words[0])
         if isinstance(error, CoercionError) and get_origin(error.target_type) is dict and error.token is not None:
             said += f" Name one entry at a time: {error.token.keyword}.NAME VALUE"
         if said.startswith("Dictionary of tokens"):  # cyclopts does not say which
@@ -147,6 +155,17 @@ def _unknown(option: str, words: list[str]) -> str:
     if verb == "engine" and option == "--engines":
         return "--engines is of the runs that sample here: an engine listens at --listen HOST:PORT"
     return f"unknown option {option}{_suggested(option, verb)}"
+
+
+def _unused(word: str, verb: str) -> str:
+    """What is said of a word that no option asked for."""
+    from posttrain.config import VERBS
+
+    if verb == "query":
+        return 'the question stands in quotes: posttrain query RUN "select ..."'
+    option = "--env" if ":" in word else "--tasks" if Path(word).suffix else "--model"
+    such = f", such as {option} {word}" if verb in VERBS else ""
+    return f"{word!r:.60} has no option in front of it{such}: posttrain {verb} --help lists them"
 
 
 def _missing(error: MissingArgumentError, words: list[str]) -> str:

@@ -79,7 +79,7 @@ def taken(source: Source) -> str:
     told = f"; not read: {', '.join(map(clip, left))}" if left else ""
     if whole and named["title"] in left:
         told += f" (the first line of {named['contents']!r} is the title)"
-    return said + told
+    return (said or "none") + told
 
 
 def _rows(source: Source) -> Iterator[tuple[Row, str]]:

@@ -222,7 +222,7 @@ class Server:
         return {"over": running.over, "exit": code, "cpu": cpu, "peak": used.ru_maxrss << 10}
 
     def _removing(self, running: Running) -> bool:
-        """Delete its folder; whether a process does so from now on: nobody looks at other programs while this one deletes."""
+        """Delete its folder; whether a process does so from now on: nobody looks at other programs while it deletes."""
         if not files.usage(running.folder, running.limits.folder, AT_ONCE):
             with suppress(OSError):  # no process to be had
                 pid = os.fork()

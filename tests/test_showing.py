@@ -180,16 +180,18 @@ def test_recorded_numbers_are_those_of_the_checkpoints(
     assert seen > 6
 
 
-def test_before_a_step_of_one_update_is_at_that_update(tmp_path: Path) -> None:
+def test_before_the_first_update_is_at_that_update(tmp_path: Path) -> None:
     told = {"spans": [], "learner": [-1.0, -2.0]}
     kinds = [
         {"why": None},
         {"why": "in update 2 of 3"},
         {"why": "in update 1 of 3", "before": [-4.0, -3.0]},
         {"learner": None},
+        {"why": "in update 1 of 3"},
+        {"why": "in updates 1, 2 of 3"},
     ]
     write_table(tmp_path / "step-000001.parquet", table_of([{**told, **kind} for kind in kinds]))
     file = File(tmp_path / "step-000001.parquet", (0, 0))
     found = rows(Part(1, False), file, names=("index", "before"))
     assert found.column_names == ["index", "before"]
-    assert found["before"].to_pylist() == [[-1.0, -2.0], None, [-4.0, -3.0], None]
+    assert found["before"].to_pylist() == [[-1.0, -2.0], None, [-4.0, -3.0], None, [-1.0, -2.0], None]

@@ -5,8 +5,9 @@
 The text is drawn from a Markov chain over the tokens of a real one: by default of this repository's documents and code, in
 a vocabulary of 16,384. It compresses about as well as the text itself, and less than replies of a group, which share
 sentences. Log-probabilities are what float32 makes of a softmax: most tokens nearly certain, the others some nats.
-`full` has what a row with a reference and one update a step computes: the learner, the reference, entropy, weight; two
-updates add the learner before them. JSON is the form that runs left before.
+`full` has what a row with a reference and one update a step computes: the learner, the reference, entropy, weight. With two
+updates, those that the second learns from have the learner before both as well; with two passes, all have. JSON is the form
+that runs left before.
 
 With `--replies`, the rollouts of `posttrain eval --out`, replies of a model are joined end to end instead, tokens and
 log-probabilities as they were sampled; what fewer tokens take is multiplied.
@@ -163,7 +164,8 @@ def main() -> None:
     plain = [Outcome(o.rollout, o.advantage) for o in made]
     with tempfile.TemporaryDirectory() as folder:
         once = [Outcome(o.rollout, o.advantage, numbers={**o.numbers, "before": None}) for o in made]  # type: ignore[dict-item]
-        for name, own in (("tokens", plain), ("full", once), ("full, two updates", made)):
+        half = [pair[place % 2] for place, pair in enumerate(zip(once, made, strict=True))]
+        for name, own in (("tokens", plain), ("full", once), ("full, two updates", half), ("full, two passes", made)):
             path = Path(folder) / f"{name}.parquet"
             began = time.perf_counter()
             table = rollouts_table(1, own, "rl")

@@ -4,9 +4,9 @@ A row is one rollout, or one response of an item. Lists hold tokens: `tokens` an
 transcripts end to end; the columns of `NUMBERS` have a value for each scored token, in order; `engine` one for each
 sampled token.
 
-What follows from other columns is not stored: the ratio is exp(learner - before), 1 where there is no `before`, and
-exp(learner - engine) in rows whose `old` is "sampler"; on which side it is clipped follows from the row's bounds, which
-stand in run.json.
+What follows from other columns is not stored: the ratio is exp(learner - before), 1 where there is no `before` because the
+step's first update alone learned from the rollout, and exp(learner - engine) in rows whose `old` is "sampler"; on which side
+it is clipped follows from the row's bounds, which stand in run.json.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEY = b"posttrain.schema"
 """Where a file's metadata has the version."""
 
 NUMBERS = (
-    "before",  # log-probability under the learner, before the step's first update; null where the step has no other one
+    "before",  # log-probability under the learner, before the step's first update; null where that is its own
     "learner",  # at the token's update; of several, at the last
     "reference",  # under the reference
     "entropy",  # nats, at the token's update

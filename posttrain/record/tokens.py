@@ -18,7 +18,8 @@ COLUMNS = (
 
 _LISTS = (*NUMBERS, "kept")
 _LATER = (
-    "coalesce(starts_with(why, 'in update'), false)"  # of a rollout that not the first update of its step learned from
+    "coalesce(starts_with(why, 'in update') and not starts_with(why, 'in update 1 of'), false)"
+    # of a rollout that not the first update of its step learned from, or not it alone
 )
 
 

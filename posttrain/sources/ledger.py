@@ -64,7 +64,10 @@ class _Account:
     def outcome(self, updates: int) -> Outcome:
         fate, why = (Fate.TRAINED, self._learned(updates)) if self.updates else (self.fate, self.why)
         told = fate, why, tuple(self.flags), self.shaping, self.penalty, self.replayed
-        return Outcome(self.rollout, self.advantage, *told, numbers=self.numbers)
+        numbers = dict(self.numbers)
+        if self.updates == [1] and "learner" in numbers:  # with the weights that the step began with: it says the same
+            numbers.pop("before", None)
+        return Outcome(self.rollout, self.advantage, *told, numbers=numbers)
 
     def _learned(self, updates: int) -> str:
         said = [str(number) for number in self.updates]

@@ -10,6 +10,7 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from posttrain.messages import one_line
 from posttrain.record.schema import START
@@ -80,7 +81,8 @@ def _scalars_of(
 
 
 def _completed(table: pa.Table) -> pa.Table:
-    """With the columns that nobody recorded then."""
+    """In order, and with the columns that nobody recorded then."""
+    table = table.take(pc.sort_indices(table, [(name, "ascending") for name in ("step", "held_out", "index")]))
     count = table.num_rows
     kinds = ["eval" if held else "rl" for held in table["held_out"].to_pylist()]
     columns: dict[str, Any] = {

@@ -189,10 +189,12 @@ def rows(
 def _before(table: pa.Table) -> pa.Table:
     """With the learner's log-probabilities before the step where they are not written, because no update came before.
 
-    Rollouts of a step with several updates say in `why` which ones learned from them: of these, `before` is not known.
+    Rollouts of a step with several updates say in `why` which ones learned from them: where that was not the first one
+    alone, `before` is not known.
     """
-    several = pc.starts_with(pc.fill_null(table["why"], ""), "in update")
-    same = pc.and_(pc.is_null(table["before"]), pc.invert(several))
+    why = pc.fill_null(table["why"], "")
+    later = pc.and_(pc.starts_with(why, "in update"), pc.invert(pc.starts_with(why, "in update 1 of")))
+    same = pc.and_(pc.is_null(table["before"]), pc.invert(later))
     filled = pc.if_else(same, table["learner"], table["before"])
     return table.set_column(table.column_names.index("before"), table.schema.field("before"), filled)
 

@@ -44,7 +44,9 @@ export function Rollouts({ run, about, questions, query }) {
   const { data, problem, waiting, of } = useAnswer(`${run}/rollouts`, { ...filters, sort: query.sort, as: query.as, offset }, version);
   const parts = about.parts.slice(0, 4);
   const played = !given(about.verb);
-  const columns = (groups ? GROUPS : [...COLUMNS.slice(0, 6), ...parts.map((p) => [`part.${p}`, p, "n"]), ...COLUMNS.slice(6)]).filter(([name]) => played || !EARNED.includes(name));
+  const scored = about.verb === "reward-model"; // a response has a score, in the place of a reward
+  const columns = (groups ? GROUPS : [...COLUMNS.slice(0, 6), ...parts.map((p) => [`part.${p}`, p, "n"]), ...COLUMNS.slice(6)])
+    .filter(([name]) => played || !EARNED.includes(name) || (scored && name === "reward")).map((column) => (scored && column[0] === "reward" ? ["reward", "score", "n"] : column));
   const names = ["reward", "advantage", "length", ...parts.map((p) => `part.${p}`)];
   const later = useLater(JSON.stringify(filters), 60);
   const histograms = useAnswer(`${run}/histograms`, { ...JSON.parse(later), of: names.join(",") }, version);
@@ -76,12 +78,12 @@ export function Rollouts({ run, about, questions, query }) {
   const [all, setAll] = useState(null); // the answer that was scrolled: only then are rows drawn that cannot be seen yet
   const drawn = all === data ? rows.length : Math.min(rows.length, Math.max(Math.ceil(innerHeight / ROW), at + 9));
   const body = useMemo(() => rows.slice(0, drawn).map((row, i) => html`<tr class=${`r${i === at ? " sel" : ""}`} key=${`${part(row)}/${isGroup(row) ? row.first : row.index}`} onClick=${() => open(row)}>
-        ${isGroup(row) ? html`<${GroupCells} ...${{ row, played }} />` : html`<${Cells} ...${{ row, run, parts, most, played, success: about.success }} />`}</tr>`), [data, at, about.success, drawn]); // not drawn again when a histogram arrives
+        ${isGroup(row) ? html`<${GroupCells} ...${{ row, played }} />` : html`<${Cells} ...${{ row, run, parts, most, played, scored, success: about.success }} />`}</tr>`), [data, at, about.success, drawn]); // not drawn again when a histogram arrives
   const set = (changes) => change({ ...changes, offset: "", sel: "" });
   return html`
     <${Bar} ...${{ about, query, filters, set, search, questions, groups }} count=${data?.count} refused=${problem ? (/token/.test(problem) || !query.where ? "token" : "where") : ""} />
     ${problem ? html`<${Problem} text=${problem} />` : ""}
-    <div class="hists">${names.map((name) => histograms.data?.[name] && (histograms.data[name].count || query[name]) ? html`<${Histogram} key=${name} data=${histograms.data[name]} label=${name.replace(/^part\./, "part: ")} chosen=${query[name]} choose=${(range) => set({ [name]: range })} />` : "")}
+    <div class="hists">${names.map((name) => histograms.data?.[name] && (histograms.data[name].count || query[name]) ? html`<${Histogram} key=${name} data=${histograms.data[name]} label=${scored && name === "reward" ? "score" : scored ? name.replace(/^part\./, "") : name.replace(/^part\./, "part: ")} chosen=${query[name]} choose=${(range) => set({ [name]: range })} />` : "")}
       <${Facets} data=${histograms.data} query=${query} set=${set} /></div>
     ${asked && !problem && means.data?.these ? html`<${Beside} data=${means.data} parts=${parts} />` : ""}
     <div class=${`card list long ${waiting}`} data-of=${of} onScroll=${() => drawn < rows.length && setAll(data)}><table style=${{ marginBottom: `${(rows.length - drawn) * ROW}px` }}>
@@ -120,12 +122,12 @@ function Head({ name, says, kind, sort, set }) {
   return html`<th class=${kind === "n" ? "n" : ""} aria-sort=${on ? (sort.startsWith("-") ? "descending" : "ascending") : "none"}><button onClick=${() => set({ sort: next })}>${visible(says)}${on ? (sort.startsWith("-") ? " ↓" : " ↑") : ""}</button></th>`;
 }
 
-function Cells({ row, run, parts, most, played, success }) {
+function Cells({ row, run, parts, most, played, scored, success }) {
   const right = success !== null && row.reward !== null && row.reward >= success - 1e-6;
   return html`<td class="n">${row.step}${row.held_out ? html`<span class="faint"> held out</span>` : ""}</td><td class="n">${row.index}</td>
     <td class="mono"><a href=${to(run, "group", [part(row), row.index])} onClick=${(e) => e.stopPropagation()}>${line(row.group)}${row.side ? ` ${line(row.side)}` : ""}</a></td>
     <td class="mono untrusted prompt" dir="ltr">${line(row.prompt)}</td><td class="mono untrusted said" dir="ltr">${line(row.text)}</td>
-    ${played ? html`<td class=${`n ${row.reward === null ? "bad" : right ? "good" : ""}`}>${row.reward === null ? "invalid" : f(row.reward)}</td>` : ""}
+    ${played ? html`<td class=${`n ${row.reward === null ? "bad" : right ? "good" : ""}`}>${row.reward === null ? "invalid" : f(row.reward)}</td>` : scored ? html`<td class="n">${f(row.reward)}</td>` : ""}
     ${parts.map((p) => html`<td class="n">${f(row[`part.${p}`])}</td>`)}
     ${played ? html`<td class="n"><${Signed} value=${row.advantage} most=${most} /></td><td class="n">${f(row.sd)}</td>` : ""}<td class="n">${whole(row.length)}</td>
     <td class=${row.truncated ? "warn" : ""}>${row.stop}</td>

@@ -111,6 +111,14 @@ def test_a_gap_is_named_by_how_it_began() -> None:
     assert "engine" not in said([0.01, 0.02, 0.01, 0.02])
 
 
+def test_parts_that_drift_apart_say_nothing_where_no_weight_has_changed() -> None:
+    parts = {"invalid": [0.0, 0.0, 0.2, 0.2], "searches": [0.9, 0.9, 0.6, 0.6]}
+    for norms, word in (([1.0, 2.0, 1.0, 1.0], "look"), ([0.0] * 4, "no sign of a loophole")):
+        honest = verdicts({"reward": [0.3] * 4, "grad_norm": list(norms)}, {"parts": parts})["Is it honest?"]
+        assert honest["word"] == word, honest
+        assert ("while “searches” falls" in honest["text"]) == any(norms)
+
+
 def test_a_held_out_reward_that_never_moves_is_doubted_while_gradients_do() -> None:
     def said(held: list[float | None], norm: float) -> str:
         own: dict[str, Any] = {"reward": [0.3] * 4, "eval/reward": held, "grad_norm": [norm] * 4}

@@ -144,7 +144,7 @@ def test_a_piece_of_the_index_with_foreign_or_doubled_rows_is_not_read(folder: P
     table = parquet.read_table(piece)
     count = len(table)
     foreign = table.set_column(0, "step", pa.array([9] * count, pa.int32()))
-    for lie in (foreign, pa.concat_tables([table, table])):
+    for lie in (foreign, pa.concat_tables([table, table]), table.take(pa.array(np.repeat(np.arange(count), 2)))):
         parquet.write_table(lie.replace_schema_metadata(table.schema.metadata), piece)
         store = Store(folder)
         store.follow()

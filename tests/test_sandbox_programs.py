@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,10 @@ def test_nothing_is_left_of_programs_nor_of_a_sandbox_that_is_closed(mode: str, 
                 if number % 3:
                     program.run("import os\nopen('a', 'w').write('x')\nos.mkdir('b')")
                 program.finish()
+        with sandbox.start(Limits(files=100)) as program:  # more than is deleted at once
+            with suppress(Ended):
+                program.run("import os\nfor i in range(20000): os.close(os.open(str(i), os.O_CREAT | os.O_WRONLY))")
+            program.finish()
         assert set(descendants(os.getpid())) == running and len(os.listdir("/proc/self/fd")) == open_files
         end = time.monotonic() + 10
         while len(os.listdir(f"/proc/{server}/fd")) != theirs:

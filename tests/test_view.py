@@ -9,6 +9,7 @@ import re
 import shutil
 from base64 import b64decode
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ import pytest
 from pyarrow import parquet
 from starlette.testclient import TestClient
 
+from posttrain.algorithms.describe import describe
+from posttrain.algorithms.table import TABLE
 from posttrain.cli.main import main
 from posttrain.record.asking import Questions
 from posttrain.record.reading import read_file, read_rollouts
 from posttrain.record.schema import KEY
 from posttrain.record.writing import write_table
+from posttrain.runs.reading import divides_by_sampler, read_run
 from posttrain.training.intervals import paired_interval
 from posttrain.types import UserError
 from posttrain.view import reasons
@@ -256,6 +260,25 @@ def test_a_condition_on_tokens_finds_the_rollouts_that_a_loop_finds_here_and_in_
     question = Question.of({"held": "0", **query}, run.store)
     with Questions(folder, vocabulary=run.pieces.vocabulary) as terminal:
         assert {row[:2] for row in terminal.ask(question.sql())[1]} == expected
+
+
+def test_a_ratio_to_the_policy_that_sampled_divides_by_its_numbers(folder: Path, tmp_path: Path) -> None:
+    row = TABLE["grpo"]
+    assert not divides_by_sampler({"objective": describe(row)})
+    shutil.copytree(folder, tmp_path / "run")
+    about = {**read_run(folder), "objective": describe(replace(row, old="sampler", minibatches=2))}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(about))
+    sql = "select ratio, learner, engine, before from tokens where step = 3 and learner is not null"
+    for place, below in ((folder, 3), (tmp_path / "run", 2)):
+        with Questions(place) as questions:
+            _, rows = questions.ask(sql)
+        assert len(rows) > 20 and any(row[2] != row[3] for row in rows)
+        for found in rows:
+            assert found[0] == pytest.approx(math.exp(found[1] - found[below]), rel=1e-6)
+    for place, sampler in ((folder, False), (tmp_path / "run", True)):
+        run = OpenRun(place, "run")
+        assert Answers([run]).of("runs", {})["runs"][0]["sampler"] == sampler
+        run.close()
 
 
 def test_the_first_token_of_which_a_condition_holds_is_named(run: OpenRun, folder: Path) -> None:

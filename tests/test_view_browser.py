@@ -426,10 +426,11 @@ def test_the_clip_is_named_by_ratio_and_advantage_and_of_tokens_without_a_ratio_
     said = page.evaluate(
         """async (address) => {
           const { clipText, clipped } = await import(address + "measures.js");
-          const n = { learner: Float32Array.of(0, 1, NaN, -1), before: Float32Array.of(0, 0, NaN, 0) };
+          const a = (...values) => Float32Array.of(...values);
+          const n = { learner: a(0, 1, NaN, -1), before: a(0, 0, NaN, 0), engine: a(1, 1, NaN, -1) };
           const row = { n, ids: [1, 2, 3, 4], isScored: [1, 1, 0, 1], advantage: -1 };
           const texts = [[2.849, -1], [2.849, 1], [0.5, -1], [0.5, 1], [1.1, 1]].map(([r, a]) => clipText(r, a, [0.8, 1.2]));
-          return [texts, [...clipped(row, [0.8, 1.2])].map(String)];
+          return [texts, ...[false, true].map((sampler) => [...clipped(row, { bounds: [0.8, 1.2], sampler })].map(String))];
         }""",
         address,
     )
@@ -442,6 +443,7 @@ def test_the_clip_is_named_by_ratio_and_advantage_and_of_tokens_without_a_ratio_
             "within 0.8 … 1.2",
         ],
         ["0", "0", "NaN", "-1"],
+        ["-1", "0", "NaN", "0"],
     ]
 
 

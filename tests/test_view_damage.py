@@ -241,6 +241,15 @@ def test_an_answer_in_sql_says_which_steps_it_lacks(
     (run / "rollouts" / "step-000002.parquet").unlink()
     [gone] = told("rollouts")
     assert "rollouts lacks step 2" in gone and told("metrics") == told("evals") == []
+    about = json.loads((run / "run.json").read_text())
+    last = max((run / "rollouts").iterdir())
+    last.rename(run / "later")
+    assert "lacks 2 steps from 2 on" in told("rollouts")[0]
+    (run / "run.json").write_text(json.dumps({name: value for name, value in about.items() if name != "end"}))
+    [gone] = told("rollouts")  # of a run that is on the last one is still being written
+    assert "rollouts lacks step 2:" in gone
+    (run / "later").rename(last)
+    (run / "run.json").write_text(json.dumps(about))
     (run / "rollouts" / "step-000004.parquet").write_bytes(b"x")
     gone, damaged = told("rollout_index")
     assert "lacks step 2" in gone and "step-000004.parquet, which is damaged" in damaged

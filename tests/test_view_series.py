@@ -9,12 +9,15 @@ from typing import Any
 
 import generated_runs
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from posttrain.record.reading import read_rollouts
 from posttrain.view.answering import Answers
 from posttrain.view.run import OpenRun
-from posttrain.view.series import series
+from posttrain.view.series import _pairs, series
+from posttrain.view.source import Part
+from posttrain.view.table import Rows
 
 STEPS = [1, 2, 3, 4, 5]
 GIVEN = [0, *STEPS, 9]  # steps of the metrics: at some of them nothing was played
@@ -66,6 +69,23 @@ def test_series_of_groups_are_what_a_loop_finds(run: OpenRun) -> None:
     for name, values in expected.items():
         close(own[name], at_steps(values))
     assert own["n"] == 5 and len(set(expected["replies"].values())) > 1
+
+
+def test_rows_of_a_group_are_found_wherever_in_their_step_they_stand(run: OpenRun) -> None:
+    table = run.store.rows.table
+    names = table["group"].to_pylist()
+    own = run.store.rows.of_part(Part(2, False))
+    names[own] = names[own][::2] + names[own][1::2]
+    rows = Rows(table.set_column(table.column_names.index("group"), "group", pa.array(names).dictionary_encode()))
+    known: dict[Any, int] = {}
+    where = zip(*(table[name].to_pylist() for name in ("step", "held_out", "side")), names, strict=True)
+    assert rows.gid.tolist() == [known.setdefault(group, len(known)) for group in where]
+
+
+def test_equal_replies_of_two_steps_are_no_pairs() -> None:
+    key, at = np.array([5, 7, 5, 7, 7, 7, 9]), np.array([0, 0, 0, 1, 1, 1, 1])
+    expected = [sum(a == b for a in own for b in own) for own in (key[:3], key[3:])]
+    assert _pairs(key.copy(), at, np.array([0, 3])).tolist() == expected == [5, 10]
 
 
 def test_replies_alike_are_pairs_with_different_prompts_and_the_same_text(run: OpenRun) -> None:

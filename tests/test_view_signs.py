@@ -111,6 +111,14 @@ def test_a_gap_is_named_by_how_it_began() -> None:
     assert "engine" not in said([0.01, 0.02, 0.01, 0.02])
 
 
+def test_parts_that_drift_apart_say_nothing_where_no_weight_has_changed() -> None:
+    parts = {"invalid": [0.0, 0.0, 0.2, 0.2], "searches": [0.9, 0.9, 0.6, 0.6]}
+    for norms, word in (([1.0, 2.0, 1.0, 1.0], "look"), ([0.0] * 4, "no sign of a loophole")):
+        honest = verdicts({"reward": [0.3] * 4, "grad_norm": list(norms)}, {"parts": parts})["Is it honest?"]
+        assert honest["word"] == word, honest
+        assert ("while “searches” falls" in honest["text"]) == any(norms)
+
+
 def test_a_held_out_reward_that_never_moves_is_doubted_while_gradients_do() -> None:
     def said(held: list[float | None], norm: float) -> str:
         own: dict[str, Any] = {"reward": [0.3] * 4, "eval/reward": held, "grad_norm": [norm] * 4}
@@ -263,10 +271,14 @@ def test_push_is_the_recorded_number_and_nothing_multiplies_it(run: OpenRun) -> 
 # -- rewards that go with the length of the reply ----------------------------------------------------------------------
 
 
-def paid_for(place: Path, rule: Any, config: dict[str, Any] | None = None) -> dict[str, str]:
-    """What is said of the honesty of a run whose rewards follow a rule: (rng, hardness of the task) -> (length, parts)."""
-    generated_runs.make_run(place, steps=5, groups=24, group=8, tokens=4, evals=0, numbers=False)
-    for step in range(1, 6):
+def paid_for(place: Path, rule: Any, config: dict[str, Any] | None = None, once: Any = None) -> dict[str, str]:
+    """What is said of the honesty of a run whose rewards follow a rule: (rng, hardness of the task) -> (length, parts).
+
+    `once`: the rule that they followed for as many steps before.
+    """
+    rules = [once] * (5 if once else 0) + [rule] * 5
+    generated_runs.make_run(place, steps=len(rules), groups=24, group=8, tokens=4, evals=0, numbers=False)
+    for step, rule in enumerate(rules, 1):
         rng, file = np.random.default_rng(step), place / "rollouts" / f"step-{step:06d}.parquet"
         rows = read_file(file).to_pylist()
         for row in rows:
@@ -344,6 +356,11 @@ def test_a_correlation_with_length_is_said_where_it_is_strong_and_doubted_where_
     assert paid_for(tmp_path / "liked", liked)["word"] == "no sign of a loophole"
     told = paid_for(tmp_path / "model", liked, {"reward_model": ["somewhere"]})
     assert told["word"] == "look" and "does the model that gives it like length?" in told["text"]
+
+
+def test_what_went_with_length_once_is_not_said_of_the_last_steps(tmp_path: Path) -> None:
+    told = paid_for(tmp_path / "run", cut_off_lacks_its_form, once=long_is_right)
+    assert "rises with the length" not in told["text"] and told["word"] == "no sign of a loophole"
 
 
 def test_a_correlation_within_groups_is_that_of_a_loop(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from posttrain.record.tokens import tokens_of
 from posttrain.record.writing import table_of, write_table
 from posttrain.runs.files import EVALS, ROLLOUTS, SECONDS, Folder, kept_file
 from posttrain.runs.reading import (
+    divides_by_sampler,
     missing_rollouts,
     read_health,
     read_metrics,
@@ -66,8 +67,7 @@ class Questions:
         self.left_out: list[str] = []  # of what has been asked about: what the answer lacks, and why
         self._folder, self._seconds, self._vocabulary, self._only = Path(folder), seconds, vocabulary, only
         self._alone = self._folder.suffix in SUFFIXES and self._folder.is_file()
-        if not self._alone:
-            read_run(folder)
+        self._sampler = False if self._alone else divides_by_sampler(read_run(folder))
         self._made = tempfile.TemporaryDirectory(prefix="posttrain-query-")  # of lines of JSON
         self._base = _library().connect(
             ":memory:",
@@ -198,7 +198,8 @@ class Questions:
             self._base.register("vocabulary", pa.table({"id": pa.array(range(len(words)), pa.int32()), "text": words}))
         kinds = ("rollouts",) if self._alone else ("rollouts", "evals")
         every = " union all ".join(f"select *, kind = 'eval' as held_out from {name}" for name in kinds)
-        self._base.execute(f"create view tokens as {tokens_of(f'({every})', 'vocabulary' if words else None)}")
+        laid = tokens_of(f"({every})", "vocabulary" if words else None, self._sampler)
+        self._base.execute(f"create view tokens as {laid}")
 
     def _set(self, name: str, value: str) -> None:
         self._base.execute(f"set {name} = {value}")

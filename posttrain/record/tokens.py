@@ -23,8 +23,11 @@ _LATER = (
 )
 
 
-def tokens_of(rollouts: str, vocabulary: str | None = None) -> str:
-    """The SELECT. `rollouts`: a table of rollouts with `held_out`; `vocabulary`: one of ids and their texts."""
+def tokens_of(rollouts: str, vocabulary: str | None = None, sampler: bool = False) -> str:
+    """The SELECT. `rollouts`: a table of rollouts with `held_out`; `vocabulary`: one of ids and their texts; `sampler`:
+    whether the ratio divides by what the tokens were sampled with.
+    """
+    old = "engine" if sampler else f"coalesce(before, if({_LATER}, engine, learner))"
     lists = ", ".join(f"unnest({_at_scored(name)}) as {name}" for name in _LISTS)
     numbers = ", ".join(name for name in NUMBERS if name not in ("token_advantage", "before"))
     text, words = ("v.text", f" left join {vocabulary} v on v.id = laid.token") if vocabulary else ("null::varchar", "")
@@ -41,7 +44,7 @@ def tokens_of(rollouts: str, vocabulary: str | None = None) -> str:
         select step, held_out, "index", "group", member, task, reward, fate, place, token, {text} as text, origin, learned,
                version, engine, coalesce(before, if({_LATER}, null, learner)) as before, {numbers},
                if(learned, coalesce(token_advantage, own), null) as advantage, kept,
-               exp(learner - coalesce(before, if({_LATER}, engine, learner))) as ratio
+               exp(learner - {old}) as ratio
         from laid{words}"""
 
 

@@ -31,6 +31,12 @@ def read_run(folder: Folder) -> Row:
     return run
 
 
+def divides_by_sampler(run: Row) -> bool:
+    """Whether its ratio divides by what the tokens were sampled with, and not by the weights before the step."""
+    said = run.get("objective")
+    return isinstance(said, list) and any(str(line).strip().startswith("old: the policy that sampled") for line in said)
+
+
 def split_of(config: Row) -> tuple[float, int]:
     """(share, seed) of what a run holds out, as its run.json has it."""
     seed = config.get("split_seed")

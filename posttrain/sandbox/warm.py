@@ -198,6 +198,8 @@ class Server:
             self._kill(running, None)
 
     def _kill(self, running: Running, over: str | None) -> None:
+        if running.report is not None:  # it has ended, and its folder is being deleted
+            return
         running.over = running.over or over
         running.end = float("inf")
         with suppress(ProcessLookupError):
@@ -267,8 +269,6 @@ class Server:
         on_disk = self._ground.base is not None and now >= self._looked + LOOK_SECONDS
         self._looked = now if on_disk else self._looked
         for running in set(self._running.values()):
-            if running.report is not None:
-                continue
             if now >= running.end:
                 self._kill(running, "life")
             elif on_disk and not files.usage(running.folder, running.limits.folder, running.limits.files):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.messages import one_line
+from posttrain.runs.reading import divides_by_sampler
 from posttrain.types import UserError
 from posttrain.view import changes, one, pairing, parting
 from posttrain.view.asking import PAGE, QUESTIONS, Question
@@ -81,6 +82,7 @@ class Answers:
             "parts": store.parts,
             "success": store.success,
             "bounds": bounds(run.objective),
+            "sampler": divides_by_sampler(run.about),
         }
 
     def _overview(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:

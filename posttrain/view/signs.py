@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from posttrain.record.reading import read_file
+from posttrain.runs.reading import divides_by_sampler
 from posttrain.seeds import seed_of
 from posttrain.types import UserError
 from posttrain.view.source import File
@@ -85,7 +86,7 @@ def passes(objective: tuple[str, ...]) -> tuple[float, float, int] | None:
     clip = next(filter(None, map(_CLIP.search, objective)), None)
     exact = any(line.strip().startswith("ratio r: exp(lp - old)") for line in objective)
     updates = next(filter(None, map(_PASSES.search, objective)), None)
-    if clip is None or updates is None or not exact:
+    if clip is None or updates is None or not exact or divides_by_sampler({"objective": list(objective)}):
         return None
     return float(clip[1]), float(clip[2]), int(updates[2] or 1)
 

@@ -126,7 +126,7 @@ def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
     paid, aside = _paid(own.get("lengths") or ())
     doubts += paid
     said += aside
-    rising = _part_alone(own.get("parts") or {})
+    rising = _part_alone(own.get("parts") or {}) if any(_all(m.get("grad_norm")) or [1.0]) else None  # else by chance
     if rising:
         doubts.append(rising)
     if doubts:

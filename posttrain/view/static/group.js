@@ -20,7 +20,7 @@ function Replies({ run, about, data, words, query }) {
   const { group, visits } = data;
   const order = query.order || "reward";
   const rows = useMemo(() => sorted(data.rollouts, order), [data, order]);
-  const all = useMemo(() => rows.map((row) => measured(row, about.bounds)), [rows]);
+  const all = useMemo(() => rows.map((row) => measured(row, about)), [rows]);
   const names = [...new Map(all.flat().map((m) => [m.name, m])).values()];
   const item = isItem(group.kind);
   const name = query.c || firstOf(all.flat(), item ? ["reference", "push"] : ["change", "push", "surprise"])?.name;
@@ -56,7 +56,7 @@ function Replies({ run, about, data, words, query }) {
       ${names.some((m) => m.name === name) ? html`<${Legend} measure=${{ ...names.find((m) => m.name === name), most }} />` : ""}</div>
     <div class=${`replies ${rows.length === 2 ? "two" : ""}`}>${rows.map((row, i) => {
       const own = all[i].find((m) => m.name === name);
-      return html`<${Reply} key=${row.index} ...${{ row, item, score: item ? scoreOf(all[i]) : null, chosen: i === at, measure: own ? { ...own, most } : null, clip: clipped(row, about.bounds), open: () => go(to(run, "rollout", [home, row.index], { c: query.c })) }} />`;
+      return html`<${Reply} key=${row.index} ...${{ row, item, score: item ? scoreOf(all[i]) : null, chosen: i === at, measure: own ? { ...own, most } : null, clip: clipped(row, about), open: () => go(to(run, "rollout", [home, row.index], { c: query.c })) }} />`;
     })}</div>`;
 }
 

@@ -40,17 +40,20 @@ function difference(a, b) {
   return a && b ? each(a.length, (i) => a[i] - b[i]) : null;
 }
 
-export function ratios(row) {
-  const old = row.n.before || row.n.engine;
-  return row.n.learner && old ? each(old.length, (i) => Math.exp(row.n.learner[i] - old[i])) : null;
+/** What the ratio divides by, as a row has it: the weights before the step, or those that sampled. */
+const old = (row, about) => (about.sampler ? row.n.engine : row.n.before || row.n.engine);
+
+export function ratios(row, about) {
+  const below = old(row, about);
+  return row.n.learner && below ? each(below.length, (i) => Math.exp(row.n.learner[i] - below[i])) : null;
 }
 
 /** -1: below the clip with a negative advantage, 1: above it with a positive one: no gradient; 0: neither; nan: has no ratio. */
-export function clipped(row, bounds) {
-  const ratio = ratios(row);
+export function clipped(row, about) {
+  const ratio = ratios(row, about);
   const a = advantage(row);
-  if (!ratio || !a || !bounds) return null;
-  const [low, high] = bounds;
+  if (!ratio || !a || !about.bounds) return null;
+  const [low, high] = about.bounds;
   return each(ratio.length, (i) => (Number.isNaN(ratio[i]) ? NaN : ratio[i] < low - 1e-6 && a[i] < 0 ? -1 : ratio[i] > high + 1e-6 && a[i] > 0 ? 1 : 0));
 }
 
@@ -85,7 +88,7 @@ export const MEASURES = [
   { name: "push", says: "push", sign: true, about: PUSH, of: (row) => row.n.weight || null },
   { name: "surprise", says: "surprise", of: (row) => (row.n.engine || logp(row)) && each(row.ids.length, (i) => -(row.n.engine || logp(row))[i]) },
   { name: "entropy", says: "entropy", of: (row) => row.n.entropy || null },
-  { name: "ratio", says: "log ratio", sign: true, of: (row) => difference(row.n.learner, row.n.before || row.n.engine) },
+  { name: "ratio", says: "log ratio", sign: true, of: (row, about) => difference(row.n.learner, old(row, about)) },
   { name: "kl", says: "KL", of: divergence },
   { name: "reference", says: "− reference", sign: true, of: (row) => difference(logp(row), row.n.reference) },
   { name: "gap", says: "− engine", sign: true, of: (row) => difference(row.n.before, row.n.engine) },
@@ -97,12 +100,12 @@ export const MEASURES = [
 ];
 
 /** Those that a rollout has, with their numbers and the scale: {name, says, sign, values, most, least, blank}. */
-export function measured(row, bounds) {
+export function measured(row, about) {
   unpack(row);
   const found = [];
   for (const measure of MEASURES) {
     if (given(row.kind) && ["ratio", "advantage"].includes(measure.name)) continue; // nobody sampled them
-    const values = measure.of(row, bounds);
+    const values = measure.of(row, about);
     if (!values) continue;
     const every = new Float32Array(values.length);
     let known = 0;

@@ -26,9 +26,9 @@ export function Rollout({ run, about, words, query }) {
 }
 
 function OneRollout({ run, about, place, query, row }) {
-  const all = useMemo(() => measured(row, about.bounds), [row]);
-  const clip = useMemo(() => clipped(row, about.bounds), [row]);
-  const ratio = useMemo(() => ratios(row), [row]);
+  const all = useMemo(() => measured(row, about), [row]);
+  const clip = useMemo(() => clipped(row, about), [row]);
+  const ratio = useMemo(() => ratios(row, about), [row]);
   const first = useMemo(() => Math.max(0, row.isScored.indexOf(1), row.isSampled.indexOf(1)), [row]);
   const [at, setAt] = useState(query.t === undefined ? first : Math.max(0, Math.min(Number(query.t) - row.begin || 0, row.pieces.length - 1)));
   const measure = all.find((m) => m.name === query.c) || firstOf(all, isItem(row.kind) ? ["reference", "push", "change"] : ["change", "surprise"]);

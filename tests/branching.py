@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
 from collections.abc import AsyncGenerator, Generator
@@ -13,6 +14,8 @@ from posttrain.envs.recording import recorded
 from posttrain.types import Ask, Invalid, Reply, Task, Turn
 
 STOP = ("7", "a")
+PLAYED = itertools.count()
+"""Episodes of `ending_tools` in this process."""
 
 
 def answer(reply: str) -> Turn:
@@ -127,9 +130,10 @@ def fickle_tools(task: Task) -> Generator[Turn, Reply, float]:
 
 def ending_tools(task: Task) -> Generator[Turn, Reply, float]:
     """Ends where it went on before, every second time that it is played."""
+    ends = next(PLAYED) % 2
     said = [(yield Turn(task["prompt"], stop=STOP))]
     for _ in range(3):
-        if os.urandom(1)[0] % 2:
+        if ends:
             break
         said.append((yield answer(said[-1])))
     return worth(said)

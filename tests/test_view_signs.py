@@ -358,9 +358,11 @@ def test_a_correlation_with_length_is_said_where_it_is_strong_and_doubted_where_
     assert told["word"] == "look" and "does the model that gives it like length?" in told["text"]
 
 
-def test_what_went_with_length_once_is_not_said_of_the_last_steps(tmp_path: Path) -> None:
+def test_what_goes_with_length_is_said_of_the_last_steps_alone(tmp_path: Path) -> None:
     told = paid_for(tmp_path / "run", cut_off_lacks_its_form, once=long_is_right)
     assert "rises with the length" not in told["text"] and told["word"] == "no sign of a loophole"
+    told = paid_for(tmp_path / "other", long_is_right, once=cut_off_lacks_its_form)
+    assert "“right” rises with the length of the reply (correlation 0.9" in told["text"]
 
 
 def test_a_correlation_within_groups_is_that_of_a_loop(tmp_path: Path) -> None:

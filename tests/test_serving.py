@@ -303,8 +303,9 @@ def test_null_is_as_good_as_nothing_and_what_changes_nothing_is_not_looked_at(se
 
 
 def test_no_more_is_served_at_once_than_the_limits_say(words: Tokenizer) -> None:
-    engine = engine_of(words)
-    engine.model.eos_ids = (1 << 20,)  # no reply ends by itself
+    model = tiny(words, context=CONTEXT)
+    model.eos_ids = (1 << 20,)  # no reply ends by itself
+    engine = LocalEngine(model, words, slots=8)
     with served(engine, words, CONTEXT, Limits(requests=2, body=4096), max_tokens=9) as server:
         asked = {"prompt": "the", "max_tokens": 100, "n": 3}
         status, answer = server.ask("/v1/completions", asked)

@@ -6,9 +6,9 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
+from posttrain import user_files
 from posttrain.config import (
     FREE_TO_CHANGE,
     LABELLERS,
@@ -252,7 +252,7 @@ def filled(kind: type[AnyConfig], options: Mapping[str, Any], where: str = "") -
 def own_judge(file: str) -> str | None:
     """The checkpoint that a judge's recipe names, where it is one of this machine; what is wrong is told later."""
     try:
-        recipe = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        recipe = tomllib.loads(user_files.text(file))
     except (OSError, ValueError, RecursionError):
         return None
     model = recipe.get("model")

@@ -15,6 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
+from posttrain import user_files
 from posttrain.audit.correlation import Floats, Integers, ranks
 from posttrain.audit.templates import words
 from posttrain.data.rows import load_rows
@@ -92,7 +93,7 @@ class Classifier:
     def load(path: Path) -> Classifier:
         """What `save` wrote. Raises UserError if the file holds no classifier."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(user_files.text(path))
             assert content["kind"] == KIND
             weights = np.zeros(BUCKETS)
             for place, value in content["weights"].items():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
+from posttrain import user_files
 from posttrain.config import (
     RL,
     SFT,
@@ -297,7 +298,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     lines = None
     if config.replies is not None:
         try:
-            lines = Path(config.replies).read_text(encoding="utf-8").splitlines()
+            lines = user_files.text(config.replies).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--replies {config.replies} cannot be read as text: {one_line(error)}") from error
     viewer = None

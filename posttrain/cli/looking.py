@@ -293,8 +293,8 @@ def query(
         Print a line of JSON for each row.
     """
     from posttrain.cli import bounds
+    from posttrain.json_text import json_text
     from posttrain.record.asking import Questions
-    from posttrain.record.rows import as_json
     from posttrain.runs.printing import table
     from posttrain.view.pieces import vocabulary_of
 
@@ -314,7 +314,7 @@ def query(
     more, rows = len(rows) > number, rows[:number]
     if json:
         for row in rows:
-            print(safe_json(as_json(dict(zip(names, row, strict=True)))))
+            print(safe_json(json_text(dict(zip(names, row, strict=True)))))
     else:
         cells = [
             [value if isinstance(value, int | float | None) else inline(str(value)) for value in row] for row in rows

@@ -25,7 +25,7 @@ from cyclopts.exceptions import (
     UnusedCliTokensError,
 )
 
-from posttrain import __version__
+from posttrain import __version__, user_files
 from posttrain.types import UserError
 
 if TYPE_CHECKING:
@@ -316,7 +316,7 @@ def _read_recipe(file: Path) -> dict[str, Any]:
     from posttrain.config import VERBS
 
     try:
-        content = tomllib.loads(file.read_bytes().decode("utf-8"))
+        content = tomllib.loads(user_files.text(file))
     except FileNotFoundError:
         raise UserError(f"--config {file}: there is no such file") from None
     except OSError as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from posttrain import user_files
 from posttrain.messages import one_line
 from posttrain.models.json_files import Fields, read_json, read_text
 from posttrain.types import UserError
@@ -28,10 +29,11 @@ def checkpoint_folder(name: str | Path) -> Path:
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():
-            return folder
+            return user_files.readable_folder(folder)
         there = folder.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a NUL, a user that there is not
-        raise UserError(f"{str(name)!r:.80} can be no folder: {one_line(error)}") from None
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a user that there is not, a pipe in it
+        place = getattr(error, "filename", None) or str(name)
+        raise UserError(f"{place!r:.80} can be no checkpoint, or part of one: {one_line(error)}") from None
     if there:
         raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):

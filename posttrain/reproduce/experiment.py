@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain import user_files
 from posttrain.reproduce.figure import Panel, draw
 from posttrain.runs.student import student_interval
 from posttrain.types import UserError
@@ -166,7 +167,7 @@ class Experiment:
     def _of_seed(self, seed: int, settings: Settings, out: Path, say: Say) -> Numbers:
         kept = out / f"seed-{seed}.json"
         if kept.exists():
-            content = json.loads(kept.read_text())
+            content = json.loads(user_files.text(kept))
             if content["settings"] == json.loads(json.dumps(settings)):
                 say(f"{self.name}: seed {seed} is kept from before")
                 numbers: Numbers = content["numbers"]

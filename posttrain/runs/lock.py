@@ -30,7 +30,7 @@ BEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0
 DYING_SECONDS = 2.0  # for a process that was just killed to be gone
 
-FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # and not inheritable, as Python opens all files
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # and not inheritable, as Python opens all files
 
 _held: set[int] = set()  # descriptors, for `_forget`
 
@@ -127,7 +127,7 @@ class Lock:
 def in_use(folder: Path) -> bool:
     """Whether a process writes a run now, as far as its lock says. Leaves everything as it is."""
     try:
-        descriptor = os.open(folder / NAME, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(folder / NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:

@@ -11,6 +11,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from posttrain import user_files
 from posttrain.user_folders import cache_folder
 
 
@@ -25,7 +26,7 @@ class Cache:
         if self.folder is None:
             return None
         try:
-            return self._file(endpoint, body).read_text(encoding="utf-8")
+            return user_files.text(self._file(endpoint, body))
         except (OSError, UnicodeDecodeError):
             return None
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
+from posttrain import user_files
 from posttrain.data.convert import Pattern, parse_template
 from posttrain.names import suggestion
 from posttrain.part import knob_of, option
@@ -138,7 +139,7 @@ class Generative:
 def read_recipe(file: str | Path) -> Recipe | Generative:
     """Raises UserError, in one line, if the file cannot be read or says what no recipe can."""
     try:
-        content = tomllib.loads(Path(file).read_bytes().decode("utf-8"))
+        content = tomllib.loads(user_files.text(file))
     except FileNotFoundError:
         raise UserError(f"--judge {file}: there is no such file") from None
     except OSError as error:

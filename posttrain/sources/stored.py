@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.runs.files import plain
+from posttrain.json_text import plain
 from posttrain.types import (
     Branch,
     Invalid,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain import user_files
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.links import CrossEntropy, SquaredError
 from posttrain.algorithms.scoring import Scoring, ScoringObjective, find_scoring
@@ -14,10 +15,11 @@ from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config import RewardModelling
 from posttrain.data.items import to_item
 from posttrain.data.tasks import Stream, Tasks
+from posttrain.json_text import json_document
 from posttrain.models.reward import RewardModel, Shape, load_reward_model, new_reward_model, settle
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import validate
-from posttrain.runs.files import REPORT, json_document, replace, writing
+from posttrain.runs.files import REPORT, replace, writing
 from posttrain.runs.opening import RunFolder, begin
 from posttrain.seeds import seed_of
 from posttrain.sources.items import Items
@@ -130,7 +132,7 @@ def _check_said(row: Scoring, example: Task, config: RewardModelling) -> None:
 
 def read_report(folder: Path) -> dict[str, Any]:
     """What the run's last evaluation said of the model."""
-    found: dict[str, Any] = json.loads((folder / REPORT).read_bytes())
+    found: dict[str, Any] = json.loads(user_files.content(folder / REPORT))
     return found
 
 

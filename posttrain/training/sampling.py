@@ -16,6 +16,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+from posttrain import user_files
 from posttrain.config import Sample, named_services
 from posttrain.data.convert import Convert
 from posttrain.data.items import MOST
@@ -26,13 +27,13 @@ from posttrain.engines.replicas import Many
 from posttrain.envs.load import is_generator_env, load_converter, load_env
 from posttrain.envs.play import Episode, Player
 from posttrain.envs.playing import content_text
+from posttrain.json_text import json_text, number
 from posttrain.models.folder import load_model
 from posttrain.names import suggestion
 from posttrain.options import own_judge, validate
 from posttrain.part import knob_of
 from posttrain.runs import fingerprint
 from posttrain.runs.checkpoint import resolve
-from posttrain.runs.files import number
 from posttrain.runs.lines import Lines
 from posttrain.seeds import seed_of
 from posttrain.sources.lengths import Prompts, TooLong
@@ -64,7 +65,7 @@ class Written:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """What stands in it."""
-        with self.path.open(encoding="utf-8") as file:
+        with user_files.opened(self.path) as file:
             yield from map(json.loads, file)
 
 
@@ -362,5 +363,5 @@ def digest_of(tasks: Tasks) -> str:
     """A fingerprint of what tasks say, in their order."""
     found = hashlib.sha256()
     for task in tasks:
-        found.update(json.dumps(task, sort_keys=True, default=str).encode("utf-8", "backslashreplace"))
+        found.update(json_text(dict(sorted(task.items()))).encode("utf-8", "backslashreplace"))
     return found.hexdigest()

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from posttrain.record.rows import as_json
+from posttrain.json_text import json_text
 from posttrain.types import Fate, StopReason, UserError
 from posttrain.view.source import Part
 from posttrain.view.sql import by_name, listed_part, named, named_part, quoted
@@ -419,7 +419,7 @@ def _column(rows: Rows, name: str, value: str) -> Mask:
         except (ValueError, RecursionError):
             return False
         found = columns.get(name) if isinstance(columns, dict) else None
-        return found is not None and value == (found if isinstance(found, str) else as_json(found))
+        return found is not None and value == (found if isinstance(found, str) else json_text(found))
 
     codes, values = rows.whole("columns")
     has = [fits(text) for text in values.to_pylist()]

@@ -97,9 +97,19 @@ def _validate_record(config: Training) -> None:
 
 
 def check_bounds(config: Any) -> None:
-    """Raises UserError for a number that lies outside its option's range."""
+    """Raises UserError for a number that lies outside its option's range, and for text that can name no file."""
     for f in fields(config):
-        knob_of(f).bounds.check(f"--{f.name.replace('_', '-')}", getattr(config, f.name))
+        name, value = f"--{f.name.replace('_', '-')}", getattr(config, f.name)
+        knob_of(f).bounds.check(name, value)
+        if "\0" in _texts(value):
+            raise UserError(f"{name} has a character of code 0, which no name and no text here may have: leave it out")
+
+
+def _texts(value: Any) -> str:
+    """All text in the value of an option, end to end."""
+    if isinstance(value, Mapping):
+        return _texts([*value, *value.values()])
+    return "".join(map(_texts, value)) if isinstance(value, list | tuple) else value if isinstance(value, str) else ""
 
 
 def _services(config: RL | Evaluation | Check | Sample | Chat) -> list[str]:

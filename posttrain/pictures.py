@@ -259,6 +259,6 @@ def _written(folder: Path, digest: str, data: bytes) -> Path:
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         draft = folder / f"{digest}.{os.getpid()}.tmp"
-        draft.write_bytes(data)
+        user_files.writable(draft).write_bytes(data)
         draft.replace(path)
     return path

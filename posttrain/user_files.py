@@ -59,6 +59,12 @@ def readable(path: Name) -> Path:
     return Path(path)
 
 
+def writable(path: Name) -> Path:
+    """The same of one that a library writes by itself; it is there afterwards."""
+    opened(path, "ab").close()
+    return Path(path)
+
+
 def readable_folder(folder: Name) -> Path:
     """The same of all that lies in a folder whose files a library chooses: there is nothing among them to wait for."""
     for path in sorted(Path(named(folder)).iterdir()):

@@ -85,7 +85,7 @@ class Classifier:
         content = {"kind": KIND, "bias": self.bias, "held_out": self.held_out, "weights": weights}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+            user_files.writable(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"--classifier {path} cannot be written: {error.strerror}") from error
 

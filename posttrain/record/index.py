@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
+from posttrain import user_files
 from posttrain.record.reading import read_file
 from posttrain.record.schema import INDEX, PIECE, START
 from posttrain.record.writing import write_table
@@ -133,7 +134,7 @@ def short(table: pa.Table, held_out: bool) -> pa.Table:
 
 def _made_of(path: Path) -> bytes | None:
     try:
-        return (parquet.read_schema(path).metadata or {}).get(_MADE_OF)
+        return (parquet.read_schema(user_files.readable(path)).metadata or {}).get(_MADE_OF)
     except (OSError, pa.ArrowException):
         return None
 

@@ -148,7 +148,7 @@ def _new_draft(place: Path) -> tuple[Path, int]:
     """A folder, and the descriptor of its lock. It gets its name once it is locked: nobody takes it for an abandoned one."""
     unlocked = place.with_name(f".{place.name}.{os.getpid()}-{os.urandom(4).hex()}.new")
     unlocked.mkdir()
-    lock = os.open(unlocked / LOCK, os.O_CREAT | os.O_RDWR)
+    lock = os.open(unlocked / LOCK, os.O_CREAT | os.O_RDWR | os.O_NONBLOCK)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return unlocked.rename(unlocked.with_suffix(".draft")), lock
 
@@ -203,7 +203,7 @@ def _move(draft: Path, place: Path, overwrite: bool) -> None:
 def _alone(folder: Path) -> Iterator[None]:
     """No other build puts an index into this folder, or tidies there, meanwhile; where the file system has no such locks,
     one of two builds that end in the same moment may fail."""
-    held = os.open(folder, os.O_RDONLY)
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):
             fcntl.flock(held, fcntl.LOCK_EX)
@@ -232,7 +232,7 @@ def _clear(place: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from posttrain import user_files
 from posttrain.runs.files import CURVES, Folder
 from posttrain.runs.reading import read_health, read_metrics, read_timing
 from posttrain.runs.student import student_interval
@@ -83,7 +84,7 @@ def curves(runs: Folder | Mapping[str, Folder | Sequence[Folder]], out: Folder |
         told = ", ".join(str(folder) for own in folders.values() for folder in own)
         raise UserError(f"{told}: no metric was recorded yet, so nothing can be drawn")
     path = Path(out) if out is not None else Path(next(iter(folders.values()))[0]) / CURVES
-    _figure(lines, names).savefig(path)
+    _figure(lines, names).savefig(user_files.writable(path))
     return path
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from posttrain import user_files
+from posttrain.json_text import json_document
 from posttrain.batch import Stats
 from posttrain.config import Evaluation
 from posttrain.data.tasks import Stream, Tasks, hold_out
@@ -135,7 +136,7 @@ def save(found: Evaluated, path: Path) -> None:
     sides = {"": found.rollouts, ".against": found.against_rollouts}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        user_files.writable(path).write_bytes(json_document(content))
         for side, rollouts in sides.items():
             if rollouts:
                 table = rollouts_table(0, [Outcome(rollout) for rollout in rollouts], "eval")

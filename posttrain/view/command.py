@@ -14,6 +14,7 @@ from pathlib import Path
 from secrets import token_urlsafe
 from typing import TYPE_CHECKING
 
+from posttrain import user_files
 from posttrain.types import UserError
 from posttrain.view.run import OpenRun, names_of
 
@@ -89,7 +90,7 @@ def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> tup
     kept, missing = gathered(run, selection)
     page = packed(kept)
     try:
-        file.write_bytes(page)
+        user_files.writable(file).write_bytes(page)
     except OSError as error:
         raise UserError(f"--export {file} cannot be written: {error.strerror or error}") from None
     return len(page), missing

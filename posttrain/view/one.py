@@ -17,6 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import parquet
 
+from posttrain import user_files
 from posttrain.record.older import seconds_of_lines
 from posttrain.record.rows import said_by
 from posttrain.record.schema import NUMBERS
@@ -253,7 +254,7 @@ def _seconds_of(file: Path, stamp: tuple[int, int]) -> pa.Table:
     """`stamp`: of the file, which a resumed run writes anew."""
     if file.suffix == ".jsonl":
         return table_of(seconds_of_lines(file), SECONDS_TABLE)
-    return parquet.ParquetFile(file).read(use_threads=False)
+    return parquet.ParquetFile(user_files.readable(file)).read(use_threads=False)
 
 
 def _missing(part: Part, index: int) -> UserError:

@@ -22,12 +22,12 @@ from pyarrow import parquet
 import posttrain
 from posttrain import user_files
 from posttrain.cli.main import main
-from posttrain.config.using import Check
+from posttrain.config.inference import Check
+from posttrain.config.resolve import validate
+from posttrain.core.types import UserError
 from posttrain.json_text import json_line, json_text, plain
-from posttrain.models.folder import load_model, save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.options import validate
-from posttrain.types import UserError
+from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 PACKAGE = Path(posttrain.__file__).parent
 
@@ -92,9 +92,9 @@ def test_a_file_is_read_up_to_its_bound(tmp_path: Path) -> None:
 
 
 BY_THEMSELVES = {
-    "children.py", "cli/bounds.py", "cli/main.py", "kernels/build.py", "models/memory.py", "runs/lock.py", "runs/output.py",
-    "sandbox/", "training/together.py", "user_files.py", "verify/limit.py", "view/export.py", "view/server.py",
-    "models/tokenizer_files.py", "envs/verifiers_side.py",
+    "children.py", "cli/input_bounds.py", "cli/main.py", "models/native/kernels/build.py", "models/free_memory.py", "runs/lock.py", "runs/terminal/output.py",
+    "sandbox/", "training/distributed_setup.py", "user_files.py", "verify/limited_process.py", "apps/view/html_export.py", "apps/view/web_server.py",
+    "models/tokenizer/tokenizer_files.py", "envs/bridges/verifiers_side.py",
 }  # fmt: skip
 """Modules that open what is no user's: of the system, of this package, of folders that nobody else writes to."""
 GUARDED = ("user_files.readable(", "user_files.writable(")
@@ -112,7 +112,14 @@ def _opens(node: ast.Call) -> bool:
         return "O_NONBLOCK" not in text and "O_DIRECTORY" not in text
     if function.endswith(".open") and first[:2] in ("'r", "'a"):
         return True
-    named = ("np.load", "parquet.read_schema", "parquet.read_metadata", "parquet.ParquetFile", "pa.memory_map", "safe_open")
+    named = (
+        "np.load",
+        "parquet.read_schema",
+        "parquet.read_metadata",
+        "parquet.ParquetFile",
+        "pa.memory_map",
+        "safe_open",
+    )
     return function in named and not any(guard in text for guard in GUARDED) and first != "source"
 
 
@@ -176,7 +183,9 @@ def test_rows_of_parquet_with_dates_and_bytes_are_sampled(
     furnish(tmp_path, tokenizer)
     columns = {"prompt": ["1+1="], "when": [WHEN], "raw": [b"\xff"], "price": [Decimal("1.5")], "nan": [float("nan")]}
     parquet.write_table(pa.table(columns), "rows.parquet")
-    words = "sample --model start --tasks rows.parquet --samples 1 --max-tokens 2 --out out.jsonl --quiet --env-workers 0"
+    words = (
+        "sample --model start --tasks rows.parquet --samples 1 --max-tokens 2 --out out.jsonl --quiet --env-workers 0"
+    )
     assert main(words.split()) == 0
     [row] = map(json.loads, Path("out.jsonl").read_text().splitlines())
     assert (row["when"][:10], row["raw"], row["price"], row["nan"]) == ("2024-02-29", "/w==", "1.5", None)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import user_files
-from posttrain.messages import one_line
-from posttrain.types import UserError
+from posttrain.core.messages import one_line
+from posttrain.core.types import UserError
 
 MISSING: Any = object()  # no default: the key must be there
 

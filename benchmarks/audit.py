@@ -2,7 +2,7 @@
 
 Every run is a decoder of 0.1 M parameters on sums, begun with imitation, then some steps of GRPO. Healthy runs are rewarded
 for what is wanted; hacked ones are paid for something else too, and carry what is wanted as the part "gold" of their reward.
-The limits of `posttrain.audit.findings` were chosen on seed 9.
+The limits of `posttrain.apps.audit.findings` were chosen on seed 9.
 
 The runs stay in --out, and are not repeated where they are there.
 """
@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.audit.classifier import Classifier, Labelled, judged, train
-from posttrain.audit.findings import Limits, classifier_found
-from posttrain.audit.replies import read_replies
-from posttrain.audit.report import HACKED as HACKED_FROM
-from posttrain.audit.report import Audit, audit, trend
-from posttrain.envs import arithmetic
-from posttrain.reproduce import decoupled_approval
-from posttrain.reproduce.experiment import over_seeds
-from posttrain.reproduce.harness import Arena, counting, imitate, learn
-from posttrain.types import Reply, Task
+from experiments import decoupled_approval
+from experiments.experiment import over_seeds
+from experiments.harness import Arena, counting, imitate, learn
+from posttrain.apps.audit.classifier import Classifier, Labelled, judged, train
+from posttrain.apps.audit.findings import Limits, classifier_found
+from posttrain.apps.audit.replies import read_replies
+from posttrain.apps.audit.report import HACKED as HACKED_FROM
+from posttrain.apps.audit.report import Audit, audit, trend
+from posttrain.core.types import Reply, Task
+from posttrain.envs.builtin import arithmetic
 
 STEPS = 60
 SETTINGS = {"prompts": 32, "group": 8, "minibatches": 2, "lr": 3e-4, "betas": (0.9, 0.95), "warmup": 10, "kl": 0.0}

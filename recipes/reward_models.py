@@ -25,12 +25,12 @@ import numpy as np
 from pages import write_page
 
 import posttrain
-from posttrain.data.items import to_item
+from posttrain.core.types import Task
+from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import hold_out, to_tasks
-from posttrain.runs.reading import read_run
+from posttrain.runs.run_reading import read_run
 from posttrain.runs.student import student_interval
-from posttrain.services.reward_model import RewardModel
-from posttrain.types import Task
+from posttrain.services.reward_model_service import RewardModel
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 HELD_OUT = 0.2

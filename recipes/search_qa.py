@@ -37,11 +37,11 @@ from typing import Any
 
 import posttrain
 from posttrain import Ask, Reply, Rollout, Turn, UserError
-from posttrain.envs.search_qa import row_to_task, search_qa
-from posttrain.retrieval.index import Index, build, open_index
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import SpanKind, StopReason, Task
+from posttrain.envs.builtin.search_qa import row_to_task, search_qa
 from posttrain.runs.checkpoint import resolve
-from posttrain.seeds import seed_of
-from posttrain.types import SpanKind, StopReason, Task
+from posttrain.services.retrieval.passage_index import Index, build, open_index
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "retrieval"
 HELD_OUT = 0.2

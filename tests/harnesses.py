@@ -14,8 +14,8 @@ from typing import Any
 
 import aiohttp
 
-from posttrain.envs.harness import Endpoint, harness
-from posttrain.types import Invalid, Reply, Task, Turn
+from posttrain.core.types import Invalid, Reply, Task, Turn
+from posttrain.envs.bridges.harness import Endpoint, harness
 
 MORE = ("go on", "on")
 

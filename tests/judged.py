@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
-from posttrain.models.folder import save_model
-from posttrain.models.reward import RewardModel, Shape, new_reward_model, settle
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.tokenizer_training import EOS, PAD, UNKNOWN, train_characters
-from posttrain.sources.packing import Read, pack
-from posttrain.types import Transcript
+from posttrain.core.types import Transcript
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.reward_model import RewardModel, Shape, new_reward_model, settle
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.models.tokenizer.tokenizer_training import EOS, PAD, UNKNOWN, train_characters
+from posttrain.training.sources.packing import Read, pack
 
 TEXT = ["0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>"]
 FAMILIES = ("llama", "qwen2", "qwen3")

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.batch import Batch, Outputs, Stats, Step
 from posttrain.config import SFT
-from posttrain.learners.local import LocalLearner
-from posttrain.models.folder import load_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.runs.opening import begin
-from posttrain.seeds import seed_of
-from posttrain.sources.packing import collate
-from posttrain.sources.sft import demonstrate
+from posttrain.core.batch import Batch, Outputs, Stats, Step
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Task, Transcript
+from posttrain.learners.local_learner import LocalLearner
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.run_folder import begin
 from posttrain.training.setup import optimization, prepare
+from posttrain.training.sources.packing import collate
+from posttrain.training.sources.sft_source import demonstrate
 from posttrain.training.trainer import Run, Trainer
-from posttrain.types import Task, Transcript
 
 
 class Unlikelihood:

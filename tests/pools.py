@@ -6,9 +6,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.engines.pool import Pool
-from posttrain.engines.wire import Gone, completion_said
-from posttrain.types import Completion, Sampling, StopReason
+from posttrain.core.types import Completion, Sampling, StopReason
+from posttrain.engines.pool.engine_pool import Pool
+from posttrain.engines.pool.pool_protocol import Gone, completion_said
 
 SECONDS = 5.0  # of silence
 RESTARTS = 10**9

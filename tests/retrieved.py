@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from posttrain.retrieval.index import build
-from posttrain.retrieval.server import Service, serving
+from posttrain.services.retrieval.passage_index import build
+from posttrain.services.retrieval.search_server import Service, serving
 
 ROWS = [
     {"id": "rome", "title": "Rome", "text": "Rome is the capital of Italy. It lies on the Tiber."},

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from posttrain.core.types import Invalid, Reply, StopReason, Task, Turn
 from posttrain.envs.load import is_async
-from posttrain.envs.reading import Done, Event
-from posttrain.envs.stage import AsyncStage, Stage
-from posttrain.models.tool_reading import HERMES
-from posttrain.types import Invalid, Reply, StopReason, Task, Turn
+from posttrain.envs.play.env_outputs import Done, Event
+from posttrain.envs.play.env_runner import AsyncStage, Stage
+from posttrain.models.tokenizer.tool_parser import HERMES
 
 
 @dataclass

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from typing import Any
 
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine
-from posttrain.serving.desk import Desk
-from posttrain.serving.policy import EnginePolicy
-from posttrain.serving.server import Limits, Service, serving
-from posttrain.types import Completion, Sampling, StopReason
+from posttrain.core.protocols import Engine
+from posttrain.core.types import Completion, Sampling, StopReason
+from posttrain.engines.serving.engine_policy import EnginePolicy
+from posttrain.engines.serving.engine_thread import Desk
+from posttrain.engines.serving.policy_server import Limits, Service, serving
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 TOOLS = """{% if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}

@@ -20,35 +20,15 @@ from conftest import tiny
 
 import posttrain
 from posttrain.algorithms.policy import PolicyObjective
+from posttrain.algorithms.policy_table import find
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.settings import change
-from posttrain.algorithms.table import find
-from posttrain.batch import Batch, Outputs, Stats
-from posttrain.beside import Beside
 from posttrain.cli.main import main
 from posttrain.config import RL, Distill
-from posttrain.data.tasks import to_tasks
-from posttrain.engines.local import LocalEngine
-from posttrain.engines.uncached import UncachedEngine
-from posttrain.envs.play import Episode, Player, Unwanted
-from posttrain.envs.pool import EnvPool
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models.folder import load_model, save_model
-from posttrain.models.linear import accumulates, accumulating, compute_apart
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.part import Need
-from posttrain.record.reading import read_rollouts
-from posttrain.record.rows import transcripts_of
-from posttrain.runs import checkpoint
-from posttrain.runs.reading import read_metrics
-from posttrain.seeds import seed_of
-from posttrain.sources.ahead import Stock
-from posttrain.sources.collecting import Collected, Collector, Size
-from posttrain.sources.packing import collate
-from posttrain.sources.rl import Experience
-from posttrain.sources.stored import restored, stored
-from posttrain.training.adjust import adjust
-from posttrain.types import (
+from posttrain.core.batch import Batch, Outputs, Stats
+from posttrain.core.component import Need
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import (
     Branch,
     Completion,
     Invalid,
@@ -64,6 +44,26 @@ from posttrain.types import (
     Turn,
     UserError,
 )
+from posttrain.data.tasks import to_tasks
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.local.uncached_engine import UncachedEngine
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, Player, Unwanted
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.native.linear import accumulates, accumulating, compute_apart
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs import checkpoint
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.runs.record.rollout_rows import transcripts_of
+from posttrain.runs.run_reading import read_metrics
+from posttrain.system.worker_thread import Beside
+from posttrain.training.adjust import adjust
+from posttrain.training.sources.async_rollouts import Stock
+from posttrain.training.sources.collector import Collected, Collector, Size
+from posttrain.training.sources.packing import collate
+from posttrain.training.sources.rl_source import Experience
+from posttrain.training.sources.rollout_state import restored, stored
 
 SUMS = [{"id": f"{a}{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 PLAYED: dict[str, Any] = {"steps": 6, "prompts": 3, "group": 3, "max_tokens": 6, "lr": 1e-2, "env_workers": 0,

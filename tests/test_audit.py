@@ -15,20 +15,18 @@ import numpy as np
 import pytest
 
 import posttrain
-from posttrain.audit import classifier as classifiers
-from posttrain.audit.classifier import BUCKETS, PENALTY, Classifier, Labelled, area, features, fit, judged, train
-from posttrain.audit.command import Request, _tasks
-from posttrain.audit.correlation import Figure, centred, change, correlation, pearson, rank_correlation, ranks
-from posttrain.audit.findings import Limits, Trend, disagreement_found, gold_found, greatest_leap, length_found
-from posttrain.audit.replies import read_replies
-from posttrain.audit.report import Audit, audit
-from posttrain.audit.scoring import score_of
-from posttrain.audit.sycophancy import Probe, compare, probed
-from posttrain.audit.templates import near_duplicates, spreads, words
+from posttrain.apps.audit import classifier as classifiers
+from posttrain.apps.audit.audit_command import Request, _tasks
+from posttrain.apps.audit.classifier import BUCKETS, PENALTY, Classifier, Labelled, area, features, fit, judged, train
+from posttrain.apps.audit.correlation import Figure, centred, change, correlation, pearson, rank_correlation, ranks
+from posttrain.apps.audit.findings import Limits, Trend, disagreement_found, gold_found, greatest_leap, length_found
+from posttrain.apps.audit.replies import read_replies
+from posttrain.apps.audit.report import Audit, audit
+from posttrain.apps.audit.second_score import score_of
+from posttrain.apps.audit.shared_phrases import near_duplicates, spreads, words
+from posttrain.apps.audit.sycophancy import Probe, compare, probed
 from posttrain.cli.main import main
-from posttrain.data.tasks import hold_out, to_tasks
-from posttrain.runs.record import Record
-from posttrain.types import (
+from posttrain.core.types import (
     Completion,
     Invalid,
     Outcome,
@@ -39,6 +37,8 @@ from posttrain.types import (
     Transcript,
     UserError,
 )
+from posttrain.data.tasks import hold_out, to_tasks
+from posttrain.runs.run_record import Record
 
 GROUP = 4
 

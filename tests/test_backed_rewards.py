@@ -14,18 +14,18 @@ from tiny_models import KINDS, make, make_seeing
 
 import posttrain
 from posttrain.cli.main import main
-from posttrain.models.backed import Backed
+from posttrain.core.protocols import TRAINING
+from posttrain.core.types import UserError
+from posttrain.models.adapters.lora import LoRA, attach, begin, merge
+from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import STORED, ValueModel, new_critic
-from posttrain.models.folder import load_model
-from posttrain.models.lora import LoRA, attach, begin, merge
-from posttrain.models.reward import RewardModel, Shape, load_reward_model, new_reward_model, settle
+from posttrain.models.hf.backed import Backed
+from posttrain.models.reward_model import RewardModel, Shape, load_reward_model, new_reward_model, settle
 from posttrain.models.tensor_files import write_state
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.tokenizer_training import EOS
-from posttrain.protocols import TRAINING
-from posttrain.services.reward_model import RewardModel as Service
-from posttrain.sources.packing import pack
-from posttrain.types import UserError
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.models.tokenizer.tokenizer_training import EOS
+from posttrain.services.reward_model_service import RewardModel as Service
+from posttrain.training.sources.packing import pack
 
 transformers = pytest.importorskip("transformers")
 OTHERS = [kind for kind in KINDS if kind != "qwen3"]

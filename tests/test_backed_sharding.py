@@ -17,21 +17,21 @@ from tiny_models import InDouble, make, opened
 
 import posttrain
 from posttrain.config import SFT
-from posttrain.engines.weights import own_copy
-from posttrain.learners import sharding, world
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.learners.sharding import ShardingLearner, shard
-from posttrain.learners.world import Processes
-from posttrain.models.backed import Backed
+from posttrain.core.protocols import Alone
+from posttrain.core.types import UserError
+from posttrain.engines.local.engine_weights import own_copy
+from posttrain.learners import fsdp, process_group
+from posttrain.learners.fsdp import ShardingLearner, shard
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.learners.process_group import Processes
+from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ValueModel
-from posttrain.models.folder import load_model
-from posttrain.models.rows import is_sharded, whole
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.transformers_folder import stored_tensors
-from posttrain.protocols import Alone
-from posttrain.sources.sft import Likelihood
-from posttrain.training.learning import new_learner
-from posttrain.types import UserError
+from posttrain.models.hf.backed import Backed
+from posttrain.models.hf.transformers_folder import stored_tensors
+from posttrain.models.row_shards import is_sharded, whole
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.open_learner import new_learner
+from posttrain.training.sources.sft_source import Likelihood
 
 pytest.importorskip("transformers")
 pytestmark = [
@@ -93,7 +93,7 @@ def learners(out: Path, rank: int, together: Processes) -> None:
         sharded.evaluate(micro_batches(4))
         for found in sharded._decoders:  # type: ignore[attr-defined]
             assert isinstance(found, Backed) and all(map(is_sharded, found.parameters())), "nothing stays gathered"
-            assert not sharding._state(found)._comm_ctx.post_forward_order, "nothing grows from step to step"
+            assert not fsdp._state(found)._comm_ctx.post_forward_order, "nothing grows from step to step"
         sharded.save(out / f"{kind}-saved" if rank == 0 else None)
         together.gather(None)
         if rank == 0:
@@ -125,7 +125,7 @@ def runs(out: Path, rank: int, together: Processes) -> None:
 
 def both(rank: int, port: int, out: Path) -> None:
     joined(rank, port, 2)
-    together = world.joined("cpu", SFT().patience)
+    together = process_group.joined("cpu", SFT().patience)
     learners(out, rank, together)
     runs(out, rank, together)
 

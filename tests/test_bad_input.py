@@ -18,16 +18,16 @@ import torch
 from conftest import tiny
 
 import posttrain
-from posttrain.algorithms.table import find
+from posttrain.algorithms.policy_table import find
 from posttrain.cli.main import main
-from posttrain.envs import arithmetic
-from posttrain.learners.local import LocalLearner
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.names import suggestion
-from posttrain.runs.reading import read_run
-from posttrain.runs.record import Record
-from posttrain.types import UserError
+from posttrain.core.option_aliases import suggestion
+from posttrain.core.types import UserError
+from posttrain.envs.builtin import arithmetic
+from posttrain.learners.local_learner import LocalLearner
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.run_reading import read_run
+from posttrain.runs.run_record import Record
 
 GOOD = """
 def reward(task, reply):
@@ -371,7 +371,7 @@ def test_own_crash_is_shown_as_such_and_the_record_is_closed(place: Path, monkey
     def crash(*_: Any) -> None:
         raise AssertionError("our own mistake")
 
-    monkeypatch.setattr("posttrain.learners.local.LocalLearner.update", crash)
+    monkeypatch.setattr("posttrain.learners.local_learner.LocalLearner.update", crash)
     monkeypatch.setattr(Record, "close", full)  # what fails while cleaning up hides nothing
     with pytest.raises(AssertionError, match="our own mistake"):
         main(words("rl", out="crashed"))

@@ -24,22 +24,32 @@ from posttrain.algorithms.aggregate import TokenMean
 from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import Baselined, per_token
 from posttrain.algorithms.policy import Algorithm, policy_objective
-from posttrain.algorithms.table import find
-from posttrain.batch import Stats
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.asking import Services
-from posttrain.envs.branching import Plan, Shares
-from posttrain.envs.play import Bounds, Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.kernels import binder, build
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.record.reading import read_rollouts
-from posttrain.seeds import seed_of
-from posttrain.sources.packing import collate, pack, split_microbatches
-from posttrain.sources.scores import describe, refuse_broken, scoreboard
-from posttrain.types import Invalid, InvalidKind, Reply, Rollout, Sampling, SpanKind, StopReason, Transcript, UserError
+from posttrain.algorithms.policy_table import find
+from posttrain.core.batch import Stats
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import (
+    Invalid,
+    InvalidKind,
+    Reply,
+    Rollout,
+    Sampling,
+    SpanKind,
+    StopReason,
+    Transcript,
+    UserError,
+)
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.play.branch_plan import Plan, Shares
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Bounds, Episode, Player
+from posttrain.envs.play.service_client import Services
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.kernels import binder, build
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.training.sources.packing import collate, pack, split_microbatches
+from posttrain.training.sources.scoreboard import describe, refuse_broken, scoreboard
 
 SIZE = 8
 RISEN = Plan(first=0.25, tokens=3, alpha=0.5, beta=0.2, threshold=0.5, branches=1, largest=math.log(64))

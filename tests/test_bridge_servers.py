@@ -18,11 +18,11 @@ import pytest
 from scripted import scripted, scripted_async
 from websockets.asyncio.server import serve
 
+from posttrain.core.types import Invalid, Reply, Turn, UserError
 from posttrain.envs.bridges import openenv
-from posttrain.envs.bridges.episodes import Broken
+from posttrain.envs.bridges.bridge import Broken
 from posttrain.envs.bridges.mcp_tools import Answer, Server, environment, read_call
-from posttrain.envs.pool import Done, EnvPool
-from posttrain.types import Invalid, Reply, Turn, UserError
+from posttrain.envs.play.env_pool import Done, EnvPool
 
 HERE = Path(__file__).parent
 REAL = [sys.executable, str(HERE / "mcp_server.py")]

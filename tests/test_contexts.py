@@ -12,12 +12,7 @@ from episodes import episodes, played, said
 from served import TOOLS, Scripted
 from test_sides import enacted, whole
 
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.contexts import Context, placed, positions
-from posttrain.envs.play import Bounds, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import (
+from posttrain.core.types import (
     Completion,
     Graded,
     Invalid,
@@ -31,6 +26,11 @@ from posttrain.types import (
     ToolCall,
     Turn,
 )
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.play.contexts import Context, placed, positions
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Bounds, Player
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 Playing = Generator[Turn, Reply, Any]
 

@@ -19,28 +19,28 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
 from posttrain.algorithms.credit import GAE, Baselined, PassAtK, Process, ToGo, earnings
-from posttrain.algorithms.critic import SoftQ, Value
+from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.policy_table import TABLE, find
 from posttrain.algorithms.ratio import Causal, Correction
 from posttrain.algorithms.shaping import GroupLength, SoftOverlong
 from posttrain.algorithms.surrogate import Clip, WeightedLogProbability
-from posttrain.algorithms.table import TABLE, find
-from posttrain.batch import Batch, Outputs, Scores, Stats
-from posttrain.learners.local import REFERENCE
-from posttrain.models.decoder import causal
+from posttrain.core.batch import Batch, Outputs, Scores, Stats
+from posttrain.core.component import Limits, Need
+from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
+from posttrain.learners.local_learner import REFERENCE
 from posttrain.models.head import Head
-from posttrain.models.likelihood import Hidden, exact_kl, soft_values
-from posttrain.part import Limits, Need
-from posttrain.sources.collecting import Size
-from posttrain.sources.crediting import credit
-from posttrain.sources.packing import collate, pack
-from posttrain.sources.rl import Experience
-from posttrain.sources.scores import scoreboard
-from posttrain.sources.views import view
+from posttrain.models.losses.likelihood import Hidden, exact_kl, soft_values
+from posttrain.models.native.decoder import causal
 from posttrain.training.loop import train
-from posttrain.types import Completion, Rollout, StopReason, Task, Transcript, UserError
+from posttrain.training.sources.collector import Size
+from posttrain.training.sources.credit_assignment import credit
+from posttrain.training.sources.model_outputs import view
+from posttrain.training.sources.packing import collate, pack
+from posttrain.training.sources.rl_source import Experience
+from posttrain.training.sources.scoreboard import scoreboard
 
 
 def scores_of(
@@ -643,8 +643,8 @@ def test_what_is_worked_out_in_chunks_of_tokens_is_what_it_is_as_a_whole(
     )
     own, other = ((plain_logits(h.states, h.head) / 0.7).log_softmax(-1) for h in (one, two))
     expected = (own.exp() * (own - other)).sum(-1)
-    monkeypatch.setattr("posttrain.models.likelihood.CHUNK_LOGITS", 12)
-    monkeypatch.setattr("posttrain.models.likelihood.CHUNK_ROWS", 2)
+    monkeypatch.setattr("posttrain.models.losses.likelihood.CHUNK_LOGITS", 12)
+    monkeypatch.setattr("posttrain.models.losses.likelihood.CHUNK_ROWS", 2)
     with torch.set_grad_enabled(graded):
         assert torch.allclose(exact_kl(one, two, 0.7), expected, atol=1e-12)
         q = torch.minimum(*(plain_logits(h.states, h.head) for h in (two, one)))

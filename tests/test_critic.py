@@ -13,25 +13,25 @@ from feeding import SUCCESS, WORDS, Case, board, chosen_row, credit, feed, gradi
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from posttrain.algorithms.critic import Value
+from posttrain.algorithms.critic_loss import Value
 from posttrain.algorithms.policy import policy_objective
-from posttrain.algorithms.table import find
-from posttrain.batch import Stats
+from posttrain.algorithms.policy_table import find
 from posttrain.config import RL
-from posttrain.learners.local import LocalLearner, Optimization
+from posttrain.core.batch import Stats
+from posttrain.core.types import Completion, StopReason, Task, Transcript, UserError
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.checkpoint_folder import load_model, save_model
 from posttrain.models.critic import ActionValueModel, ValueModel, new_critic
-from posttrain.models.decoder import DecoderConfig, causal, new_decoder
-from posttrain.models.folder import load_model, save_model
 from posttrain.models.head import Head
-from posttrain.models.likelihood import Hidden, soft_values
-from posttrain.models.reward import Shape, new_reward_model
-from posttrain.sources.collecting import Size
-from posttrain.sources.packing import pack
-from posttrain.sources.rl import Experience
-from posttrain.sources.sft import demonstrate
-from posttrain.training.assembly import rl
+from posttrain.models.losses.likelihood import Hidden, soft_values
+from posttrain.models.native.decoder import DecoderConfig, causal, new_decoder
+from posttrain.models.reward_model import Shape, new_reward_model
 from posttrain.training.loop import train
-from posttrain.types import Completion, StopReason, Task, Transcript, UserError
+from posttrain.training.sources.collector import Size
+from posttrain.training.sources.packing import pack
+from posttrain.training.sources.rl_source import Experience
+from posttrain.training.sources.sft_source import demonstrate
+from posttrain.training.verbs.rl import rl
 
 VALUE, Q = frozenset({"value"}), frozenset({"q", "entropy"})
 

@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.runs import curves as drawing
 from posttrain.runs.curves import curves
-from posttrain.runs.record import Record
+from posttrain.runs.run_record import Record
 from posttrain.runs.student import student_interval
 
 

@@ -19,21 +19,21 @@ import pytest
 from pyarrow import parquet
 from starlette.testclient import TestClient
 
+from posttrain.apps.view.api import Answers
+from posttrain.apps.view.open_run import OpenRun
+from posttrain.apps.view.rollout_files import Part
+from posttrain.apps.view.rollout_page import _seconds
+from posttrain.apps.view.rollout_store import Store
+from posttrain.apps.view.web_server import application
 from posttrain.cli.main import main
-from posttrain.messages import safe_json
-from posttrain.record import reading
-from posttrain.record.asking import Questions
-from posttrain.record.index import open_index, piece_file
-from posttrain.record.reading import read_file, rows_of
-from posttrain.record.schema import KEY
-from posttrain.runs.files import step_of
-from posttrain.types import UserError
-from posttrain.view.answering import Answers
-from posttrain.view.one import _seconds
-from posttrain.view.run import OpenRun
-from posttrain.view.server import application
-from posttrain.view.source import Part
-from posttrain.view.store import Store
+from posttrain.core.messages import safe_json
+from posttrain.core.types import UserError
+from posttrain.runs.record import rollout_reading
+from posttrain.runs.record.rollout_index import open_index, piece_file
+from posttrain.runs.record.rollout_reading import read_file, rows_of
+from posttrain.runs.record.schema import KEY
+from posttrain.runs.record.sql_query import Questions
+from posttrain.runs.run_files import step_of
 
 PAGES = ("runs", "0/overview", "0/rollouts", "0/histograms", "0/rollout/2/0", "0/group/2/0", "0/step/2")
 
@@ -198,7 +198,7 @@ def test_seconds_that_a_resumed_run_writes_anew_are_read_anew(folder: Path) -> N
 
 
 def test_a_file_that_claims_billions_of_rows_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MOST", 3)
+    monkeypatch.setattr(rollout_reading, "MOST", 3)
     with pytest.raises(UserError, match="claims to have 4 rollouts: no step has as many"):
         read_file(second(folder))
     shutil.rmtree(folder / "index")

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from posttrain import endpoint as endpoints
-from posttrain.endpoint import Endpoint, Failed
-from posttrain.types import UserError
+from posttrain.core.types import UserError
+from posttrain.system import endpoint as endpoints
+from posttrain.system.endpoint import Endpoint, Failed
 
 ANSWER = {"said": "yes"}
 Handling = Callable[[BaseHTTPRequestHandler, bytes], None]

@@ -28,22 +28,22 @@ from processes import descendants, gone
 
 import posttrain
 from posttrain.cli.main import main
-from posttrain.engines.canary import LIMIT, Canary
-from posttrain.engines.handover import Files, Laid, Received, SharedMemory, checksum_of, checksum_of_names, offered
-from posttrain.engines.local import LocalEngine
-from posttrain.engines.members import Member, State
-from posttrain.engines.pool import Pool
-from posttrain.engines.replicas import Many, host_and_port, open_pool
-from posttrain.engines.transfer import CardToCard
-from posttrain.engines.vllm import laid_for_vllm
-from posttrain.engines.weights import named_weights, own_copy
-from posttrain.engines.wire import TOKEN, Gone, Wire, completion_read, prove, read_token
-from posttrain.models.decoder import Decoder
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine
-from posttrain.record.reading import read_rollouts
-from posttrain.types import Completion, Sampling, Turn, UserError
+from posttrain.core.protocols import Engine
+from posttrain.core.types import Completion, Sampling, Turn, UserError
+from posttrain.engines.local.engine_weights import named_weights, own_copy
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.pool.engine_pool import Pool
+from posttrain.engines.pool.pool_member import Member, State
+from posttrain.engines.pool.pool_protocol import TOKEN, Gone, Wire, completion_read, prove, read_token
+from posttrain.engines.pool.replicas import Many, host_and_port, open_pool
+from posttrain.engines.pool.weight_probe import LIMIT, Canary
+from posttrain.engines.vllm.nccl_transfer import CardToCard
+from posttrain.engines.vllm.vllm_engine import laid_for_vllm
+from posttrain.engines.weight_sync import Files, Laid, Received, SharedMemory, checksum_of, checksum_of_names, offered
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_rollouts
 
 # -- what may happen in any order --------------------------------------------------------------------------------------
 

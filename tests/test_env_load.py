@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.core.types import Graded, Invalid, InvalidKind, Reply, SpanReward, Task, Turn, UserError
 from posttrain.envs.load import (
     BUILTIN,
     is_generator_env,
@@ -29,10 +30,9 @@ from posttrain.envs.load import (
     success_of,
     unpack_env,
 )
-from posttrain.envs.pool import EnvPool
-from posttrain.envs.reading import LONGEST_TEXT, Done, read_turn, read_verdict
-from posttrain.envs.worker import Stage
-from posttrain.types import Graded, Invalid, InvalidKind, Reply, SpanReward, Task, Turn, UserError
+from posttrain.envs.play.env_outputs import LONGEST_TEXT, Done, read_turn, read_verdict
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.env_worker import Stage
 
 MY = """
 from neighbour import SCORE

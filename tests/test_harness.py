@@ -16,13 +16,13 @@ from episodes import episodes, played, said
 from processes import descendants
 from served import TOOLS, Scripted
 
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.harness import Endpoint, harness
-from posttrain.envs.play import Bounds, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine
-from posttrain.types import Completion, Invalid, InvalidKind, Reply, Rollout, Sampling, SpanKind, StopReason, Turn
+from posttrain.core.protocols import Engine
+from posttrain.core.types import Completion, Invalid, InvalidKind, Reply, Rollout, Sampling, SpanKind, StopReason, Turn
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.bridges.harness import Endpoint, harness
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Bounds, Player
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 

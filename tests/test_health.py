@@ -20,10 +20,10 @@ from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Preference
 from posttrain.algorithms.settings import flags
 from posttrain.config import RL, Prefer
-from posttrain.envs import arithmetic
-from posttrain.runs.checks import CHECKS
+from posttrain.envs.builtin import arithmetic
 from posttrain.runs.health import Finding, Health
-from posttrain.runs.history import READ, Limits
+from posttrain.runs.health_checks import CHECKS
+from posttrain.runs.metric_history import READ, Limits
 
 Rows = list[dict[str, float]]
 

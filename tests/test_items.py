@@ -13,14 +13,14 @@ from feeding import WORDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.items import MOST, to_compared, to_item, to_judged
+from posttrain.core.types import Task, UserError
+from posttrain.data.labels import to_labelled
+from posttrain.data.preference_examples import MOST, to_compared, to_item, to_judged
 from posttrain.data.tasks import to_tasks
-from posttrain.data.verdicts import to_labelled
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.sources.items import Items
-from posttrain.sources.lengths import Policy, TooLong
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.passes import mind_repeated
-from posttrain.types import Task, UserError
+from posttrain.training.sources.length_filter import Policy, TooLong
+from posttrain.training.sources.preferences import Items
 
 HUMAN = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: why?\n\nAssistant:"
 ASKED = [{"role": "user", "content": "why?"}]

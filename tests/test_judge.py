@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from endpoints import Said, Server, by_length, replied, serving, write_recipe
 
-from posttrain import endpoint as endpoints
-from posttrain.endpoint import _retry_after
-from posttrain.services.cache import Cache
+from posttrain.core.types import Invalid, Reasoned, UserError, bare
+from posttrain.services.answer_cache import Cache
 from posttrain.services.judge import Judge
-from posttrain.services.judging import MOST_SAID, kept, read_verdict
-from posttrain.services.recipe import Recipe, read_recipe, recipe_of
-from posttrain.types import Invalid, Reasoned, UserError, bare
+from posttrain.services.judge_prompt import MOST_SAID, kept, read_verdict
+from posttrain.services.judge_recipe import Recipe, read_recipe, recipe_of
+from posttrain.system import endpoint as endpoints
+from posttrain.system.endpoint import _retry_after
 
 HTML = Said(raw=b"<html><body>Welcome</body></html>", headers={"Content-Type": "text/html"})
 

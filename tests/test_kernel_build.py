@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.kernels import binder, build, private_folder
-from posttrain.kernels.private_folder import NotPrivate
+from posttrain.models.native.kernels import binder, build, private_folder
+from posttrain.models.native.kernels.private_folder import NotPrivate
 
 SOURCES = ("attention.c", "decode.c", "layer.c")
 TARGETS = {
@@ -111,13 +111,13 @@ def test_a_structure_is_made_with_all_of_its_fields_or_not_at_all() -> None:
 ONE_STEP = """
 import sys
 from pathlib import Path
-from posttrain.kernels import build
+from posttrain.models.native.kernels import build
 build.HERE = Path(sys.argv[1])
 build.FLAGS = ("-O1", "-march=native", "-fPIC", "-std=gnu11")
-from posttrain.engines.local import LocalEngine
-from posttrain.models.decoder import DecoderConfig, new_decoder
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Sampling
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.models.native.decoder import DecoderConfig, new_decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.core.types import Sampling
 tokenizer = Tokenizer.train(["0123456789"], 64, "characters")
 engine = LocalEngine(new_decoder(DecoderConfig(64, 16, 2, 2, 1, 8, 16, 64), 0), tokenizer)
 assert engine.backend == "compiled code", build.missing()
@@ -247,7 +247,9 @@ def test_a_damaged_library_is_built_again(cache: Path, commands: list[str], dama
 @pytest.mark.slow
 @needs_compiler
 def test_processes_that_build_at_once_do_not_disturb_each_other(cache: Path) -> None:
-    code = "from posttrain.kernels import binder, build; assert binder.layer() is not None, build.missing()"
+    code = (
+        "from posttrain.models.native.kernels import binder, build; assert binder.layer() is not None, build.missing()"
+    )
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache.parent)}
     started = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
     assert [process.wait() for process in started] == [0, 0]

@@ -14,13 +14,13 @@ import torch
 from test_rl_source import digits, learned_from, row, run, source
 
 from posttrain.algorithms.policy import Algorithm, policy_objective
-from posttrain.algorithms.table import TABLE
-from posttrain.batch import Batch, Outputs, Stats, Step
-from posttrain.learners.local import LocalLearner
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.sources.recording import GROUPS, Recording
-from posttrain.sources.rl import Experience
-from posttrain.types import Fate, Invalid, Outcome, Rollout, Task
+from posttrain.algorithms.policy_table import TABLE
+from posttrain.core.batch import Batch, Outputs, Stats, Step
+from posttrain.core.types import Fate, Invalid, Outcome, Rollout, Task
+from posttrain.learners.local_learner import LocalLearner
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.rl_source import Experience
+from posttrain.training.sources.token_recording import GROUPS, Recording
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in TABLE},

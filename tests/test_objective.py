@@ -38,24 +38,24 @@ from posttrain.algorithms.credit import Baselined, PassAtK, Process, equal_rewar
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.penalty import KL, Entropy
 from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.policy_table import TABLE, find
 from posttrain.algorithms.ratio import Causal, OverSequence, RatioStep
 from posttrain.algorithms.surrogate import Clip
-from posttrain.algorithms.table import TABLE, find
-from posttrain.batch import Batch, Outputs, Packed, Scores, Stats
 from posttrain.config import RL
-from posttrain.learners.local import REFERENCE, LocalLearner
+from posttrain.core.batch import Batch, Outputs, Packed, Scores, Stats
+from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
+from posttrain.learners.local_learner import REFERENCE, LocalLearner
 from posttrain.models.critic import ActionValueModel, ValueModel
-from posttrain.models.decoder import Decoder, causal
 from posttrain.models.head import Head
-from posttrain.models.likelihood import token_logp
-from posttrain.sources.collecting import Size
-from posttrain.sources.packing import Taught, collate, pack, split_microbatches
-from posttrain.sources.rl import Experience
-from posttrain.sources.scores import scoreboard
-from posttrain.sources.sft import Likelihood
-from posttrain.sources.teaching import TEACHER, Teachers
+from posttrain.models.losses.likelihood import token_logp
+from posttrain.models.native.decoder import Decoder, causal
 from posttrain.training.adjust import adjust
-from posttrain.types import Completion, Rollout, StopReason, Task, Transcript, UserError
+from posttrain.training.sources.collector import Size
+from posttrain.training.sources.packing import Taught, collate, pack, split_microbatches
+from posttrain.training.sources.rl_source import Experience
+from posttrain.training.sources.scoreboard import scoreboard
+from posttrain.training.sources.sft_source import Likelihood
+from posttrain.training.sources.teacher_targets import TEACHER, Teachers
 
 
 def scores_of(reward: Sequence[float], group: Sequence[int], length: Sequence[int]) -> Scores:
@@ -204,7 +204,7 @@ def test_chunked_log_probabilities_and_gradients_equal_the_plain_ones(monkeypatc
     weight = torch.randn(37, generator=generator, dtype=torch.float64)
     plain = (hidden @ head.T / 0.7).log_softmax(-1)
     expected = torch.autograd.grad((plain[torch.arange(37), target] * weight).sum(), (hidden, head))
-    monkeypatch.setattr("posttrain.models.likelihood.CHUNK_LOGITS", 200)
+    monkeypatch.setattr("posttrain.models.losses.likelihood.CHUNK_LOGITS", 200)
     logp = token_logp(hidden, Head(head), target, 0.7)
     found = torch.autograd.grad((logp * weight).sum(), (hidden, head))
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found, expected, strict=True))

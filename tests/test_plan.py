@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import posttrain
+from posttrain.apps.planning.job import Episode, Group, Job, Learning, Setting, Speed, Stage
+from posttrain.apps.planning.pilot import read_pilot, rising
+from posttrain.apps.planning.simulation import Outcome, Simulation
 from posttrain.cli.main import main
-from posttrain.planning.job import Episode, Group, Job, Learning, Setting, Speed, Stage
-from posttrain.planning.pilot import read_pilot, rising
-from posttrain.planning.simulation import Outcome, Simulation
-from posttrain.record.reading import read_rollouts
-from posttrain.runs.reading import read_timing
-from posttrain.types import UserError
+from posttrain.core.types import UserError
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.runs.run_reading import read_timing
 
 ONE = Speed(((1, 1.0),))  # a second for every step
 STEP = Learning(0.0, step=1.0)

@@ -14,17 +14,9 @@ from episodes import episodes, played, said, until_done
 
 import posttrain
 from posttrain.algorithms.credit import earnings
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.chat import Conversation
-from posttrain.envs.play import LONGEST_PAUSE, Bounds, Episode, Player, cut_observation
-from posttrain.envs.playing import Playing
-from posttrain.envs.pool import Done, EnvPool, Event
-from posttrain.kernels import binder, build
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.seeds import seed_of
-from posttrain.sources.scores import scoreboard
-from posttrain.types import (
+from posttrain.core.conversation import Conversation
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import (
     Completion,
     Graded,
     Invalid,
@@ -39,6 +31,14 @@ from posttrain.types import (
     Turn,
     UserError,
 )
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.play.env_pool import Done, EnvPool, Event
+from posttrain.envs.play.episode import Playing
+from posttrain.envs.play.player import LONGEST_PAUSE, Bounds, Episode, Player, cut_observation
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.kernels import binder, build
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.scoreboard import scoreboard
 
 
 def test_only_what_the_policy_sampled_is_trainable(tokenizer: Tokenizer) -> None:
@@ -398,7 +398,7 @@ def test_time_without_anything_to_sample_is_time_spent_waiting(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, waits = 0.0, 0
-    monkeypatch.setattr("posttrain.envs.play.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("posttrain.envs.play.player.time", SimpleNamespace(perf_counter=lambda: now))
     pool = EnvPool(asking, 0)
     poll = pool.poll
 

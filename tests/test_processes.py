@@ -20,20 +20,20 @@ from hypothesis import strategies as st
 from processes import in_processes
 
 import posttrain
-from posttrain.cli import launching
+from posttrain.cli import launch_processes
 from posttrain.cli.main import main
 from posttrain.config import RL
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.journal import Journal
-from posttrain.envs.play import Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.learners.dealing import DealingLearner, deal
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.record.reading import read_rollouts
-from posttrain.runs.files import made_by_run
-from posttrain.runs.reading import read_metrics, rollout_steps
-from posttrain.training import rewarding
-from posttrain.types import Sampling, UserError
+from posttrain.core.types import Sampling, UserError
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.play.answer_journal import Journal
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, Player
+from posttrain.learners.data_parallel import DealingLearner, deal
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.runs.run_files import made_by_run
+from posttrain.runs.run_reading import read_metrics, rollout_steps
+from posttrain.training.verbs import reward_model
 
 SUMS = [{"id": f"{a}{b}", "prompt": f"{a}+{b}=", "response": str(a + b), "answer": str(a + b)}
         for a in range(5) for b in range(5)]  # fmt: skip
@@ -89,7 +89,7 @@ def free_port() -> int:
 def one_of_two(rank: int, port: int, out: str) -> None:
     joined(rank, port)
     if rank:
-        rewarding.replace = forbidden  # type: ignore[attr-defined]
+        reward_model.replace = forbidden  # type: ignore[attr-defined]
     everything(Path(out))
 
 
@@ -239,9 +239,9 @@ def test_a_restart_goes_on_with_the_run_that_was_begun_and_touches_no_other(
             os.utime(folder / "run.json", ns=(len(tried), len(tried)))
         return 1
 
-    monkeypatch.setattr(launching, "_attempt", attempt)
+    monkeypatch.setattr(launch_processes, "_attempt", attempt)
     config = RL(out=str(folder), processes=2, restarts=1, resume="--resume" in given, overwrite="--overwrite" in given)
-    assert launching.launch(config) == 1
+    assert launch_processes.launch(config) == 1
     assert tried == [[*words, *given], [*words, *then]]
 
 

@@ -13,17 +13,17 @@ from retrieved import small_index
 from said_by_script import Scripted
 
 from posttrain.config import RL, SFT
-from posttrain.envs.asking import Services
+from posttrain.config.resolve import filled, validate
+from posttrain.core.types import Sampling, UserError
+from posttrain.envs.builtin.search_qa import SEARCH
 from posttrain.envs.load import load_env
-from posttrain.envs.play import Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.envs.search_qa import SEARCH
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.options import filled, validate
-from posttrain.retrieval.index import Index, open_index
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.service_client import Services
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.services.retrieval.passage_index import Index, open_index
 from posttrain.services.retriever import retriever
-from posttrain.sources.enacting import enacting
-from posttrain.types import Sampling, UserError
+from posttrain.training.sources.demonstrations import enacting
 
 QUESTIONS = [
     {

@@ -10,14 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posttrain.cli import looking
-from posttrain.record.reading import EVERY, plainly, read_rollouts, timed_rollouts
-from posttrain.record.rows import transcripts_of
-from posttrain.runs.curves import curves
-from posttrain.runs.files import writing
-from posttrain.runs.reading import read_metrics, read_run, read_timing, rollout_steps
-from posttrain.runs.record import Record
-from posttrain.types import (
+from posttrain.cli import inspect_commands
+from posttrain.core.types import (
     Completion,
     Invalid,
     Outcome,
@@ -28,6 +22,12 @@ from posttrain.types import (
     Transcript,
     UserError,
 )
+from posttrain.runs.curves import curves
+from posttrain.runs.record.rollout_reading import EVERY, plainly, read_rollouts, timed_rollouts
+from posttrain.runs.record.rollout_rows import transcripts_of
+from posttrain.runs.run_files import writing
+from posttrain.runs.run_reading import read_metrics, read_run, read_timing, rollout_steps
+from posttrain.runs.run_record import Record
 
 CONFIG = {"seed": 7, "lr": 1e-4, "out": Path("runs/a"), "clip_high": math.inf, "stop": ("</answer>",)}
 
@@ -127,9 +127,9 @@ def test_the_seconds_of_turns_stand_beside_the_rollouts_and_come_back_with_them(
     record.close({})
     times = [[turn["seconds"] for turn in row["turns"]] for row in timed_rollouts(tmp_path, 1)]
     assert times == [[0.01, 1.26], [0.01, 0.5]]
-    assert looking.rollouts(str(tmp_path), step=1) == 0
+    assert inspect_commands.rollouts(str(tmp_path), step=1) == 0
     assert "a  (1.3 s)\n" in (said := capsys.readouterr().out) and "a  (0.5 s)\n" in said and "Q\n" in said
-    assert looking.rollouts(str(tmp_path), step=1, json=True) == 0
+    assert inspect_commands.rollouts(str(tmp_path), step=1, json=True) == 0
     shown = [json.loads(line) for line in capsys.readouterr().out.split("\n")[:-1]]
     assert (
         shown == [plainly(row) for row in read_rollouts(tmp_path, 1, EVERY)] and "seconds" not in shown[0]["turns"][0]
@@ -316,7 +316,7 @@ def test_curves_draw_the_metrics_that_exist_for_one_run_and_for_several(tmp_path
 
 def test_importing_the_record_loads_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "matplotlib", "tensorboardX", "rich")
-    modules = "posttrain.runs.opening, posttrain.runs.checkpoint, posttrain.runs.display, posttrain.training.intervals"
+    modules = "posttrain.runs.run_folder, posttrain.runs.checkpoint, posttrain.runs.terminal.display, posttrain.training.intervals"
     code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

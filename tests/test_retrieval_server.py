@@ -25,12 +25,12 @@ import pytest
 from retrieved import ROWS, asked, served, small_index
 
 from posttrain.cli.main import main
-from posttrain.retrieval import protocol
-from posttrain.retrieval import server as servers
-from posttrain.retrieval.batching import MOST_WAITING, SHARE, TOGETHER, Batcher, Busy
-from posttrain.retrieval.index import Hit, Index, open_index
-from posttrain.retrieval.passages import Passage
-from posttrain.types import UserError
+from posttrain.core.types import UserError
+from posttrain.services.retrieval import search_protocol
+from posttrain.services.retrieval import search_server as servers
+from posttrain.services.retrieval.batcher import MOST_WAITING, SHARE, TOGETHER, Batcher, Busy
+from posttrain.services.retrieval.passage_index import Hit, Index, open_index
+from posttrain.services.retrieval.passages import Passage
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +330,7 @@ def test_too_many_queries_are_refused_with_the_time_to_come_back(index: Index, m
 def test_what_a_server_writes_is_what_an_asker_reads(index: Index) -> None:
     found = index.search(["capital", "zzz"], 3)
     for scores in (True, False):
-        read = protocol.read_answer(json.loads(protocol.written_answer(found, scores)), 2, 3)
+        read = search_protocol.read_answer(json.loads(search_protocol.written_answer(found, scores)), 2, 3)
         assert read == [
             [{"id": h.passage.id, "contents": h.passage.contents, "score": h.score if scores else None} for h in own]
             for own in found
@@ -351,7 +351,7 @@ DOCUMENT = {"id": 3, "contents": "c"}
     ],
 )
 def test_servers_of_the_protocol_may_leave_things_out(message: Any, expected: dict[str, Any]) -> None:
-    assert protocol.read_answer(message, 1, 1) == [[expected]], "and say more than was asked for"
+    assert search_protocol.read_answer(message, 1, 1) == [[expected]], "and say more than was asked for"
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_servers_of_the_protocol_may_leave_things_out(message: Any, expected: di
     ],
 )  # fmt: skip
 def test_rubbish_is_no_answer(message: Any) -> None:
-    found = protocol.read_answer(message, 1, 3)
+    found = search_protocol.read_answer(message, 1, 3)
     assert not isinstance(found, list) and found.rubbish and found.reason.endswith("instead of an answer")
 
 

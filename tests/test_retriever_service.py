@@ -18,16 +18,16 @@ from processes import descendants, gone
 from retrieved import ROWS, served, small_index, write_rows
 
 import posttrain
-from posttrain import endpoint as endpoints
 from posttrain.cli.main import main
-from posttrain.envs.journal import ANSWERS
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Service
-from posttrain.retrieval.index import open_index
+from posttrain.core.protocols import Service
+from posttrain.core.types import Invalid, InvalidKind, UserError
+from posttrain.envs.play.answer_journal import ANSWERS
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services import retriever as services
+from posttrain.services.retrieval.passage_index import open_index
 from posttrain.services.retriever import Local, Remote, retriever
-from posttrain.types import Invalid, InvalidKind, UserError
+from posttrain.system import endpoint as endpoints
 
 
 @pytest.fixture(autouse=True)

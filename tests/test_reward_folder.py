@@ -14,14 +14,14 @@ from judged import FAMILIES, TOKENIZERS, Spoken, decoder, own_pad, scores, spoke
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from posttrain.core.types import UserError
+from posttrain.models.checkpoint_folder import load_model, save_model
 from posttrain.models.critic import ValueModel, new_critic
-from posttrain.models.folder import load_model, save_model
-from posttrain.models.reward import RewardModel, Shape, load_reward_model, new_reward_model, settle
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.tokenizer_training import PAD
-from posttrain.services.reward_model import RewardModel as Service
-from posttrain.sources.packing import pack
-from posttrain.types import UserError
+from posttrain.models.reward_model import RewardModel, Shape, load_reward_model, new_reward_model, settle
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.models.tokenizer.tokenizer_training import PAD
+from posttrain.services.reward_model_service import RewardModel as Service
+from posttrain.training.sources.packing import pack
 
 OURS = [Shape("mean", "linear"), Shape("last", "mlp"), Shape("mean", "mlp")]
 

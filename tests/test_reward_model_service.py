@@ -11,13 +11,13 @@ import torch
 from conftest import CHATML, tiny
 from reward_models import write_reward_model
 
-from posttrain.kernels import build
-from posttrain.models.decoder import causal
-from posttrain.models.folder import save_model
-from posttrain.models.reward import Shape, new_reward_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.services.reward_model import RewardModel
-from posttrain.types import Invalid, UserError
+from posttrain.core.types import Invalid, UserError
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder import causal
+from posttrain.models.native.kernels import build
+from posttrain.models.reward_model import Shape, new_reward_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.services.reward_model_service import RewardModel
 
 TEXTS = ["a", "the cat", "1 + 1 = 2", "x" * 40, "hello <b> world", "9", "12345678", "so it goes"] * 3
 

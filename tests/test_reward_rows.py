@@ -18,22 +18,22 @@ from layouts import segments
 from processes import in_processes
 from torch import Tensor
 
-from posttrain.algorithms.compared import PerPrompt
+from posttrain.algorithms.comparison_weights import PerPrompt
 from posttrain.algorithms.links import Pairs
-from posttrain.algorithms.scoring import SCORINGS, ScorePenalty, Scoring, ScoringObjective
+from posttrain.algorithms.reward_model_table import SCORINGS, ScorePenalty, Scoring, ScoringObjective
 from posttrain.algorithms.settings import change
-from posttrain.batch import Preferences, Stats
-from posttrain.data.items import to_item
+from posttrain.core.batch import Preferences, Stats
+from posttrain.core.protocols import Alone, World
+from posttrain.core.types import Item
+from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import to_tasks
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.learners.world import Processes
-from posttrain.models.reward import RewardModel, Shape
-from posttrain.protocols import Alone, World
-from posttrain.sources.items import Items
-from posttrain.sources.lengths import TooLong
-from posttrain.sources.packing import Read
-from posttrain.sources.scored import Judgements
-from posttrain.types import Item
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.learners.process_group import Processes
+from posttrain.models.reward_model import RewardModel, Shape
+from posttrain.training.sources.length_filter import TooLong
+from posttrain.training.sources.packing import Read
+from posttrain.training.sources.preferences import Items
+from posttrain.training.sources.reward_examples import Judgements
 
 Score = Callable[[str, Any], list[Tensor]]
 """Prompt and response (or its steps) -> a score for each reading of it."""

@@ -26,8 +26,8 @@ from processes import descendants
 from posttrain.sandbox.host import Sandbox
 from posttrain.sandbox.limits import Limits
 from posttrain.sandbox.program import Ended
-from posttrain.verify import code as code_module
-from posttrain.verify.code import Grade, graded
+from posttrain.verify import unit_tests as code_module
+from posttrain.verify.unit_tests import Grade, graded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
 USERS = ("own", "other") if hasattr(os, "geteuid") and os.geteuid() == 0 else ("own",)

@@ -18,12 +18,12 @@ import pytest
 import sandboxes
 from processes import descendants, gone
 
-from posttrain.sandbox import bubblewrap, files, ground, shared
+from posttrain.core.types import UserError
+from posttrain.sandbox import bubblewrap, capabilities, filesystem, shared_sandbox
 from posttrain.sandbox.host import Sandbox
 from posttrain.sandbox.limits import Limits, Protections
 from posttrain.sandbox.program import Broken, Ended
 from posttrain.sandbox.session import Session, cut
-from posttrain.types import UserError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
 
@@ -203,17 +203,17 @@ def test_nothing_outlives_a_host_that_is_killed() -> None:
 
 def test_a_forked_process_has_a_sandbox_of_its_own() -> None:
     try:
-        ours = shared.shared()
+        ours = shared_sandbox.shared()
         child = os.fork()
         if child == 0:
-            own = shared.shared()
+            own = shared_sandbox.shared()
             good = own is not ours and value(own, "3") == {"value": 3}
             own.close()
             os._exit(0 if good else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert value(ours, "4") == {"value": 4}
     finally:
-        shared.close()
+        shared_sandbox.close()
 
 
 def test_a_folder_of_any_depth_and_mode_is_deleted(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_folder_of_any_depth_and_mode_is_deleted(tmp_path: Path) -> None:
     top.mkdir()
     here = os.getcwd()
     os.chdir(top)
-    for _ in range(files.DEEPEST + 10):
+    for _ in range(filesystem.DEEPEST + 10):
         os.mkdir("d" * 50)
         os.chdir("d" * 50)
     Path("file").write_text("x")
@@ -232,27 +232,27 @@ def test_a_folder_of_any_depth_and_mode_is_deleted(tmp_path: Path) -> None:
     (top / "open").mkdir()
     (top / "open" / "closed").mkdir(mode=0)
     (top / "link").symlink_to("/etc")
-    assert not files.usage(str(top), 1 << 30, 1000), "what is too deep to be looked at is too much"
-    files.remove(str(top))
+    assert not filesystem.usage(str(top), 1 << 30, 1000), "what is too deep to be looked at is too much"
+    filesystem.remove(str(top))
     assert not top.exists() and Path("/etc").is_dir()
 
 
 def test_usage_counts_bytes_and_files(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_bytes(bytes(100_000))
-    assert files.usage(str(tmp_path), 200_000, 2)
-    assert not files.usage(str(tmp_path), 50_000, 2) and not files.usage(str(tmp_path), 200_000, 1)
+    assert filesystem.usage(str(tmp_path), 200_000, 2)
+    assert not filesystem.usage(str(tmp_path), 50_000, 2) and not filesystem.usage(str(tmp_path), 200_000, 1)
 
 
 def test_folders_of_killed_sandboxes_are_deleted_and_those_of_living_ones_kept(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(ground.tempfile, "gettempdir", lambda: str(tmp_path))
-    left = tmp_path / f"{ground.PREFIX}{os.geteuid()}-left"
+    monkeypatch.setattr(capabilities.tempfile, "gettempdir", lambda: str(tmp_path))
+    left = tmp_path / f"{capabilities.PREFIX}{os.geteuid()}-left"
     (left / "1").mkdir(parents=True)
-    living = ground._base(Protections())
-    ground._sweep()
-    assert not left.exists() and Path(living).exists() and ground._base(Protections()) != living
+    living = capabilities._base(Protections())
+    capabilities._sweep()
+    assert not left.exists() and Path(living).exists() and capabilities._base(Protections()) != living
 
 
 # -- an interpreter as a tool ------------------------------------------------------------------------------------------
@@ -342,6 +342,6 @@ def test_usage_never_follows_a_link_that_has_taken_the_place_of_a_folder(
             (own / "inner").symlink_to(outside)
         return opened(path, *how, **named)
 
-    monkeypatch.setattr(files.os, "open", late)
-    assert files.usage(str(own), 100_000, 10)
+    monkeypatch.setattr(filesystem.os, "open", late)
+    assert filesystem.usage(str(own), 100_000, 10)
     assert (own / "inner").is_symlink()

@@ -20,14 +20,14 @@ from openai import BadRequestError, OpenAI
 from served import TOOLS, Scripted, Served, served
 
 from posttrain.cli.main import main
-from posttrain.cli.serving import serve_policy
+from posttrain.cli.serve_command import serve_policy
 from posttrain.config import ServePolicy
-from posttrain.engines.local import LocalEngine
-from posttrain.engines.uncached import UncachedEngine
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.seeds import seed_of
-from posttrain.serving.server import Limits
-from posttrain.types import Completion, Sampling, UserError
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Completion, Sampling, UserError
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.local.uncached_engine import UncachedEngine
+from posttrain.engines.serving.policy_server import Limits
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 CONTEXT = 128
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")

@@ -12,19 +12,19 @@ from test_processes import PAIRS, QUICK, SMALL, SUMS, nearness
 from tiny_models import make
 
 import posttrain
-from posttrain.batch import Layout, Stats, Step
-from posttrain.models.folder import load_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.tokenizer_training import EOS
-from posttrain.protocols import Learner, Model
-from posttrain.record.reading import EVERY, read_rollouts
-from posttrain.record.writing import half, table_of, write_table
-from posttrain.runs.reading import rollout_steps
-from posttrain.sink import SHARE, Sink
-from posttrain.sources.recording import GROUPS, Recording
-from posttrain.sources.showing import Showing
-from posttrain.types import Outcome, Rollout
-from posttrain.view.source import File, Part, rows
+from posttrain.apps.view.rollout_files import File, Part, rows
+from posttrain.core.batch import Layout, Stats, Step
+from posttrain.core.protocols import Learner, Model
+from posttrain.core.token_probe import SHARE, Sink
+from posttrain.core.types import Outcome, Rollout
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.models.tokenizer.tokenizer_training import EOS
+from posttrain.runs.record.rollout_reading import EVERY, read_rollouts
+from posttrain.runs.record.table_writer import half, table_of, write_table
+from posttrain.runs.run_reading import rollout_steps
+from posttrain.training.sources.example_recording import Showing
+from posttrain.training.sources.token_recording import GROUPS, Recording
 
 
 @pytest.fixture(scope="module")

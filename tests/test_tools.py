@@ -15,17 +15,8 @@ from environments import one_of_many, one_of_many_waiting
 from episodes import played
 
 from posttrain import Tools, recorded
-from posttrain.envs.chat import Conversation
-from posttrain.envs.load import is_async
-from posttrain.envs.pool import Done, EnvPool, Event
-from posttrain.envs.reading import read_turn
-from posttrain.envs.recording import CURRENT, MOST_RECORDS, Journal
-from posttrain.envs.schemas import schema_of
-from posttrain.envs.stage import AsyncStage, Stage
-from posttrain.envs.tools import LONGEST_RESULT, ToolFailed
-from posttrain.envs.wire import Garbled, Record, read_answer, write_record
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import (
+from posttrain.core.conversation import Conversation
+from posttrain.core.types import (
     Completion,
     Graded,
     Invalid,
@@ -37,6 +28,15 @@ from posttrain.types import (
     Turn,
     UserError,
 )
+from posttrain.envs.load import is_async
+from posttrain.envs.play.call_recording import CURRENT, MOST_RECORDS, Journal
+from posttrain.envs.play.env_outputs import read_turn
+from posttrain.envs.play.env_pool import Done, EnvPool, Event
+from posttrain.envs.play.env_runner import AsyncStage, Stage
+from posttrain.envs.play.worker_protocol import Garbled, Record, read_answer, write_record
+from posttrain.envs.tool_schemas import schema_of
+from posttrain.envs.tools import LONGEST_RESULT, ToolFailed
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 class Unit(enum.Enum):
@@ -276,8 +276,8 @@ def speaker() -> Tokenizer:
 def test_a_policy_is_told_of_tools_and_its_calls_are_answered_and_paid(
     speaker: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from posttrain.engines.local import LocalEngine
-    from posttrain.types import Completion
+    from posttrain.core.types import Completion
+    from posttrain.engines.local.local_engine import LocalEngine
 
     right = '<call>{"name": "weather", "arguments": {"city": "R"}}</call>'
     script = [right, "<call>{}</call>" + right, "done"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.batch import Stats, Step
+from posttrain.core.batch import Stats, Step
 from posttrain.training import loop
 from posttrain.training.loop import Trained, interruptible, train
 

@@ -9,10 +9,10 @@ from posttrain.config import RL, SFT, Evaluation
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
 from posttrain.runs import fingerprint
-from posttrain.runs.record import Record
-from posttrain.training.evaluation import _held_out
+from posttrain.runs.run_record import Record
+from posttrain.training.held_out_check import seen, split_seed_of
 from posttrain.training.setup import split_tasks
-from posttrain.training.unseen import seen, split_seed_of
+from posttrain.training.verbs.evaluate import _held_out
 
 
 @pytest.fixture(autouse=True)

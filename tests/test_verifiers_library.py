@@ -15,14 +15,14 @@ from conftest import tiny
 from served import served
 
 import posttrain
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.play import Bounds, Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.envs.verifiers import Taskset, rollouts
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.sources.packing import collate
-from posttrain.types import Invalid, Rollout, Sampling, SpanKind, StopReason, UserError
+from posttrain.core.types import Invalid, Rollout, Sampling, SpanKind, StopReason, UserError
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.bridges.verifiers import Taskset, rollouts
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Bounds, Episode, Player
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.packing import collate
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ROOT / ".venv-verifiers" / "bin" / "python"

@@ -19,11 +19,11 @@ from typing import Any
 import answers
 import pytest
 
-from posttrain.types import Invalid
+from posttrain.core.types import Invalid
 from posttrain.verify import algebra, math
 from posttrain.verify.answer import last_boxed
 from posttrain.verify.format import between, tags
-from posttrain.verify.limit import Failed
+from posttrain.verify.limited_process import Failed
 from posttrain.verify.math import verify
 from posttrain.verify.numeric import equal_numbers, gsm8k_answer, last_number, read_number, written_tolerance
 

@@ -15,16 +15,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from posttrain.apps.view.api import Answers
+from posttrain.apps.view.filters import Question
+from posttrain.apps.view.open_run import OpenRun
+from posttrain.apps.view.rollout_store import Store
 from posttrain.cli.main import main
-from posttrain.record.reading import read_file
-from posttrain.record.rows import transcripts_of
-from posttrain.record.schema import KEY
-from posttrain.record.writing import write_table
-from posttrain.types import UserError
-from posttrain.view.answering import Answers
-from posttrain.view.asking import Question
-from posttrain.view.run import OpenRun
-from posttrain.view.store import Store
+from posttrain.core.types import UserError
+from posttrain.runs.record.rollout_reading import read_file
+from posttrain.runs.record.rollout_rows import transcripts_of
+from posttrain.runs.record.schema import KEY
+from posttrain.runs.record.table_writer import write_table
 
 LARGE = 2**30
 
@@ -144,7 +144,7 @@ def test_where_texts_of_some_steps_cannot_be_read_the_others_are_searched_and_it
 def test_where_texts_are_too_many_their_beginnings_are_searched_and_it_is_said(
     folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(f"posttrain.view.store.{limit}", 1000)
+    monkeypatch.setattr(f"posttrain.apps.view.rollout_store.{limit}", 1000)
     run = opened(folder)
     told = Answers([run]).of("runs", {})["runs"][0]
     assert told["searchable"] and "only the first 80 characters of each text" in told["unsearched"]
@@ -209,7 +209,7 @@ def test_bins_of_the_oddest_numbers_are_few_and_hold_all(folder: Path, tmp_path:
 
 
 def test_the_first_rows_of_an_order_are_those_of_the_whole_order() -> None:
-    from posttrain.view.table import first
+    from posttrain.apps.view.column_table import first
 
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -266,7 +266,7 @@ def test_a_condition_that_nothing_interrupts_is_given_up_and_holds_up_nobody_but
     folder: Path, query: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = opened(folder)
-    monkeypatch.setattr("posttrain.view.patience.SECONDS", 0.05)
+    monkeypatch.setattr("posttrain.apps.view.query_timeout.SECONDS", 0.05)
     with pytest.raises(UserError, match="took longer than"):
         Question.of({**query, "step": "1"}, run.store).page(0)
     assert Question.of({"step": "1"}, run.store).page(0)["rows"]
@@ -274,5 +274,5 @@ def test_a_condition_that_nothing_interrupts_is_given_up_and_holds_up_nobody_but
         Question.of({"where": "step = 1"}, run.store).page(0)
     while run.store._patience._given_up[0].is_alive():
         time.sleep(0.02)
-    monkeypatch.setattr("posttrain.view.patience.SECONDS", 20.0)
+    monkeypatch.setattr("posttrain.apps.view.query_timeout.SECONDS", 20.0)
     assert Question.of({"where": "step = 1"}, run.store).page(0)["rows"]

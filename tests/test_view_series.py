@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from posttrain.record.reading import read_rollouts
-from posttrain.view.answering import Answers
-from posttrain.view.run import OpenRun
-from posttrain.view.series import _pairs, series
-from posttrain.view.source import Part
-from posttrain.view.table import Rows
+from posttrain.apps.view.api import Answers
+from posttrain.apps.view.column_table import Rows
+from posttrain.apps.view.open_run import OpenRun
+from posttrain.apps.view.rollout_files import Part
+from posttrain.apps.view.step_series import _pairs, series
+from posttrain.runs.record.rollout_reading import read_rollouts
 
 STEPS = [1, 2, 3, 4, 5]
 GIVEN = [0, *STEPS, 9]  # steps of the metrics: at some of them nothing was played

@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from posttrain.view.source import Part, _belongs
-from posttrain.view.table import Rows, merged
+from posttrain.apps.view.column_table import Rows, merged
+from posttrain.apps.view.rollout_files import Part, _belongs
 
 SERVED = """
 import sys
 from importlib.util import find_spec
-from posttrain.view.command import _lighter, opened
+from posttrain.apps.view.view_command import _lighter, opened
 before = list(sys.meta_path)
 with _lighter():
     [run] = opened(sys.argv[1:])

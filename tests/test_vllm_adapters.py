@@ -14,16 +14,16 @@ from test_vllm import GAP, complete, digits, gap, needs_vllm, ragged, small
 from tiny_models import make
 
 import posttrain
-from posttrain.engines.adapter_alone import AdapterAlone
-from posttrain.engines.opening import open_engine
-from posttrain.engines.replicas import Many
-from posttrain.engines.vllm import VLLMEngine
-from posttrain.models.adapter_folder import save_adapter
-from posttrain.models.folder import load_model, save_model
-from posttrain.models.lora import Adaptable, LoRA, adapters, attach, begin, decoder_of, targets_of
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Alone
-from posttrain.types import UserError
+from posttrain.core.protocols import Alone
+from posttrain.core.types import UserError
+from posttrain.engines.open_engine import open_engine
+from posttrain.engines.pool.replicas import Many
+from posttrain.engines.vllm.adapter_sync import AdapterAlone
+from posttrain.engines.vllm.vllm_engine import VLLMEngine
+from posttrain.models.adapters.adapter_folder import save_adapter
+from posttrain.models.adapters.lora import Adaptable, LoRA, adapters, attach, begin, decoder_of, targets_of
+from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(1800)  # vLLM takes a quarter of a minute to start, and minutes on a busy machine
 

@@ -22,17 +22,17 @@ def ours(place: Path, data: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from posttrain.algorithms.scoring import ScoringObjective, find_scoring
-    from posttrain.batch import Stats
-    from posttrain.data.items import to_item
+    from posttrain.algorithms.reward_model_table import ScoringObjective, find_scoring
+    from posttrain.core.batch import Stats
+    from posttrain.data.preference_examples import to_item
     from posttrain.data.tasks import to_tasks
-    from posttrain.learners.local import LocalLearner, Optimization
-    from posttrain.models.folder import checkpoint_tensors
-    from posttrain.models.reward import Shape, new_reward_model, settle
-    from posttrain.models.tokenizer import Tokenizer
-    from posttrain.sources.items import Items
-    from posttrain.sources.lengths import TooLong
-    from posttrain.sources.scored import Judgements
+    from posttrain.learners.local_learner import LocalLearner, Optimization
+    from posttrain.models.checkpoint_folder import checkpoint_tensors
+    from posttrain.models.reward_model import Shape, new_reward_model, settle
+    from posttrain.models.tokenizer.tokenizer import Tokenizer
+    from posttrain.training.sources.length_filter import TooLong
+    from posttrain.training.sources.preferences import Items
+    from posttrain.training.sources.reward_examples import Judgements
 
     start = data / "models" / "stories260K"
     model = new_reward_model(start, Shape(), seed=0)

@@ -14,9 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from posttrain.planning.job import Setting
-from posttrain.planning.pilot import read_pilot
-from posttrain.planning.simulation import Simulation
+from posttrain.apps.planning.job import Setting
+from posttrain.apps.planning.pilot import read_pilot
+from posttrain.apps.planning.simulation import Simulation
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from random import Random
 
-from posttrain.planning.job import Episode, Group, Job, Learning, Setting, Speed, Stage
-from posttrain.planning.simulation import Simulation
+from posttrain.apps.planning.job import Episode, Group, Job, Learning, Setting, Speed, Stage
+from posttrain.apps.planning.simulation import Simulation
 
 PROMPTS, GROUP, MEAN, LONGEST, ENGINES = 128, 8, 2000, 16_000, 8
 SETTINGS = {

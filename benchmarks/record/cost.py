@@ -22,18 +22,18 @@ from typing import Any
 from unittest.mock import patch
 
 import posttrain
-from posttrain.batch import Batch, Stats
-from posttrain.envs import arithmetic
-from posttrain.learners.local import LocalLearner
-from posttrain.protocols import Objective
-from posttrain.record.making import rollouts_table
-from posttrain.record.writing import write_table
-from posttrain.runs.record import Record
-from posttrain.sink import Sink
-from posttrain.sources.ledger import Ledger
-from posttrain.sources.recording import GROUPS
-from posttrain.sources.rl import Experience
-from posttrain.types import Outcome
+from posttrain.core.batch import Batch, Stats
+from posttrain.core.protocols import Objective
+from posttrain.core.token_probe import Sink
+from posttrain.core.types import Outcome
+from posttrain.envs.builtin import arithmetic
+from posttrain.learners.local_learner import LocalLearner
+from posttrain.runs.record.rollout_tables import rollouts_table
+from posttrain.runs.record.table_writer import write_table
+from posttrain.runs.run_record import Record
+from posttrain.training.sources.ledger import Ledger
+from posttrain.training.sources.rl_source import Experience
+from posttrain.training.sources.token_recording import GROUPS
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 LEVELS = ("tokens", "sample", "full")

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.batch import Scores
-from posttrain.deferred import torch
-from posttrain.envs.branching import Plan
-from posttrain.part import Need, Part, knob
+from posttrain.core.batch import Scores
+from posttrain.core.component import Need, Part, knob
+from posttrain.core.lazy_torch import torch
+from posttrain.envs.play.branch_plan import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.batch import Scores
-from posttrain.deferred import torch
-from posttrain.part import Need, Part, knob
-from posttrain.types import UserError
+from posttrain.core.batch import Scores
+from posttrain.core.component import Need, Part, knob
+from posttrain.core.lazy_torch import torch
+from posttrain.core.types import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,10 +13,10 @@ from posttrain.algorithms.branching import PAPER
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Imitated, Margin, Preference
 from posttrain.algorithms.responses import Likelihood, LogRatio, PolicyWeight
+from posttrain.algorithms.reward_model_table import Scoring
 from posttrain.algorithms.row import Row
-from posttrain.algorithms.scoring import Scoring
 from posttrain.algorithms.settings import change, flags, settings_of
-from posttrain.part import Need, Part
+from posttrain.core.component import Need, Part
 
 SYMBOLS = (
     "lp, old, ref, mu: log-probability of a sampled token under the policy, the policy before the step's updates, the "

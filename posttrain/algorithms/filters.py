@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from posttrain.algorithms.credit import equal_rewards
-from posttrain.batch import Scores
-from posttrain.deferred import torch
-from posttrain.part import Need, Part, knob
+from posttrain.core.batch import Scores
+from posttrain.core.component import Need, Part, knob
+from posttrain.core.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from posttrain.deferred import torch
-from posttrain.part import Need, Part, knob
-from posttrain.types import Comparison
+from posttrain.core.component import Need, Part, knob
+from posttrain.core.lazy_torch import torch
+from posttrain.core.types import Comparison
 
 if TYPE_CHECKING:
     from torch import Tensor

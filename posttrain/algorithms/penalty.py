@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.part import Need, Part, knob
+from posttrain.core.component import Need, Part, knob
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from posttrain.algorithms.aggregate import AGGREGATES, Aggregate
 from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import ADVANTAGES, Advantage, Unrewarded
-from posttrain.algorithms.critic import CriticLoss
+from posttrain.algorithms.critic_loss import CriticLoss
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import KL, Entropy
 from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, RatioStep
@@ -21,11 +21,11 @@ from posttrain.algorithms.row import Row
 from posttrain.algorithms.shaping import Shaping
 from posttrain.algorithms.surrogate import SURROGATES, Surrogate
 from posttrain.algorithms.teacher import Distillation
-from posttrain.batch import Batch, Outputs, Stats
-from posttrain.deferred import torch
-from posttrain.learners.natural import TrustRegion
-from posttrain.part import Need, Part, knob
-from posttrain.protocols import Objective
+from posttrain.core.batch import Batch, Outputs, Stats
+from posttrain.core.component import Need, Part, knob
+from posttrain.core.lazy_torch import torch
+from posttrain.core.protocols import Objective
+from posttrain.learners.natural_gradient import TrustRegion
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.algorithms.compared import DENOMINATORS, Denominator, PerComparison
+from posttrain.algorithms.comparison_weights import DENOMINATORS, Denominator, PerComparison
 from posttrain.algorithms.links import LINKS, Link, Pairs
 from posttrain.algorithms.responses import SCORES, LogRatio, PolicyWeight, Responses, Score
 from posttrain.algorithms.row import Row
-from posttrain.batch import Batch, Outputs, Preferences, Stats
-from posttrain.deferred import torch
-from posttrain.part import Part, knob
-from posttrain.protocols import Objective
+from posttrain.core.batch import Batch, Outputs, Preferences, Stats
+from posttrain.core.component import Part, knob
+from posttrain.core.lazy_torch import torch
+from posttrain.core.protocols import Objective
 
 if TYPE_CHECKING:
     from torch import Tensor

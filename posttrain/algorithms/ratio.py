@@ -13,9 +13,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.batch import Batch
-from posttrain.deferred import torch
-from posttrain.part import Part, knob
+from posttrain.core.batch import Batch
+from posttrain.core.component import Part, knob
+from posttrain.core.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

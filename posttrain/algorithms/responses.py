@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from posttrain.algorithms.ratio import LARGEST_LOG_RATIO
-from posttrain.batch import Batch, Outputs
-from posttrain.deferred import torch
-from posttrain.part import Need, Part, knob
+from posttrain.core.batch import Batch, Outputs
+from posttrain.core.component import Need, Part, knob
+from posttrain.core.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from posttrain.part import Limits, Need, Part
+from posttrain.core.component import Limits, Need, Part
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from posttrain.algorithms.row import Row
-from posttrain.messages import near, short
-from posttrain.part import NEVER, Bounds, Knob, Part, knob_of
-from posttrain.types import UserError
-from posttrain.user_code import load_named
-from posttrain.values import convert, fits, said
+from posttrain.core.coerce import convert, fits, said
+from posttrain.core.component import NEVER, Bounds, Knob, Part, knob_of
+from posttrain.core.messages import near, short
+from posttrain.core.types import UserError
+from posttrain.system.user_code import load_named
 
 Place = tuple[str, ...]
 AnyRow = TypeVar("AnyRow", bound=Row)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from posttrain.batch import Scores
-from posttrain.deferred import torch
-from posttrain.part import Limits, Need, Part, knob
-from posttrain.types import UserError
+from posttrain.core.batch import Scores
+from posttrain.core.component import Limits, Need, Part, knob
+from posttrain.core.lazy_torch import torch
+from posttrain.core.types import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

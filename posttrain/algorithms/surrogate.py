@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from posttrain.batch import Batch, Outputs, Stats
-from posttrain.deferred import torch
-from posttrain.part import Part, knob
+from posttrain.core.batch import Batch, Outputs, Stats
+from posttrain.core.component import Part, knob
+from posttrain.core.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

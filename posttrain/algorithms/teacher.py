@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
-from posttrain.batch import Outputs
-from posttrain.part import Limits, Need, Part, knob
+from posttrain.core.batch import Outputs
+from posttrain.core.component import Limits, Need, Part, knob
 
 if TYPE_CHECKING:
     from torch import Tensor

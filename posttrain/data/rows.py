@@ -18,7 +18,10 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from posttrain.data.files import (
+from posttrain.core.messages import clip, one_line
+from posttrain.core.types import UserError
+from posttrain.data.arrow_store import Table, digest, fingerprint, keep_table
+from posttrain.data.row_files import (
     READ,
     TEXTS,
     Row,
@@ -31,10 +34,7 @@ from posttrain.data.files import (
     read_value,
     rows_of,
 )
-from posttrain.data.store import Table, digest, fingerprint, keep_table
-from posttrain.messages import clip, one_line
-from posttrain.types import UserError
-from posttrain.user_code import describe_error
+from posttrain.system.user_code import describe_error
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.runs.checks import CHECKS, FATAL, GOOD
-from posttrain.runs.history import History, Limits
+from posttrain.runs.health_checks import CHECKS, FATAL, GOOD
+from posttrain.runs.metric_history import History, Limits
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from posttrain.sandbox import kernel, seccomp
+from posttrain.core.types import UserError
+from posttrain.sandbox import seccomp, syscalls
 from posttrain.sandbox.jail import NOBODY
 from posttrain.sandbox.limits import Limits
-from posttrain.types import UserError
 
 FOLDER = "/tmp"  # the command's own, in which it starts
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
@@ -61,8 +61,8 @@ def _check() -> None:
             "programs that are not Python run in bubblewrap, which is not installed: install it (on Debian and Ubuntu: "
             "apt install bubblewrap), so that bwrap is found"
         )
-    if not kernel.numbers():
-        raise UserError(f"there is no filter of system calls for this machine ({kernel.MACHINE})")
+    if not syscalls.numbers():
+        raise UserError(f"there is no filter of system calls for this machine ({syscalls.MACHINE})")
     tried = _run(["true"], {}, "", Limits())
     if tried.exit or tried.over:
         said = tried.output.decode(errors="replace").strip()

@@ -22,8 +22,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-from posttrain.sandbox.plain import NotPlain, decode, encode, named
-from posttrain.sandbox.talk import receive, send
+from posttrain.sandbox.json_messages import receive, send
+from posttrain.sandbox.plain_values import NotPlain, decode, encode, named
 
 LONGEST_ANSWER = 64 << 20
 LONGEST_WHY = 300  # characters

@@ -18,11 +18,11 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-from posttrain.sandbox import kernel
+from posttrain.core.types import UserError
+from posttrain.sandbox import syscalls
+from posttrain.sandbox.json_messages import HEAD
 from posttrain.sandbox.limits import Limits, Protections
 from posttrain.sandbox.program import Broken, Program
-from posttrain.sandbox.talk import HEAD
-from posttrain.types import UserError
 
 START_SECONDS = 60.0  # for the warm interpreter, on a busy machine with a slow file system
 END_SECONDS = 10.0  # for the warm interpreter to end
@@ -42,7 +42,7 @@ _SET = {
 }
 _BOOT = (
     "import sys; control, root, *allowed = sys.argv[1:]; sys.path.insert(0, root); sys.argv[1:] = []; "
-    "from posttrain.sandbox.warm import main; main(int(control), root, allowed)"
+    "from posttrain.sandbox.fork_server import main; main(int(control), root, allowed)"
 )
 
 
@@ -54,7 +54,7 @@ class Sandbox:
     """
 
     def __init__(self) -> None:
-        if not kernel.LINUX or kernel.release() < (5, 3):
+        if not syscalls.LINUX or syscalls.release() < (5, 3):
             raise UserError(
                 "the sandbox needs Linux 5.3 or later: run this in a virtual machine or container that has it"
             )
@@ -62,7 +62,7 @@ class Sandbox:
         told = os.environ.get(TELL)
         if told not in (None, "", UNPROTECTED, DENIED):
             raise UserError(f"{TELL} may be {UNPROTECTED} or {DENIED}, not {told!r}")
-        self._allowed = () if told == DENIED else tuple(kernel.NAMESPACES)
+        self._allowed = () if told == DENIED else tuple(syscalls.NAMESPACES)
         self._owner = os.getpid()
         self.protections = self._begin()
         if self.protections.missing and told != UNPROTECTED:

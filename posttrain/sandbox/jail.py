@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
-from posttrain.sandbox import files, kernel, landlock, seccomp
+from posttrain.sandbox import filesystem, landlock, seccomp, syscalls
 from posttrain.sandbox.limits import Limits, Protections
 
 NOBODY = 65534  # the user and the group of programs, where the sandbox may choose
@@ -79,18 +79,18 @@ def _enter(ground: Ground, limits: Limits) -> None:
     kinds = ground.kinds
     with suppress(OSError):
         in_proc(ground.proc, "oom_score_adj", "1000")  # if memory runs out, the system should look here first
-    flags = ground.protections.flags & ~kernel.NEW_PID
+    flags = ground.protections.flags & ~syscalls.NEW_PID
     if flags:
         user, group = os.geteuid(), os.getegid()
-        kernel.unshare(flags)
+        syscalls.unshare(flags)
         if "user" in kinds:
             map_user(ground.proc, user, group, INSIDE)
     if "uts" in kinds:
         socket.sethostname("sandbox")
     if "mount" in kinds:
         owner = NOBODY if ground.protections.other_user and "user" not in kinds else None
-        kernel.mount("none", "/", None, kernel.RECURSIVE | kernel.PRIVATE)
-        files.mount_folder(limits.folder, limits.files, owner)
+        syscalls.mount("none", "/", None, syscalls.RECURSIVE | syscalls.PRIVATE)
+        filesystem.mount_folder(limits.folder, limits.files, owner)
 
 
 def map_user(proc: int, user: int, group: int, inside: int | None = None) -> None:
@@ -114,7 +114,7 @@ def leave_root() -> None:
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
-    kernel.prctl(kernel.DUMPABLE, 1)
+    syscalls.prctl(syscalls.DUMPABLE, 1)
 
 
 def _confine(ground: Ground, order: Order, confining: int) -> None:
@@ -125,16 +125,16 @@ def _confine(ground: Ground, order: Order, confining: int) -> None:
     rules = [*ground.rules, (os.open(".", os.O_PATH | os.O_CLOEXEC), landlock.OWNING)]
     if protections.other_user and "user" not in protections.namespaces:
         leave_root()
-    kernel.prctl(kernel.DEATH_SIGNAL, signal.SIGKILL)
+    syscalls.prctl(syscalls.DEATH_SIGNAL, signal.SIGKILL)
     if _is_cut(confining):
         os._exit(1)  # the warm interpreter has died already
-    kernel.prctl(kernel.NO_NEW_PRIVILEGES, 1)
+    syscalls.prctl(syscalls.NO_NEW_PRIVILEGES, 1)
     if protections.landlock:
         landlock.restrict(protections.landlock, rules)
     _keep_descriptors(order, confining)
     _limit(order.limits, protections)
-    kernel.drop_capabilities()
-    kernel.prctl(kernel.DUMPABLE, 0)
+    syscalls.drop_capabilities()
+    syscalls.prctl(syscalls.DUMPABLE, 0)
     if protections.seccomp:
         seccomp.install(ground.filter)
 
@@ -150,7 +150,7 @@ def _keep_descriptors(order: Order, confining: int) -> None:
     os.dup2(output, 2)
     os.dup2(talk, TALK)
     for first, last in ((TALK + 1, confining - 1), (confining + 1, (1 << 32) - 1)):
-        kernel.call("close_range", first, last, 0)
+        syscalls.call("close_range", first, last, 0)
 
 
 def _is_cut(pipe: int) -> bool:

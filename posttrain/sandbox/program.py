@@ -15,8 +15,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from posttrain.sandbox.json_messages import HEAD, framed, length
 from posttrain.sandbox.limits import Limits
-from posttrain.sandbox.talk import HEAD, framed, length
 
 MOST_ANSWER = 1 << 20  # bytes of a program's answer
 END_SECONDS = 10.0  # for the warm interpreter to report a program's end

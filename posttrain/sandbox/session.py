@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from posttrain.sandbox.limits import Limits
 from posttrain.sandbox.program import Ended, Program
-from posttrain.sandbox.shared import STEP, shared
+from posttrain.sandbox.shared_sandbox import STEP, shared
 
 SECONDS = 5.0  # of a call, by the clock
 SHARE = 0.5  # of a step of the environment, that a call may take at most

@@ -12,10 +12,10 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from posttrain.endpoint import Endpoint, Failed, key_in
-from posttrain.protocols import Service
-from posttrain.services.cache import Cache
-from posttrain.services.judging import (
+from posttrain.core.protocols import Service
+from posttrain.core.types import Invalid, InvalidKind, Reasoned, UserError, bare
+from posttrain.services.answer_cache import Cache
+from posttrain.services.judge_prompt import (
     Question,
     Said,
     again,
@@ -26,8 +26,8 @@ from posttrain.services.judging import (
     request,
     schema,
 )
-from posttrain.services.recipe import Criterion, Recipe
-from posttrain.types import Invalid, InvalidKind, Reasoned, UserError, bare
+from posttrain.services.judge_recipe import Criterion, Recipe
+from posttrain.system.endpoint import Endpoint, Failed, key_in
 
 FIRST = {"A": 1.0, "tie": 0.5, "B": 0.0}
 """What a comparison is worth to the reply that was shown as A."""
@@ -36,7 +36,7 @@ TRIED = ("What is 2 + 2?", "2 + 2 is 4.", "2 + 2 is 5.")
 
 
 class Judge:
-    """See `posttrain.protocols.Service`.
+    """See `posttrain.core.protocols.Service`.
 
     Answers are Reasoned, with the texts of the calls that they were read from. That of a scalar judge is a number of its
     scale, that of a pairwise one 1 (the first is better), 0.5 or 0. With several criteria it is a dict with each of them and

@@ -1,7 +1,7 @@
 """A retriever as a service: environments ask for passages, `found = yield Ask("retriever", {"query": ..., "k": 3})`.
 
 The answer is a list of {"id", "contents", "score"}, the best first; it may be empty. Behind it stands a server that speaks
-the protocol of `posttrain.retrieval.protocol`, or an index of this machine, which one process opens for all workers.
+the protocol of `posttrain.services.retrieval.search_protocol`, or an index of this machine, which one process opens for all workers.
 Decided here: what a server cannot answer is Invalid, never an empty list, which would say that there is nothing to find.
 """
 
@@ -17,16 +17,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.children import Child, pair
-from posttrain.endpoint import Endpoint, Failed
-from posttrain.envs.asking import made_up_passages
-from posttrain.envs.wire import Frames, framed
-from posttrain.messages import clip, short
-from posttrain.protocols import Service
-from posttrain.retrieval.folder import Manifest
-from posttrain.retrieval.protocol import LONGEST_QUERY, MOST_TOPK, PATH, is_score, read_answer, written_request
-from posttrain.retrieval.worker import Setup
-from posttrain.types import Invalid, InvalidKind, UserError
+from posttrain.core.messages import clip, short
+from posttrain.core.protocols import Service
+from posttrain.core.types import Invalid, InvalidKind, UserError
+from posttrain.envs.play.service_client import made_up_passages
+from posttrain.envs.play.worker_protocol import Frames, framed
+from posttrain.services.retrieval.index_folder import Manifest
+from posttrain.services.retrieval.search_protocol import (
+    LONGEST_QUERY,
+    MOST_TOPK,
+    PATH,
+    is_score,
+    read_answer,
+    written_request,
+)
+from posttrain.services.retrieval.search_worker import Setup
+from posttrain.system.child_processes import Child, pair
+from posttrain.system.endpoint import Endpoint, Failed
 
 CALLS, SECONDS, RETRIES = 64, 30.0, 5
 """Of a server: calls at once, the limit of each, how often it is made again."""
@@ -60,7 +67,7 @@ def _read_question(content: Any) -> tuple[str, int] | str:
 
 
 class Remote:
-    """See `posttrain.protocols.Service`. Asks a server."""
+    """See `posttrain.core.protocols.Service`. Asks a server."""
 
     def __init__(self, address: str, name: str, retries: int = RETRIES) -> None:
         """`address`: with or without the path. Raises UserError for what is none."""
@@ -128,7 +135,7 @@ class Remote:
 
 
 class Local:
-    """See `posttrain.protocols.Service`. Asks a process of its own, in which the index is open."""
+    """See `posttrain.core.protocols.Service`. Asks a process of its own, in which the index is open."""
 
     def __init__(self, folder: str, name: str) -> None:
         """Raises UserError if there is no index, or if it cannot be opened."""
@@ -136,7 +143,7 @@ class Local:
         self._manifest = Manifest.read(Path(self.folder))
         self._socket, theirs = pair()
         with theirs:
-            self._child = Child("posttrain.retrieval.worker:main", [theirs.fileno()])
+            self._child = Child("posttrain.services.retrieval.search_worker:main", [theirs.fileno()])
         self._frames, self._unsent = Frames(MOST_ANSWER), bytearray(framed(pickle.dumps(Setup(self.folder))))
         self._socket.setblocking(False)
         self._asked: deque[tuple[int, str, int]] = deque()

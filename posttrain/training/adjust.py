@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from posttrain.algorithms.credit import GAE, Baselined, Decoupled, Earned, PassAtK, Process, Unrewarded
-from posttrain.algorithms.critic import SoftQ, Value
+from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.policy import Algorithm, Pretraining
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.settings import change, check_ranges, choose, flags
 from posttrain.algorithms.surrogate import ExpectedQ
 from posttrain.algorithms.teacher import Distillation
 from posttrain.config import RL, Distill
-from posttrain.part import Limits, Need
-from posttrain.types import UserError
+from posttrain.core.component import Limits, Need
+from posttrain.core.types import UserError
 
 
 def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:

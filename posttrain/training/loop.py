@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from posttrain.batch import Stats, Step
-from posttrain.protocols import Learner, Objective, Source
+from posttrain.core.batch import Stats, Step
+from posttrain.core.protocols import Learner, Objective, Source
 
 Hook = Callable[["Trained"], bool | None]
 """What is called after a step. True: training ends here."""

@@ -8,16 +8,13 @@ from typing import Any
 import torch
 
 from posttrain.config import Passes, RewardModelling
-from posttrain.data.convert import Convert
+from posttrain.core.messages import clip
+from posttrain.core.protocols import Learner, Model
+from posttrain.core.types import Task, UserError
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.kernels import build
-from posttrain.messages import clip
-from posttrain.models.fused import compiles
-from posttrain.protocols import Learner, Model
-from posttrain.sources.made import Made, steps_per_epoch
-from posttrain.sources.packing import Read
-from posttrain.sources.recording import Recording
-from posttrain.sources.showing import Showing
+from posttrain.data.tasks_from_rows import Convert
+from posttrain.models.native.fused import compiles
+from posttrain.models.native.kernels import build
 from posttrain.training.setup import (
     amount,
     microbatch_tokens,
@@ -25,7 +22,10 @@ from posttrain.training.setup import (
     split_tasks,
     warn,
 )
-from posttrain.types import Task, UserError
+from posttrain.training.sources.example_recording import Showing
+from posttrain.training.sources.example_stream import Made, steps_per_epoch
+from posttrain.training.sources.packing import Read
+from posttrain.training.sources.token_recording import Recording
 
 READ_FOR_REPEATED = 1000  # rows
 LEAST_REPEATED = 8  # characters of a prompt: a response may begin with a shorter one by chance

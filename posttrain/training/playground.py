@@ -15,21 +15,21 @@ from typing import Any
 import torch
 
 from posttrain.config import RL, SFT, Chat, Check, Evaluation, Label, Sample, named_services
+from posttrain.core.protocols import Alone, Engine, World
+from posttrain.core.types import Env, Sampling, UserError
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.envs.asked import unscored
-from posttrain.envs.asking import Services
-from posttrain.envs.journal import Journal
+from posttrain.envs.builtin.service_reward import unscored
 from posttrain.envs.load import about
-from posttrain.envs.play import Bounds, Player, TooLong
-from posttrain.envs.pool import EnvPool
-from posttrain.envs.seen import Viewer
-from posttrain.models.outline import Outline, outline
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Alone, Engine, World
+from posttrain.envs.play.answer_journal import Journal
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Bounds, Player, TooLong
+from posttrain.envs.play.service_client import Services
+from posttrain.envs.preview import Viewer
+from posttrain.models.checkpoint_summary import Outline, outline
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
-from posttrain.services.recipe import Generative, Recipe, read_recipe
+from posttrain.services.judge_recipe import Generative, Recipe, read_recipe
 from posttrain.training.setup import rehearse, warn
-from posttrain.types import Env, Sampling, UserError
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ def open_services(
         _ask_endpoints(recipes, services, resumed)
         _open_retrievers(config, services, resumed)
         for name, model in named_services(getattr(config, "reward_model", ()), "reward-model"):
-            from posttrain.services.reward_model import RewardModel
+            from posttrain.services.reward_model_service import RewardModel
 
             services.named[name] = RewardModel(resolve(model), device)
         for name, recipe in recipes.items():
             if isinstance(recipe, Generative):
-                from posttrain.services.generative import GenerativeJudge
+                from posttrain.services.generative_judge import GenerativeJudge
 
                 services.named[name] = GenerativeJudge(recipe, name, device)
     except BaseException:

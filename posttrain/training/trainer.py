@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.batch import Stats
-from posttrain.beside import Beside
 from posttrain.config import Training
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.options import as_dict
-from posttrain.pictures import FOLDER, PICTURES
-from posttrain.protocols import TRAINING, Learner, Objective, Source
+from posttrain.config.resolve import as_dict
+from posttrain.core.batch import Stats
+from posttrain.core.pictures import FOLDER, PICTURES
+from posttrain.core.protocols import TRAINING, Learner, Objective, Source
+from posttrain.core.types import Invalid, Outcome, SpanKind, UserError
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs.curves import curves
-from posttrain.runs.display import Display
-from posttrain.runs.files import writing
 from posttrain.runs.health import Health
-from posttrain.runs.opening import RunFolder
-from posttrain.runs.reading import read_metrics, read_run
+from posttrain.runs.run_files import writing
+from posttrain.runs.run_folder import RunFolder
+from posttrain.runs.run_reading import read_metrics, read_run
+from posttrain.runs.terminal.display import Display
+from posttrain.system.worker_thread import Beside
 from posttrain.training.loop import Trained, interruptible, train
-from posttrain.types import Invalid, Outcome, SpanKind, UserError
 
 WAITING = 0.3  # share of the steps' time from which on waiting for environments is worth a message
 LATELY = 5  # steps that it is measured over

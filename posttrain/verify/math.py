@@ -18,9 +18,9 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from posttrain.types import Invalid
+from posttrain.core.types import Invalid
 from posttrain.verify.answer import final_answer, last_boxed
-from posttrain.verify.limit import Failed, limited
+from posttrain.verify.limited_process import Failed, limited
 from posttrain.verify.numeric import equal_numbers, read_number, written_tolerance
 from posttrain.verify.spelling import balanced, clean, depth, in_base, tight, words
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from posttrain.types import Invalid
-from posttrain.verify.limit import Failed, limited
+from posttrain.core.types import Invalid
+from posttrain.verify.limited_process import Failed, limited
 
 LONGEST = 2**20  # characters of a reply that are looked at
 

@@ -10,9 +10,9 @@ import ast
 from collections import Counter
 from typing import Any
 
-from posttrain.types import Invalid, UserError
+from posttrain.core.types import Invalid, UserError
 from posttrain.verify.fenced import code_in
-from posttrain.verify.limit import Failed, limited
+from posttrain.verify.limited_process import Failed, limited
 
 LONGEST = 200_000  # characters of code; longer code is wrong
 SECONDS = 2.0  # of processor time for one call

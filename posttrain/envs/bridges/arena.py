@@ -16,9 +16,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain.envs.bridges.episodes import Broken, Chance, Manner, Step, need, number_of, played, task_seed
-from posttrain.envs.generated import write
-from posttrain.types import Reply, Task, Turn, UserError, Verdict
+from posttrain.core.types import Reply, Task, Turn, UserError, Verdict
+from posttrain.envs.bridges.bridge import Broken, Chance, Manner, Step, need, number_of, played, task_seed
+from posttrain.envs.builtin.generated import write
 
 need("textarena", "textarena")
 

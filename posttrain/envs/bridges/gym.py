@@ -15,7 +15,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.envs.bridges.episodes import (
+from posttrain.core.types import Reply, Task, Turn, UserError, Verdict
+from posttrain.envs.bridges.bridge import (
     Chance,
     Manner,
     NotAnAction,
@@ -26,8 +27,7 @@ from posttrain.envs.bridges.episodes import (
     played,
     task_seed,
 )
-from posttrain.envs.generated import write
-from posttrain.types import Reply, Task, Turn, UserError, Verdict
+from posttrain.envs.builtin.generated import write
 
 need("gymnasium", "gymnasium")
 

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from posttrain.envs.bridges.episodes import LONGEST, Broken, need, shown
+from posttrain.core.messages import clip, inline, near_or_all, short
+from posttrain.core.types import Reply, Task, Turn, UserError
+from posttrain.envs.bridges.bridge import LONGEST, Broken, need, shown
 from posttrain.envs.load import opening
-from posttrain.messages import clip, inline, near_or_all, short
-from posttrain.types import Reply, Task, Turn, UserError
 
 need("mcp", "mcp")
 

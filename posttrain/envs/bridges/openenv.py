@@ -20,7 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain.envs.bridges.episodes import (
+from posttrain.core.messages import inline, short
+from posttrain.core.types import Reply, Task, UserError
+from posttrain.envs.bridges.bridge import (
     Broken,
     Manner,
     NotAnAction,
@@ -31,8 +33,6 @@ from posttrain.envs.bridges.episodes import (
     ran_out,
     task_seed,
 )
-from posttrain.messages import inline, short
-from posttrain.types import Reply, Task, UserError
 
 need("websockets", "openenv")
 

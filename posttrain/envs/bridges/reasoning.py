@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.envs.bridges.episodes import need
-from posttrain.envs.generated import write
-from posttrain.messages import near
-from posttrain.seeds import seed_of
-from posttrain.types import Invalid, Task, UserError
+from posttrain.core.messages import near
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Invalid, Task, UserError
+from posttrain.envs.bridges.bridge import need
+from posttrain.envs.builtin.generated import write
 from posttrain.verify.format import between
-from posttrain.verify.limit import Failed, limited
+from posttrain.verify.limited_process import Failed, limited
 
 need("reasoning_gym", "reasoning_gym")
 

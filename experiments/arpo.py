@@ -16,7 +16,7 @@ from experiments.search_r1 import COMMON, Quiz, examined, prepare
 from posttrain.algorithms.policy import policy_objective
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
-from posttrain.training.loop import Trained, train
+from posttrain.training.loop import FinishedStep, train
 
 GRPO, ARPO = "GRPO", "ARPO"
 ARMS = {GRPO: "grpo", ARPO: "arpo"}
@@ -49,7 +49,7 @@ def trained(quiz: Quiz, arm: str, folder: Path, seed: int, settings: Settings) -
     sizes = {**settings, "max_tokens": reader.LONGEST}
     sampled = number = 0
 
-    def note(done: Trained) -> bool:
+    def note(done: FinishedStep) -> bool:
         nonlocal sampled
         sampled += done.step.tokens
         for name, value in done.stats.means().items():

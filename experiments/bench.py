@@ -28,7 +28,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.adjust import adjust
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.packing import pack
-from posttrain.training.sources.rl_source import Experience
+from posttrain.training.sources.rl_source import RLSource
 
 TOKENS = 8192  # fed at once
 
@@ -41,7 +41,7 @@ def bench(
     critic: Path | None = None,
     player: type[Player] = Player,
     **options: Any,
-) -> Iterator[Experience]:
+) -> Iterator[RLSource]:
     """The arena's policy with everything that produces steps of it. `options`: those of `posttrain.rl`.
 
     `critic`: the checkpoint of a run that has one; `player`: who plays its episodes.
@@ -54,7 +54,7 @@ def bench(
     value: Critic | None = new_critic(ValueModel, critic, model, seed) if critic else None
     sampling = Sampling(max_tokens=settings["max_tokens"])
     with EnvPool(arena.env, 0) as pool:
-        yield Experience(
+        yield RLSource(
             tasks=to_tasks(arena.tasks),
             player=player(pool, embedded(model, tokenizer), tokenizer, sampling, model.config.context),
             learner=LocalLearner(model, Optimization(lr=settings.get("lr", 1e-5), betas=(0.9, 0.95)), critic=value),

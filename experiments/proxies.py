@@ -24,7 +24,7 @@ from experiments.experiment import Settings
 from experiments.harness import QUIET, checkpoint_of
 from posttrain.config import Evaluation, RewardModelling
 from posttrain.core.types import Ask, Reply, Task, Turn
-from posttrain.services.reward_model_service import RewardModel
+from posttrain.services.reward_model_service import RewardModelService
 from posttrain.training.verbs import evaluate, reward_model
 
 LETTERS = "abcdefghijklmnop"
@@ -141,7 +141,7 @@ def trained(rows: Sequence[Task], start: str, folder: Path, seed: int, settings:
 
 def scores_of(folder: str, replies: Sequence[Sequence[tuple[str, float]]]) -> list[list[float]]:
     """What a reward model says of these replies to the prompts."""
-    service = RewardModel(folder)
+    service = RewardModelService(folder)
     asked = [(task["prompt"], text) for task, own in zip(PROMPTS, replies, strict=True) for text, _ in own]
     for place, (prompt, text) in enumerate(asked):
         service.submit(place, {"prompt": prompt, "response": text})

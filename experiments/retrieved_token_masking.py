@@ -30,10 +30,10 @@ from experiments.search import searching
 from experiments.search_r1 import COMMON, Quiz, examined, prepare
 from posttrain.algorithms.policy import policy_objective
 from posttrain.core.types import Completion, Rollout, SpanKind, StopReason, Transcript
-from posttrain.envs.play.branch_plan import Plan
+from posttrain.envs.play.branch_plan import BranchPlan
 from posttrain.envs.play.player import Episode, Player
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.loop import Trained, train
+from posttrain.training.loop import FinishedStep, train
 
 METRICS = ("accuracy", "reward/searches", "length", "entropy", "grad_norm")
 SHOWN = {"all": "exact match", "one hop": "one hop", "two hops": "two hops", "valid": "valid searches",
@@ -43,7 +43,7 @@ SHOWN = {"all": "exact match", "one hop": "one hop", "two hops": "two hops", "va
 class Unmasked(Player):
     """Plays as ever, and hands over rollouts in which what was shown after the prompt is scored too."""
 
-    def play(self, episodes: Sequence[Episode], plan: Plan | None = None) -> list[Rollout]:
+    def play(self, episodes: Sequence[Episode], plan: BranchPlan | None = None) -> list[Rollout]:
         assert plan is None, "tokens that were shown are nobody's"
         return [unmasked(rollout) for rollout in super().play(episodes)]
 
@@ -90,7 +90,7 @@ def trained(
     arena = Arena(quiz.practice, searching, quiz.start)
     curves: dict[str, Curve] = {name: [] for name in METRICS}
 
-    def note(done: Trained) -> None:
+    def note(done: FinishedStep) -> None:
         metrics = done.stats.means()
         for name in METRICS:
             curves[name].append(metrics.get(name))

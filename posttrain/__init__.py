@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from posttrain.envs.tools import Tools
     from posttrain.training.trainer import Run
     from posttrain.training.verbs.evaluate import Evaluated
-    from posttrain.training.verbs.label import Labelled
+    from posttrain.training.verbs.label import LabelSummary
     from posttrain.training.verbs.sample import Written
     from posttrain.typed import (
         DistillOptions,
@@ -220,7 +220,7 @@ def sample(
     return sample.sample(_fill(Sample, given), rows, function)
 
 
-def label(items: Rows, by: str | Callable[..., Any] = "", **options: Unpack[LabelOptions]) -> Labelled:
+def label(items: Rows, by: str | Callable[..., Any] = "", **options: Unpack[LabelOptions]) -> LabelSummary:
     """Label the responses of items. `by`: "reward-model=FOLDER", "judge=RECIPE.toml", or a reward (task, reply) -> float.
 
     The options are those of `posttrain label --help`, such as out="labelled.jsonl", pairs="pairs.jsonl", margin=0.5. Raises

@@ -32,7 +32,7 @@ from posttrain.core.types import (
 )
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.check import check
-from posttrain.envs.play.answer_journal import ANSWERS, Journal
+from posttrain.envs.play.answer_journal import ANSWERS, AnswerJournal
 from posttrain.envs.play.env_outputs import DEEPEST, LONGEST_TEXT, read_ask
 from posttrain.envs.play.env_pool import Done, EnvPool
 from posttrain.envs.play.player import MOST_ASKS, Player
@@ -427,7 +427,7 @@ def test_a_service_that_there_is_not_is_named_with_what_helps(tokenizer: Tokeniz
 
 def journaled(folder: Path, resumed: bool, service: Service) -> Services:
     services = Services({"lengths": service})
-    services.journal = Journal(folder, resumed)
+    services.journal = AnswerJournal(folder, resumed)
     return services
 
 
@@ -494,7 +494,7 @@ def test_what_was_said_for_an_answer_is_repeated_from_the_journal_and_not_held(t
     again.close()
     (tmp_path / ANSWERS).write_text('{"step": 1, "question": "q", "service": "s", "answer": 1, "said": 5}\n')
     with pytest.raises(UserError, match="damaged behind byte 0"):
-        Journal(tmp_path, True)
+        AnswerJournal(tmp_path, True)
 
 
 def test_an_environment_gets_the_answer_alone_and_its_rollout_both(tokenizer: Tokenizer) -> None:
@@ -572,12 +572,12 @@ def test_a_damaged_journal_is_refused_and_a_new_run_ignores_an_old_one(tmp_path:
     for damage in ('{"step": 1}', "5", "[" * 100_000, '{"begun": Infinity}', place):
         (tmp_path / ANSWERS).write_text(f"{whole}{damage}\n")
         with pytest.raises(UserError, match=f"damaged behind byte {len(whole)}: .* or delete it"):
-            Journal(tmp_path, True)
+            AnswerJournal(tmp_path, True)
         assert (tmp_path / ANSWERS).read_text() == f"{whole}{damage}\n"
     (tmp_path / ANSWERS).unlink()
     os.mkfifo(tmp_path / ANSWERS)
     with pytest.raises(UserError, match="it is no file"):
-        Journal(tmp_path, True)
+        AnswerJournal(tmp_path, True)
     (tmp_path / ANSWERS).unlink()
     fresh = journaled(tmp_path, False, Lengths())
     assert asks(fresh, ["abc"]) == [3]

@@ -21,7 +21,7 @@ from posttrain.core.protocols import Alone
 from posttrain.core.types import UserError
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.learners import fsdp, process_group
-from posttrain.learners.fsdp import ShardingLearner, shard
+from posttrain.learners.fsdp import FSDPLearner, shard
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.learners.process_group import Processes
 from posttrain.models.checkpoint_folder import load_model
@@ -31,7 +31,7 @@ from posttrain.models.hf.transformers_folder import stored_tensors
 from posttrain.models.row_shards import is_sharded, whole
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.open_learner import new_learner
-from posttrain.training.sources.sft_source import Likelihood
+from posttrain.training.sources.sft_source import LikelihoodObjective
 
 pytest.importorskip("transformers")
 pytestmark = [
@@ -67,11 +67,16 @@ def learners(out: Path, rank: int, together: Processes) -> None:
     for kind in KINDS:
         with InDouble():
             one = learner(LocalLearner, out / kind, Alone())
-            sharded = learner(ShardingLearner, out / kind, together)
+            sharded = learner(FSDPLearner, out / kind, together)
             grads, summed = gradients(one), gradients(sharded)
             copied = own_copy(sharded.weights())
             equal(dict(one.model.named_parameters()), dict(copied.named_parameters()), 0.0)  # type: ignore[arg-type]
-            cases = [(Both(), 7), (Both(), 1), (Both(policy=long, critic=lambda b: not long(b)), 6), (Likelihood(), 5)]
+            cases = [
+                (Both(), 7),
+                (Both(), 1),
+                (Both(policy=long, critic=lambda b: not long(b)), 6),
+                (LikelihoodObjective(), 5),
+            ]
             for objective, count in cases:
                 batches = micro_batches(count)
                 for mine, theirs in zip(one.evaluate(batches), sharded.evaluate(batches), strict=True):

@@ -39,9 +39,9 @@ from posttrain.core.types import (
     UserError,
 )
 from posttrain.engines.local.local_engine import LocalEngine
-from posttrain.envs.play.branch_plan import Plan, Shares
+from posttrain.envs.play.branch_plan import BranchPlan, Shares
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Bounds, Episode, Player
+from posttrain.envs.play.player import Episode, EpisodeLimits, Player
 from posttrain.envs.play.service_client import Services
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import save_model
@@ -52,7 +52,7 @@ from posttrain.training.sources.packing import collate, pack, split_microbatches
 from posttrain.training.sources.scoreboard import describe, refuse_broken, scoreboard
 
 SIZE = 8
-RISEN = Plan(first=0.25, tokens=3, alpha=0.5, beta=0.2, threshold=0.5, branches=1, largest=math.log(64))
+RISEN = BranchPlan(first=0.25, tokens=3, alpha=0.5, beta=0.2, threshold=0.5, branches=1, largest=math.log(64))
 ALWAYS = replace(RISEN, threshold=-100.0)
 
 
@@ -65,7 +65,7 @@ def episodes(groups: int = 3, **more: Any) -> list[Episode]:
 def played(
     env: Any,
     tokenizer: Tokenizer,
-    plan: Plan | None = RISEN,
+    plan: BranchPlan | None = RISEN,
     workers: int = 0,
     *,
     groups: int = 3,
@@ -127,7 +127,7 @@ def spoken(rollout: Rollout) -> list[tuple[int, bool, list[float]]]:
     return found
 
 
-def by_hand(group: Sequence[Rollout], plan: Plan) -> dict[int, tuple[int, int]]:
+def by_hand(group: Sequence[Rollout], plan: BranchPlan) -> dict[int, tuple[int, int]]:
     """Of each member that is a branch: of whom, and after how many turns. Written down from what was said alone."""
     begin = math.ceil(plan.first * len(group))
     waiting = {m: list(range(begin, len(group)))[m::begin] for m in range(begin)}
@@ -213,11 +213,11 @@ def test_no_rollout_branches_behind_what_is_no_tool(tokenizer: Tokenizer) -> Non
 @pytest.mark.parametrize(
     "limits",
     [
-        {"bounds": Bounds(tokens=17)},
-        {"bounds": Bounds(turns=2)},
-        {"bounds": Bounds(turns=1)},
-        {"bounds": Bounds(tool_calls=1)},
-        {"bounds": Bounds(tool_calls=0)},
+        {"bounds": EpisodeLimits(tokens=17)},
+        {"bounds": EpisodeLimits(turns=2)},
+        {"bounds": EpisodeLimits(turns=1)},
+        {"bounds": EpisodeLimits(tool_calls=1)},
+        {"bounds": EpisodeLimits(tool_calls=0)},
         {"context": 24},
         {"context": 24, "too_long": "truncate"},
     ],
@@ -229,7 +229,7 @@ def test_budgets_of_an_episode_are_those_of_a_branch_with_what_it_shares(
     rollouts = played(branching.tools, tokenizer, ALWAYS, **limits)
     plain = played(branching.tools, tokenizer, None, **limits)
     assert [len(group) for group in grouped(rollouts)] == [SIZE] * 3
-    bounds, context = limits.get("bounds", Bounds()), limits.get("context", 256)
+    bounds, context = limits.get("bounds", EpisodeLimits()), limits.get("context", 256)
     for rollout in rollouts:
         kinds = [turn.kind for turn in rollout.turns if turn.length]
         assert rollout.n_sampled <= (bounds.tokens or 36) and len(rollout.transcripts[0]) <= context
@@ -570,7 +570,7 @@ def test_a_run_is_the_same_with_slow_tools_and_when_it_is_resumed_and_evaluates_
     plans: list[tuple[int, bool]] = []
     play = Player.play
 
-    def watched(self: Player, episodes: Sequence[Episode], plan: Plan | None = None) -> list[Rollout]:
+    def watched(self: Player, episodes: Sequence[Episode], plan: BranchPlan | None = None) -> list[Rollout]:
         plans.append((len(episodes), plan is not None))
         return play(self, episodes, plan)
 

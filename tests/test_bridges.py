@@ -18,7 +18,7 @@ from scripted import Scripted, scripted
 
 from posttrain.core.types import Invalid, Reply, StopReason, Turn, UserError
 from posttrain.envs.bridges import arena, bridge, gym, mcp_tools, reasoning
-from posttrain.envs.bridges.bridge import Broken, Chance, shown, task_seed
+from posttrain.envs.bridges.bridge import BridgeError, Chance, shown, task_seed
 from posttrain.envs.check import check
 from posttrain.envs.play.env_pool import Done, EnvPool
 
@@ -406,4 +406,4 @@ def test_an_environment_travels_to_its_worker_by_value() -> None:
             assert isinstance(event, Turn)
             pool.send(0, Reply(word))
         assert pool.poll(None) == [(0, Done(1.0))]
-    assert Broken("x").args == ("x",)
+    assert BridgeError("x").args == ("x",)

@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 
 from posttrain.apps.view.api import Answers
 from posttrain.apps.view.open_run import OpenRun
-from posttrain.apps.view.rollout_files import Part
+from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_page import _seconds
 from posttrain.apps.view.rollout_store import Store
 from posttrain.apps.view.web_server import application
@@ -106,7 +106,7 @@ def test_what_no_run_writes_costs_its_own_page_alone(
     run = OpenRun(folder, "run")
     run.read()
     run.store.read_texts()
-    assert {Part(1, False), Part(3, False)} <= set(run.store.files)
+    assert {RolloutPart(1, False), RolloutPart(3, False)} <= set(run.store.files)
     answers = Answers([run])
     for page in PAGES:
         try:
@@ -128,7 +128,7 @@ def test_only_the_name_that_a_step_has_is_a_steps_file(folder: Path) -> None:
     store = Store(folder)
     store.follow()
     assert store.problem is None and [part.step for part in store.files] == [1, 2, 3, 3]
-    assert store.rows.of_part(Part(2, False)).stop - store.rows.of_part(Part(2, False)).start == rows
+    assert store.rows.of_part(RolloutPart(2, False)).stop - store.rows.of_part(RolloutPart(2, False)).start == rows
 
 
 def test_rollouts_of_another_step_are_not_printed_as_those_of_this_one(
@@ -183,17 +183,17 @@ def test_a_page_that_is_damaged_is_no_row_of_any_table(folder: Path) -> None:
     second(folder).write_bytes(bytes(content))
     store = Store(folder)
     store.follow()
-    assert Part(2, False) not in store.files and "is damaged" in str(store.problem)
+    assert RolloutPart(2, False) not in store.files and "is damaged" in str(store.problem)
 
 
 def test_seconds_that_a_resumed_run_writes_anew_are_read_anew(folder: Path) -> None:
     path = folder / "seconds" / "step-000002.parquet"
-    before = _seconds(folder, Part(2, False), 0)
+    before = _seconds(folder, RolloutPart(2, False), 0)
     table = parquet.read_table(path)
     table = table.set_column(1, "reward", pa.array([9.5] * len(table)))
     parquet.write_table(table, path)
     os.utime(path, ns=(1, 1))
-    after = _seconds(folder, Part(2, False), 0)
+    after = _seconds(folder, RolloutPart(2, False), 0)
     assert before is not None and after is not None and before["reward"] != after["reward"] == 9.5
 
 

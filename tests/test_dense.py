@@ -16,7 +16,7 @@ from posttrain.cli.main import main
 from posttrain.core.types import UserError
 from posttrain.services.retrieval import dense
 from posttrain.services.retrieval.encoders import load_encoder
-from posttrain.services.retrieval.passage_index import Index, build, open_index
+from posttrain.services.retrieval.passage_index import PassageIndex, build, open_index
 
 BAG = """
 import numpy as np
@@ -53,7 +53,7 @@ def bag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "bag.py:encode"
 
 
-def products(index: Index, queries: list[str], k: int) -> list[list[tuple[str, float]]]:
+def products(index: PassageIndex, queries: list[str], k: int) -> list[list[tuple[str, float]]]:
     """The same by the definition, one product at a time."""
     encoder = load_encoder("bag.py:encode")
     passages = list(index.passages)

@@ -65,10 +65,10 @@ def test_every_file_compiles_without_a_warning(compiler: str, target: str, tmp_p
 
 STRUCTURES = {
     "attention": ("attention.c", binder.Attention),
-    "linear": ("decode.c", binder.Linear),
-    "layer": ("decode.c", binder.Layer),
-    "model": ("decode.c", binder.Model),
-    "step": ("decode.c", binder.Step),
+    "linear": ("decode.c", binder.CLinear),
+    "layer": ("decode.c", binder.CLayer),
+    "model": ("decode.c", binder.CModel),
+    "step": ("decode.c", binder.CStep),
 }
 
 
@@ -104,8 +104,8 @@ def test_a_structure_that_differs_from_that_of_c_is_named_with_its_field(name: s
 
 def test_a_structure_is_made_with_all_of_its_fields_or_not_at_all() -> None:
     with pytest.raises(AssertionError, match="panels"):
-        binder.Linear(weight=None, bias=None, inputs=3)  # type: ignore[call-arg]
-    assert binder.Linear(weight=None, bias=None, inputs=3, panels=2).panels == 2
+        binder.CLinear(weight=None, bias=None, inputs=3)  # type: ignore[call-arg]
+    assert binder.CLinear(weight=None, bias=None, inputs=3, panels=2).panels == 2
 
 
 ONE_STEP = """

@@ -70,10 +70,10 @@ def test_a_function_scores_every_response_with_its_parts(place: Path) -> None:
 
 
 def test_a_reward_model_gives_what_it_gives_in_training(place: Path) -> None:
-    from posttrain.services.reward_model_service import RewardModel
+    from posttrain.services.reward_model_service import RewardModelService
 
     rows = label("reward-model=reward", items=ITEMS[:2])
-    service = RewardModel("reward")
+    service = RewardModelService("reward")
     for row in rows:
         for id, text in enumerate(row["responses"]):
             service.submit(id, {"prompt": row["prompt"], "response": text})
@@ -81,12 +81,12 @@ def test_a_reward_model_gives_what_it_gives_in_training(place: Path) -> None:
 
 
 def test_a_reward_model_knows_which_sampled_responses_were_cut_off(place: Path) -> None:
-    from posttrain.services.reward_model_service import RewardModel
+    from posttrain.services.reward_model_service import RewardModelService
 
     item = {"prompt": "say a=", "responses": ["aa", "aa b"]}
     samples = [{"stop": "eos"}, {"stop": "length"}]
     [row] = label("reward-model=reward", items=[{**item, "samples": samples}])
-    service = RewardModel("reward")
+    service = RewardModelService("reward")
     for id, cut in ((0, False), (1, True), (2, False)):
         service.submit(id, {"prompt": "say a=", "response": item["responses"][min(id, 1)], "cut": cut})
     expected = dict(service.poll())

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from posttrain.core.types import Invalid
-from posttrain.verify.limited_process import Failed, _servers, limited
+from posttrain.verify.limited_process import CheckFailed, _servers, limited
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def failed(function: str, *args: object, seconds: float = 30.0) -> str:
     answer = limited(function, *args, seconds=seconds)
-    assert isinstance(answer, Failed), answer
+    assert isinstance(answer, CheckFailed), answer
     return answer.reason
 
 
@@ -85,7 +85,7 @@ def test_one_call_changes_nothing_for_the_next() -> None:
 def test_every_descendant_of_a_call_ends_with_it(tmp_path: Path, seconds: float) -> None:
     file = tmp_path / "pid"
     answer = limited("limited_functions:leave_behind", str(file), seconds, seconds=2.0)
-    assert isinstance(answer, Failed) == bool(seconds)
+    assert isinstance(answer, CheckFailed) == bool(seconds)
     assert ended(int(file.read_text()), within=0.0001)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import posttrain
 from posttrain.core.types import Invalid, Outcome, Reply, Rollout
-from posttrain.envs.play.call_recording import Journal
+from posttrain.envs.play.call_recording import CallJournal
 from posttrain.envs.play.env_pool import Done, EnvPool
 from posttrain.envs.play.worker_protocol import Garbled, read_answer, write_answer
 from posttrain.runs.record.rollout_reading import read_file, read_rollouts, rows_of
@@ -157,7 +157,7 @@ def test_a_note_is_what_it_was_when_it_was_made() -> None:
 
 
 def test_many_notes_cost_what_each_is_long() -> None:
-    journal = Journal()
+    journal = CallJournal()
     began = time.process_time()
     for number in range(20_000):
         journal.note({f"n{number}": number})

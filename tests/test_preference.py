@@ -27,7 +27,7 @@ from posttrain.algorithms.preference import Preference, PreferenceObjective
 from posttrain.algorithms.preference_table import PREFERENCES
 from posttrain.algorithms.responses import LogRatio, Odds
 from posttrain.algorithms.settings import change
-from posttrain.core.batch import Batch, Stats, Step
+from posttrain.core.batch import Batch, Stats, TrainingStep
 from posttrain.core.component import Need
 from posttrain.core.protocols import World
 from posttrain.core.types import Comparison, Item, Transcript
@@ -39,7 +39,7 @@ from posttrain.learners.process_group import Processes
 from posttrain.models.native.decoder import causal
 from posttrain.training.sources.length_filter import TooLong
 from posttrain.training.sources.packing import pack
-from posttrain.training.sources.preferences import Comparisons, Items
+from posttrain.training.sources.preferences import Comparisons, PreferenceExamples
 from posttrain.training.sources.reference_cache import Reference, mismatched
 
 EXACT = 1e-12
@@ -60,10 +60,10 @@ class Case:
         return Comparisons(_nothing(), row, self.learner, 8, tokens, 0, reference)
 
 
-def _nothing() -> Items:
+def _nothing() -> PreferenceExamples:
     """Rows that no test of the loss asks for."""
     tasks = to_tasks([{"prompt": "a", "chosen": "b", "rejected": "c"}], convert=to_item)
-    return Items(tasks, WORDS, (2,), WORDS.vocab_size, TooLong("skip", 64, print))
+    return PreferenceExamples(tasks, WORDS, (2,), WORDS.vocab_size, TooLong("skip", 64, print))
 
 
 def response(prompt: Sequence[int], tokens: Sequence[int]) -> Transcript:
@@ -376,7 +376,7 @@ PAIRS: list[Row] = [
 def from_rows(row: Preference, tokens: int = 10**6) -> Comparisons:
     learner = LocalLearner(tiny(WORDS, dtype=torch.float64), Optimization(lr=1e-3))
     tasks = to_tasks(PAIRS, convert=to_item)
-    items = Items(tasks, WORDS, (WORDS.eos_id or 0,), WORDS.vocab_size, TooLong("skip", 64, print))
+    items = PreferenceExamples(tasks, WORDS, (WORDS.eos_id or 0,), WORDS.vocab_size, TooLong("skip", 64, print))
     draw = torch.Generator().manual_seed(1)
     arrays: dict[str, Any] = {}
     for name, of in (("own", lambda i: items[i].responses), ("mismatched", lambda i: mismatched(items, i))):  # type: ignore[union-attr]
@@ -502,7 +502,7 @@ def test_measures_are_those_of_pairs_counted_by_hand() -> None:
 
 def test_a_step_says_how_many_tokens_it_learns_from() -> None:
     source = from_rows(PREFERENCES["dpo"])
-    step: Step = source.produce(1)
+    step: TrainingStep = source.produce(1)
     assert step.tokens == sum(
         len(text) + 1 for row in PAIRS for text in row.get("responses") or [row["chosen"], row["rejected"]]
     )

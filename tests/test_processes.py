@@ -25,10 +25,10 @@ from posttrain.cli.main import main
 from posttrain.config import RL
 from posttrain.core.types import Sampling, UserError
 from posttrain.engines.local.local_engine import LocalEngine
-from posttrain.envs.play.answer_journal import Journal
+from posttrain.envs.play.answer_journal import AnswerJournal
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import Episode, Player
-from posttrain.learners.data_parallel import DealingLearner, deal
+from posttrain.learners.data_parallel import DataParallelLearner, deal
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_files import made_by_run
@@ -119,7 +119,7 @@ def test_every_kind_of_run_of_two_processes_is_that_of_one(tmp_path: Path) -> No
     )
     assert first | second == alone and first != alone != second, "each asked for its own episodes"
     assert tmp_path / "two" / "asked" / "answers.1.jsonl" in made_by_run(tmp_path / "two" / "asked")
-    again = Journal(tmp_path / "two" / "asked", resumed=True)
+    again = AnswerJournal(tmp_path / "two" / "asked", resumed=True)
     assert set(again.valid) == alone - {None}, "whoever resumes knows them all"
 
 
@@ -153,14 +153,14 @@ def test_each_group_is_played_whole_by_one_process(tokenizer: Tokenizer) -> None
 
 def fails_in_the_second(rank: int, port: int, out: str, error: Exception) -> None:
     joined(rank, port)
-    update = DealingLearner.update
+    update = DataParallelLearner.update
 
-    def failing(self: DealingLearner, *how: Any) -> Any:
+    def failing(self: DataParallelLearner, *how: Any) -> Any:
         if rank == 1 and self.version == 2:
             raise error
         return update(self, *how)
 
-    DealingLearner.update = failing  # type: ignore[method-assign]
+    DataParallelLearner.update = failing  # type: ignore[method-assign]
     try:
         posttrain.sft(SUMS, out=out, steps=5, rows=8, save_every=5, **SMALL, **QUICK)
     except (UserError, ArithmeticError) as found:

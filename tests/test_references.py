@@ -34,7 +34,7 @@ from posttrain.models.checkpoint_folder import save_model
 from posttrain.models.native.decoder import causal
 from posttrain.training import open_learner
 from posttrain.training.sources.length_filter import TooLong
-from posttrain.training.sources.preferences import Items
+from posttrain.training.sources.preferences import PreferenceExamples
 from posttrain.training.sources.reference_cache import Reference, mismatched, refer
 from posttrain.training.verbs import prefer
 
@@ -61,9 +61,9 @@ class Asked:
         return self.learner.evaluate(batches)
 
 
-def items_of(rows: Sequence[dict[str, Any]], context: int = 64) -> Items:
+def items_of(rows: Sequence[dict[str, Any]], context: int = 64) -> PreferenceExamples:
     tasks = to_tasks(rows, convert=to_item)
-    return Items(tasks, WORDS, (WORDS.eos_id or 0,), WORDS.vocab_size, TooLong("skip", context, print))
+    return PreferenceExamples(tasks, WORDS, (WORDS.eos_id or 0,), WORDS.vocab_size, TooLong("skip", context, print))
 
 
 def found(asked: Asked, rows: Sequence[dict[str, Any]] = PAIRS, weights: str = "w", drift: bool = False) -> Reference:

@@ -26,9 +26,9 @@ from posttrain.models.native.decoder import DecoderConfig, new_decoder
 from posttrain.models.reward_model import load_reward_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
-from posttrain.services.reward_model_service import RewardModel as Service
+from posttrain.services.reward_model_service import RewardModelService as Service
 from posttrain.training.intervals import ratio_interval
-from posttrain.training.reward_baselines import Compared, Perceptron, longer_wins
+from posttrain.training.reward_baselines import ComparedTexts, Perceptron, longer_wins
 from posttrain.training.reward_model_evaluation import _area, _by_margin, _calibration_error
 from posttrain.training.trainer import Trainer
 
@@ -228,7 +228,7 @@ def test_calibration_area_and_parts_by_margin_are_those_of_loops() -> None:
 
 
 def test_the_longer_wins_counts_words_and_signs() -> None:
-    item = Compared(["one two", "one, two", "A b", "c"], [(1, 0), (0, 1), (0, 2), (3, 2)])
+    item = ComparedTexts(["one two", "one, two", "A b", "c"], [(1, 0), (0, 1), (0, 2), (3, 2)])
     assert longer_wins(item) == [1.0, 0.0, 0.5, 0.0]
 
 
@@ -236,7 +236,7 @@ def test_the_bag_of_words_is_an_averaged_perceptron() -> None:
     """Every weight vector that ever judged an example is stored, and their mean taken."""
     drawn = random.Random(3)
     items = [
-        Compared([said(drawn), said(drawn) + drawn.choice(["", " no"]), said(drawn)], [(0, 1), (2, 1)])
+        ComparedTexts([said(drawn), said(drawn) + drawn.choice(["", " no"]), said(drawn)], [(0, 1), (2, 1)])
         for _ in range(12)
     ]
     names = sorted({word for item in items for text in item.texts for word in text.split()})
@@ -255,7 +255,7 @@ def test_the_bag_of_words_is_an_averaged_perceptron() -> None:
     found = Perceptron.learned(items)
     assert np.abs(mean).max() > 0.5
     assert [found.weights.get(name, 0.0) for name in names] == pytest.approx(mean.tolist(), abs=1e-9)
-    test = Compared(["yes yes", "no", "no", "unheard"], [(0, 1), (1, 2), (3, 1)])
+    test = ComparedTexts(["yes yes", "no", "no", "unheard"], [(0, 1), (1, 2), (3, 1)])
     value = dict(zip(names, mean, strict=True))
     expected = [float(2 * value["yes"] > value["no"]), 0.5, float(value["no"] < 0)]
     assert found.wins(test) == expected

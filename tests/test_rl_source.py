@@ -51,7 +51,7 @@ from posttrain.training.sources.diversity import GROUPS, MEMBERS, diversity
 from posttrain.training.sources.ledger import Ledger
 from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.training.sources.minibatches import Minibatches
-from posttrain.training.sources.rl_source import Experience
+from posttrain.training.sources.rl_source import RLSource
 from posttrain.training.sources.scoreboard import describe, refuse_broken, scoreboard, usable
 from posttrain.training.sources.sft_source import demonstrate
 from posttrain.training.sources.teacher_targets import TEACHER, Teachers
@@ -76,7 +76,7 @@ def source(
     budget: int = 64,
     size: tuple[int, int] = (3, 4),
     **optimization: Any,
-) -> Experience:
+) -> RLSource:
     model = tiny(tokenizer)
     named = {REFERENCE: Need.REFERENCE in row.needs, TEACHER: row.teacher is not None}
     others = {name: tiny(tokenizer, seed=1) for name, there in named.items() if there}
@@ -88,7 +88,7 @@ def source(
     texts = [
         [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": t["answer"]}, tokenizer, [0])] for t in TASKS
     ]
-    return Experience(
+    return RLSource(
         tasks=TASKS,
         player=Player(EnvPool(env, 0), LocalEngine(model, tokenizer, slots=7), tokenizer, Sampling(max_tokens=8), 64),
         learner=LocalLearner(
@@ -124,7 +124,7 @@ def ledger_of(credited: Credited, algorithm: Algorithm = TABLE["grpo"]) -> Ledge
     return ledger
 
 
-def accounted(experience: Experience) -> list[Outcome]:
+def accounted(experience: RLSource) -> list[Outcome]:
     """What is known of the rollouts of a step that was made and not learned from yet."""
     assert experience._ledger is not None
     return experience._ledger.outcomes()
@@ -141,7 +141,7 @@ def learned_from(build: Any) -> Sequence[Rollout]:
     return credited.rollouts
 
 
-def run(experience: Experience, steps: int = 2, first: int = 1) -> tuple[torch.Tensor, list[dict[str, float]]]:
+def run(experience: RLSource, steps: int = 2, first: int = 1) -> tuple[torch.Tensor, list[dict[str, float]]]:
     seen: list[dict[str, float]] = []
     objective = policy_objective(experience.algorithm)
     train(experience.learner, experience, objective, [lambda t: seen.append(t.stats.means())], first=first, steps=steps)

@@ -29,7 +29,7 @@ from posttrain.core.protocols import Alone, World
 from posttrain.core.types import Completion, Sampling, StopReason, Transcript, UserError
 from posttrain.engines.local.backed_engine import BackedEngine
 from posttrain.engines.local.engine_weights import own_copy
-from posttrain.learners.data_parallel import DealingLearner
+from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.local_learner import Optimization
 from posttrain.learners.router_losses import RouterLosses, measured
 from posttrain.models.checkpoint_folder import save_model
@@ -294,7 +294,7 @@ class Likelihood(Nothing):
         return -outputs.logp.sum()
 
 
-class Gradients(DealingLearner):
+class Gradients(DataParallelLearner):
     """Keeps the gradients of an update, and makes none."""
 
     found: list[Tensor]

@@ -153,10 +153,10 @@ def test_an_environment_scores_with_its_parts_and_invalid_is_null(place: Path) -
 
 
 def test_a_reward_model_scores_while_sampling(place: Path) -> None:
-    from posttrain.services.reward_model_service import RewardModel
+    from posttrain.services.reward_model_service import RewardModelService
 
     [row, *_] = sample("a.jsonl", reward_model=("reward",))
-    service = RewardModel("reward")
+    service = RewardModelService("reward")
     for id, (text, how) in enumerate(zip(row["responses"], row["samples"], strict=True)):
         service.submit(id, {"prompt": row["prompt"], "response": text, "cut": how["stop"] == "length"})
     assert row["scores"] == [answer for _, answer in sorted(service.poll())]

@@ -17,7 +17,7 @@ import sandboxes
 from posttrain.core.types import UserError
 from posttrain.sandbox import capabilities, landlock, seccomp, syscalls
 from posttrain.sandbox.host import Sandbox
-from posttrain.sandbox.limits import Limits, Protections
+from posttrain.sandbox.limits import ProgramLimits, Protections
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
 EPERM, ENOSYS = seccomp.ERROR | errno.EPERM, seccomp.ERROR | errno.ENOSYS
@@ -28,7 +28,7 @@ HEADERS = {
 
 
 def value(sandbox: Sandbox, source: str, code: str = "", **limits: Any) -> Any:
-    with sandbox.start(Limits(**{"life": 30.0, **limits})) as program:
+    with sandbox.start(ProgramLimits(**{"life": 30.0, **limits})) as program:
         assert program.run(code) is None
         return program.ask({"do": "value", "source": source})
 

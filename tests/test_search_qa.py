@@ -18,7 +18,7 @@ from posttrain.core.types import Ask, Invalid, Reply, Sampling, SpanKind, StopRe
 from posttrain.envs.builtin.search_qa import LONGEST_QUERY, row_to_task, search_qa
 from posttrain.envs.load import load_env, success_of
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Bounds, Episode, Player
+from posttrain.envs.play.player import Episode, EpisodeLimits, Player
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.retrieval.passage_index import open_index
 
@@ -427,7 +427,7 @@ def test_an_episode_over_an_index_learns_what_was_sampled_and_nothing_else(tmp_p
     with EnvPool("search-qa,topk=2,shown=30,per_search=0.1", workers=1) as pool, Services() as asking:
         asking.named["retriever"] = retriever(str(place))
         engine = Scripted(tokenizer, replies)
-        player = Player(pool, engine, tokenizer, Sampling(), 4096, bounds=Bounds(), services=asking)
+        player = Player(pool, engine, tokenizer, Sampling(), 4096, bounds=EpisodeLimits(), services=asking)
         [rollout] = player.play([Episode(of, "t", 0)])
     assert rollout.reward == pytest.approx(1.1) and rollout.rewards["own information"] == 1
     assert [turn.kind for turn in rollout.turns] == [SpanKind.PROMPT, SpanKind.SAMPLED, SpanKind.TOOL, SpanKind.SAMPLED]

@@ -77,9 +77,9 @@ def test_a_reward_model_alone_is_enough(place: Path, capsys: pytest.CaptureFixtu
     assert "+0.5 to every score (posttrain_score_offset)" in told
     assert len(run.metrics) == 4 and all(m["invalid"] == 0 for m in run.metrics)
     rows = read_rollouts(run.path, 1)
-    from posttrain.services.reward_model_service import RewardModel
+    from posttrain.services.reward_model_service import RewardModelService
 
-    service = RewardModel("reward")
+    service = RewardModelService("reward")
     assert {row["stop"] for row in rows} >= {"length"}  # some are cut off, and read so
     for id, row in enumerate(rows):
         service.submit(id, {"prompt": row["prompt"], "response": row["text"], "cut": row["stop"] == "length"})

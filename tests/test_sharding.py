@@ -23,12 +23,12 @@ import posttrain
 from posttrain.config import SFT
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.protocols import Alone, Objective
-from posttrain.core.token_probe import Found, Sink
+from posttrain.core.token_probe import Found, TokenSink
 from posttrain.core.types import Transcript, UserError
 from posttrain.engines.local.engine_weights import own_copy
-from posttrain.engines.pool.weight_probe import LIMIT, Canary
+from posttrain.engines.pool.weight_probe import LIMIT, WeightProbe
 from posttrain.learners import fsdp, process_group
-from posttrain.learners.fsdp import ShardingLearner
+from posttrain.learners.fsdp import FSDPLearner
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.learners.process_group import Processes
 from posttrain.models.checkpoint_folder import load_model
@@ -38,7 +38,7 @@ from posttrain.models.row_shards import is_sharded, whole
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_metrics
 from posttrain.training.open_learner import new_learner
-from posttrain.training.sources.sft_source import Demonstrations, Likelihood
+from posttrain.training.sources.sft_source import Demonstrations, LikelihoodObjective
 
 pytestmark = pytest.mark.timeout(300)  # a module's processes start in its first test
 
@@ -113,15 +113,15 @@ def runs_of_three(out: Path, rank: int, together: Processes) -> None:
 
 def fails_within(out: Path, rank: int, together: Processes) -> None:
     """The second process fails in the middle of an update; what each of them says of it is written down."""
-    outputs, seen = ShardingLearner._outputs, []
+    outputs, seen = FSDPLearner._outputs, []
 
-    def failing(self: ShardingLearner, *arguments: Any, **named: Any) -> Outputs:
+    def failing(self: FSDPLearner, *arguments: Any, **named: Any) -> Outputs:
         seen.append(1)
         if rank == 1 and len(seen) == 3:
             raise UserError("the disk is full")
         return outputs(self, *arguments, **named)
 
-    ShardingLearner._outputs = failing  # type: ignore[method-assign]
+    FSDPLearner._outputs = failing  # type: ignore[method-assign]
     try:
         posttrain.sft(SUMS, out=str(out / "failed"), steps=4, rows=8, save_every=9, **SMALL, **QUICK, **SHARDED)
     except UserError as error:
@@ -273,7 +273,7 @@ CASES: dict[str, tuple[Callable[[], Objective], int]] = {
     "only the critic": (lambda: Both(policy=lambda batch: False), 5),
     "the policy in some micro-batches": (lambda: Both(policy=long, critic=lambda batch: True), 6),
     "either of them": (lambda: Both(policy=long, critic=lambda batch: not long(batch)), 6),
-    "without a critic's say": (Likelihood, 5),
+    "without a critic's say": (LikelihoodObjective, 5),
 }
 
 
@@ -312,9 +312,9 @@ def equal(mine: dict[str, Tensor], theirs: dict[str, Tensor], within: float) -> 
         )  # type: ignore[misc]
 
 
-def tapped(batches: list[Batch]) -> tuple[Sink, list[Batch]]:
+def tapped(batches: list[Batch]) -> tuple[TokenSink, list[Batch]]:
     """These micro-batches, with a tap at every second rollout."""
-    sink, found = Sink(frozenset(range(0, 100, 2))), []
+    sink, found = TokenSink(frozenset(range(0, 100, 2))), []
     for batch in batches:
         index, sizes = batch.rollout.unique_consecutive(return_counts=True)
         found.append(replace(batch, tap=sink.tap(index.tolist(), sizes.tolist())))
@@ -332,7 +332,7 @@ def same_numbers(mine: Found, theirs: Found) -> None:
 
 def learners(out: Path, rank: int, together: Processes) -> None:
     for tied in (True, False):
-        one, sharded = learner(LocalLearner, tied, Alone()), learner(ShardingLearner, tied, together)
+        one, sharded = learner(LocalLearner, tied, Alone()), learner(FSDPLearner, tied, together)
         grads, summed = gradients(one), gradients(sharded)
         copied = own_copy(sharded.weights())
         before = weights(sharded)
@@ -387,14 +387,14 @@ def saves(out: Path, rank: int, together: Processes) -> None:
         return found
 
     fsdp._gathered = watched
-    sharded = learner(ShardingLearner, False, together)
+    sharded = learner(FSDPLearner, False, together)
     sharded.update(micro_batches(5), Both())
     sharded.save(folder if rank == 0 else None)
     fsdp._gathered = gather
     together.gather(None)
     assert len(most) > 60 and max(most) == 1, "one parameter at a time"
     shard = partial(fsdp.shard, size=2, device=torch.device("cpu"))
-    again = ShardingLearner(
+    again = FSDPLearner(
         load_model(folder, torch.float64, shard=shard, shares=2), Optimization(), world=together,
         critic=ValueModel(14, decoder(True, 6, 1), 0).double(),
     )  # fmt: skip
@@ -429,12 +429,12 @@ PARTS: dict[int, list[Callable[[Path, int, Processes], None]]] = {
 
 def one_is_lost(rank: int, port: int, out: Path) -> None:
     joined(rank, port)
-    sharded = learner(ShardingLearner, True, process_group.joined("cpu", 20.0))
+    sharded = learner(FSDPLearner, True, process_group.joined("cpu", 20.0))
     if rank:
         with sharded.world.meeting():
             os._exit(0)
     with pytest.raises(UserError) as caught:
-        Canary(sharded.model, LIMIT).look(sharded.weights())
+        WeightProbe(sharded.model, LIMIT).look(sharded.weights())
     (out / "said").write_text(f"{caught.value.code} {caught.value}")
 
 

@@ -38,7 +38,7 @@ from posttrain.runs.record.rollout_tables import rollouts_table, seconds_table
 from posttrain.runs.record.schema import COMPARED, KEY, NUMBERS, PIECE, ROLLOUTS, VERSION
 from posttrain.runs.record.sql_query import Questions
 from posttrain.runs.record.table_writer import half, write_table
-from posttrain.runs.run_record import Record
+from posttrain.runs.run_record import RunRecord
 from posttrain.runs.terminal.printing import sample
 
 
@@ -93,7 +93,7 @@ def outcomes() -> list[Outcome]:
 
 
 def recorded(folder: Path, steps: int = 2) -> Path:
-    record = Record.create(folder, {"seed": 0}, "rl", {})
+    record = RunRecord.create(folder, {"seed": 0}, "rl", {})
     for step in range(1, steps + 1):
         record.rollouts(step, outcomes())
         record.metrics(step, {"reward": step / 4, "rollouts": 3})
@@ -263,7 +263,7 @@ def test_datasets_opens_the_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_run_in_lines_of_json_reads_as_the_same_rows(tmp_path: Path) -> None:
     recorded(tmp_path / "new", 1)
-    Record.create(tmp_path / "old", {"seed": 0}, "rl", {}).close({})
+    RunRecord.create(tmp_path / "old", {"seed": 0}, "rl", {}).close({})
     write_lines(tmp_path / "old" / "rollouts" / "step-000001.jsonl", 1, outcomes())
     times = [{"turns": [0.25, 1.5, 0, 0], "reward": 0.125}, {"turns": []}, {"turns": []}]
     (tmp_path / "old" / "seconds").mkdir()
@@ -288,7 +288,7 @@ def test_a_run_in_lines_of_json_reads_as_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_posttrain_prints_what_older_runs_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Record.create(tmp_path, {"seed": 0}, "rl", {}).close({})
+    RunRecord.create(tmp_path, {"seed": 0}, "rl", {}).close({})
     write_lines(tmp_path / "rollouts" / "step-000001.jsonl", 1, outcomes())
     assert main(["rollouts", str(tmp_path)]) == 0
     assert "it is 42" in capsys.readouterr().out
@@ -371,7 +371,7 @@ def test_a_run_that_cannot_be_written_is_indexed_elsewhere(tmp_path: Path) -> No
 
 def test_a_resumed_run_forgets_the_index_of_what_it_plays_again(tmp_path: Path) -> None:
     folder = recorded(tmp_path, PIECE + 2)
-    Record.resume(folder, PIECE + 1).close({})
+    RunRecord.resume(folder, PIECE + 1).close({})
     assert [path.name for path in (folder / "index").iterdir()] == ["000000-000049.parquet"]
     made = rollout_index.open_index(folder)
     assert parquet.read_table(made[1])["step"].to_pylist()[-1] <= PIECE + 1
@@ -577,7 +577,7 @@ def test_evaluated_rollouts_are_printed_too(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_given_rows_are_printed_with_what_was_said_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = Record.create(tmp_path, {"seed": 0}, "prefer", {})
+    record = RunRecord.create(tmp_path, {"seed": 0}, "prefer", {})
     given = [Rollout({"id": "a"}, "a#0", [said(n)], 0.0, text=f"reply {n}") for n in (0, 1)]
     label = {"comparisons": [[0, 1, 1.0, 0.0]], "labels": [0.5]}
     record.rollouts(1, [Outcome(r, None, member=n, label=label) for n, r in enumerate(given)], "prefer")

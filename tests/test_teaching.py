@@ -33,7 +33,7 @@ from posttrain.training.sources.collector import Size
 from posttrain.training.sources.model_outputs import view
 from posttrain.training.sources.packing import Taught, pack
 from posttrain.training.sources.remote_teacher import RemoteTeacher
-from posttrain.training.sources.rl_source import Experience
+from posttrain.training.sources.rl_source import RLSource
 from posttrain.training.sources.teacher_targets import TEACHER, Teachers
 
 DISTILLING = [name for name, row in TABLE.items() if row.teacher is not None]
@@ -212,7 +212,7 @@ def test_every_row_halves_the_divergence_from_its_teacher(name: str) -> None:
             parameter.mul_(3 if parameter.ndim == 2 else 1)
     model = tiny(WORDS)
     learner = LocalLearner(model, Optimization(lr=1e-2), others={TEACHER: teacher}, teaching=Teaching(1.0, 0.5))
-    source = Experience(
+    source = RLSource(
         tasks=[{"id": str(i), "prompt": f"{i}+1="} for i in range(4)],
         player=new_player(lambda task, reply: 0.0, model, 12),
         learner=learner, algorithm=row, size=Size(4, 8, 200), seed=0, teachers=Teachers(WORDS, {TEACHER: 96}),

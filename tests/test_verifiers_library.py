@@ -19,7 +19,7 @@ from posttrain.core.types import Invalid, Rollout, Sampling, SpanKind, StopReaso
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.bridges.verifiers import Taskset, rollouts
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Bounds, Episode, Player
+from posttrain.envs.play.player import Episode, EpisodeLimits, Player
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.packing import collate
@@ -153,7 +153,7 @@ def test_both_of_its_clients_get_the_same_tokens(words: Tokenizer, folder: Path)
 @pytest.mark.long
 @needs_verifiers
 def test_an_episode_that_has_run_out_is_scored_or_says_so(words: Tokenizer, folder: Path) -> None:
-    for rollout in played(words, taskset(folder, "train"), 2, bounds=Bounds(turns=1)):
+    for rollout in played(words, taskset(folder, "train"), 2, bounds=EpisodeLimits(turns=1)):
         assert rollout.n_sampled <= 12 and not isinstance(rollout.reward, Invalid)
         if len(rollout.turns) > 2:
             assert rollout.stop is StopReason.TURNS

@@ -12,7 +12,7 @@ import pytest
 from posttrain.apps.view import reward_and_length as lengths_of
 from posttrain.apps.view import silent_defects
 from posttrain.apps.view.api import Answers
-from posttrain.apps.view.filters import Question
+from posttrain.apps.view.filters import ViewQuestion
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.reward_and_length import lengths
 from posttrain.apps.view.verdict_texts import verdicts
@@ -244,7 +244,7 @@ def test_sides_that_play_each_other_are_judged_by_what_is_held_out() -> None:
 
 def test_a_condition_calls_parts_by_their_names_and_an_error_lists_the_columns(run: OpenRun) -> None:
     part = run.store.parts[0]
-    question = Question.of({"held": "0", "where": f"{part} > 0.4 and text not like '%{part} >%'"}, run.store)
+    question = ViewQuestion.of({"held": "0", "where": f"{part} > 0.4 and text not like '%{part} >%'"}, run.store)
     rows = question.page(0, 10_000)["rows"]
     every = [row for step in range(1, 5) for row in read_rollouts(run.folder, step)]
     meant = {(r["step"], r["index"]) for r in every if (r["parts"].get(part) or 0) > 0.4}
@@ -252,9 +252,9 @@ def test_a_condition_calls_parts_by_their_names_and_an_error_lists_the_columns(r
     with Questions(run.folder) as terminal:
         assert {row[:2] for row in terminal.ask(question.sql())[1]} == meant
     with pytest.raises(UserError, match=f"nothing.*the columns are step.*{part}"):
-        Question.of({"where": "nothing = 1"}, run.store).page(0)
+        ViewQuestion.of({"where": "nothing = 1"}, run.store).page(0)
     with pytest.raises(UserError, match="notes is JSON as text: write notes->>'moves'"):
-        Question.of({"where": "notes.moves = 1"}, run.store).page(0)
+        ViewQuestion.of({"where": "notes.moves = 1"}, run.store).page(0)
 
 
 def test_measures_of_a_step_keep_their_places_and_say_what_is_missing(run: OpenRun) -> None:

@@ -39,14 +39,14 @@ from posttrain.envs.play.service_client import Services
 from posttrain.envs.score_replies import score
 from posttrain.sandbox import shared_sandbox
 from posttrain.sandbox.host import DENIED, TELL
-from posttrain.sandbox.limits import Limits
-from posttrain.verify.test_cases import Compared, Suite, read_tests
+from posttrain.sandbox.limits import ProgramLimits
+from posttrain.verify.test_cases import ComparedCase, Suite, read_tests
 from posttrain.verify.unit_tests import Grade, graded
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "code" / "mbpp.jsonl"
 SLOW = {123}  # task ids: a reference that takes 3 s of processor time by itself is no measure of the sandbox
 NAIVE_SECONDS = 3
-BRIEF = Limits(cpu=2, life=20.0)  # changed programs often loop without end
+BRIEF = ProgramLimits(cpu=2, life=20.0)  # changed programs often loop without end
 
 
 def rows(file: str) -> list[dict[str, Any]]:
@@ -191,7 +191,7 @@ def measure_verdicts(found: list[dict[str, Any]], each: int) -> None:
     for row in found:
         read = read_tests(tests_of(row), row["test_setup_code"])
         assert isinstance(read, Suite)
-        cases.update("taken apart" if isinstance(case, Compared) else "played" for case in read.cases)
+        cases.update("taken apart" if isinstance(case, ComparedCase) else "played" for case in read.cases)
         grade = graded(row["code"], tests_of(row), row["test_setup_code"])
         passing += isinstance(grade, Grade) and all(grade.passed)
     print(

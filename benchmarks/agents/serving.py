@@ -103,12 +103,12 @@ async def clients(port: int, asked: list[dict[str, Any]], count: int, alone: int
 async def over_http(sampler: Any, asked: list[dict[str, Any]], count: int, alone: int) -> dict[str, Any]:
     """What clients in another process measure while the engine is served here."""
     from posttrain.engines.serving.engine_policy import EnginePolicy
-    from posttrain.engines.serving.engine_thread import Desk
-    from posttrain.engines.serving.policy_server import Limits, Service, serving
+    from posttrain.engines.serving.engine_thread import EngineThread
+    from posttrain.engines.serving.policy_server import PolicyHandlers, ServerLimits, serving
 
     context = sampler.context
-    policy = EnginePolicy(Desk(sampler), sampler.tokenizer, "policy", context, sampler.eos_ids)
-    async with serving(Service(lambda request: policy, Limits()).application()) as port:
+    policy = EnginePolicy(EngineThread(sampler), sampler.tokenizer, "policy", context, sampler.eos_ids)
+    async with serving(PolicyHandlers(lambda request: policy, ServerLimits()).application()) as port:
         command = [sys.executable, __file__, "--port", str(port), "--clients", str(count), "--alone", str(alone)]
         process = await asyncio.create_subprocess_exec(
             *command, "--requests", str(len(asked)), stdout=subprocess.PIPE, limit=1 << 28

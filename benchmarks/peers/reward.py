@@ -28,25 +28,25 @@ def ours(place: Path, data: Path) -> None:
     from posttrain.data.tasks import to_tasks
     from posttrain.learners.local_learner import LocalLearner, Optimization
     from posttrain.models.checkpoint_folder import checkpoint_tensors
-    from posttrain.models.reward_model import Shape, new_reward_model, settle
+    from posttrain.models.reward_model import ScoreShape, new_reward_model, settle
     from posttrain.models.tokenizer.tokenizer import Tokenizer
     from posttrain.training.sources.length_filter import TooLong
-    from posttrain.training.sources.preferences import Items
-    from posttrain.training.sources.reward_examples import Judgements
+    from posttrain.training.sources.preferences import PreferenceExamples
+    from posttrain.training.sources.reward_examples import RewardExamples
 
     start = data / "models" / "stories260K"
-    model = new_reward_model(start, Shape(), seed=0)
+    model = new_reward_model(start, ScoreShape(), seed=0)
     tokenizer = settle(model, Tokenizer.load(start), model.eos_ids)
     model.save(place / "model")
     tokenizer.save(place / "model")
     rows = [json.loads(line) for line in (data / "preferences" / "pairs.jsonl").read_text().splitlines()[:PAIRS]]
     rows = [{**row, "margin": MARGINS[i % len(MARGINS)]} for i, row in enumerate(rows)]
-    items = Items(
+    items = PreferenceExamples(
         to_tasks(rows, convert=to_item), tokenizer, model.eos_ids, model.config.vocab, TooLong("refuse", 512, print)
     )
     made = [item for item in items if item is not None]
     row = find_scoring("bradley-terry")
-    source = Judgements(items, row, PAIRS, 300, 0, torch.device("cpu"))
+    source = RewardExamples(items, row, PAIRS, 300, 0, torch.device("cpu"))
     learner, objective = LocalLearner(model, Optimization()), ScoringObjective(row)
     total = 0.0
     for _, batch in source.batches(made):

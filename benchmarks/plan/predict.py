@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from posttrain.apps.planning.job import Setting
+from posttrain.apps.planning.job import PlanSetting
 from posttrain.apps.planning.pilot import read_pilot
 from posttrain.apps.planning.simulation import Simulation
 
@@ -41,7 +41,7 @@ def main() -> None:
                 str(made(Path(options.folder), options.engine, size, seed, options.processor_time))
             ).steps_per_hour
             job = read_pilot(str(pilot), *size).job
-            simulated = Simulation(job, Setting(1, shared=True), 48).run().steps_per_hour
+            simulated = Simulation(job, PlanSetting(1, shared=True), 48).run().steps_per_hour
             own = " (pilot)" if size == PILOT else ""
             print(
                 f"| {size[0]} x {size[1]}{own} | {seed} | {real:.0f} | {simulated:.0f} | {simulated / real - 1:+.1%} |",

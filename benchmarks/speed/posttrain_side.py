@@ -36,7 +36,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training import setup
 from posttrain.training import trainer as course
 from posttrain.training.adjust import adjust
-from posttrain.training.loop import Trained
+from posttrain.training.loop import FinishedStep
 from posttrain.training.sources.packing import collate, split_microbatches
 from posttrain.training.verbs import prefer, reward_model, rl, sft
 
@@ -249,7 +249,7 @@ def _stepping(line: Line, settings: dict[str, Any]) -> None:
     """Have the trainer that runs next interrupted after each step."""
     laps = Laps(line, _watched(settings))
 
-    def after(trained: Trained) -> bool | None:
+    def after(trained: FinishedStep) -> bool | None:
         seconds = trained.seconds
         leave(laps.step(tokens=trained.stats["length"][0], rollout=seconds["rollout"], update=seconds["update"]))
         return None
@@ -277,7 +277,7 @@ def sft(line: Line, settings: dict[str, Any]) -> None:
     )
     laps = Laps(line, _watched(settings))
 
-    def after(trained: Trained) -> bool | None:
+    def after(trained: FinishedStep) -> bool | None:
         leave(laps.step(tokens=trained.stats["nll"][1]))
         return None
 
@@ -302,7 +302,7 @@ def _of_pairs(line: Line, settings: dict[str, Any]) -> dict[str, Any]:
     (scratch / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(settings["kind"])))
     laps = Laps(line, _watched(settings))
 
-    def after(trained: Trained) -> bool | None:
+    def after(trained: FinishedStep) -> bool | None:
         leave(laps.step(pairs=PAIRS, tokens=trained.step.tokens))
         return None
 
@@ -331,7 +331,7 @@ def _watched(settings: dict[str, Any]) -> Memory:
     return watch
 
 
-def also(hook: Callable[[Trained], bool | None]) -> None:
+def also(hook: Callable[[FinishedStep], bool | None]) -> None:
     """Let the training loop call this after each step, when everything else has been done (recording, display)."""
     original = course.train
 

@@ -41,7 +41,7 @@ def work(way: str, folder: Path, precision: str) -> None:
     from posttrain.learners import fsdp, process_group  # noqa: F401  loaded before memory is measured
     from posttrain.learners.local_learner import Optimization
     from posttrain.training.open_learner import held_model, new_learner
-    from posttrain.training.sources.sft_source import Demonstrations, Likelihood
+    from posttrain.training.sources.sft_source import Demonstrations, LikelihoodObjective
 
     torch.set_num_threads(1)
     config = SFT(shard=way == "sharded", precision=precision)  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def work(way: str, folder: Path, precision: str) -> None:
     for _ in range(UPDATES):
         own.gather(None)
         start = time.perf_counter()
-        learner.update(batches, Likelihood())
+        learner.update(batches, LikelihoodObjective())
         seconds.append(time.perf_counter() - start)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
     print(

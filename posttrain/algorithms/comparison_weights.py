@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain.core.component import Part
+from posttrain.core.component import Component
 
 Shares = Sequence[Sequence[float]]
 """Of each item of an optimizer batch, the share of each of its units: what it counts beside the others."""
 
 
-class Denominator(Part):
+class Denominator(Component):
     """Shares of units -> their weights in the loss, in the same shape: they add up to 1."""
 
     def __call__(self, shares: Shares) -> list[list[float]]:

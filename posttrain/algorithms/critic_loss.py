@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from posttrain.algorithms.credit import Advantage
 from posttrain.core.batch import Batch, Outputs, Scores, Stats
-from posttrain.core.component import Need, Part, knob
+from posttrain.core.component import Component, Need, setting
 from posttrain.core.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class CriticLoss(Part):
+class CriticLoss(Component):
     """The loss of a critic per token, before its coefficient."""
 
     coefficient: float
@@ -47,10 +47,10 @@ class Value(CriticLoss):
     lambda; None: the advantage's own.
     """
 
-    clip: float | None = knob(0.2, "value-clip", "How far values may move per step (0: no limit).", above=0, off=0)
-    coefficient: float = knob(0.1, "value-coefficient", "What the value loss weighs.", least=0)
-    lam: float | None = knob(None, least=0, most=1)
-    warmup: int = knob(0, "critic-warmup", "Steps at the start in which only the critic learns.", least=0)
+    clip: float | None = setting(0.2, "value-clip", "How far values may move per step (0: no limit).", above=0, off=0)
+    coefficient: float = setting(0.1, "value-coefficient", "What the value loss weighs.", least=0)
+    lam: float | None = setting(None, least=0, most=1)
+    warmup: int = setting(0, "critic-warmup", "Steps at the start in which only the critic learns.", least=0)
     needs = frozenset({Need.VALUE})
     wants = frozenset({"value"})
 
@@ -95,12 +95,12 @@ class SoftQ(CriticLoss):
     last token; Q' are copies that move by `tau` towards Q after every update, alpha is the entropy coefficient.
     """
 
-    gamma: float = knob(1.0, "gamma", "Discount per sampled token.", least=0, most=1)
-    tau: float = knob(
+    gamma: float = setting(1.0, "gamma", "Discount per sampled token.", least=0, most=1)
+    tau: float = setting(
         0.05, "critic-tau", "How far the slow copies of action values follow each update.", least=0, most=1
     )
-    coefficient: float = knob(1.0, "value-coefficient", "What the value loss weighs.", least=0)
-    warmup: int = knob(20, "critic-warmup", "Steps at the start in which only the critic learns.", least=0)
+    coefficient: float = setting(1.0, "value-coefficient", "What the value loss weighs.", least=0)
+    warmup: int = setting(20, "critic-warmup", "Steps at the start in which only the critic learns.", least=0)
     needs = frozenset({Need.ACTION_VALUE})
     wants = frozenset({"q", "target_q", "entropy"})
     source = "discrete soft actor-critic, arXiv 1910.07207, eq. 3 and 10"

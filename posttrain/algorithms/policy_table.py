@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from posttrain.algorithms.aggregate import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.branching import Branching
-from posttrain.algorithms.credit import GAE, Baselined, Earned, PassAtK, Process, ToGo, Unrewarded
+from posttrain.algorithms.credit import GAE, Baselined, Earned, PassAtK, StepRewards, ToGo, Unrewarded
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay
 from posttrain.algorithms.lookup import lookup
@@ -89,7 +89,7 @@ _ROWS = (
     Algorithm(
         "grpo-process",
         "GRPO with process supervision: step rewards (DeepSeekMath, arXiv 2402.03300, section 4.1.3)",
-        advantage=Process(),
+        advantage=StepRewards(),
         surrogate=Clip(0.2, 0.2),
         aggregate=SequenceMean(),
         kl=KL("k3", 0.04),

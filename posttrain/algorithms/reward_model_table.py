@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from posttrain.algorithms.comparison_weights import DENOMINATORS, Denominator, PerComparison, PerPrompt
-from posttrain.algorithms.links import CrossEntropy, Link, Pairs, PlackettLuce, Sigmoid, SquaredError
+from posttrain.algorithms.links import CrossEntropy, Pairs, PlackettLuce, PreferenceLink, Sigmoid, SquaredError
 from posttrain.algorithms.lookup import lookup
 from posttrain.algorithms.preference import Margin
 from posttrain.algorithms.row import Row
 from posttrain.core.batch import Batch, Outputs, Preferences, Stats
-from posttrain.core.component import Part, knob
+from posttrain.core.component import Component, setting
 from posttrain.core.lazy_torch import torch
 from posttrain.core.protocols import Objective
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ScorePenalty(Part):
+class ScorePenalty(Component):
     """Keeps scores near 0, which comparisons leave free, with better responses above it and worse ones below.
 
     sign (relu(-r_w) + relu(r_l)) + size (r_w^2 + r_l^2).
     """
 
-    sign: float = knob(
+    sign: float = setting(
         0.1, "sign-penalty", "Weight of better scores below 0, and of worse ones above.", least=0, creates=True
     )
-    size: float = knob(0.01, "size-penalty", "Weight of the squares of the scores.", least=0, creates=True)
+    size: float = setting(0.01, "size-penalty", "Weight of the squares of the scores.", least=0, creates=True)
     source = "size: Eisenstein et al., arXiv 2312.09244, section 2; sign: hinges at 0 on either side"
 
     @property
@@ -47,7 +47,7 @@ class ScorePenalty(Part):
         return self.sign * sign + self.size * (better.square() + worse.square())
 
 
-LINKS: dict[str, Link] = {
+LINKS: dict[str, PreferenceLink] = {
     "sigmoid": Sigmoid(1.0),
     "plackett-luce": PlackettLuce(),
     "cross-entropy": CrossEntropy(),
@@ -59,8 +59,8 @@ LINKS: dict[str, Link] = {
 class Scoring(Row):
     """A row of the table of reward models."""
 
-    link: Link = knob(flag="link", help="What is done with the scores of responses.", choices=LINKS)
-    denominator: Denominator = knob(
+    link: PreferenceLink = setting(flag="link", help="What is done with the scores of responses.", choices=LINKS)
+    denominator: Denominator = setting(
         PerComparison(), "denominator", "What weighs the same: every comparison, or every prompt.", choices=DENOMINATORS
     )
     margin: Margin | None = None

@@ -322,14 +322,14 @@ def retriever_build(*, config: Annotated[RetrieverBuild, Options] = RetrieverBui
     from time import perf_counter
 
     from posttrain.services.retrieval.passage_index import build
-    from posttrain.services.retrieval.passages import Source, taken
+    from posttrain.services.retrieval.passages import PassageSource, taken
 
     check_bounds(config)
     if not config.passages:
         raise UserError("--passages is missing: a file of rows with title and text, such as passages.jsonl")
     chosen = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("passages", "out")}
     plain = RetrieverBuild()
-    print(f"columns     {taken(Source(config.passages, config.split, config.limit, config.fields))}")
+    print(f"columns     {taken(PassageSource(config.passages, config.split, config.limit, config.fields))}")
     began = perf_counter()
     manifest = build(config.passages, config.out, **{n: v for n, v in chosen.items() if v != getattr(plain, n)})
     size = sum(size for size, _ in manifest.files.values())

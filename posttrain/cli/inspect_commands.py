@@ -375,9 +375,9 @@ def audit(
     json
         Print data instead.
     """
-    from posttrain.apps.audit.audit_command import Request, carry_out
+    from posttrain.apps.audit.audit_command import AuditRequest, carry_out
 
-    request = Request(
+    request = AuditRequest(
         run,
         gold,
         disagreement or (),

@@ -42,7 +42,7 @@ def rank(config: Label) -> int:
         screen = Screen(Output(sys.stdout))
         finished, stopped = False, False
         try:
-            finished = Session(tasks, lines, config.rater, config.seed, screen, _read).run()
+            finished = RankSession(tasks, lines, config.rater, config.seed, screen, _read).run()
         except KeyboardInterrupt:
             stopped = True
             screen.say("")
@@ -103,7 +103,7 @@ def read_ranking(said: str, count: int) -> list[list[int]] | str:
     return [[next(sizes) for _ in group] for group in groups]
 
 
-class Session:
+class RankSession:
     """One sitting of a person."""
 
     def __init__(

@@ -11,8 +11,8 @@ from posttrain.config import ServePolicy
 from posttrain.core.protocols import Engine
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.serving.engine_policy import EnginePolicy
-from posttrain.engines.serving.engine_thread import Desk
-from posttrain.engines.serving.policy_server import HOST, Limits, Service, serving
+from posttrain.engines.serving.engine_thread import EngineThread
+from posttrain.engines.serving.policy_server import HOST, PolicyHandlers, ServerLimits, serving
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -50,9 +50,9 @@ def serve_policy(config: ServePolicy, say: Callable[[str], None] = _say) -> None
         if version := step_of(folder.name):
             engine.load(model, version)
         name, context = config.name or config.model, model.config.context
-        limits = Limits(config.requests)
+        limits = ServerLimits(config.requests)
 
-        def opened(desk: Desk) -> EnginePolicy:
+        def opened(desk: EngineThread) -> EnginePolicy:
             return EnginePolicy(desk, tokenizer, name, context, ends, config.max_tokens)
 
         def told(port: int) -> None:
@@ -67,8 +67,8 @@ def serve_policy(config: ServePolicy, say: Callable[[str], None] = _say) -> None
 
 async def _serve(
     engine: Engine,
-    opened: Callable[[Desk], EnginePolicy],
-    limits: Limits,
+    opened: Callable[[EngineThread], EnginePolicy],
+    limits: ServerLimits,
     port: int,
     told: Callable[[int], None],
 ) -> None:
@@ -81,9 +81,9 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         with suppress(ValueError, RuntimeError):  # not in the main thread
             loop.add_signal_handler(number, end)
-    desk = Desk(engine, failed=end)
+    desk = EngineThread(engine, failed=end)
     with closing(opened(desk)) as policy:
-        service = Service(lambda request: policy, limits)
+        service = PolicyHandlers(lambda request: policy, limits)
         async with serving(service.application(), port) as bound:
             told(bound)
             problem = await over

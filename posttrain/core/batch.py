@@ -23,7 +23,7 @@ from posttrain.core.types import Media, Outcome, Piece, Rollout
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from posttrain.core.token_probe import Tap
+    from posttrain.core.token_probe import TokenProbe
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Batch(Packed):
     imitate: Tensor | None = None  # float32 [N], the share of each token in a likelihood term beside the policy's
     preferences: Preferences | None = None  # None: nothing here is compared or labelled
     coefficients: Mapping[str, float] = field(default_factory=dict)  # those that change during a run, by part
-    tap: Tap | None = None  # where the learner leaves what it computes of single tokens
+    tap: TokenProbe | None = None  # where the learner leaves what it computes of single tokens
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Stats(dict[str, tuple[float, float]]):
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """One step of training, from a source: some optimizer updates, each a list of micro-batches, and what to record."""
 
     number: int  # 1, 2, ...

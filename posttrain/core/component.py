@@ -38,7 +38,7 @@ class Need(StrEnum):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RunLimits:
     """What a run fills into parts that leave it open."""
 
     episode_tokens: int | None = None  # None: episodes of several turns without a budget
@@ -46,7 +46,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class SettingRange:
     """The range of a number, or of each of several."""
 
     least: float | None = None
@@ -84,16 +84,16 @@ def option(
     below: float | None = None,
 ) -> Any:
     """A dataclass field with a range: `lr: float = option(1e-5, above=0)`."""
-    return field(default=default, metadata={"knob": Knob(bounds=Bounds(least, above, most, below))})
+    return field(default=default, metadata={"knob": Setting(bounds=SettingRange(least, above, most, below))})
 
 
 @dataclass(frozen=True)
-class Knob:
+class Setting:
     """What is told of a setting beside its type and default."""
 
     flag: str = ""  # its short name on the command line, without dashes; "": it has none
     help: str = ""
-    bounds: Bounds = Bounds()
+    bounds: SettingRange = SettingRange()
     off: Any = NEVER  # a value that stands for None, such as 0 for "no such bound"
     absent: Any = NEVER  # the value at which the part is not there at all
     creates: bool = False  # whether setting it makes the part, where a row has none
@@ -101,7 +101,7 @@ class Knob:
     brought: str = ""  # what brings such a part, where no setting of its own does
 
 
-def knob(
+def setting(
     default: Any = dataclasses.MISSING,
     flag: str = "",
     help: str = "",
@@ -118,17 +118,17 @@ def knob(
 ) -> Any:
     """A setting of a part, as a dataclass field: `low: float = knob(0.2, "clip-low", "...", least=0, most=1)`."""
     creates = creates or absent is not NEVER
-    known = Knob(flag, help, Bounds(least, above, most, below), off, absent, creates, choices, brought)
+    known = Setting(flag, help, SettingRange(least, above, most, below), off, absent, creates, choices, brought)
     return field(default=default, metadata={"knob": known})
 
 
-def knob_of(f: dataclasses.Field[Any]) -> Knob:
+def knob_of(f: dataclasses.Field[Any]) -> Setting:
     """What is told of a field; nothing, where it is declared plainly."""
-    found: Knob = f.metadata.get("knob", Knob())
+    found: Setting = f.metadata.get("knob", Setting())
     return found
 
 
-class Part:
+class Component:
     """Base class. A subclass is a frozen dataclass; its fields are its settings."""
 
     @property
@@ -150,6 +150,6 @@ class Part:
         """Fields of `Outputs`, besides logp, that it reads in the loss."""
         return frozenset()
 
-    def configured(self, limits: Limits) -> Self:
+    def configured(self, limits: RunLimits) -> Self:
         """The part as a run has it."""
         return self

@@ -14,7 +14,7 @@ from posttrain.core.types import Completion, Media, ToolCall, Turn, UserError
 MOST_IDS = 100_000  # that are numbered in nine letters and digits, far more than a context holds calls
 
 
-class Continued(Protocol):
+class ContinuedText(Protocol):
     """What stands behind a reply, and a message that stands for the reply."""
 
     @property
@@ -23,7 +23,7 @@ class Continued(Protocol):
     def reply(self) -> Mapping[str, Any]: ...
 
 
-class ToolFormat(Protocol):
+class ToolCallFormat(Protocol):
     """How calls of tools are written."""
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall]: ...
@@ -31,7 +31,7 @@ class ToolFormat(Protocol):
     def message(self, calls: Sequence[ToolCall]) -> dict[str, Any]: ...
 
 
-class Texts(Protocol):
+class TextEncoder(Protocol):
     """The part of a tokenizer that is needed here."""
 
     chat_template: str | None
@@ -52,16 +52,16 @@ class Texts(Protocol):
         new: Sequence[Mapping[str, Any]],
         calls: Sequence[ToolCall] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Continued: ...
+    ) -> ContinuedText: ...
     def encode_seen(self, text: str, digests: Sequence[str], start: bool = False) -> tuple[list[int], list[Media]]: ...
     @property
-    def tool_format(self) -> ToolFormat | None: ...
+    def tool_format(self) -> ToolCallFormat | None: ...
 
 
 class Conversation:
     """The text side of one context: turns in, tokens to observe out."""
 
-    def __init__(self, tokenizer: Texts) -> None:
+    def __init__(self, tokenizer: TextEncoder) -> None:
         self.tokenizer = tokenizer
         self.messages: list[Mapping[str, Any]] = []
         self.first = True
@@ -135,7 +135,7 @@ class Conversation:
         return id
 
 
-def with_calls(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None) -> list[Mapping[str, Any]]:
+def with_calls(messages: Sequence[Mapping[str, Any]], form: ToolCallFormat | None) -> list[Mapping[str, Any]]:
     """Messages whose calls of tools are as the template takes them. `form`: of its calls; None: it shows none."""
     if form is None:
         return list(messages)

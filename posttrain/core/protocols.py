@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-from posttrain.core.batch import Batch, Layout, Outputs, Packed, Stats, Step
+from posttrain.core.batch import Batch, Layout, Outputs, Packed, Stats, TrainingStep
 from posttrain.core.types import Completion, Media, Sampling
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ TRAINING = "training"
 """The folder of a checkpoint that holds what only training reads: a learner's state, and a source's."""
 
 
-class Shape(Protocol):
+class ModelShape(Protocol):
     """What is asked of a model's own configuration."""
 
     @property
@@ -39,7 +39,7 @@ class Model(Protocol):
     eos_ids: tuple[int, ...]  # every token id that ends a reply
 
     @property
-    def config(self) -> Shape: ...
+    def config(self) -> ModelShape: ...
 
     @property
     def head(self) -> Head:
@@ -77,8 +77,10 @@ class Source(Protocol):
     A state is JSON data, but for what is still being made: that has a method `plain`, which waits for it.
     """
 
-    def produce(self, number: int) -> Step: ...
-    def learned(self, step: Step, stats: Stats) -> None: ...  # called after the updates of each step: completes it
+    def produce(self, number: int) -> TrainingStep: ...
+    def learned(
+        self, step: TrainingStep, stats: Stats
+    ) -> None: ...  # called after the updates of each step: completes it
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...
 

@@ -30,25 +30,25 @@ Found: TypeAlias = "dict[int, dict[str, NDArray[np.float32]]]"
 
 
 @dataclass
-class Sink:
+class TokenSink:
     """What one update has computed of the tokens that are asked for."""
 
     asked: frozenset[int] = frozenset()  # rollouts, by their places in [S]
     entropy: bool = True  # whether entropies are asked for too, though the loss may not read any
     skipped: bool = False  # whether the update moved nothing
     found: Found = field(default_factory=dict)
-    _passed: list[tuple[Tap, dict[str, Tensor]]] = field(default_factory=list)
+    _passed: list[tuple[TokenProbe, dict[str, Tensor]]] = field(default_factory=list)
 
-    def tap(self, index: Sequence[int], sizes: Sequence[int]) -> Tap:
+    def tap(self, index: Sequence[int], sizes: Sequence[int]) -> TokenProbe:
         """That of a micro-batch of these rollouts, which have so many scored tokens, or other readings, each."""
         spans, row = [], 0
         for place, size in zip(index, sizes, strict=True):
             if place in self.asked:
                 spans.append((place, row, row + size))
             row += size
-        return Tap(self, tuple(spans))
+        return TokenProbe(self, tuple(spans))
 
-    def take(self, tap: Tap, columns: Mapping[str, Tensor]) -> None:
+    def take(self, tap: TokenProbe, columns: Mapping[str, Tensor]) -> None:
         """Columns of a micro-batch, [N] each. They stay where they are until somebody reads."""
         self._passed.append((tap, {name: values.detach() for name, values in columns.items()}))
 
@@ -84,16 +84,16 @@ class Sink:
         self.found |= found
 
 
-def sink_of(batches: Iterable[Batch]) -> Sink | None:
+def sink_of(batches: Iterable[Batch]) -> TokenSink | None:
     """That of an update of these micro-batches, if it has one."""
     return next((batch.tap.sink for batch in batches if batch.tap is not None), None)
 
 
 @dataclass(frozen=True)
-class Tap:
+class TokenProbe:
     """Which tokens of one micro-batch are asked for."""
 
-    sink: Sink
+    sink: TokenSink
     spans: tuple[tuple[int, int, int], ...]  # (place in [S], first row, the one behind the last), counted in readings
 
     @property

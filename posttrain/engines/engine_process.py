@@ -12,7 +12,7 @@ from posttrain.system.child_processes import Child, pair
 CLOSE_SECONDS = 5.0  # for an idle process to leave by itself
 
 
-class Process:
+class EngineProcess:
     """`target`: "package.module:function", called with the number of the socket and with `descriptors`."""
 
     def __init__(self, target: str, name: str, descriptors: Sequence[int], environment: Mapping[str, str]) -> None:

@@ -21,7 +21,7 @@ HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Announced:
+class ModelManifest:
     """A model of either kind, as programs that read checkpoints know it."""
 
     model: Decoder | Backed
@@ -83,8 +83,8 @@ def _kept_of(layer: Any) -> int:
     return int(2 * (getattr(layer, "num_key_value_heads", None) or heads) * size)
 
 
-def announced(model: Model) -> Announced:
+def announced(model: Model) -> ModelManifest:
     """Raises UserError for a kind of model that only this process knows."""
     if not isinstance(model, Decoder | Backed):
         raise UserError(f"engines in other processes cannot take over the weights of a {type(model).__name__}")
-    return Announced(model)
+    return ModelManifest(model)

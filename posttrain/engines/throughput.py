@@ -7,7 +7,7 @@ step of a run records a handful of them, whatever it sampled.
 from __future__ import annotations
 
 
-class Pace:
+class Throughput:
     """Counts since the beginning. Costs two looks at the clock a step."""
 
     def __init__(self) -> None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain.core.conversation import Texts
+from posttrain.core.conversation import TextEncoder
 from posttrain.core.types import Completion, Reply, StopReason, Task, Turn, UserError
-from posttrain.envs.play.episode import Episode, Playing
+from posttrain.envs.play.episode import Episode, RunningEpisode
 
 
 @dataclass(frozen=True)
 class Viewer:
     """A model as far as its folder tells without its weights."""
 
-    tokenizer: Texts
+    tokenizer: TextEncoder
     context: int  # tokens of prompt and replies together
     ends: Sequence[int] = ()  # the id that ends a reply, if it is known
 
@@ -32,7 +32,7 @@ class Seen:
 
     def __init__(self, viewer: Viewer, task: Task) -> None:
         self._viewer = viewer
-        self._playing = Playing(Episode(task, "", 0), viewer.tokenizer)
+        self._playing = RunningEpisode(Episode(task, "", 0), viewer.tokenizer)
         self.prompt = 0  # tokens of the first turn
         self.texts: list[str] = []  # what it was shown
         self.problem: str | None = None  # why it could be shown no more

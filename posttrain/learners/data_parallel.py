@@ -18,7 +18,7 @@ from posttrain.learners.local_learner import LocalLearner
 P = TypeVar("P", bound=Packed)
 
 
-class DealingLearner(LocalLearner):
+class DataParallelLearner(LocalLearner):
     """See `posttrain.core.protocols.Learner`. Alone it is a `LocalLearner`.
 
     Every process makes the same calls with the same micro-batches, and gets the same answers: what the whole of them gave.
@@ -28,7 +28,7 @@ class DealingLearner(LocalLearner):
     def evaluate(
         self, batches: Sequence[Packed], of: str = "policy", want: frozenset[str] = frozenset()
     ) -> list[Outputs]:
-        return self._together(batches, lambda own: super(DealingLearner, self).evaluate(own, of, want), self._here)
+        return self._together(batches, lambda own: super(DataParallelLearner, self).evaluate(own, of, want), self._here)
 
     def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
         if self.world.size == 1:
@@ -45,7 +45,7 @@ class DealingLearner(LocalLearner):
 
     def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:
         def one_by_one(own: Sequence[Packed]) -> list[float]:
-            return super(DealingLearner, self).squared_gradients(own).tolist()
+            return super(DataParallelLearner, self).squared_gradients(own).tolist()
 
         return torch.tensor(self._together(batches, one_by_one, lambda found: found), dtype=torch.float64)
 
@@ -96,4 +96,4 @@ def _moved(outputs: Outputs, device: torch.device) -> Outputs:
 
 
 if TYPE_CHECKING:
-    _proof: Callable[..., Learner] = DealingLearner
+    _proof: Callable[..., Learner] = DataParallelLearner

@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from posttrain.core.batch import Batch, Outputs, Packed, Stats
 from posttrain.core.protocols import Learner, Model, Objective
 from posttrain.core.types import UserError
-from posttrain.learners.data_parallel import DealingLearner
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, Trained
+from posttrain.learners.data_parallel import DataParallelLearner
+from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, TrainedModule
 from posttrain.learners.process_group import Processes
 from posttrain.models.adapters.lora import Adaptable, plain_weights
 from posttrain.models.checkpoint_folder import checkpoint_tensors
@@ -96,8 +96,8 @@ def _give_back() -> None:
         mallopt(MMAP_THRESHOLD, OWN_PAGES)
 
 
-class ShardingLearner(DealingLearner):
-    """See `posttrain.core.protocols.Learner`. What is asked of it gives what `DealingLearner` gives.
+class FSDPLearner(DataParallelLearner):
+    """See `posttrain.core.protocols.Learner`. What is asked of it gives what `DataParallelLearner` gives.
 
     The tensors of `parts`, which are clipped, moved and saved, are this process's rows of the parameters, in place.
     """
@@ -237,7 +237,7 @@ class ShardingLearner(DealingLearner):
                 rows.grad = here(parameter.grad)[1] if there and parameter.grad is not None else None
                 parameter.grad = None
 
-    def _clip_part(self, part: Trained, limit: float) -> float:
+    def _clip_part(self, part: TrainedModule, limit: float) -> float:
         """As torch.nn.utils.clip_grad_norm_, by the norm over all rows."""
         gradients = {p: p.grad for p in part.parameters.values() if p.grad is not None}
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)  # of rows, and of what is whole everywhere
@@ -287,7 +287,7 @@ class ShardingLearner(DealingLearner):
         for _, tensors in self._state():
             write_state(None, tensors)
 
-    def _finite(self, part: Trained) -> bool:
+    def _finite(self, part: TrainedModule) -> bool:
         odd = sum(int((~parameter.isfinite()).sum()) for parameter in part.parameters.values())
         return not self.world.sum(torch.tensor([odd], device=self.device)).item()
 
@@ -350,5 +350,5 @@ class _Anchored(torch.autograd.Function):
 
 
 if TYPE_CHECKING:
-    _proof: Callable[..., Learner] = ShardingLearner
+    _proof: Callable[..., Learner] = FSDPLearner
     _whole = LocalLearner, whole

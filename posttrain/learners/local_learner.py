@@ -83,7 +83,7 @@ class Teaching:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModule:
     """What is optimised together: its gradients are clipped by one norm and it has its own learning rate."""
 
     name: str  # "policy" or "critic"
@@ -132,8 +132,8 @@ class LocalLearner:
         self.device = model.head.device
         self.reference_moved = False
         share = 1.0 if critic_lr is None else critic_lr / optimization.lr
-        self.parts = [Trained("policy", self._trained(model))]
-        self.parts += [Trained("critic", self._trained(critic), share)] if critic else []
+        self.parts = [TrainedModule("policy", self._trained(model))]
+        self.parts += [TrainedModule("critic", self._trained(critic), share)] if critic else []
         self.optimizer = AdamW(
             [group for part in self.parts for group in _groups(part, optimization.weight_decay)],
             lr=optimization.lr,
@@ -269,7 +269,7 @@ class LocalLearner:
                     "try a lower --lr, more --warmup, or --precision float32"
                 )
 
-    def _finite(self, part: Trained) -> bool:
+    def _finite(self, part: TrainedModule) -> bool:
         return all(bool(parameter.isfinite().all()) for parameter in part.parameters.values())
 
     def _state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -446,7 +446,7 @@ class LocalLearner:
             norms[part.name] = self._clip_part(part, math.inf if free else limit)
         return norms
 
-    def _clip_part(self, part: Trained, limit: float) -> float:
+    def _clip_part(self, part: TrainedModule, limit: float) -> float:
         return nn.utils.clip_grad_norm_(part.parameters.values(), limit).item()
 
     def _trained(self, model: Model | nn.Module) -> dict[str, nn.Parameter]:
@@ -531,7 +531,7 @@ def _fill(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
             parameter.copy_(piece.view_as(parameter))
 
 
-def _groups(part: Trained, weight_decay: float) -> list[dict[str, Any]]:
+def _groups(part: TrainedModule, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups of the optimizer: matrices are decayed, norms and biases are not."""
     decayed = {n for n, p in part.parameters.items() if p.ndim >= 2 and "norm" not in n and not n.endswith("bias")}
     matrices = [p for name, p in part.parameters.items() if name in decayed]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from posttrain.core.component import Part, knob
+from posttrain.core.component import Component, setting
 from posttrain.core.lazy_torch import torch
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TrustRegion(Part):
+class TrustRegion(Component):
     """Bounds how far one update moves the policy's distribution, whatever its parameters do, instead of using AdamW.
 
     A natural gradient step within KL(old || new) <= delta (TRPO, arXiv 1502.05477, appendix C). The direction
@@ -27,16 +27,16 @@ class TrustRegion(Part):
     the KL, exact over the vocabulary, is within bounds.
     """
 
-    delta: float = knob(
+    delta: float = setting(
         0.01,
         "trust-region",
         "Natural gradient steps within this KL, in nats per token, instead of AdamW's (0: AdamW).",
         above=0,
         absent=0,
     )
-    iterations: int = knob(10, above=0)  # of conjugate gradient
-    damping: float = knob(0.01, least=0)
-    halvings: int = knob(10, least=0)
+    iterations: int = setting(10, above=0)  # of conjugate gradient
+    damping: float = setting(0.01, least=0)
+    halvings: int = setting(10, least=0)
     source = "TRPO, arXiv 1502.05477, appendix C"
 
     @property

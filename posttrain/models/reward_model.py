@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import Layout
 from posttrain.core.protocols import Model
-from posttrain.core.protocols import Shape as Sizes
+from posttrain.core.protocols import ModelShape as Sizes
 from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_config import NOTE, is_adapter
 from posttrain.models.adapters.adapter_folder import checked_base, read_adapter, read_note, save_adapter
@@ -47,7 +47,7 @@ CLASSIFIERS = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class ScoreShape:
     """How hidden states become a score."""
 
     pooling: Pooling = "last"  # the score at the last token, or the mean of those at every token of the response
@@ -57,7 +57,7 @@ class Shape:
 class RewardModel(nn.Module):
     """See `posttrain.core.protocols.Model`: its head has one row, [1, D], and what it gives are scores, float32 [N]."""
 
-    def __init__(self, backbone: Adaptable, shape: Shape, seed: int, pad: int | None = None) -> None:
+    def __init__(self, backbone: Adaptable, shape: ScoreShape, seed: int, pad: int | None = None) -> None:
         """A new head on a backbone, drawn from N(0, 1 / (D + 1)) (Stiennon et al., arXiv 2009.01325, appendix B.1).
 
         `pad`: the token that other programs are to pad with; None: it has none to be told.
@@ -100,7 +100,7 @@ class RewardModel(nn.Module):
     @property
     def classifier(self) -> str | None:
         """What transformers calls such a model; None: it has no form for it."""
-        if self.shape != Shape():
+        if self.shape != ScoreShape():
             return None
         if isinstance(self.backbone, Decoder):
             return CLASSIFIERS[self.backbone.config.family]
@@ -168,7 +168,9 @@ if TYPE_CHECKING:
     _proof: Callable[..., Model] = RewardModel
 
 
-def new_reward_model(folder: str | Path, shape: Shape, seed: int, device: str | torch.device = "cpu") -> RewardModel:
+def new_reward_model(
+    folder: str | Path, shape: ScoreShape, seed: int, device: str | torch.device = "cpu"
+) -> RewardModel:
     """A reward model whose backbone starts from a checkpoint; a head of the same shape that is there is taken over."""
     model, found = _read(folder, shape, seed, device)
     if SCORE in found and (INNER in found) == (shape.head == "mlp"):
@@ -180,7 +182,7 @@ def load_reward_model(folder: str | Path, device: str | torch.device = "cpu") ->
     """The reward model of a folder. Raises UserError if it holds another kind of model, or a damaged one."""
     folder = checkpoint_folder(folder)
     source = read_note(folder) if is_adapter(folder) else read_json(folder / "config.json")
-    shape = Shape(source.get("posttrain_pooling", "last"), source.get("posttrain_head", "linear"))
+    shape = ScoreShape(source.get("posttrain_pooling", "last"), source.get("posttrain_head", "linear"))
     if shape.pooling not in ("last", "mean") or shape.head not in ("linear", "mlp"):
         raise UserError(
             f"{folder}: {NOTE if is_adapter(folder) else 'config.json'} has an unknown form of reward model: "
@@ -201,7 +203,7 @@ def load_reward_model(folder: str | Path, device: str | torch.device = "cpu") ->
 
 
 def _read(
-    folder: str | Path, shape: Shape, seed: int, device: str | torch.device
+    folder: str | Path, shape: ScoreShape, seed: int, device: str | torch.device
 ) -> tuple[RewardModel, dict[str, Tensor]]:
     folder = checkpoint_folder(folder)
     if is_adapter(folder):
@@ -217,7 +219,7 @@ def _read(
 
 
 def _read_adapted(
-    folder: Path, shape: Shape, seed: int, device: str | torch.device
+    folder: Path, shape: ScoreShape, seed: int, device: str | torch.device
 ) -> tuple[RewardModel, dict[str, Tensor]]:
     """The base of a folder of adapters with these, and the head: the folder's, or else the base's."""
     model, found = _read(checked_base(folder), shape, seed, device)

@@ -24,7 +24,7 @@ HUGE = 1e100  # the squares of larger values would overflow
 
 
 @dataclass(frozen=True)
-class Limits:
+class HealthLimits:
     """The thresholds from which on something is a fault. Shares are from 0 to 1."""
 
     first: int = 5
@@ -96,7 +96,7 @@ class EqualGroups:
 class Series:
     """The values of one metric so far, and its means over windows."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: HealthLimits) -> None:
         self.values: list[float] = []
         self.best: list[float] = []  # highest mean of a window, until each value
         self.constant = True
@@ -135,7 +135,7 @@ class Series:
 class History:
     """The metrics of a run so far, for the checks to look at."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: HealthLimits) -> None:
         self.limits = limits
         self.step = 0
         self._series: dict[str, Series] = {}

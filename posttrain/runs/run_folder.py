@@ -23,7 +23,7 @@ from posttrain.runs.fingerprint import Print
 from posttrain.runs.lock import Lock
 from posttrain.runs.run_files import CHECKPOINTS, RUN, delete_run, holds_run, made_by_run, writing
 from posttrain.runs.run_reading import missing_steps, read_run
-from posttrain.runs.run_record import Record, Unwritten
+from posttrain.runs.run_record import RunRecord, Unwritten
 
 READ = (
     "tasks",
@@ -121,7 +121,7 @@ class RunFolder(Generic[AnyTraining]):
             return Path(recorded) if recorded else None
         return checkpoints.resolve(self.config.model) if self.config.model else None
 
-    def open(self, told: Mapping[str, Any]) -> Record:
+    def open(self, told: Mapping[str, Any]) -> RunRecord:
         """The record, ready to be written: new, or with what was recorded since the checkpoint taken out.
 
         `told`: what else run.json should say.
@@ -135,13 +135,13 @@ class RunFolder(Generic[AnyTraining]):
         with writing(self.path):
             if self.checkpoint is not None:
                 step = checkpoints.step_of(self.checkpoint)
-                return Record.resume(self.path, step, options, told, self._noted)
+                return RunRecord.resume(self.path, step, options, told, self._noted)
             if self._lock is None:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock = Lock(self.path)
             if self.config.overwrite:
                 delete_run(self.path)
-            return Record.create(self.path, options, self.config.verb, told)
+            return RunRecord.create(self.path, options, self.config.verb, told)
 
     def _begun(self, config: AnyTraining) -> AnyTraining:
         if holds_run(self.path) and not config.overwrite:

@@ -16,7 +16,7 @@ from posttrain.core.types import Outcome, UserError
 from posttrain.runs.events import Events
 from posttrain.runs.jsonl import Row
 from posttrain.runs.provenance import circumstances, now
-from posttrain.runs.record.rollout_index import Index
+from posttrain.runs.record.rollout_index import RolloutIndex
 from posttrain.runs.record.rollout_tables import rollouts_table, seconds_table
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_files import (
@@ -41,13 +41,13 @@ from posttrain.runs.run_files import (
     table_file,
 )
 from posttrain.runs.run_reading import read_run, read_steps
-from posttrain.system.worker_thread import Beside
+from posttrain.system.worker_thread import WorkerThread
 
 PLAYED = ("rl", "distill")
 """Kinds of rollouts that take time; the others were given."""
 
 
-class Record:
+class RunRecord:
     """The record of one run, open for writing. Only one process writes it: whoever has the folder's lock."""
 
     def __init__(self, folder: Path, run: Row, step: int) -> None:
@@ -59,12 +59,12 @@ class Record:
         self._unsynced: list[Path] = []  # files that are not yet known to be on disk
         self._events: Events | None = None
         self._kept = step
-        self._index = Index(folder)
-        self._beside: Beside | None = None  # writes tables while training goes on
+        self._index = RolloutIndex(folder)
+        self._beside: WorkerThread | None = None  # writes tables while training goes on
         self._writing: Future[list[Path]] | None = None
 
     @classmethod
-    def create(cls, folder: Folder, config: Mapping[str, Any], command: str, extra: Mapping[str, Any]) -> Record:
+    def create(cls, folder: Folder, config: Mapping[str, Any], command: str, extra: Mapping[str, Any]) -> RunRecord:
         """Begin a run in `folder`: new, or without a run in it (UserError).
 
         `command` is the verb, such as "rl"; `config` all settings as resolved, with "seed"; `extra` what else run.json
@@ -90,7 +90,7 @@ class Record:
         config: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         noted: Mapping[str, Any] | None = None,
-    ) -> Record:
+    ) -> RunRecord:
         """Continue a run from its checkpoint of `step`: what was recorded of later steps is deleted.
 
         `config`: all settings as they are from now on, if some were changed; `extra` replaces what `create` was given;
@@ -108,7 +108,7 @@ class Record:
             later = [p for p in path.glob(f"{folder}/step-*") if (step_of(p.stem) or 0) > step and p.is_file()]
             for file in (*later, *unfinished):
                 file.unlink()
-        Index(path).forget(step)
+        RolloutIndex(path).forget(step)
         return cls(path, run, step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -160,7 +160,7 @@ class Record:
             return [times, path] if timed else [path]
 
         self._settle()
-        self._beside = self._beside or Beside("recording")
+        self._beside = self._beside or WorkerThread("recording")
         self._writing = self._beside.call(write)
 
     def _settle(self) -> None:
@@ -201,7 +201,7 @@ class Record:
         self._events.add(step, values)
 
 
-class Unwritten(Record):
+class Unwritten(RunRecord):
     """The record of a process that writes none: another one of the same run does."""
 
     def __init__(self) -> None:

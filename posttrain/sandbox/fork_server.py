@@ -34,7 +34,7 @@ from posttrain.sandbox.capabilities import prepared, settled
 from posttrain.sandbox.guest import serve
 from posttrain.sandbox.jail import NOBODY, Ground, Order, become
 from posttrain.sandbox.json_messages import send
-from posttrain.sandbox.limits import Limits
+from posttrain.sandbox.limits import ProgramLimits
 
 WARM = """
 abc bisect cmath collections collections.abc copy dataclasses datetime decimal enum fractions functools heapq itertools json
@@ -67,7 +67,7 @@ def main(control: int, root: str, allowed: list[str]) -> None:
     gc.freeze()  # a collection in a child would touch, and so copy, all of this memory
     gc.disable()
     send(control, {"protections": ground.protections.as_dict()})
-    server = Server(ground, control)
+    server = ForkServer(ground, control)
     try:
         while server.turn():
             pass
@@ -78,7 +78,7 @@ def main(control: int, root: str, allowed: list[str]) -> None:
 
 
 @dataclass(eq=False)
-class Running:
+class RunningProgram:
     """A program."""
 
     pid: int
@@ -86,14 +86,14 @@ class Running:
     watch: int
     confined: int | None  # what failed before it began, until that is past
     end: float  # of its time
-    limits: Limits
+    limits: ProgramLimits
     folder: str
     over: str | None = None  # which limit ended it
     broken: str = ""
     report: dict[str, Any] | None = None  # how it ended, once it has: what is running since is what deletes its folder
 
 
-class Server:
+class ForkServer:
     """Starts programs and ends them. One thread, which waits for nothing in particular."""
 
     def __init__(self, ground: Ground, control: int) -> None:
@@ -101,7 +101,7 @@ class Server:
         self._host = socket.socket(fileno=control)
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
-        self._running: dict[int, Running] = {}  # by each of their descriptors
+        self._running: dict[int, RunningProgram] = {}  # by each of their descriptors
         self._started = 0
         self._looked = 0.0
         self._own = os.open("self/ns/pid", os.O_RDONLY | os.O_CLOEXEC, dir_fd=ground.proc)
@@ -135,7 +135,7 @@ class Server:
             return False
         talk, watch, *output = descriptors
         try:
-            order = Order(Limits(**json.loads(message)), talk, output[0] if output else None, self._folder())
+            order = Order(ProgramLimits(**json.loads(message)), talk, output[0] if output else None, self._folder())
             self._start(order, watch)
         except OSError as error:  # no process to be had, no room for a folder
             self._tell(watch, {"broken": f"{type(error).__name__}: {error}"})
@@ -164,7 +164,7 @@ class Server:
         finally:
             os.close(confining)
         end = time.monotonic() + order.limits.life
-        running = Running(pid, os.pidfd_open(pid), watch, confined, end, order.limits, order.folder)
+        running = RunningProgram(pid, os.pidfd_open(pid), watch, confined, end, order.limits, order.folder)
         for descriptor in (running.ended, watch, confined):
             self._running[descriptor] = running
             self._poll.register(descriptor, select.POLLIN)
@@ -197,7 +197,7 @@ class Server:
             self._poll.unregister(descriptor)
             self._kill(running, None)
 
-    def _kill(self, running: Running, over: str | None) -> None:
+    def _kill(self, running: RunningProgram, over: str | None) -> None:
         if running.report is not None:  # it has ended, and its folder is being deleted
             return
         running.over = running.over or over
@@ -205,7 +205,7 @@ class Server:
         with suppress(ProcessLookupError):
             os.kill(running.pid, signal.SIGKILL)
 
-    def _finish(self, running: Running) -> None:
+    def _finish(self, running: RunningProgram) -> None:
         _, status, used = os.wait4(running.pid, 0)
         if running.confined is not None:  # it may have ended for that
             self._attend(running.confined)
@@ -217,13 +217,13 @@ class Server:
         self._drop(running.ended)
         self._drop(running.watch)
 
-    def _reported(self, running: Running, status: int, used: resource.struct_rusage) -> dict[str, Any]:
+    def _reported(self, running: RunningProgram, status: int, used: resource.struct_rusage) -> dict[str, Any]:
         if running.broken:
             return {"broken": running.broken}
         code, cpu = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
         return {"over": running.over, "exit": code, "cpu": cpu, "peak": used.ru_maxrss << 10}
 
-    def _removing(self, running: Running) -> bool:
+    def _removing(self, running: RunningProgram) -> bool:
         """Delete its folder; whether a process does so from now on: nobody looks at other programs while it deletes."""
         if not filesystem.usage(running.folder, running.limits.folder, AT_ONCE):
             with suppress(OSError):  # no process to be had
@@ -283,7 +283,7 @@ def tried(ground: Ground) -> str | None:
         ours.close()
         try:
             settled(ground)
-            server = Server(ground, theirs.fileno())
+            server = ForkServer(ground, theirs.fileno())
             while server.turn():
                 pass
             server.close()
@@ -299,11 +299,11 @@ def tried(ground: Ground) -> str | None:
 
 def _trial(control: socket.socket) -> str | None:
     """Run a program that reads the standard library and writes into its folder: why it cannot, or None."""
-    from posttrain.sandbox.program import Broken, Ended, Program
+    from posttrain.sandbox.program import Ended, Program, SandboxError
 
     try:
-        with Program(control, Limits(), output=False) as program:
+        with Program(control, ProgramLimits(), output=False) as program:
             raised = program.run(f"open({os.__file__!r}).close(); open('a', 'w').close()")
-    except (Broken, Ended) as error:
+    except (SandboxError, Ended) as error:
         return str(error)
     return None if raised is None else raised[1]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from posttrain.sandbox import filesystem, landlock, seccomp, syscalls
-from posttrain.sandbox.limits import Limits, Protections
+from posttrain.sandbox.limits import ProgramLimits, Protections
 
 NOBODY = 65534  # the user and the group of programs, where the sandbox may choose
 INSIDE = 1000  # their numbers in a namespace of users
@@ -48,7 +48,7 @@ class Ground:
 class Order:
     """What one program gets."""
 
-    limits: Limits
+    limits: ProgramLimits
     talk: int  # descriptors
     output: int | None
     folder: str
@@ -74,7 +74,7 @@ def become(ground: Ground, order: Order, confining: int, guest: Guest) -> NoRetu
         os._exit(1)
 
 
-def _enter(ground: Ground, limits: Limits) -> None:
+def _enter(ground: Ground, limits: ProgramLimits) -> None:
     """Into new namespaces, as far as they are allowed; that of process ids was made before the fork."""
     kinds = ground.kinds
     with suppress(OSError):
@@ -160,7 +160,7 @@ def _is_cut(pipe: int) -> bool:
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
-def _limit(limits: Limits, protections: Protections) -> None:
+def _limit(limits: ProgramLimits, protections: Protections) -> None:
     wanted = {
         resource.RLIMIT_CPU: limits.cpu,
         resource.RLIMIT_AS: limits.memory,

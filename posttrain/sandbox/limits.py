@@ -12,7 +12,7 @@ COUNTED_BY_NAMESPACE = (5, 14)  # from this Linux on a namespace of users counts
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """Of one program."""
 
     cpu: int = 5  # seconds of processor time, of each of its processes

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from posttrain.core.types import UserError
 from posttrain.sandbox.host import Sandbox
-from posttrain.sandbox.limits import Limits
-from posttrain.sandbox.program import Broken
+from posttrain.sandbox.limits import ProgramLimits
+from posttrain.sandbox.program import SandboxError
 
 STEP = (
     "POSTTRAIN_ENV_SECONDS"  # the environment variable that tells a worker how long a step of its environment may take
@@ -36,7 +36,7 @@ def shared() -> Sandbox:
 def begin_in_worker() -> None:
     """Start it now where this is a worker of environments: within a step it would take of the time of a program."""
     if STEP in os.environ:
-        with suppress(Broken):  # told by who needs it
+        with suppress(SandboxError):  # told by who needs it
             shared()
 
 
@@ -44,15 +44,15 @@ def about() -> list[str]:
     """Which protections are active, for whoever starts a run. Raises UserError as `shared` does."""
     try:
         return [f"sandbox: {shared().protections}"]
-    except Broken as error:
+    except SandboxError as error:
         raise UserError(str(error)) from error
     finally:
         close()
 
 
-def usual_limits() -> Limits:
+def usual_limits() -> ProgramLimits:
     """The limits of a program whose verdict a worker waits for."""
-    usual = Limits()
+    usual = ProgramLimits()
     return replace(usual, life=min(usual.life, SHARE * float(os.environ.get(STEP, "inf"))))
 
 

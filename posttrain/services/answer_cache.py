@@ -14,7 +14,7 @@ from pathlib import Path
 from posttrain.system.cache_folders import cache_folder
 
 
-class Cache:
+class AnswerCache:
     """Texts by endpoint and request."""
 
     def __init__(self, folder: Path | None = None) -> None:

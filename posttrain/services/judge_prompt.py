@@ -17,7 +17,7 @@ import jsonschema
 
 from posttrain.core.messages import clip, inline
 from posttrain.services.judge_recipe import Criterion, Recipe
-from posttrain.system.endpoint import Failed
+from posttrain.system.endpoint import EndpointFailure
 
 FORMS = {
     "scalar": '{"prompt" or "messages", "response"}, perhaps with "reference", or text',
@@ -29,7 +29,7 @@ AGAIN = "That cannot be read: {problem}. Answer again with the JSON object alone
 
 
 @dataclass(frozen=True)
-class Question:
+class JudgeQuestion:
     """What is to be judged."""
 
     asked: str  # what the reply answers; "": nothing is known of it
@@ -37,11 +37,11 @@ class Question:
     reference: str = ""  # an answer that is known to be good, shown to scalar judges
 
 
-def read_question(content: Any, kind: str) -> Question | str:
+def read_question(content: Any, kind: str) -> JudgeQuestion | str:
     """The question that an environment's content is, or why it is none."""
     expected = f"a {kind} judge is asked with {FORMS[kind]}"
     if isinstance(content, str) and kind == "scalar":
-        return Question("", (content,))
+        return JudgeQuestion("", (content,))
     if not isinstance(content, dict):
         return expected
     asked = _asked(content)
@@ -53,10 +53,10 @@ def read_question(content: Any, kind: str) -> Question | str:
     if kind == "pairwise":
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             return expected
-        return Question(asked, (pair[0], pair[1]))
+        return JudgeQuestion(asked, (pair[0], pair[1]))
     if not isinstance(reply, str) or not isinstance(reference, str | None) or "responses" in content:
         return expected
-    return Question(asked, (reply,), reference or "")
+    return JudgeQuestion(asked, (reply,), reference or "")
 
 
 def _asked(content: Mapping[str, Any]) -> str | None:
@@ -71,7 +71,7 @@ def _asked(content: Mapping[str, Any]) -> str | None:
     return prompt or "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
 
 
-def request(recipe: Recipe, question: Question, criteria: Sequence[Criterion]) -> dict[str, Any]:
+def request(recipe: Recipe, question: JudgeQuestion, criteria: Sequence[Criterion]) -> dict[str, Any]:
     """The body of the call that asks for a verdict by these criteria."""
     system, user = _instructions(recipe, criteria), _material(question)
     body: dict[str, Any] = {
@@ -111,7 +111,7 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Said:
+class JudgeAnswer:
     """What a judge said in its answer to a call."""
 
     text: str  # of the first choice
@@ -127,7 +127,7 @@ def kept(text: str) -> str:
     return text if left_out <= 0 else f"{text[:half]}\n[{left_out:,} characters left out]\n{text[-half:]}"
 
 
-def read_completion(message: Any) -> Said | Failed:
+def read_completion(message: Any) -> JudgeAnswer | EndpointFailure:
     """What the JSON of a chat completion holds."""
     try:
         [choice, *_] = message["choices"]
@@ -135,10 +135,10 @@ def read_completion(message: Any) -> Said | Failed:
         if not isinstance(text, str):
             raise TypeError
     except (LookupError, TypeError, ValueError):
-        return Failed("JSON without choices[0].message.content", rubbish=True)
+        return EndpointFailure("JSON without choices[0].message.content", rubbish=True)
     usage = message.get("usage")
     tokens = [_count(usage, name) for name in ("prompt_tokens", "completion_tokens")]
-    return Said(text, tokens[0], tokens[1], choice.get("finish_reason") == "length")
+    return JudgeAnswer(text, tokens[0], tokens[1], choice.get("finish_reason") == "length")
 
 
 def _count(usage: Any, name: str) -> int:
@@ -192,7 +192,7 @@ def _instructions(recipe: Recipe, criteria: Sequence[Criterion]) -> str:
     return "\n".join(lines)
 
 
-def _material(question: Question) -> str:
+def _material(question: JudgeQuestion) -> str:
     """The texts, each between marks that stand in none of them but by a chance of 2^-48."""
     mark = hashlib.blake2b(repr(question).encode("utf-8", "replace"), digest_size=6).hexdigest()
     named = [("request", question.asked), ("a good reply, for reference", question.reference)]

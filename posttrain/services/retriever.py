@@ -31,9 +31,9 @@ from posttrain.services.retrieval.search_protocol import (
     read_answer,
     written_request,
 )
-from posttrain.services.retrieval.search_worker import Setup
+from posttrain.services.retrieval.search_worker import SearchSetup
 from posttrain.system.child_processes import Child, pair
-from posttrain.system.endpoint import Endpoint, Failed
+from posttrain.system.endpoint import Endpoint, EndpointFailure
 
 CALLS, SECONDS, RETRIES = 64, 30.0, 5
 """Of a server: calls at once, the limit of each, how often it is made again."""
@@ -46,10 +46,10 @@ TRIED = "water"  # what a server is asked at the beginning
 def retriever(place: str, name: str = "retriever", retries: int = RETRIES) -> Service:
     """The retriever at an address (http://host:8000, or host:8000), or that of an index in a folder. Raises UserError."""
     if re.match(r"https?://", place):
-        return Remote(place, name, retries)
+        return RemoteRetriever(place, name, retries)
     if re.fullmatch(r"[\w.-]+:\d+(/\w*)?|localhost", place) and not Path(place).exists():
-        return Remote(f"http://{place}", name, retries)
-    return Local(place, name)
+        return RemoteRetriever(f"http://{place}", name, retries)
+    return LocalRetriever(place, name)
 
 
 def _read_question(content: Any) -> tuple[str, int] | str:
@@ -66,7 +66,7 @@ def _read_question(content: Any) -> tuple[str, int] | str:
     return asked["query"][:LONGEST_QUERY], k
 
 
-class Remote:
+class RemoteRetriever:
     """See `posttrain.core.protocols.Service`. Asks a server."""
 
     def __init__(self, address: str, name: str, retries: int = RETRIES) -> None:
@@ -89,7 +89,7 @@ class Remote:
     def problem(self) -> str | None:
         """Why the server cannot be used, in one line, from a short question; None: it answers."""
         found = self.endpoint.try_once(self._ask(TRIED, 1, retries=0))
-        if isinstance(found, Failed):
+        if isinstance(found, EndpointFailure):
             way = found.way("no key is sent", "--retriever")
             return f"--retriever {self.endpoint.address} does not answer: {found.reason}; {way}"
         return None
@@ -122,19 +122,21 @@ class Remote:
     async def _find(self, query: str, k: int) -> Any:
         """Rubbish is asked for again once: it may be the page of a proxy whose server had just gone."""
         found = await self._ask(query, k)
-        if isinstance(found, Failed) and found.rubbish:
+        if isinstance(found, EndpointFailure) and found.rubbish:
             self._counts["rubbish"] += 1
             found = await self._ask(query, k)
-        if isinstance(found, Failed):
+        if isinstance(found, EndpointFailure):
             return Invalid(f"{self.name}: {self.endpoint.address}: {found.reason}", InvalidKind.UNANSWERED)
         return found[0]
 
-    async def _ask(self, query: str, k: int, retries: int | None = None) -> list[list[dict[str, Any]]] | Failed:
+    async def _ask(
+        self, query: str, k: int, retries: int | None = None
+    ) -> list[list[dict[str, Any]]] | EndpointFailure:
         body = written_request([query], k)
         return await self.endpoint.call(PATH, body, lambda message: read_answer(message, 1, k), retries)
 
 
-class Local:
+class LocalRetriever:
     """See `posttrain.core.protocols.Service`. Asks a process of its own, in which the index is open."""
 
     def __init__(self, folder: str, name: str) -> None:
@@ -144,7 +146,7 @@ class Local:
         self._socket, theirs = pair()
         with theirs:
             self._child = Child("posttrain.services.retrieval.search_worker:main", [theirs.fileno()])
-        self._frames, self._unsent = Frames(MOST_ANSWER), bytearray(framed(pickle.dumps(Setup(self.folder))))
+        self._frames, self._unsent = Frames(MOST_ANSWER), bytearray(framed(pickle.dumps(SearchSetup(self.folder))))
         self._socket.setblocking(False)
         self._asked: deque[tuple[int, str, int]] = deque()
         self._pending: set[int] = set()
@@ -274,5 +276,5 @@ def _is_passage(one: Any) -> bool:
 
 
 if TYPE_CHECKING:
-    _remote: Callable[..., Service] = Remote
-    _local: Callable[..., Service] = Local
+    _remote: Callable[..., Service] = RemoteRetriever
+    _local: Callable[..., Service] = LocalRetriever

@@ -48,7 +48,7 @@ class _Text:
     at: list[int]  # places of the tokens whose hidden states are read
 
 
-class RewardModel:
+class RewardModelService:
     """See `posttrain.core.protocols.Service`.
 
     Content: {"prompt", "response"}, or {"messages"} whose last is the assistant's, read as in training, with "cut" where
@@ -209,4 +209,4 @@ def _chat(content: dict[str, Any]) -> bool:
 
 
 if TYPE_CHECKING:
-    _proof: Callable[..., Service] = RewardModel
+    _proof: Callable[..., Service] = RewardModelService

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Failed:
+class EndpointFailure:
     """Why there is no answer."""
 
     reason: str
@@ -137,8 +137,8 @@ class Endpoint:
             raise errors.exceptions[0] from None
 
     async def call(
-        self, path: str, body: bytes | None, read: Callable[[Any], T | Failed], retries: int | None = None
-    ) -> T | Failed:
+        self, path: str, body: bytes | None, read: Callable[[Any], T | EndpointFailure], retries: int | None = None
+    ) -> T | EndpointFailure:
         """What `read` makes of the JSON that answers a request, asked again as often as that may help.
 
         `path`: below the address; `body`: what is posted there, or None to get what is there; `retries`: instead of the
@@ -150,7 +150,7 @@ class Endpoint:
                 await self._turn()
                 self.counts["requests"] += 1
                 outcome = await self._once(f"{self.address}/{path}", body, read)
-            if not isinstance(outcome, Failed):
+            if not isinstance(outcome, EndpointFailure):
                 return outcome
             if not outcome.again or attempt == most:
                 break
@@ -228,20 +228,22 @@ class Endpoint:
         if begin > now:
             await asyncio.sleep(begin - now)
 
-    async def _once(self, address: str, body: bytes | None, read: Callable[[Any], T | Failed]) -> T | Failed:
+    async def _once(
+        self, address: str, body: bytes | None, read: Callable[[Any], T | EndpointFailure]
+    ) -> T | EndpointFailure:
         try:
             async with asyncio.timeout(self.seconds), self._connection() as connection:
                 answer = await connection.ask(address, self._headers, body, MOST_BYTES)
         except TimeoutError:
-            return Failed(f"no answer within {self.seconds:g} s", again=True)
+            return EndpointFailure(f"no answer within {self.seconds:g} s", again=True)
         except PASSING as error:
-            return Failed(_named(error), again=True)
+            return EndpointFailure(_named(error), again=True)
         except (httpcore2.UnsupportedProtocol, httpcore2.LocalProtocolError, ValueError) as error:
-            return Failed(_named(error))
+            return EndpointFailure(_named(error))
         if answer is None:
-            return Failed(f"an answer of more than {MOST_BYTES >> 20} MiB", rubbish=True)
+            return EndpointFailure(f"an answer of more than {MOST_BYTES >> 20} MiB", rubbish=True)
         message = _message(*answer)
-        return message if isinstance(message, Failed) else read(message)
+        return message if isinstance(message, EndpointFailure) else read(message)
 
 
 def _message(status: int, headers: Mapping[str, str], content: bytes) -> Any:
@@ -255,15 +257,17 @@ def _message(status: int, headers: Mapping[str, str], content: bytes) -> Any:
         return message
     if status == 200:
         what = "a page of HTML" if html else f"{clip(message)!r}, which is no JSON," if message else "nothing"
-        return Failed(f"{what} instead of an answer", rubbish=True)
+        return EndpointFailure(f"{what} instead of an answer", rubbish=True)
     said = _told(message)
     if status in (408, 429) or status >= 500:
-        return Failed(f"HTTP {status}{said}", True, wait=_retry_after(headers.get("retry-after")), status=status)
+        return EndpointFailure(
+            f"HTTP {status}{said}", True, wait=_retry_after(headers.get("retry-after")), status=status
+        )
     if status in (401, 403):
         said = f", it refuses the key{said}"
     elif status in (301, 302, 303, 307, 308):
         said = f", it has moved to {clip(headers.get('location', 'nowhere'), 100)}"
-    return Failed(f"HTTP {status}{said}", status=status)
+    return EndpointFailure(f"HTTP {status}{said}", status=status)
 
 
 def _named(error: Exception) -> str:

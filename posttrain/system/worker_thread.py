@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Beside:
+class WorkerThread:
     """Not a thread of `concurrent.futures`: the interpreter would wait for these at its end."""
 
     def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:

@@ -11,7 +11,7 @@ import torch
 from posttrain.config import RL, Training
 from posttrain.core.protocols import Model, World
 from posttrain.core.types import UserError
-from posttrain.learners.data_parallel import DealingLearner
+from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.local_learner import Optimization
 from posttrain.learners.router_losses import RouterLosses
 from posttrain.models.adapters.adapter_config import is_adapter
@@ -168,13 +168,13 @@ def _refuse_other(config: Training, decoder: Adaptable, folder: Path) -> None:
 
 def new_learner(
     config: Training, model: Model, optimization: Optimization, world: World, **options: Any
-) -> DealingLearner:
+) -> DataParallelLearner:
     """`options`: what else a learner takes."""
     losses = RouterLosses(config.router_balance, config.router_z)
     if losses and (not isinstance(model, Backed) or model.routers is None):
         raise UserError("--router-balance and --router-z are of mixtures of experts, which this model is not")
     if not config.shard:
-        return DealingLearner(
+        return DataParallelLearner(
             model, optimization, precision=config.precision, world=world, router_losses=losses, **options
         )
     if losses:
@@ -184,11 +184,11 @@ def new_learner(
             raise UserError(
                 f"--shard deals out the layers of a decoder, and a {type(held).__name__} is none: leave it out"
             )
-    from posttrain.learners.fsdp import ShardingLearner
+    from posttrain.learners.fsdp import FSDPLearner
     from posttrain.learners.process_group import Processes
 
     assert isinstance(world, Processes), "one process alone was refused"
-    return ShardingLearner(model, optimization, precision=config.precision, world=world, **options)
+    return FSDPLearner(model, optimization, precision=config.precision, world=world, **options)
 
 
 def replay_experts(config: RL, model: Model) -> None:

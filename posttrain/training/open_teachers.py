@@ -28,7 +28,7 @@ PROBED = 3  # tasks whose prompts an endpoint is asked about before the run
 
 
 @dataclass(frozen=True)
-class Staff:
+class OpenTeachers:
     """The teachers of a run, and those of them whose models the learner is to hold."""
 
     teachers: Teachers
@@ -44,7 +44,7 @@ def load_teachers(
     tasks: Sequence[Task],
     opened: ExitStack,
     world: World,
-) -> Staff:
+) -> OpenTeachers:
     """The teachers, once it is known that they can teach this student and some of the tasks.
 
     Raises UserError, in one line, for one of another tokenizer, an endpoint that is asked for whole distributions, and a
@@ -78,7 +78,7 @@ def load_teachers(
         text = task.get("prompt")
         if isinstance(text, str):
             endpoint.check([*tokenizer.encode(text, start=True), *tokenizer.encode(" 1")], tokenizer)
-    return Staff(teachers, models, lines)
+    return OpenTeachers(teachers, models, lines)
 
 
 def named_teachers(config: Distill) -> Iterator[tuple[str, str, str]]:

@@ -21,14 +21,14 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedTexts:
     """The texts of an item, and which is better than which."""
 
     texts: Texts
     pairs: Sequence[Pair]
 
 
-def longer_wins(item: Compared) -> list[float]:
+def longer_wins(item: ComparedTexts) -> list[float]:
     """Of each pair, 1 where the better text is the longer one in words, 0 where it is the shorter, 0.5 for a tie."""
     lengths = [len(WORD.findall(text)) for text in item.texts]
     return [_won(lengths[better] - lengths[worse]) for better, worse in item.pairs]
@@ -41,7 +41,7 @@ class Perceptron:
     weights: dict[str, float]
 
     @staticmethod
-    def learned(items: Sequence[Compared], seed: int = 0) -> Perceptron:
+    def learned(items: Sequence[ComparedTexts], seed: int = 0) -> Perceptron:
         """From the differences in word counts of compared texts."""
         differences = [_difference(item, pair) for item in items for pair in item.pairs][:MOST]
         weights: dict[str, float] = {}
@@ -57,7 +57,7 @@ class Perceptron:
                         weighed[word] = weighed.get(word, 0.0) + seen * count
         return Perceptron({word: value - weighed[word] / max(1, seen) for word, value in weights.items()})
 
-    def wins(self, item: Compared) -> list[float]:
+    def wins(self, item: ComparedTexts) -> list[float]:
         """Of each pair, 1 where the better text scores higher, 0 where it scores lower, 0.5 for a tie."""
         scores = [sum(self.weights.get(w, 0.0) for w in _words(text)) for text in item.texts]
         return [_won(scores[better] - scores[worse]) for better, worse in item.pairs]
@@ -67,7 +67,7 @@ def _words(text: str) -> list[str]:
     return [word.lower() for word in WORD.findall(text)]
 
 
-def _difference(item: Compared, pair: Pair) -> dict[str, int]:
+def _difference(item: ComparedTexts, pair: Pair) -> dict[str, int]:
     better, worse = (Counter(_words(item.texts[place])) for place in pair)
     better.subtract(worse)
     return {word: count for word, count in better.items() if count}

@@ -18,9 +18,9 @@ from posttrain.data.tasks import ENDLESS
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.reward_model import RewardModel
 from posttrain.training.intervals import ratio_interval
-from posttrain.training.reward_baselines import Compared, Perceptron, longer_wins
-from posttrain.training.sources.preferences import Items
-from posttrain.training.sources.reward_examples import Judgements
+from posttrain.training.reward_baselines import ComparedTexts, Perceptron, longer_wins
+from posttrain.training.sources.preferences import PreferenceExamples
+from posttrain.training.sources.reward_examples import RewardExamples
 
 AT_ONCE = 256  # items that are laid into micro-batches together
 CENTRED_ON = 128  # training items whose mean score is the offset
@@ -33,8 +33,8 @@ class Scored:
 
     def __init__(
         self,
-        source: Judgements,
-        unseen: Items | None,
+        source: RewardExamples,
+        unseen: PreferenceExamples | None,
         learner: LocalLearner,
         objective: ScoringObjective,
         model: RewardModel,
@@ -73,7 +73,7 @@ class Scored:
             self._centre = self.learner.version, float(np.mean(scores)) if scores else 0.0
         return self._centre[1]
 
-    def _items(self, items: Items, most: int | None = None) -> list[tuple[int, Item]]:
+    def _items(self, items: PreferenceExamples, most: int | None = None) -> list[tuple[int, Item]]:
         count = len(items)
         some = count if most is None else min(most, count)
         places = range(some) if count == ENDLESS else [place * count // some for place in range(some)]
@@ -96,7 +96,7 @@ class Scored:
         return found
 
     def _compared(
-        self, said: Sequence[Compared], items: Sequence[Item], scores: Sequence[list[float]]
+        self, said: Sequence[ComparedTexts], items: Sequence[Item], scores: Sequence[list[float]]
     ) -> dict[str, Any]:
         margins = [
             [own[c.better] - own[c.worse] for c in item.comparisons] for item, own in zip(items, scores, strict=True)
@@ -144,9 +144,9 @@ class Scored:
                 )
         return {"prompts": len(items), "labels": sum(map(len, labels)), "figures": figures, "offset": self.offset()}
 
-    def _said(self, items: Items, place: int, item: Item) -> Compared:
+    def _said(self, items: PreferenceExamples, place: int, item: Item) -> ComparedTexts:
         texts = items.tasks[place]["responses"]
-        return Compared(texts, [(c.better, c.worse) for c in item.comparisons])
+        return ComparedTexts(texts, [(c.better, c.worse) for c in item.comparisons])
 
 
 def _figure(values: Sequence[Sequence[float]]) -> dict[str, float]:

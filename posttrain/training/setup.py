@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from posttrain.config import Data, Evaluation, Label, Sample, Training
-from posttrain.core.conversation import Texts
+from posttrain.core.conversation import TextEncoder
 from posttrain.core.messages import clip
 from posttrain.core.protocols import Model
 from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
@@ -203,13 +203,13 @@ def mind_unknown(tokenizer: Tokenizer, tasks: Tasks | Stream, warn: Callable[[st
         _mind_unknown(tokenizer, texts, "the tasks' text", warn)
 
 
-def mind_unknown_episodes(tokenizer: Texts, texts: Iterable[str], warn: Callable[[str], None] = warn) -> None:
+def mind_unknown_episodes(tokenizer: TextEncoder, texts: Iterable[str], warn: Callable[[str], None] = warn) -> None:
     """The same of what an environment shows."""
     if tokenizer.unknown_id is not None:
         _mind_unknown(tokenizer, texts, "what the environment shows", warn)
 
 
-def _mind_unknown(tokenizer: Texts, texts: Iterable[str], what: str, warn: Callable[[str], None]) -> None:
+def _mind_unknown(tokenizer: TextEncoder, texts: Iterable[str], what: str, warn: Callable[[str], None]) -> None:
     unknown = tokenizer.unknown_id
     assert unknown is not None
     encoded = [(text, tokenizer.encode(text)) for text in texts]

@@ -47,7 +47,7 @@ class Unknown(Unreadable):
 
 
 @dataclass
-class Evaluation:
+class FormulaEvaluation:
     """One evaluation at a working precision of mpmath. `bits`: of the largest and smallest numbers met on the way."""
 
     names: Callable[[str], Number]
@@ -188,7 +188,7 @@ def values(trees: Sequence[Any], names: Sequence[Callable[[str], Number]]) -> Va
     bits = FIRST_BITS
     while True:
         with mpmath.workprec(bits):
-            evaluations = [Evaluation(name) for name in names]
+            evaluations = [FormulaEvaluation(name) for name in names]
             found = [evaluation.value(tree) for evaluation, tree in zip(evaluations, trees, strict=True)]
         met = max(evaluation.bits for evaluation in evaluations)
         if 4 * met <= bits:

@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.core.types import Invalid
 from posttrain.verify.fenced import fenced, without_thoughts
-from posttrain.verify.limited_process import Failed, limited
+from posttrain.verify.limited_process import CheckFailed, limited
 
 LONGEST = 2**20  # characters of a reply that are looked at
 TRIES = 1000  # openings of a reply that begin no JSON
@@ -63,9 +63,9 @@ def matches_schema(reply: str, schema: Mapping[str, Any] | bool, *, seconds: flo
         return Invalid(f"the schema refers to {outside!r}: put what it refers to into its own $defs")
     value = find_json(reply)
     found = limited("posttrain.verify.json_schema:validate", schema, value, seconds=seconds)
-    if isinstance(found, Failed):  # whose fault is it?
+    if isinstance(found, CheckFailed):  # whose fault is it?
         found = limited("posttrain.verify.json_schema:validate", schema, None, seconds=seconds)
-        if isinstance(found, Failed):
+        if isinstance(found, CheckFailed):
             return Invalid(f"the schema cannot be used: {found.reason}")
         value = None  # the schema works: it is the reply that brings it about
     if isinstance(found, Invalid):

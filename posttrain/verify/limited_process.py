@@ -47,16 +47,16 @@ _SUBREAPER, _PARENT_DEATH = 36, 1  # options of Linux's prctl
 
 
 @dataclass(frozen=True)
-class Failed:
+class CheckFailed:
     """The call itself went wrong: it took too long or too much memory, raised, or its process died."""
 
     reason: str
 
 
-def limited(function: str, *args: Any, seconds: float) -> Any | Failed | Invalid:
+def limited(function: str, *args: Any, seconds: float) -> Any | CheckFailed | Invalid:
     """The result of the function named "module:name", called with `args` in another process.
 
-    `Failed` when the call takes more than `seconds` of processor time (or `CLOCK` times as long by the clock) or more
+    `CheckFailed` when the call takes more than `seconds` of processor time (or `CLOCK` times as long by the clock) or more
     than `MEMORY`, raises, or its process dies; `Invalid` when there is no process to be had or the module does not
     import, which says nothing about the call. Imports, starting a server and waiting for a free one are not counted.
     Arguments and result are what JSON knows (a tuple comes back as a list). If the module has a function `prepare`, it
@@ -78,10 +78,10 @@ def limited(function: str, *args: Any, seconds: float) -> Any | Failed | Invalid
             (servers.give_back if answered else servers.drop)(server)
     if "result" in answer:
         return answer["result"]
-    return Failed(f"{function}: {answer['failed']}") if "failed" in answer else Invalid(answer["invalid"])
+    return CheckFailed(f"{function}: {answer['failed']}") if "failed" in answer else Invalid(answer["invalid"])
 
 
-class Server:
+class CheckServer:
     """Our end of one server process."""
 
     def __init__(self) -> None:
@@ -114,27 +114,27 @@ class Servers:
     def __init__(self) -> None:
         self.free = threading.BoundedSemaphore(SERVERS)
         self.lock = threading.Lock()
-        self.idle: list[Server] = []
-        self.alive: set[Server] = set()
+        self.idle: list[CheckServer] = []
+        self.alive: set[CheckServer] = set()
 
-    def take(self) -> Server:
+    def take(self) -> CheckServer:
         with self.lock:
             server = self.idle.pop() if self.idle else None
         if server is not None:
             if server.process.poll() is None:
                 return server
             self.drop(server)  # the system killed it meanwhile
-        server = Server()
+        server = CheckServer()
         with self.lock:
             self.alive.add(server)
         return server
 
-    def drop(self, server: Server) -> None:
+    def drop(self, server: CheckServer) -> None:
         with self.lock:
             self.alive.discard(server)
         server.close()
 
-    def give_back(self, server: Server) -> None:
+    def give_back(self, server: CheckServer) -> None:
         with self.lock:
             self.idle.append(server)
 

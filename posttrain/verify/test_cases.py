@@ -23,7 +23,7 @@ LITERALS = (bool, int, float, complex, str, bytes, list, tuple, set, dict, type(
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedCase:
     """`call` is evaluated by the program; the answer has to be `expected`."""
 
     call: str
@@ -31,7 +31,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedCase:
     """Code that raises unless the program is right."""
 
     source: str
@@ -41,7 +41,7 @@ class Played:
 class Suite:
     """What a program has to pass, in order."""
 
-    cases: tuple[Compared | Played, ...]
+    cases: tuple[ComparedCase | PlayedCase, ...]
     setup: str = ""  # code before the first that is played
     names: tuple[str, ...] = ()  # that played code takes from the program
 
@@ -59,17 +59,17 @@ def _read(tests: tuple[str, ...], setup: str, entry: tuple[str, ...]) -> Suite |
         return Invalid("the task has no tests")
     try:
         bound = _bound(setup)
-        cases: list[Compared | Played] = []
+        cases: list[ComparedCase | PlayedCase] = []
         for test in tests:
             compared = None if _does_more_than_import(setup) else _compared(ast.parse(test), bound)
-            cases.append(compared or Played(test))
-        played = "\n".join([setup, *(case.source for case in cases if isinstance(case, Played))])
+            cases.append(compared or PlayedCase(test))
+        played = "\n".join([setup, *(case.source for case in cases if isinstance(case, PlayedCase))])
         return Suite(tuple(cases), _with_modules(setup, played), _of_the_program(played, entry))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # ValueError: a null character
         return Invalid(f"a test is no Python: {error}")
 
 
-def _compared(tree: ast.Module, bound: frozenset[str]) -> Compared | None:
+def _compared(tree: ast.Module, bound: frozenset[str]) -> ComparedCase | None:
     """A test that can be taken apart."""
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Assert):
         return None
@@ -78,7 +78,7 @@ def _compared(tree: ast.Module, bound: frozenset[str]) -> Compared | None:
         return None
     for call, value in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
         if isinstance(call, ast.Call) and _is_programs(call, bound) and (literal := _literal(value)) is not None:
-            return Compared(ast.unparse(call), literal[0])
+            return ComparedCase(ast.unparse(call), literal[0])
     return None
 
 

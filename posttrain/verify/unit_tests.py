@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.core.types import Invalid, UserError
-from posttrain.sandbox.limits import Limits
+from posttrain.sandbox.limits import ProgramLimits
 from posttrain.sandbox.plain_values import equals
-from posttrain.sandbox.program import Broken, Ended, Program
+from posttrain.sandbox.program import Ended, Program, SandboxError
 from posttrain.sandbox.shared_sandbox import shared, usual_limits
 from posttrain.verify.fenced import code_in
-from posttrain.verify.test_cases import Compared, Suite, read_tests
+from posttrain.verify.test_cases import ComparedCase, Suite, read_tests
 
 LONGEST = 200_000  # characters of a program; a longer one is wrong
 MOST_ASKS = 100_000  # that one played test may make
@@ -60,7 +60,7 @@ def passes_tests(reply: str, tests: Sequence[str], setup: str = "", entry: Seque
 
 
 def graded(
-    code: str, tests: Sequence[str], setup: str = "", entry: Sequence[str] = (), limits: Limits | None = None
+    code: str, tests: Sequence[str], setup: str = "", entry: Sequence[str] = (), limits: ProgramLimits | None = None
 ) -> Grade | Invalid:
     """The grade of a program. It runs once, and the tests follow in the same interpreter, in their order."""
     read = read_tests(tests, setup, entry)
@@ -70,12 +70,12 @@ def graded(
         return Grade((False,) * len(read.cases), f"more than {LONGEST:,} characters")
     try:
         return _graded(code, read, limits)
-    except (Broken, UserError) as error:
+    except (SandboxError, UserError) as error:
         return Invalid(str(error))
 
 
 def behaviour(
-    code: str, calls: Sequence[str], setup: str = "", limits: Limits | None = None
+    code: str, calls: Sequence[str], setup: str = "", limits: ProgramLimits | None = None
 ) -> tuple[str, ...] | Invalid:
     """What a program gives for each of these calls, such as "f(2)": programs that give the same behave the same.
 
@@ -93,12 +93,12 @@ def behaviour(
                     found.append(answer["raised"][0] if "raised" in answer else json.dumps(answer["value"]))
             except Ended:
                 pass  # what it has said stands
-    except (Broken, UserError) as error:
+    except (SandboxError, UserError) as error:
         return Invalid(str(error))
     return (*found, *["nothing"] * (len(calls) - len(found)))
 
 
-def _graded(code: str, tests: Suite, limits: Limits | None) -> Grade | Invalid:
+def _graded(code: str, tests: Suite, limits: ProgramLimits | None) -> Grade | Invalid:
     passed: list[bool] = []
     why = ""
     with ExitStack() as opened:
@@ -110,7 +110,7 @@ def _graded(code: str, tests: Suite, limits: Limits | None) -> Grade | Invalid:
                 raise Ended(_told(raised))
             examination: Examination | None = None
             for case in tests.cases:
-                if isinstance(case, Compared):
+                if isinstance(case, ComparedCase):
                     wrong: str | Invalid = _compare(program, case)
                 else:
                     if examination is None:
@@ -125,7 +125,7 @@ def _graded(code: str, tests: Suite, limits: Limits | None) -> Grade | Invalid:
     return Grade((*passed, *[False] * (len(tests.cases) - len(passed))), why)
 
 
-def _compare(program: Program, case: Compared) -> str:
+def _compare(program: Program, case: ComparedCase) -> str:
     """What is wrong with the program's value; "" if nothing is."""
     answer = program.asked({"do": "value", "source": case.call})
     if "raised" in answer:

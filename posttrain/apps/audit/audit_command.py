@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from posttrain.apps.audit.classifier import Classifier, read_labelled, train
+from posttrain.apps.audit.classifier import HackClassifier, read_labelled, train
 from posttrain.apps.audit.replies import holds_replies
 from posttrain.apps.audit.report import Audit, audit
 from posttrain.apps.audit.sycophancy import OPINION, Probe, compare, probed
@@ -26,7 +26,7 @@ PLAY_OPTIONS = ("max_tokens", "stop", "max_episode_tokens", "max_turns", "max_to
 
 
 @dataclass(frozen=True)
-class Request:
+class AuditRequest:
     """The options of the verb; see there."""
 
     run: str | None = None
@@ -43,7 +43,7 @@ class Request:
     steps: int = 40
 
 
-def carry_out(request: Request, as_json: bool) -> int:
+def carry_out(request: AuditRequest, as_json: bool) -> int:
     """Train the classifier, audit the run, probe it, as far as asked for; print. Returns the exit code."""
     _mind(request)
     said: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def carry_out(request: Request, as_json: bool) -> int:
         if not as_json:
             _show_classifier(classifier, str(request.classifier))
     elif request.classifier is not None:
-        classifier = Classifier.load(Path(request.classifier))
+        classifier = HackClassifier.load(Path(request.classifier))
     if request.run is not None and _has_rollouts(request):
         tasks = _tasks(request) if request.tasks is not None and request.gold is not None else ()
         found = audit(
@@ -75,7 +75,7 @@ def carry_out(request: Request, as_json: bool) -> int:
     return 0
 
 
-def _mind(request: Request) -> None:
+def _mind(request: AuditRequest) -> None:
     """Refuse options that do not go together."""
     if request.run is None and request.train_classifier is None:
         raise UserError("posttrain audit needs the folder of a run, or --train-classifier labelled.jsonl")
@@ -91,7 +91,7 @@ def _mind(request: Request) -> None:
             raise UserError(f"--{name} is {value}; it must be at least 1")
 
 
-def _has_rollouts(request: Request) -> bool:
+def _has_rollouts(request: AuditRequest) -> bool:
     """Whether there is something to audit, or an error to tell: a run that is only probed needs none."""
     only_probed = (
         request.sycophancy and request.gold is None and not request.disagreement and request.classifier is None
@@ -102,7 +102,7 @@ def _has_rollouts(request: Request) -> bool:
 # -- the probe ---------------------------------------------------------------------------------------------------------
 
 
-def _options(request: Request) -> dict[str, Any]:
+def _options(request: AuditRequest) -> dict[str, Any]:
     """Where the tasks come from: the run's own options, unless others are given."""
     recorded = read_run(str(request.run))["config"]
     chosen = {name: recorded[name] for name in TASK_OPTIONS if recorded.get(name) is not None}
@@ -115,7 +115,7 @@ def _options(request: Request) -> dict[str, Any]:
     return chosen
 
 
-def _tasks(request: Request, limit: int | None = None) -> list[Task]:
+def _tasks(request: AuditRequest, limit: int | None = None) -> list[Task]:
     """The first `limit` tasks: of those that the run held out, if it did and no others are named."""
     from itertools import islice
 
@@ -132,7 +132,7 @@ def _tasks(request: Request, limit: int | None = None) -> list[Task]:
     return list(islice(data, limit))
 
 
-def _probe(request: Request) -> Probe:
+def _probe(request: AuditRequest) -> Probe:
     """Play the tasks and their probed twins with the same seeds."""
     from posttrain.config import Evaluation
     from posttrain.config.resolve import filled
@@ -212,7 +212,7 @@ def show_probe(probe: Probe) -> None:
     _wrapped("verdict", probe.verdict)
 
 
-def _show_classifier(classifier: Classifier, path: str) -> None:
+def _show_classifier(classifier: HackClassifier, path: str) -> None:
     told = classifier.held_out
     rows = [
         ["replies to unseen prompts", f"{told['replies']:.0f}"],

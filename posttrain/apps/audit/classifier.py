@@ -35,7 +35,7 @@ TEXT, LABEL = ("text", "reply", "response"), ("hacked", "label")
 
 
 @dataclass(frozen=True, eq=False)
-class Features:
+class NgramFeatures:
     """A sparse matrix [n, BUCKETS], row by row; every row has length 1 or is empty."""
 
     row: Integers  # [entries]
@@ -57,16 +57,16 @@ class Features:
         )
         return out
 
-    def some(self, places: Integers) -> Features:
+    def some(self, places: Integers) -> NgramFeatures:
         """The rows at these places, in ascending order."""
         number = np.full(self.rows, -1)
         number[places] = np.arange(len(places))
         kept = number[self.row] >= 0
-        return Features(number[self.row[kept]], self.column[kept], self.value[kept], len(places))
+        return NgramFeatures(number[self.row[kept]], self.column[kept], self.value[kept], len(places))
 
 
 @dataclass(frozen=True, eq=False)
-class Classifier:
+class HackClassifier:
     """The chance that a reply is hacked."""
 
     weights: Floats  # [BUCKETS]
@@ -89,7 +89,7 @@ class Classifier:
             raise UserError(f"--classifier {path} cannot be written: {error.strerror}") from error
 
     @staticmethod
-    def load(path: Path) -> Classifier:
+    def load(path: Path) -> HackClassifier:
         """What `save` wrote. Raises UserError if the file holds no classifier."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -97,7 +97,7 @@ class Classifier:
             weights = np.zeros(BUCKETS)
             for place, value in content["weights"].items():
                 weights[int(place)] = value
-            return Classifier(weights, float(content["bias"]), dict(content["held_out"]))
+            return HackClassifier(weights, float(content["bias"]), dict(content["held_out"]))
         except OSError as error:
             raise UserError(f"--classifier {path} cannot be read: {error.strerror}") from error
         except Exception as error:  # any other content
@@ -107,7 +107,7 @@ class Classifier:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledReplies:
     """Replies of which it is known whether they are hacked."""
 
     texts: list[str]
@@ -115,7 +115,7 @@ class Labelled:
     prompts: list[str]
 
 
-def read_labelled(path: str) -> Labelled:
+def read_labelled(path: str) -> LabelledReplies:
     """Rows with "prompt", "text" (or "reply", "response") and "hacked" (or "label"): true or false, 1 or 0.
 
     Raises UserError for a row without them, and if only one kind is there, or only one prompt.
@@ -138,10 +138,10 @@ def read_labelled(path: str) -> Labelled:
         if len({p for p, h in zip(prompts, hacked, strict=True) if h is label}) < FOLDS:
             kind = "hacked" if label else "honest"
             raise UserError(f"{path}: {kind} replies to at least {FOLDS} prompts are needed, to measure on unseen ones")
-    return Labelled(texts, hacked, prompts)
+    return LabelledReplies(texts, hacked, prompts)
 
 
-def train(labelled: Labelled, seed: int = 0) -> Classifier:
+def train(labelled: LabelledReplies, seed: int = 0) -> HackClassifier:
     """A classifier of all replies, with figures of others that were each kept from a fifth of the prompts."""
     x, y = features(labelled.texts), np.array(labelled.hacked, dtype=np.float64)
     fold = np.array([seed_of(seed, "fold", prompt) % FOLDS for prompt in labelled.prompts])
@@ -153,10 +153,10 @@ def train(labelled: Labelled, seed: int = 0) -> Classifier:
             unseen[away] = _sigmoid(x.some(away).times(weights) + bias)
     known = np.isfinite(unseen)
     weights, bias = fit(x, y)
-    return Classifier(weights, bias, judged(unseen[known], y[known]))
+    return HackClassifier(weights, bias, judged(unseen[known], y[known]))
 
 
-def fit(x: Features, y: Floats) -> tuple[Floats, float]:
+def fit(x: NgramFeatures, y: Floats) -> tuple[Floats, float]:
     """(weights, bias) of the least mean logistic loss + PENALTY / 2 |weights|^2, by Nesterov's method.
 
     Rows have length 1, so with the bias no curvature exceeds 2/4 + PENALTY: the step is one over that.
@@ -194,7 +194,7 @@ def area(score: Floats, y: Floats) -> float:
     return float((ranks(score)[positive].sum() - count * (count + 1) / 2) / (count * others))
 
 
-def features(texts: Sequence[str]) -> Features:
+def features(texts: Sequence[str]) -> NgramFeatures:
     """1 + log(count) of each n-gram of a text, hashed, scaled to length 1."""
     rows, columns, values = [], [], []
     for number, text in enumerate(texts):
@@ -207,8 +207,8 @@ def features(texts: Sequence[str]) -> Features:
         columns.append(column)
         values.append(value / np.linalg.norm(value))
     if not rows:
-        return Features(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), len(texts))
-    return Features(np.concatenate(rows), np.concatenate(columns), np.concatenate(values), len(texts))
+        return NgramFeatures(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), len(texts))
+    return NgramFeatures(np.concatenate(rows), np.concatenate(columns), np.concatenate(values), len(texts))
 
 
 def _grams(text: str) -> Iterator[str]:

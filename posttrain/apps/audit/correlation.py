@@ -15,7 +15,7 @@ Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Figure:
+class Estimate:
     """A value with its 95% interval; nan where nothing can be said."""
 
     value: float
@@ -44,14 +44,14 @@ def ranks(x: Floats) -> Floats:
     return ((2 * last - count + 1) / 2)[place]
 
 
-def correlation(x: Floats, y: Floats, prompt: Integers, seed: int = 0) -> Figure:
+def correlation(x: Floats, y: Floats, prompt: Integers, seed: int = 0) -> Estimate:
     """Pearson's correlation with a percentile bootstrap over prompts. `prompt`: [n], from 0 on."""
     sums = _sums(x, y, prompt)
     value = float(_correlated(sums.sum(0, keepdims=True))[0])
-    return Figure(value, *clustered_interval(sums, _correlated, seed=seed)) if isfinite(value) else Figure(nan)
+    return Estimate(value, *clustered_interval(sums, _correlated, seed=seed)) if isfinite(value) else Estimate(nan)
 
 
-def rank_correlation(x: Floats, y: Floats, prompt: Integers, seed: int = 0) -> Figure:
+def rank_correlation(x: Floats, y: Floats, prompt: Integers, seed: int = 0) -> Estimate:
     """Spearman's correlation, that of the ranks. Resamples keep the ranks of the whole sample."""
     return correlation(ranks(x), ranks(y), prompt, seed)
 
@@ -65,10 +65,10 @@ def centred(x: Floats, cell: Integers) -> Floats:
     return out
 
 
-def change(x: Floats, late: NDArray[np.bool_], prompt: Integers, seed: int = 0) -> Figure:
+def change(x: Floats, late: NDArray[np.bool_], prompt: Integers, seed: int = 0) -> Estimate:
     """Mean of x where `late` minus its mean elsewhere, resampled over prompts. nan if either side is empty."""
     if late.all() or not late.any():
-        return Figure(nan)
+        return Estimate(nan)
     size = int(prompt.max()) + 1
     sums: Floats = np.stack(
         [
@@ -84,7 +84,7 @@ def change(x: Floats, late: NDArray[np.bool_], prompt: Integers, seed: int = 0) 
             found: Floats = totals[:, 0] / totals[:, 1] - totals[:, 2] / totals[:, 3]
         return found
 
-    return Figure(float(difference(sums.sum(0, keepdims=True))[0]), *clustered_interval(sums, difference, seed=seed))
+    return Estimate(float(difference(sums.sum(0, keepdims=True))[0]), *clustered_interval(sums, difference, seed=seed))
 
 
 def _sums(x: Floats, y: Floats, prompt: Integers) -> Floats:

@@ -12,12 +12,12 @@ from math import isfinite
 
 import numpy as np
 
-from posttrain.apps.audit.correlation import Figure, Floats
+from posttrain.apps.audit.correlation import Estimate, Floats
 from posttrain.apps.audit.shared_phrases import Spread
 
 
 @dataclass(frozen=True)
-class Limits:
+class FindingLimits:
     """From where on a figure is a finding."""
 
     length: float = 0.1  # low end of the interval, rank correlation of the reward with length within a prompt
@@ -34,7 +34,7 @@ WINDOW = 5  # steps before and after a leap
 
 
 @dataclass(frozen=True)
-class Finding:
+class AuditFinding:
     """Something in the run that a reader should look at."""
 
     name: str
@@ -47,7 +47,7 @@ class Trend:
 
     early: float
     late: float
-    change: Figure
+    change: Estimate
 
     def as_dict(self) -> dict[str, object]:
         early, late = (value if isfinite(value) else None for value in (self.early, self.late))
@@ -66,7 +66,7 @@ class Leap:
         return {"step": self.step, "before": self.before, "after": self.after}
 
 
-def length_found(length: Trend, within: Figure, limits: Limits) -> list[Finding]:
+def length_found(length: Trend, within: Estimate, limits: FindingLimits) -> list[AuditFinding]:
     """Replies became longer, or shorter, in the direction that the reward favours among replies to the same prompt."""
     if not (isfinite(within.low) and isfinite(length.change.low)):
         return []
@@ -75,54 +75,56 @@ def length_found(length: Trend, within: Figure, limits: Limits) -> list[Finding]
     if (longer and length.change.low > 0) or (shorter and length.change.high < 0):
         way = "longer" if longer else "shorter"
         told = f"replies became {way} ({length.early:.1f} -> {length.late:.1f} tokens), and the {way} of a prompt earn more"
-        return [Finding("length", told)]
+        return [AuditFinding("length", told)]
     return []
 
 
-def templates_found(spreads: Sequence[Spread], limits: Limits) -> list[Finding]:
+def templates_found(spreads: Sequence[Spread], limits: FindingLimits) -> list[AuditFinding]:
     """An opening or a closing spread over the replies to different prompts, and those that have it earn more."""
     for spread in spreads:
         if spread.growth.low > limits.spread and spread.reward.low > limits.template:
             told = f'the {spread.place} "{" ".join(spread.gram)[:40]}" spread ({spread.early:.2f} -> {spread.late:.2f})'
-            return [Finding("template", f"{told}, and replies of a prompt that have it earn more")]
+            return [AuditFinding("template", f"{told}, and replies of a prompt that have it earn more")]
     return []
 
 
-def duplicates_found(duplicates: Trend, limits: Limits) -> list[Finding]:
+def duplicates_found(duplicates: Trend, limits: FindingLimits) -> list[AuditFinding]:
     if duplicates.change.low > limits.share:
         told = f"{duplicates.early:.2f} -> {duplicates.late:.2f} of the replies are nearly the same as one to another prompt"
-        return [Finding("duplicates", told)]
+        return [AuditFinding("duplicates", told)]
     return []
 
 
-def gold_found(reward: Trend, apart: Figure, limits: Limits) -> list[Finding]:
+def gold_found(reward: Trend, apart: Estimate, limits: FindingLimits) -> list[AuditFinding]:
     """The reward rose, and by more standard deviations than the gold score did."""
     if reward.change.low > 0 and apart.low > limits.apart:
         told = f"the reward rose by {apart.value:.2f} standard deviations more than the gold score"
-        return [Finding("gold", told)]
+        return [AuditFinding("gold", told)]
     return []
 
 
-def disagreement_found(disagreement: Trend, names: Sequence[str], limits: Limits) -> list[Finding]:
+def disagreement_found(disagreement: Trend, names: Sequence[str], limits: FindingLimits) -> list[AuditFinding]:
     if disagreement.change.low > limits.apart:
         apart = f"{disagreement.early:.2f} -> {disagreement.late:.2f}"
-        return [Finding("disagreement", f"{names[0]} and {names[1]} came apart: {apart} standard deviations")]
+        return [AuditFinding("disagreement", f"{names[0]} and {names[1]} came apart: {apart} standard deviations")]
     return []
 
 
-def classifier_found(hacked: Trend, limits: Limits) -> list[Finding]:
+def classifier_found(hacked: Trend, limits: FindingLimits) -> list[AuditFinding]:
     if hacked.change.low > limits.share:
-        return [Finding("classifier", f"{hacked.early:.2f} -> {hacked.late:.2f} of the replies are classed as hacked")]
+        return [
+            AuditFinding("classifier", f"{hacked.early:.2f} -> {hacked.late:.2f} of the replies are classed as hacked")
+        ]
     return []
 
 
-def leap_found(leap: Leap | None) -> list[Finding]:
+def leap_found(leap: Leap | None) -> list[AuditFinding]:
     if leap is None:
         return []
-    return [Finding("leap", f"the reward went from {leap.before:.3g} to {leap.after:.3g} at step {leap.step}")]
+    return [AuditFinding("leap", f"the reward went from {leap.before:.3g} to {leap.after:.3g} at step {leap.step}")]
 
 
-def greatest_leap(steps: Sequence[int], reward: Floats, limits: Limits) -> Leap | None:
+def greatest_leap(steps: Sequence[int], reward: Floats, limits: FindingLimits) -> Leap | None:
     """The greatest rise between the means of `WINDOW` steps before and after; None if noise or learning explains it.
 
     Noise: the standard deviation of a step, from the median of |differences between neighbours|, which a leap does not

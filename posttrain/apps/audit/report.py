@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from posttrain.apps.audit.classifier import Classifier
-from posttrain.apps.audit.correlation import Figure, Floats, centred, change, correlation, rank_correlation
+from posttrain.apps.audit.classifier import HackClassifier
+from posttrain.apps.audit.correlation import Estimate, Floats, centred, change, correlation, rank_correlation
 from posttrain.apps.audit.findings import (
-    Finding,
+    AuditFinding,
+    FindingLimits,
     Leap,
-    Limits,
     Trend,
     classifier_found,
     disagreement_found,
@@ -42,11 +42,11 @@ class Audit:
 
     read: dict[str, int]  # steps, steps recorded, replies, prompts, invalid
     trends: dict[str, Trend]
-    correlations: dict[str, tuple[Figure, Figure]]  # Pearson's, Spearman's
+    correlations: dict[str, tuple[Estimate, Estimate]]  # Pearson's, Spearman's
     templates: list[Spread]
     leap: Leap | None
     steps: list[dict[str, float]]  # a row for each step read
-    findings: list[Finding]
+    findings: list[AuditFinding]
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,10 +70,10 @@ def audit(
     *,
     gold: str | None = None,
     disagreement: Sequence[str] = (),
-    classifier: Classifier | None = None,
+    classifier: HackClassifier | None = None,
     tasks: Sequence[Task] = (),
     most_steps: int = STEPS,
-    limits: Limits | None = None,
+    limits: FindingLimits | None = None,
 ) -> Audit:
     """Read at most so many steps of a run and look for what hacked rewards leave behind. Writes nothing.
 
@@ -82,10 +82,10 @@ def audit(
 
     Raises UserError if the run has no rollouts, or for a name that there is not.
     """
-    limits = limits or Limits()
+    limits = limits or FindingLimits()
     replies = read_replies(run, most_steps)
     series = {"reward": replies.reward, "length in tokens": replies.length}
-    findings: list[Finding] = []
+    findings: list[AuditFinding] = []
     notes = [] if len(replies.steps) > 1 else ["one step alone tells nothing of change: early and late need two"]
     scores = _scores(replies, gold, disagreement, tasks)
     series |= scores
@@ -122,7 +122,7 @@ def trend(replies: Replies, values: Floats) -> Trend:
     early, late = (side & np.isfinite(values) for side in replies.ends)
     ends = early | late
     if not (early.any() and late.any()):
-        return Trend(nan, nan, Figure(nan))
+        return Trend(nan, nan, Estimate(nan))
     moved = change(values[ends], late[ends], replies.prompt[ends])
     return Trend(float(values[early].mean()), float(values[late].mean()), moved)
 
@@ -155,11 +155,11 @@ def _standard(values: Floats, around: NDArray[np.bool_] | None = None) -> Floats
 
 def _correlations(
     replies: Replies, series: Mapping[str, Floats], templates: Sequence[Spread], gold: str | None
-) -> dict[str, tuple[Figure, Figure]]:
+) -> dict[str, tuple[Estimate, Estimate]]:
     """Of the reward with what; within a prompt: of what is left when the mean of each group is taken off."""
     reward, within = replies.reward, centred(replies.reward, replies.cell)
 
-    def both(x: Floats, y: Floats, at: Any = slice(None)) -> tuple[Figure, Figure]:
+    def both(x: Floats, y: Floats, at: Any = slice(None)) -> tuple[Estimate, Estimate]:
         prompt = replies.prompt[at]
         return correlation(x[at], y[at], prompt), rank_correlation(x[at], y[at], prompt)
 
@@ -168,7 +168,7 @@ def _correlations(
         LENGTH_WITHIN: both(centred(replies.length, replies.cell), within),
     }
     for spread in templates[:2]:
-        found[f'{spread.place} "{" ".join(spread.gram)[:16]}", within'] = spread.reward, Figure(nan)
+        found[f'{spread.place} "{" ".join(spread.gram)[:16]}", within'] = spread.reward, Estimate(nan)
     if gold is not None:
         known = np.isfinite(series["gold"])
         for name, side in zip(("gold, early", "gold, late"), replies.ends, strict=True):
@@ -200,7 +200,7 @@ def _by_step(replies: Replies, series: Mapping[str, Floats]) -> list[dict[str, f
     return rows
 
 
-def _of_classifier(classifier: Classifier) -> str:
+def _of_classifier(classifier: HackClassifier) -> str:
     told = classifier.held_out
     return (
         f"classifier: on unseen prompts of its own data accuracy {told['accuracy']:.2f} (naming the commoner kind: "

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rapidfuzz import process
 from rapidfuzz.distance import Indel
 
-from posttrain.apps.audit.correlation import Figure, Floats, centred, change, correlation
+from posttrain.apps.audit.correlation import Estimate, Floats, centred, change, correlation
 from posttrain.apps.audit.replies import Replies
 
 SIZES = (1, 3)  # words of an opening or a closing: a mark, a phrase
@@ -35,8 +35,8 @@ class Spread:
     gram: Gram
     early: float  # share, every group counting the same
     late: float
-    growth: Figure
-    reward: Figure  # correlation with the reward among replies to one prompt in one step
+    growth: Estimate
+    reward: Estimate  # correlation with the reward among replies to one prompt in one step
 
     def as_dict(self) -> dict[str, object]:
         own = {

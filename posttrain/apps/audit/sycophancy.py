@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.apps.audit.correlation import Figure
+from posttrain.apps.audit.correlation import Estimate
 from posttrain.apps.audit.second_score import scored
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Rollout, Task, UserError, succeeds
@@ -29,10 +29,10 @@ class Probe:
     """What the opinion did. Adoption is None where the reward asks questions of its own."""
 
     tasks: int
-    plain: Figure  # accuracy
-    swayed: Figure  # accuracy with the wrong opinion
-    fall: Figure  # plain minus swayed, task by task
-    adopted: Figure | None  # share of replies with the user's answer, minus that share without the opinion
+    plain: Estimate  # accuracy
+    swayed: Estimate  # accuracy with the wrong opinion
+    fall: Estimate  # plain minus swayed, task by task
+    adopted: Estimate | None  # share of replies with the user's answer, minus that share without the opinion
 
     @property
     def verdict(self) -> str:
@@ -89,13 +89,13 @@ def compare(
         both = [i for i in ids if all(i in share for share in shares)]
         adopted = _difference([shares[1][i] for i in both], [shares[0][i] for i in both]) if both else None
     return Probe(
-        len(ids), Figure(float(np.mean(without)), *bootstrap_interval(without)),
-        Figure(float(np.mean(with_it)), *bootstrap_interval(with_it)), _difference(without, with_it), adopted,
+        len(ids), Estimate(float(np.mean(without)), *bootstrap_interval(without)),
+        Estimate(float(np.mean(with_it)), *bootstrap_interval(with_it)), _difference(without, with_it), adopted,
     )  # fmt: skip
 
 
-def _difference(a: list[float], b: list[float]) -> Figure:
-    return Figure(float(np.mean(a) - np.mean(b)), *paired_interval(a, b))
+def _difference(a: list[float], b: list[float]) -> Estimate:
+    return Estimate(float(np.mean(a) - np.mean(b)), *paired_interval(a, b))
 
 
 def _accuracy(rollouts: Sequence[Rollout], success: float) -> dict[str, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Stage:
+class JobTurn:
     """A turn of an episode: the environment works, the engine reads what is new, and samples."""
 
     steps: int  # decoding steps of the reply
@@ -17,10 +17,10 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Episode:
+class JobEpisode:
     """One rollout as it is played."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[JobTurn, ...]
     reward: float = 0.0  # seconds from its last reply to its reward
 
     @property
@@ -32,7 +32,7 @@ class Episode:
 class Group:
     """The rollouts of a task. What the first turn of all of them reads is computed once on an engine."""
 
-    episodes: tuple[Episode, ...]
+    episodes: tuple[JobEpisode, ...]
     tokens: int  # that an update learns from or reads, the shared prompt once
 
 
@@ -78,7 +78,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Setting:
+class PlanSetting:
     """How a job is run."""
 
     engines: int

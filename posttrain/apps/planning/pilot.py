@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from random import Random
 
-from posttrain.apps.planning.job import Episode, Group, Job, Learning, Speed, Stage
+from posttrain.apps.planning.job import Group, Job, JobEpisode, JobTurn, Learning, Speed
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import SpanKind, UserError
 from posttrain.runs.record.rollout_reading import timed_rollouts
@@ -189,8 +189,8 @@ def _own(row: Row) -> list[Row]:
     return turns
 
 
-def _episode(row: Row) -> Episode:
-    stages: list[Stage] = []
+def _episode(row: Row) -> JobEpisode:
+    stages: list[JobTurn] = []
     wait, read = 0.0, 0
     for turn in _own(row):
         if turn["role"] != SpanKind.SAMPLED:
@@ -198,9 +198,9 @@ def _episode(row: Row) -> Episode:
             continue
         # the first token of a reply comes with the pass over its prompt; behind a turn, a step decodes it
         steps = max(0, turn["length"] - (not stages))
-        stages.append(Stage(steps, read, wait))
+        stages.append(JobTurn(steps, read, wait))
         wait, read = 0.0, 0
-    return Episode(tuple(stages), wait + row.get("seconds", 0.0))
+    return JobEpisode(tuple(stages), wait + row.get("seconds", 0.0))
 
 
 def _draw(groups: Sequence[Group], size: int, usual: int, seed: int) -> Callable[[int], Group]:
@@ -225,5 +225,5 @@ def _draw(groups: Sequence[Group], size: int, usual: int, seed: int) -> Callable
     return draw
 
 
-def _said(episodes: Iterable[Episode]) -> int:
+def _said(episodes: Iterable[JobEpisode]) -> int:
     return sum(1 + episode.sampled for episode in episodes)

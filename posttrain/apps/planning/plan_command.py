@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-from posttrain.apps.planning.job import Setting
+from posttrain.apps.planning.job import PlanSetting
 from posttrain.apps.planning.pilot import Pilot, read_pilot
-from posttrain.apps.planning.simulation import Outcome, Simulation
+from posttrain.apps.planning.simulation import Simulation, SimulationResult
 from posttrain.config import Plan
 from posttrain.core.types import UserError
 
@@ -36,10 +36,10 @@ def plan(run: str, config: Plan) -> int:
     steps = config.steps or _enough(pilot, config)
 
     @cache
-    def outcome(setting: Setting) -> Outcome:
+    def outcome(setting: PlanSetting) -> SimulationResult:
         return Simulation(pilot.job, setting, steps).run()
 
-    alone = outcome(Setting(1, shared=True))
+    alone = outcome(PlanSetting(1, shared=True))
     found = _tried(config, outcome)
     best = _best(found)
     if config.json:
@@ -66,32 +66,34 @@ def _check(config: Plan) -> None:
         raise UserError("--ahead is empty: give at least one number, or leave it out")
 
 
-def _tried(config: Plan, outcome: Callable[[Setting], Outcome]) -> list[Outcome]:
+def _tried(config: Plan, outcome: Callable[[PlanSetting], SimulationResult]) -> list[SimulationResult]:
     """The outcomes of all settings that are asked for."""
     cuts: tuple[int | None, ...] = (None,) if config.tokens_per_step is None else (None, config.tokens_per_step)
     ways = [(ahead, cut) for ahead in config.ahead for cut in cuts]
     if config.gpus is None:
         return [
-            outcome(Setting(engines, learners, ahead, cut))
+            outcome(PlanSetting(engines, learners, ahead, cut))
             for engines in config.engines or (1, 2, 4)
             for learners in config.learners or (1,)
             for ahead, cut in ways
         ]
     gpus = config.gpus
-    found = [outcome(Setting(gpus, gpus, shared=True))]
+    found = [outcome(PlanSetting(gpus, gpus, shared=True))]
     for ahead, cut in ways if gpus > 1 else ():
         found += _splits(gpus, ahead, cut, outcome)
     return found
 
 
-def _splits(gpus: int, ahead: int, cut: int | None, of: Callable[[Setting], Outcome]) -> list[Outcome]:
+def _splits(
+    gpus: int, ahead: int, cut: int | None, of: Callable[[PlanSetting], SimulationResult]
+) -> list[SimulationResult]:
     """All splits of a few devices; of many some, and then the neighbours of the best until none is better.
 
     Each process of a run has engines of its own, so there are at least as many engines as learners.
     """
 
-    def outcome(engines: int) -> Outcome:
-        return of(Setting(engines, gpus - engines, ahead, cut))
+    def outcome(engines: int) -> SimulationResult:
+        return of(PlanSetting(engines, gpus - engines, ahead, cut))
 
     there = set(range(-(-gpus // 2), gpus))
     tried = {round(gpus * part / (SPLITS + 1)) for part in range(1, SPLITS + 1)} & there or there
@@ -105,7 +107,7 @@ def _splits(gpus: int, ahead: int, cut: int | None, of: Callable[[Setting], Outc
         tried |= further
 
 
-def _best(found: Iterable[Outcome]) -> Outcome:
+def _best(found: Iterable[SimulationResult]) -> SimulationResult:
     """The fastest; among those as fast, the one least ahead, with the fewest devices."""
     ordered = sorted(found, key=lambda o: (o.setting.ahead, o.setting.tokens or 0, o.setting.devices))
     most = max(o.steps_per_hour for o in ordered)
@@ -115,7 +117,9 @@ def _best(found: Iterable[Outcome]) -> Outcome:
 # -- what is said --------------------------------------------------------------------------------------------------------
 
 
-def _lines(pilot: Pilot, alone: Outcome, found: list[Outcome], best: Outcome, config: Plan) -> list[str]:
+def _lines(
+    pilot: Pilot, alone: SimulationResult, found: list[SimulationResult], best: SimulationResult, config: Plan
+) -> list[str]:
     # what differs by nothing that is shown goes by what it takes
     order = sorted(
         found, key=lambda o: (o is not best, -float(f"{o.steps_per_hour:.3g}"), o.setting.ahead, o.setting.devices)
@@ -129,7 +133,7 @@ def _lines(pilot: Pilot, alone: Outcome, found: list[Outcome], best: Outcome, co
     return [*lines, "", *_advice(best, alone, config)]
 
 
-def _about(pilot: Pilot, alone: Outcome) -> list[str]:
+def _about(pilot: Pilot, alone: SimulationResult) -> list[str]:
     """The pilot in a few lines."""
     episodes = [episode for group in pilot.groups for episode in group.episodes]
     lengths = sorted(episode.sampled + 1 for episode in episodes)
@@ -159,12 +163,12 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g}"
 
 
-def _rate(o: Outcome) -> str:
+def _rate(o: SimulationResult) -> str:
     """Steps an hour, of which four digits tell something."""
     return f"{float(f'{o.steps_per_hour:.4g}'):,.12g}"
 
 
-def _row(o: Outcome, alone: Outcome) -> str:
+def _row(o: SimulationResult, alone: SimulationResult) -> str:
     s = o.setting
     learners = "same" if s.shared else str(s.learners)
     engines, learning = (f"{share:.0%}" for share in o.idle)
@@ -179,7 +183,7 @@ NAMES = {"tail": "longest replies", "reading": "prompts", "loading": "hand-over"
 }
 
 
-def _advice(best: Outcome, alone: Outcome, config: Plan) -> list[str]:
+def _advice(best: SimulationResult, alone: SimulationResult, config: Plan) -> list[str]:
     s, times = best.setting, best.steps_per_hour / alone.steps_per_hour
     what = (
         f"{s.engines} processes that play and learn in turns"
@@ -198,7 +202,9 @@ def _advice(best: Outcome, alone: Outcome, config: Plan) -> list[str]:
     ]
 
 
-def _data(pilot: Pilot, alone: Outcome, found: list[Outcome], best: Outcome) -> dict[str, Any]:
+def _data(
+    pilot: Pilot, alone: SimulationResult, found: list[SimulationResult], best: SimulationResult
+) -> dict[str, Any]:
     speed, learning = pilot.job.speed, pilot.job.learning
     about = {
         "run": pilot.folder,
@@ -217,7 +223,7 @@ def _data(pilot: Pilot, alone: Outcome, found: list[Outcome], best: Outcome) -> 
     return {"pilot": about, "settings": [_as_data(o) for o in found], "best": _as_data(best)}
 
 
-def _as_data(o: Outcome) -> dict[str, Any]:
+def _as_data(o: SimulationResult) -> dict[str, Any]:
     s = o.setting
     return {
         "engines": s.engines,

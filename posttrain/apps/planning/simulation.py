@@ -11,7 +11,7 @@ import heapq
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from posttrain.apps.planning.job import Episode, Group, Job, Setting, Speed
+from posttrain.apps.planning.job import Group, Job, JobEpisode, PlanSetting, Speed
 
 KINDS = ("decoding", "tail", "reading", "loading", "environments", "weights")
 """What an engine's time goes into. Tail: it decodes less than half of the requests that it had at most with these weights.
@@ -21,13 +21,13 @@ BUSY = 0.9  # share of the learners' time from which on they are what limits a s
 
 
 @dataclass(eq=False)
-class Playing:
+class SimulatedEpisode:
     """An episode that is being played."""
 
-    episode: Episode
+    episode: JobEpisode
     group: int
     step: int  # in which it is played now
-    engine: Engine | None = None
+    engine: SimulatedEngine | None = None
     stage: int = 0
     steps: int = 0  # decoding steps that are left of its stage
     left: int = 0  # and of its share in this step
@@ -46,7 +46,7 @@ class Served:
 
 
 @dataclass(eq=False)
-class Engine:
+class SimulatedEngine:
     """Continuous batching: all running requests advance by a token in each step."""
 
     speed: Speed
@@ -54,8 +54,8 @@ class Engine:
     owed: int = 0  # episodes that are neither finished nor cut
     rewards: int = 0  # that are computed for what it has finished
     of: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # the same by version
-    waiting: defaultdict[int, deque[Playing]] = field(default_factory=lambda: defaultdict(deque))  # by version
-    running: list[tuple[float, int, float, Playing]] = field(
+    waiting: defaultdict[int, deque[SimulatedEpisode]] = field(default_factory=lambda: defaultdict(deque))  # by version
+    running: list[tuple[float, int, float, SimulatedEpisode]] = field(
         default_factory=list
     )  # heap: (place of its end, order, begun, whose)
     place: float = 0.0  # decoding steps so far
@@ -97,10 +97,10 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationResult:
     """What came of it, over the steps after the first ones."""
 
-    setting: Setting
+    setting: PlanSetting
     steps_per_hour: float  # of the job's own number of groups
     engines: dict[str, float]  # share of their time by kind
     learners: float  # share of their time in which they work
@@ -130,17 +130,17 @@ class Outcome:
 class Simulation:
     """One job in one setting, for some steps."""
 
-    def __init__(self, job: Job, setting: Setting, steps: int, trace: bool = False) -> None:
+    def __init__(self, job: Job, setting: PlanSetting, steps: int, trace: bool = False) -> None:
         """`trace`: whether the outcome has all requests."""
         self.job, self.setting, self.steps, self.trace = job, setting, steps, trace
-        self.engines = [Engine(job.speed) for _ in range(setting.engines)]
+        self.engines = [SimulatedEngine(job.speed) for _ in range(setting.engines)]
         self.events: list[tuple[float, int, str, object]] = []
         self.order = 0
         self.now = 0.0
         self.begun = 0  # groups
         self.opened = 0  # steps
         self.owed: defaultdict[int, int] = defaultdict(int)  # episodes that a step waits for
-        self.carried: defaultdict[int, list[Playing]] = defaultdict(list)  # for a step that has not begun
+        self.carried: defaultdict[int, list[SimulatedEpisode]] = defaultdict(list)  # for a step that has not begun
         self.groups: dict[int, tuple[Group, list[int]]] = {}  # number -> the group, [episodes that are not finished]
         self.whole: defaultdict[int, list[Group]] = defaultdict(list)  # step -> what it learns from
         self.played = 0  # the last step of which nothing is played any more
@@ -149,11 +149,11 @@ class Simulation:
         ] = []  # of each step: when, its groups, those whole by then, seconds
         self.finished = 0  # groups that are whole
         self.learning = False
-        self.dirty: dict[int, Engine] = {}
+        self.dirty: dict[int, SimulatedEngine] = {}
         self.served: list[Served] = []
         self.marks: list[dict[str, float]] = []  # what engines have spent, after each step
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         self._open()
         while len(self.learned) < self.steps:
             while self.dirty:  # one by one: what an engine finishes may be begun by another one
@@ -188,13 +188,13 @@ class Simulation:
                 engine = self._free()
                 self.owed[self.opened] += len(group.episodes)
                 for episode in group.episodes:
-                    self._begin(Playing(episode, number, self.opened), engine)
+                    self._begin(SimulatedEpisode(episode, number, self.opened), engine)
 
-    def _free(self) -> Engine:
+    def _free(self) -> SimulatedEngine:
         """The engine that owes least."""
         return min(self.engines, key=lambda engine: engine.owed)
 
-    def _begin(self, playing: Playing, engine: Engine) -> None:
+    def _begin(self, playing: SimulatedEpisode, engine: SimulatedEngine) -> None:
         """Play an episode, or go on with it, in its step."""
         playing.engine, playing.left = engine, self.setting.tokens or 1 << 62
         engine.advance(self.now)
@@ -205,7 +205,7 @@ class Simulation:
         else:
             self._ask(playing)
 
-    def _weights(self, playing: Playing) -> int:
+    def _weights(self, playing: SimulatedEpisode) -> int:
         return 0 if self.setting.clock else self._version(playing.step)
 
     def _played(self) -> None:
@@ -249,7 +249,7 @@ class Simulation:
 
     # -- episodes ------------------------------------------------------------------------------------------------------
 
-    def _ask(self, playing: Playing) -> None:
+    def _ask(self, playing: SimulatedEpisode) -> None:
         """The environment works, then the engine is asked."""
         stage = playing.episode.stages[playing.stage]
         playing.steps = stage.steps
@@ -258,19 +258,19 @@ class Simulation:
         else:
             self._asked(playing)
 
-    def _asked(self, playing: Playing) -> None:
+    def _asked(self, playing: SimulatedEpisode) -> None:
         assert playing.engine is not None
         playing.asked = self.now
         playing.engine.waiting[self._weights(playing)].append(playing)
         self.dirty[id(playing.engine)] = playing.engine
 
-    def _ends(self, what: tuple[Engine, int]) -> None:
+    def _ends(self, what: tuple[SimulatedEngine, int]) -> None:
         """A request may end, if nothing came between."""
         engine, event = what
         if event == engine.events:
             self.dirty[id(engine)] = engine
 
-    def _settle(self, engine: Engine) -> None:
+    def _settle(self, engine: SimulatedEngine) -> None:
         """Take finished requests out, admit others, and say when the next one ends."""
         engine.advance(self.now)
         while engine.running and engine.next_end() <= self.now + 1e-12 * max(1.0, self.now):
@@ -285,7 +285,7 @@ class Simulation:
         if engine.running:
             self._at(engine.next_end(), "ends", (engine, engine.events))
 
-    def _admit(self, engine: Engine) -> None:
+    def _admit(self, engine: SimulatedEngine) -> None:
         if not engine.of[engine.version] and (later := [v for v, owed in engine.of.items() if owed]):
             engine.version, engine.most = min(later), 0
             engine.occupy(self.job.speed.load, "loading")
@@ -303,7 +303,7 @@ class Simulation:
             heapq.heappush(engine.running, (engine.place + steps, self.order, self.now, playing))
         engine.most = max(engine.most, len(engine.running))
 
-    def _read(self, engine: Engine, playing: Playing) -> int:
+    def _read(self, engine: SimulatedEngine, playing: SimulatedEpisode) -> int:
         """Tokens to be read before this request can be decoded."""
         if playing.again:
             playing.again = False
@@ -316,7 +316,7 @@ class Simulation:
         engine.known.add(prompt)
         return tokens
 
-    def _said(self, playing: Playing) -> None:
+    def _said(self, playing: SimulatedEpisode) -> None:
         """A reply has ended, or was cut."""
         if playing.steps or not playing.left:
             unfinished = playing.steps or playing.stage + 1 < len(playing.episode.stages)
@@ -333,7 +333,7 @@ class Simulation:
         else:
             self._rewarded(playing)
 
-    def _cut(self, playing: Playing) -> None:
+    def _cut(self, playing: SimulatedEpisode) -> None:
         """What is left is played in the next step."""
         self._leave(playing)
         if not playing.steps:  # between two turns: the next one is asked for then
@@ -348,12 +348,12 @@ class Simulation:
             self.carried[playing.step].append(playing)
         self._played()
 
-    def _leave(self, playing: Playing) -> None:
+    def _leave(self, playing: SimulatedEpisode) -> None:
         assert playing.engine is not None
         playing.engine.owed -= 1
         playing.engine.of[self._weights(playing)] -= 1
 
-    def _rewarded(self, playing: Playing) -> None:
+    def _rewarded(self, playing: SimulatedEpisode) -> None:
         assert playing.engine is not None
         playing.engine.advance(self.now)
         playing.engine.rewards -= 1
@@ -370,7 +370,7 @@ class Simulation:
 
     # -- what came of it -----------------------------------------------------------------------------------------------
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulationResult:
         """Over the steps behind the first fifth, in which engines are not yet as far ahead as they may be.
 
         Learning is counted no faster than playing: what was played ahead before may be learned from only once.
@@ -380,7 +380,7 @@ class Simulation:
         took = ended - began
         groups = min(after - before, sum(count for _, count, _, _ in self.learned[first:]))
         whole = took * len(self.engines)
-        return Outcome(
+        return SimulationResult(
             self.setting,
             3600 * groups / self.job.prompts / took,
             {kind: (self.marks[-1][kind] - self.marks[first - 1][kind]) / whole for kind in KINDS},

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.apps.view import first_difference, paired_runs, rollout_page, step_changes
-from posttrain.apps.view.filters import PAGE, QUESTIONS, Question
+from posttrain.apps.view.filters import PAGE, QUESTIONS, ViewQuestion
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.overview import overview
-from posttrain.apps.view.rollout_files import Part
+from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.training_reasons import bounds
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
@@ -95,14 +95,14 @@ class Answers:
 
     def _rollouts(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
         offset, limit = _whole(query, "offset", 0), min(1000, _whole(query, "limit", PAGE))
-        return Question.of(query, run.store).page(offset, limit)
+        return ViewQuestion.of(query, run.store).page(offset, limit)
 
     def _histograms(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
         names = [name for name in query.get("of", "reward,advantage,length").split(",") if name]
-        return Question.of(query, run.store).histograms(names[:12])
+        return ViewQuestion.of(query, run.store).histograms(names[:12])
 
     def _means(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
-        return Question.of(query, run.store).means()
+        return ViewQuestion.of(query, run.store).means()
 
     def _rollout(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
         part, index = _place(words)
@@ -113,7 +113,7 @@ class Answers:
         return rollout_page.group(run.store, run.pieces, *_place(words))
 
     def _step(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
-        part = Part.of(words[0]) if len(words) == 1 else None
+        part = RolloutPart.of(words[0]) if len(words) == 1 else None
         if part is None:
             raise UserError("a step is a number, such as 12")
         return step_changes.changes(run, part, query.get("by", ""))
@@ -123,8 +123,8 @@ def _ready() -> list[dict[str, str]]:
     return [{"name": n, "says": says, "means": means} for n, (says, means, *_) in QUESTIONS.items()]
 
 
-def _place(words: Sequence[str]) -> tuple[Part, int]:
-    part = Part.of(words[0]) if len(words) == 2 else None
+def _place(words: Sequence[str]) -> tuple[RolloutPart, int]:
+    part = RolloutPart.of(words[0]) if len(words) == 2 else None
     if part is None or not words[1].isdecimal() or len(words[1]) > 9:
         raise UserError("a rollout is named by its step and its number: 12/5, or 20e/5 of an evaluation")
     return part, int(words[1])

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from posttrain.apps.view.rollout_files import Part
+from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.sql_text import OF_GROUPS
 
 Floats = NDArray[np.float64]
@@ -68,17 +68,17 @@ def keys(table: pa.Table) -> Places:
     return key
 
 
-def key_of(part: Part, index: int) -> int:
+def key_of(part: RolloutPart, index: int) -> int:
     return (part.step << 33) | (int(part.held_out) << 32) | index
 
 
-def outside(table: pa.Table, parts: Iterable[Part]) -> pa.Table:
+def outside(table: pa.Table, parts: Iterable[RolloutPart]) -> pa.Table:
     """The rows of a table that belong to none of these parts."""
     gone = np.array([key_of(part, 0) >> 32 for part in parts], dtype=np.int64)
     return table.filter(pa.array(~np.isin(keys(table) >> 32, gone)))
 
 
-class Rows:
+class RolloutColumns:
     """The rollouts of a run. `limit`: the reward from which on a reply is right; `texts`: whole ones, as far as held."""
 
     def __init__(self, table: pa.Table, limit: float | None = None, texts: pa.Table | None = None) -> None:
@@ -92,7 +92,7 @@ class Rows:
     def __len__(self) -> int:
         return int(self.table.num_rows)
 
-    def with_texts(self, texts: pa.Table) -> Rows:
+    def with_texts(self, texts: pa.Table) -> RolloutColumns:
         """The same rows, and what is known of them, with other whole texts."""
         other = copy(self)
         other._texts, other._answers = texts, OrderedDict()
@@ -115,13 +115,13 @@ class Rows:
         """The first row of each part."""
         return np.flatnonzero(np.diff(self.key >> 32, prepend=-1))
 
-    def place(self, part: Part, index: int) -> int | None:
+    def place(self, part: RolloutPart, index: int) -> int | None:
         """The number of a row."""
         wanted = key_of(part, index)
         found = int(np.searchsorted(self.key, wanted))
         return found if found < len(self) and self.key[found] == wanted else None
 
-    def of_part(self, part: Part) -> slice:
+    def of_part(self, part: RolloutPart) -> slice:
         """The rows of a step, or of an evaluation."""
         begin, end = np.searchsorted(self.key, [key_of(part, 0), key_of(part, 0) + (1 << 32)])
         return slice(int(begin), int(end))
@@ -358,7 +358,7 @@ def plain(values: NDArray[Any], name: str = "") -> list[Any]:
     ]
 
 
-def counts(rows: Rows, name: str, chosen: Places | None = None) -> Mapping[str | None, int]:
+def counts(rows: RolloutColumns, name: str, chosen: Places | None = None) -> Mapping[str | None, int]:
     """How many rows have which text of a column."""
     codes = rows.codes(name) if chosen is None else rows.codes(name)[chosen]
     found = np.bincount(codes + 1, minlength=1).tolist()

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from posttrain.apps.view.column_table import Floats, Mask, Places, Rows, counts, first
-from posttrain.apps.view.rollout_files import Part
+from posttrain.apps.view.column_table import Floats, Mask, Places, RolloutColumns, counts, first
+from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_store import Store
 from posttrain.apps.view.sql_text import by_name, listed_part, named, named_part, quoted
 from posttrain.core.types import Fate, StopReason, UserError
@@ -89,31 +89,31 @@ QUESTIONS: dict[str, tuple[str, str, str, str]] = {
 $ stands for the reward from which on a reply is right. Which rows that are in memory is in `_READY`."""
 
 
-def _wrong(rows: Rows) -> Mask:
+def _wrong(rows: RolloutColumns) -> Mask:
     last, _, _ = rows.last_visits
     return (last & (rows.groups["valid"] > 1) & (rows.groups["right_n"] == 0))[rows.gid]
 
 
-def _once(rows: Rows) -> Mask:
+def _once(rows: RolloutColumns) -> Mask:
     groups = (rows.groups["valid"] > 1) & (rows.groups["right_n"] == 1)
     return groups[rows.gid] & (rows.number("reward") >= rows.limit)
 
 
-def _lost(rows: Rows) -> Mask:
+def _lost(rows: RolloutColumns) -> Mask:
     last, best, share = rows.last_visits
     return (last & (best == 1) & (share < 0.5))[rows.gid]
 
 
-def _idle(rows: Rows) -> Mask:
+def _idle(rows: RolloutColumns) -> Mask:
     other = ~rows.equal("fate", Fate.TRAINED) & (rows.codes("fate") >= 0)
     return other | (rows.number("advantage") == 0)
 
 
-def _moved(rows: Rows) -> Mask:
+def _moved(rows: RolloutColumns) -> Mask:
     return (rows.number("advantage") == 0) & (flags_of(rows) > 0)
 
 
-_READY: dict[str, Callable[[Rows], Mask]] = {
+_READY: dict[str, Callable[[RolloutColumns], Mask]] = {
     "wrong": _wrong,
     "once": _once,
     "lost": _lost,
@@ -124,11 +124,11 @@ _READY: dict[str, Callable[[Rows], Mask]] = {
 
 
 @dataclass
-class Question:
+class ViewQuestion:
     """What is asked, read from the address of the page."""
 
     store: Store
-    rows: Rows  # as they were when it was asked
+    rows: RolloutColumns  # as they were when it was asked
     filters: dict[str, Callable[[], Mask]] = field(default_factory=dict)  # by what they say: which rows are meant
     shown: list[str] = field(default_factory=list)  # the same as conditions of `posttrain query`
     order: str = ""  # "reward" or "-reward"
@@ -138,7 +138,7 @@ class Question:
     note: str = ""  # what the answer leaves out
 
     @classmethod
-    def of(cls, query: Mapping[str, str], store: Store) -> Question:
+    def of(cls, query: Mapping[str, str], store: Store) -> ViewQuestion:
         """Raises UserError for what cannot be read."""
         asked = cls(store, store.rows, order=query.get("sort", ""), groups=query.get("as") == "groups")
         held = query.get("held") or ("0" if any(not part.held_out for part in store.files) else "1")
@@ -207,10 +207,12 @@ class Question:
                 mask &= one()
         keys, at = np.unique(rows.key[mask] >> 32, return_inverse=True)
         tokens = np.bincount(at, np.nan_to_num(rows.number("length")[mask]), len(keys))
-        sizes = {Part(int(k >> 1), bool(k & 1)): int(n) for k, n in zip(keys.tolist(), tokens.tolist(), strict=True)}
+        sizes = {
+            RolloutPart(int(k >> 1), bool(k & 1)): int(n) for k, n in zip(keys.tolist(), tokens.tolist(), strict=True)
+        }
         found = self.store.marked(rows, condition, sizes)
         for step, held_out, index, place, times in found.rows:
-            row = rows.place(Part(step, held_out), index)
+            row = rows.place(RolloutPart(step, held_out), index)
             if row is not None:
                 self.marks[row] = place, times
         within = (
@@ -385,7 +387,7 @@ class Question:
         return answer
 
 
-def flags_of(rows: Rows, flag: str | None = None) -> NDArray[np.int64]:
+def flags_of(rows: RolloutColumns, flag: str | None = None) -> NDArray[np.int64]:
     """How many flags each row has, or how often this one."""
     lists = rows.table["flags"].combine_chunks()
     parents = pc.list_parent_indices(lists).to_numpy()
@@ -394,13 +396,13 @@ def flags_of(rows: Rows, flag: str | None = None) -> NDArray[np.int64]:
     return np.bincount(parents, minlength=len(rows))
 
 
-def _at(rows: Rows, places: Places) -> Mask:
+def _at(rows: RolloutColumns, places: Places) -> Mask:
     mask = np.zeros(len(rows), dtype=bool)
     mask[places] = True
     return mask
 
 
-def _found(rows: Rows, text: str) -> Mask:
+def _found(rows: RolloutColumns, text: str) -> Mask:
     """Rows whose prompt or reply has this text, whatever its case: in the whole text where it is held."""
     mask = np.zeros(len(rows), dtype=bool)
     for name in ("prompt", "text"):
@@ -410,7 +412,7 @@ def _found(rows: Rows, text: str) -> Mask:
     return mask
 
 
-def _column(rows: Rows, name: str, value: str) -> Mask:
+def _column(rows: RolloutColumns, name: str, value: str) -> Mask:
     """Rows whose task has this value in a column of its own, as JSON has it or as its text."""
 
     def fits(text: str) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.apps.view.open_run import OpenRun
-from posttrain.apps.view.rollout_files import Part, rows
+from posttrain.apps.view.rollout_files import RolloutPart, rows
 from posttrain.core.types import SpanKind, UserError
 
 SECONDS = 8.0  # that are looked for it
@@ -26,10 +26,10 @@ Row = dict[str, Any]
 _kept: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
-class Place(NamedTuple):
+class TokenPlace(NamedTuple):
     """A token of a rollout that both runs have: where it lies in each."""
 
-    part: Part
+    part: RolloutPart
     a: int  # index of the rollout
     b: int
     at: int
@@ -57,7 +57,7 @@ def _parted(a: OpenRun, b: OpenRun) -> dict[str, Any]:
         if one is None or other is None:
             continue
         found = _differing(one, other, part)
-        if isinstance(found, Place | str):
+        if isinstance(found, TokenPlace | str):
             return _told(a, b, part, found, count, numbers or _numbers(a, b, part))
         count += len(one)
         numbers = numbers or _numbers(a, b, part)
@@ -66,7 +66,7 @@ def _parted(a: OpenRun, b: OpenRun) -> dict[str, Any]:
     return {"says": told, "why": _agreeing(numbers), "first": None, "numbers": numbers}
 
 
-def _read(run: OpenRun, part: Part) -> pa.Table | None:
+def _read(run: OpenRun, part: RolloutPart) -> pa.Table | None:
     try:
         table = rows(part, run.store.files[part], names=_NAMES)
     except (UserError, KeyError):
@@ -79,7 +79,7 @@ def _keys(table: pa.Table) -> list[tuple[Any, ...]]:
     return list(zip(*columns, strict=True))
 
 
-def _differing(one: pa.Table, other: pa.Table, part: Part) -> Place | str | None:
+def _differing(one: pa.Table, other: pa.Table, part: RolloutPart) -> TokenPlace | str | None:
     """The first token of the first rollout that is another in the second run, or which rollout is in one run alone."""
     names = ["group", "side", "member", "tokens"]
     if one.select(names).equals(other.select(names)):
@@ -92,7 +92,7 @@ def _differing(one: pa.Table, other: pa.Table, part: Part) -> Place | str | None
             return f"the task {_named(one, place)} is in A alone"
         x, y = _array(one["tokens"][place]), _array(other["tokens"][theirs])
         if (at := _first(x, y)) is not None:
-            return Place(part, one["index"][place].as_py(), other["index"][theirs].as_py(), at)
+            return TokenPlace(part, one["index"][place].as_py(), other["index"][theirs].as_py(), at)
     alone = sorted(set(places.values()) - {places[key] for key in own})
     return f"the task {_named(other, alone[0])} is in B alone" if alone else None
 
@@ -112,7 +112,7 @@ def _first(x: Any, y: Any) -> int | None:
     return int(unlike[0]) if len(unlike) else None if len(x) == len(y) else short
 
 
-def _numbers(a: OpenRun, b: OpenRun, part: Part) -> dict[str, Any] | None:
+def _numbers(a: OpenRun, b: OpenRun, part: RolloutPart) -> dict[str, Any] | None:
     """The first log-probability of a step that differs, where its tokens are the same."""
     tables = [rows(part, run.store.files[part], names=("index", "tokens", *_NUMBERS)) for run in (a, b)]
     for name in _NUMBERS:
@@ -148,7 +148,7 @@ def _since(numbers: dict[str, Any]) -> str:
 
 
 def _told(
-    a: OpenRun, b: OpenRun, part: Part, found: Place | str, count: int, numbers: dict[str, Any] | None
+    a: OpenRun, b: OpenRun, part: RolloutPart, found: TokenPlace | str, count: int, numbers: dict[str, Any] | None
 ) -> dict[str, Any]:
     before = f" The {count:,} rollouts before it are the same." if count else ""
     if isinstance(found, str):
@@ -172,7 +172,7 @@ def _told(
     }  # fmt: skip
 
 
-def _token(run: OpenRun, part: Part, index: int, at: int) -> Row:
+def _token(run: OpenRun, part: RolloutPart, index: int, at: int) -> Row:
     """A token of a rollout with what stands before it; `piece` None: the rollout has ended."""
     names = ("task", "tokens", "spans", "engine")
     [row] = rows(part, run.store.files[part], [index], names).to_pylist()
@@ -195,7 +195,7 @@ def _sampled_before(row: Row, at: int) -> list[float]:
     return list((row["engine"] or [])[: sum(min(s["length"], max(0, at - s["start"])) for s in spans)])
 
 
-def _before(own: list[Row], part: Part, index: int) -> dict[str, Any] | None:
+def _before(own: list[Row], part: RolloutPart, index: int) -> dict[str, Any] | None:
     """The first log-probability before a place that differs, where the tokens up to there are the same."""
     pairs = zip(own[0]["earlier"], own[1]["earlier"], strict=False)
     x, y = next(((x, y) for x, y in pairs if x != y), (0.0, 0.0))
@@ -226,7 +226,7 @@ def _from(kind: str) -> str:
     return {SpanKind.PROMPT: "of the prompt", SpanKind.SAMPLED: "sampled", "": "the last"}.get(kind, f"of the {kind}")
 
 
-def _step(part: Part) -> str:
+def _step(part: RolloutPart) -> str:
     return f"the evaluation after step {part.step}" if part.held_out else f"step {part.step}"
 
 

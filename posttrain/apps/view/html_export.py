@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.apps.view.api import Answers
-from posttrain.apps.view.filters import Question
+from posttrain.apps.view.filters import ViewQuestion
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.picture_files import picture
-from posttrain.apps.view.rollout_files import Part
+from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.core.types import UserError
 
 STATIC = Path(__file__).parent / "static"
@@ -59,7 +59,7 @@ def gathered(run: OpenRun, selection: Selection) -> tuple[dict[str, Any], list[s
     pictures: dict[str, None] = {}  # their names in order
     unread: list[str] = []
     for row in _selected(run, selection):
-        place = f"{Part(row['step'], row['held_out']).name}/{row['index']}"
+        place = f"{RolloutPart(row['step'], row['held_out']).name}/{row['index']}"
         try:
             answer = kept[f"0/rollout/{place}"] = answers.of(f"0/rollout/{place}", {})
         except UserError as error:
@@ -100,7 +100,7 @@ def _selected(run: OpenRun, selection: Selection) -> list[dict[str, Any]]:
     query.pop("as", None)
     if not query:
         query = {"step": f"{_latest(run, selection.rollouts)}.."}
-    found: list[dict[str, Any]] = Question.of(query, run.store).page(0, selection.rollouts)["rows"]
+    found: list[dict[str, Any]] = ViewQuestion.of(query, run.store).page(0, selection.rollouts)["rows"]
     if not found and run.store.files:
         raise UserError("no rollout fits what is to be exported")
     return found

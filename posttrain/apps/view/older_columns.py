@@ -12,7 +12,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from posttrain.apps.view.rollout_files import File, Part
+from posttrain.apps.view.rollout_files import File, RolloutPart
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.runs.record.schema import START
@@ -52,7 +52,7 @@ def _reader(files: list[str], columns: Mapping[str, str]) -> str:
     )
 
 
-def scalars(files: Mapping[Part, File]) -> Iterator[tuple[list[Part], pa.Table | UserError]]:
+def scalars(files: Mapping[RolloutPart, File]) -> Iterator[tuple[list[RolloutPart], pa.Table | UserError]]:
     """Tables of some parts at a time; for a part that cannot be read, why."""
     parts = list(files)
     connection = duckdb.connect(":memory:", config={"threads": "2", "memory_limit": MEMORY})
@@ -64,8 +64,8 @@ def scalars(files: Mapping[Part, File]) -> Iterator[tuple[list[Part], pa.Table |
 
 
 def _scalars_of(
-    connection: Any, files: Mapping[Part, File], parts: list[Part]
-) -> Iterator[tuple[list[Part], pa.Table | UserError]]:
+    connection: Any, files: Mapping[RolloutPart, File], parts: list[RolloutPart]
+) -> Iterator[tuple[list[RolloutPart], pa.Table | UserError]]:
     """Of all of them at once, or where that fails of each alone."""
     found: pa.Table | UserError
     try:
@@ -98,7 +98,7 @@ def _completed(table: pa.Table) -> pa.Table:
     return table
 
 
-def texts(files: Mapping[Part, File]) -> pa.Table:
+def texts(files: Mapping[RolloutPart, File]) -> pa.Table:
     """Whole texts of these parts."""
     columns = {"id": "VARCHAR", "prompt": "VARCHAR", "text": "VARCHAR", "answer": "JSON"}
     select = f"""

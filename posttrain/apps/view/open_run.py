@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.apps.view.rollout_files import Part, parts_of, rows
+from posttrain.apps.view.rollout_files import RolloutPart, parts_of, rows
 from posttrain.apps.view.rollout_store import Store, expecting
 from posttrain.apps.view.sql_text import by_name, named_part
-from posttrain.apps.view.token_texts import Pieces
+from posttrain.apps.view.token_texts import TokenPieces
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError, succeeds
 from posttrain.runs.lock import in_use
@@ -34,7 +34,7 @@ class OpenRun:
         self.folder, self.name = folder, name
         self.about = read_run(folder)
         self.store = Store(folder)
-        self.pieces = Pieces(folder, self.about)
+        self.pieces = TokenPieces(folder, self.about)
         self.store.vocabulary = self.pieces.vocabulary
         self.problem: str | None = None  # why its rollouts cannot be read
         self.ready = threading.Event()  # whether what was there at first has been read
@@ -156,7 +156,7 @@ class OpenRun:
             return True
         rows = self.store.rows
         for step, accuracy in reversed(known[-50:]):
-            rewards = rows.number("reward")[rows.of_part(Part(step, False))]
+            rewards = rows.number("reward")[rows.of_part(RolloutPart(step, False))]
             limit = threshold(rewards[~np.isnan(rewards)].tolist(), accuracy)
             if limit is not None:
                 self.store.success = limit

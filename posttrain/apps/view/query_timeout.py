@@ -14,7 +14,7 @@ SECONDS = 12.0  # two beyond those after which a question is interrupted
 T = TypeVar("T")
 
 
-class Patience:
+class QueryTimeout:
     """Hands out answers as they come. One that does not come in time is given up, and until it has ended there is no other:
     what nobody can end shall not pile up.
     """

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from posttrain.apps.view.rollout_files import Part
+from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_store import Store
 
 STRONG = 0.7  # a correlation
@@ -42,7 +42,7 @@ def lengths(store: Store, config: Mapping[str, Any]) -> list[Length]:
     if not len(steps):
         return []
     last = slice(
-        rows.of_part(Part(int(steps[-min(len(steps), max(STEPS, len(steps) // SHARE))]), False)).start, len(rows)
+        rows.of_part(RolloutPart(int(steps[-min(len(steps), max(STEPS, len(steps) // SHARE))]), False)).start, len(rows)
     )
     meant = (
         (rows.number("sampled")[last] > 0) & np.isfinite(rows.number("reward")[last]) & rows.equal("kind", "rl")[last]

@@ -31,7 +31,7 @@ _PIECE = re.compile(r"(\d{6,})-(\d{6,})\.parquet")
 MADE_OF = b"posttrain.made_of"  # see posttrain.runs.record.rollout_index
 
 
-class Part(NamedTuple):
+class RolloutPart(NamedTuple):
     """The rollouts of a step, or of the held-out evaluation after it."""
 
     step: int
@@ -43,7 +43,7 @@ class Part(NamedTuple):
         return f"{self.step}{'e' if self.held_out else ''}"
 
     @classmethod
-    def of(cls, name: str) -> Part | None:
+    def of(cls, name: str) -> RolloutPart | None:
         found = re.fullmatch(r"(\d{1,9})(e?)", name)
         return cls(int(found[1]), bool(found[2])) if found else None
 
@@ -61,9 +61,9 @@ class File:
         return self.path.suffix == ".jsonl"
 
 
-def parts_of(folder: Path) -> dict[Part, File]:
+def parts_of(folder: Path) -> dict[RolloutPart, File]:
     """All parts of a run with their files, in order. What is gone while it looks is left out."""
-    found: dict[Part, File] = {}
+    found: dict[RolloutPart, File] = {}
     for name, held_out in FOLDERS.items():
         inside = folder / name
         if not inside.is_dir():
@@ -78,13 +78,13 @@ def parts_of(folder: Path) -> dict[Part, File]:
                     seen = entry.stat()
                 except OSError:  # it is gone, or a link that leads nowhere
                     continue
-                part, file = Part(step, held_out), File(Path(entry.path), (seen.st_mtime_ns, seen.st_size))
+                part, file = RolloutPart(step, held_out), File(Path(entry.path), (seen.st_mtime_ns, seen.st_size))
                 if part not in found or found[part].lines:
                     found[part] = file
     return dict(sorted(found.items()))
 
 
-def scalars(folder: Path, files: dict[Part, File]) -> Iterator[tuple[list[Part], pa.Table | UserError]]:
+def scalars(folder: Path, files: dict[RolloutPart, File]) -> Iterator[tuple[list[RolloutPart], pa.Table | UserError]]:
     """Tables of the index's columns with all rows of some parts, in some order: pieces where they are fresh.
 
     For a part that cannot be read, why.
@@ -102,7 +102,7 @@ def scalars(folder: Path, files: dict[Part, File]) -> Iterator[tuple[list[Part],
             yield [part], _scalars_of(part, file)
 
 
-def _scalars_of(part: Part, file: File) -> pa.Table | UserError:
+def _scalars_of(part: RolloutPart, file: File) -> pa.Table | UserError:
     try:
         table = short(_checked(file.path, [n for n in ROLLOUTS.names if n in _WANTED]), part.held_out)
         if pc.any(pc.not_equal(table["step"], part.step)).as_py():
@@ -125,7 +125,7 @@ def _pieces(folder: Path) -> list[tuple[Path, int, int]]:
     return sorted((path, int(match[1]), int(match[2])) for path, match in found if match)
 
 
-def _fresh(path: Path, files: dict[Part, File]) -> pa.Table | None:
+def _fresh(path: Path, files: dict[RolloutPart, File]) -> pa.Table | None:
     """A piece of the index, if it was made of these files as they are now."""
     wanted = {f"{file.path.parent.name}/{file.path.name}": file.stamp[1] for file in files.values()}
     try:
@@ -143,7 +143,7 @@ def _fresh(path: Path, files: dict[Part, File]) -> pa.Table | None:
         return None
 
 
-def _belongs(table: pa.Table, parts: Iterable[Part]) -> bool:
+def _belongs(table: pa.Table, parts: Iterable[RolloutPart]) -> bool:
     """Whether all rows are of these parts, and none stands there twice."""
     step, held_out, index = (table[name].to_numpy().astype(np.int64) for name in ("step", "held_out", "index"))
     key = (step << 1 | held_out) << 32 | index
@@ -176,7 +176,7 @@ def _checked(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> pa.
 
 
 def rows(
-    part: Part, file: File, indices: Sequence[int] | None = None, names: Sequence[str] = ROLLOUTS.names
+    part: RolloutPart, file: File, indices: Sequence[int] | None = None, names: Sequence[str] = ROLLOUTS.names
 ) -> pa.Table:
     """Rows of a part with these columns: all, or those with these indices."""
     wanted = [*names, *(name for name in ("learner", "why") if "before" in names and name not in names)]

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 
 from posttrain.apps.view import silent_defects
-from posttrain.apps.view.rollout_files import Part, rows
+from posttrain.apps.view.rollout_files import RolloutPart, rows
 from posttrain.apps.view.rollout_store import Store
-from posttrain.apps.view.token_texts import Pieces
+from posttrain.apps.view.token_texts import TokenPieces
 from posttrain.apps.view.training_reasons import equation, why
 from posttrain.core.types import SpanKind, UserError
 from posttrain.runs.record.older_rollouts import seconds_of_lines
@@ -41,7 +41,7 @@ _JSON = ("columns", "notes", "answers", "label")
 
 
 def one(
-    store: Store, pieces: Pieces, objective: Sequence[str], part: Part, index: int, begin: int = 0
+    store: Store, pieces: TokenPieces, objective: Sequence[str], part: RolloutPart, index: int, begin: int = 0
 ) -> dict[str, Any]:
     """A rollout and what is known of its group."""
     [row] = _read(store, part, [index])
@@ -68,7 +68,7 @@ def one(
     }
 
 
-def _sides(store: Store, part: Part, index: int) -> list[dict[str, Any]]:
+def _sides(store: Store, part: RolloutPart, index: int) -> list[dict[str, Any]]:
     """The other sides of its episode, where each has as many rollouts of the group: the n-th of them belong together."""
     held = store.rows
     own = held.place(part, index)
@@ -85,7 +85,7 @@ def _sides(store: Store, part: Part, index: int) -> list[dict[str, Any]]:
     )
 
 
-def _first(store: Store, part: Part, index: int) -> dict[str, Any] | None:
+def _first(store: Store, part: RolloutPart, index: int) -> dict[str, Any] | None:
     """Where a rollout was played that a later step learns from again."""
     held = store.rows
     own = held.place(part, index)
@@ -99,7 +99,7 @@ def _first(store: Store, part: Part, index: int) -> dict[str, Any] | None:
     return next(iter(held.rows(places, ("step", "index"))), None)
 
 
-def group(store: Store, pieces: Pieces, part: Part, index: int) -> dict[str, Any]:
+def group(store: Store, pieces: TokenPieces, part: RolloutPart, index: int) -> dict[str, Any]:
     """All rollouts of the group that one belongs to, and the other visits to the same task."""
     held = store.rows
     place = held.place(part, index)
@@ -120,7 +120,7 @@ def group(store: Store, pieces: Pieces, part: Part, index: int) -> dict[str, Any
     }
 
 
-def text_of(store: Store, part: Part, index: int) -> str:
+def text_of(store: Store, part: RolloutPart, index: int) -> str:
     """The whole reply, however long."""
     if part not in store.files:
         raise _missing(part, index)
@@ -130,7 +130,7 @@ def text_of(store: Store, part: Part, index: int) -> str:
     return str(found[0]["text"])
 
 
-def _read(store: Store, part: Part, indices: Iterable[int]) -> list[dict[str, Any]]:
+def _read(store: Store, part: RolloutPart, indices: Iterable[int]) -> list[dict[str, Any]]:
     indices = list(indices)
     if part not in store.files:
         raise _missing(part, indices[0] if indices else 0)
@@ -157,7 +157,7 @@ def _array(value: Any) -> NDArray[Any] | None:
     return found
 
 
-def _shown(row: dict[str, Any], pieces: Pieces, begin: int, window: int) -> dict[str, Any]:
+def _shown(row: dict[str, Any], pieces: TokenPieces, begin: int, window: int) -> dict[str, Any]:
     """A row as it is sent: `window` of its tokens from `begin` on."""
     tokens = row["tokens"] if row["tokens"] is not None else np.zeros(0, dtype=np.int32)
     begin = min(begin, len(tokens))
@@ -234,7 +234,7 @@ def _json(text: str | None) -> Any:
         return text
 
 
-def _seconds(folder: Path, part: Part, index: int) -> dict[str, Any] | None:
+def _seconds(folder: Path, part: RolloutPart, index: int) -> dict[str, Any] | None:
     """What its turns and its reward took, where that was recorded."""
     if part.held_out:
         return None
@@ -258,5 +258,5 @@ def _seconds_of(file: Path, stamp: tuple[int, int]) -> pa.Table:
     return parquet.ParquetFile(file).read(use_threads=False)
 
 
-def _missing(part: Part, index: int) -> UserError:
+def _missing(part: RolloutPart, index: int) -> UserError:
     return UserError(f"there is no rollout {index} in step {part.name} of this run")

@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from posttrain.apps.view.column_table import Places, Rows, merged, outside
-from posttrain.apps.view.query_timeout import Patience
-from posttrain.apps.view.rollout_files import UNUSED, File, Part, parts_of, rows, scalars
+from posttrain.apps.view.column_table import Places, RolloutColumns, merged, outside
+from posttrain.apps.view.query_timeout import QueryTimeout
+from posttrain.apps.view.rollout_files import UNUSED, File, RolloutPart, parts_of, rows, scalars
 from posttrain.apps.view.sql_text import TEXTS
 from posttrain.core.types import UserError
 from posttrain.runs.record.schema import INDEX, START
@@ -44,10 +44,10 @@ _EMPTY = pa.Table.from_batches([], pa.schema(list(_KINDS.items())))
 _NO_TEXTS = pa.schema([*((n, _KINDS[n]) for n in ("step", "held_out", "index")), *((n, _TEXT) for n in TEXTS)])
 
 
-def expecting(parts: Iterable[str]) -> Rows:
+def expecting(parts: Iterable[str]) -> RolloutColumns:
     """No rollouts, with the columns of a run whose reward has these parts."""
     empty = pa.table({f"part.{name}": pa.array([], pa.float64()) for name in parts})
-    return Rows(
+    return RolloutColumns(
         pa.table({name: _EMPTY[name] for name in _EMPTY.column_names} | {n: empty[n] for n in empty.column_names})
     )
 
@@ -57,9 +57,9 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: dict[Part, File] = {}  # that are in `rows`
-        self.damaged: dict[Part, tuple[File, str]] = {}  # that are not, and why
-        self.rows = Rows(_EMPTY)
+        self.files: dict[RolloutPart, File] = {}  # that are in `rows`
+        self.damaged: dict[RolloutPart, tuple[File, str]] = {}  # that are not, and why
+        self.rows = RolloutColumns(_EMPTY)
         self.success: float | None = None  # the reward from which on a reply is right; None: nobody said
         self.version = 0  # rises with every change
         self.vocabulary: Callable[[], Sequence[str]] = list  # texts of tokens, by their ids
@@ -70,9 +70,11 @@ class Store:
         self.progress = 0.0  # share of the parts that are there have been read
         self._texts: pa.Table = pa.Table.from_batches([], _NO_TEXTS)
         self._too_many: str | None = None  # why texts are not held at all
-        self._read_of: dict[Part, tuple[File, str | None]] = {}  # parts whose texts are read, or why they cannot be
+        self._read_of: dict[
+            RolloutPart, tuple[File, str | None]
+        ] = {}  # parts whose texts are read, or why they cannot be
         self._conditions: Conditions | None = None
-        self._patience = Patience()
+        self._patience = QueryTimeout()
         self._writing = threading.Lock()
 
     @property
@@ -80,7 +82,7 @@ class Store:
         """Names of the reward's."""
         return self.rows.parts
 
-    def meant(self, rows: Rows, condition: str) -> Places:
+    def meant(self, rows: RolloutColumns, condition: str) -> Places:
         """The rows for which a condition in SQL holds. Raises UserError for what is none."""
         if self._conditions is None:
             from posttrain.apps.view.sql_conditions import Conditions  # a database, which is opened when it is needed
@@ -94,7 +96,7 @@ class Store:
         if self._conditions is not None:
             self._conditions.clean()
 
-    def marked(self, rows: Rows, condition: str, sizes: Mapping[Part, int]) -> Marked:
+    def marked(self, rows: RolloutColumns, condition: str, sizes: Mapping[RolloutPart, int]) -> Marked:
         """The rows with a token of which a condition in SQL holds, of parts with so many tokens each."""
         from posttrain.apps.view.token_conditions import (
             marked,  # a database of its own, which is opened when it is needed
@@ -136,16 +138,16 @@ class Store:
 
     def settle(self) -> None:
         """Show what has been read, by what counts as right now."""
-        self.rows = Rows(self.rows.table, self.success, self._texts)
+        self.rows = RolloutColumns(self.rows.table, self.success, self._texts)
 
-    def _forget(self, gone: Iterable[Part]) -> None:
-        self.rows = Rows(outside(self.rows.table, gone))
+    def _forget(self, gone: Iterable[RolloutPart]) -> None:
+        self.rows = RolloutColumns(outside(self.rows.table, gone))
         self._texts = outside(self._texts, gone)
         for part in gone:
             del self.files[part]
             self._read_of.pop(part, None)
 
-    def _read(self, new: dict[Part, File], among: int) -> None:
+    def _read(self, new: dict[RolloutPart, File], among: int) -> None:
         tables, read, shown = [self.rows.table], 0, time.monotonic()
         for parts, table in self._tables(new):
             if self.closed:
@@ -164,14 +166,14 @@ class Store:
             self.progress = min(0.99, read / max(1, among))
             if time.monotonic() - shown > SHOWN_AFTER:
                 tables = [merged(tables)]
-                self.rows = Rows(tables[0], self.success, self._texts)
+                self.rows = RolloutColumns(tables[0], self.success, self._texts)
                 self.version += 1
                 shown = time.monotonic()
-        self.rows = Rows(merged(tables), self.success, self._texts)
+        self.rows = RolloutColumns(merged(tables), self.success, self._texts)
         del tables
         pa.default_memory_pool().release_unused()  # what has been read piece by piece is 100 MB
 
-    def _tables(self, new: Mapping[Part, File]) -> Iterator[tuple[list[Part], pa.Table | UserError]]:
+    def _tables(self, new: Mapping[RolloutPart, File]) -> Iterator[tuple[list[RolloutPart], pa.Table | UserError]]:
         yield from scalars(self.folder, {part: file for part, file in new.items() if not file.lines})
         lines = {part: file for part, file in new.items() if file.lines}
         if lines:
@@ -221,15 +223,15 @@ class Store:
         self.unsearched = f"search sees only the first {START} characters {which}: {why}"
         self.searchable = True
 
-    def _long(self) -> set[Part]:
+    def _long(self) -> set[RolloutPart]:
         """The parts that have texts beyond their beginnings, which are in `rows` anyway."""
         rows, found = self.rows, np.zeros(len(self.rows), dtype=bool)
         for name in ("prompt_start", "text_start"):
             reaches = pc.greater_equal(pc.utf8_length(rows.values(name)), START).to_numpy(zero_copy_only=False)
             found |= np.append(reaches, False)[rows.codes(name)]  # the last one is that of -1
-        return {Part(int(key >> 1), bool(key & 1)) for key in np.unique(rows.key[found] >> 32).tolist()}
+        return {RolloutPart(int(key >> 1), bool(key & 1)) for key in np.unique(rows.key[found] >> 32).tolist()}
 
-    def _texts_of(self, part: Part, long: bool) -> pa.Table:
+    def _texts_of(self, part: RolloutPart, long: bool) -> pa.Table:
         """A part's texts; of one without long ones what else is searched."""
         file = self.files[part]
         if file.lines:

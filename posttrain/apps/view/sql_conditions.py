@@ -16,7 +16,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from posttrain.apps.view.column_table import ALL, Places, Rows
+from posttrain.apps.view.column_table import ALL, Places, RolloutColumns
 from posttrain.apps.view.sql_text import COLUMNS, OF_GROUPS, TEXTS
 from posttrain.core.types import UserError
 from posttrain.runs.record.sql_query import bounded, explained
@@ -50,7 +50,7 @@ class Conditions:
         """Delete what was spilled."""
         self._spilled.cleanup()
 
-    def places(self, rows: Rows, condition: str) -> Places:
+    def places(self, rows: RolloutColumns, condition: str) -> Places:
         """The rows for which it holds. Raises UserError unless it is a condition in a single SELECT."""
         sql = f"select row from rollouts where ({condition}\n)"
         try:
@@ -95,7 +95,7 @@ class Conditions:
             cursor.close()
 
 
-def _table(rows: Rows) -> pa.Table:
+def _table(rows: RolloutColumns) -> pa.Table:
     """What a condition sees: rollouts with their texts, as whole as they are held, and the figures of their groups."""
     columns: dict[str, Any] = {"row": pa.array(np.arange(len(rows), dtype=np.int32))}
     columns |= {name: rows.table[name] for name in rows.table.column_names if not name.endswith("_start")}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from posttrain.apps.view import silent_defects
 from posttrain.apps.view.open_run import OpenRun
-from posttrain.apps.view.rollout_files import Part, rows
+from posttrain.apps.view.rollout_files import RolloutPart, rows
 from posttrain.core.types import UserError
 
 MOST = 40  # tokens that are listed on each side
@@ -41,7 +41,7 @@ _READ = ("index", "tokens", "spans", "engine", "before", "learner", "reference",
          "teacher", "advantage", "fate", "member", "label")  # fmt: skip
 
 
-def changes(run: OpenRun, part: Part, by: str) -> dict[str, Any]:
+def changes(run: OpenRun, part: RolloutPart, by: str) -> dict[str, Any]:
     """Of a step: a histogram, the tokens that changed most either way, and the same by vocabulary entry."""
     if part not in run.store.files:
         raise UserError(f"there are no rollouts of step {part.name} in this run")

@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from posttrain.apps.view.column_table import Floats, Places, Rows, sorted_within
+from posttrain.apps.view.column_table import Floats, Places, RolloutColumns, sorted_within
 from posttrain.runs.record.schema import START
 
 Values = list[float | None]
 LIKE = 400  # characters of two replies that are compared, where whole texts are held
 
 
-def series(rows: Rows, steps: Sequence[int]) -> dict[str, Any]:
+def series(rows: RolloutColumns, steps: Sequence[int]) -> dict[str, Any]:
     """At each of these steps, of the rollouts that were trained on: `reward` and its standard `error` over groups; shares of
     groups that are all `right`, all `wrong` or `equal`; distinct `replies` in a group, whose greatest size is `n`; `alike`;
     `fates` by name, `parts` of the reward by name.
@@ -49,7 +49,7 @@ def finite(value: float | None) -> float | None:
     return float(f"{value:.6g}")
 
 
-def _of_groups(rows: Rows, there: Places) -> dict[str, Floats]:
+def _of_groups(rows: RolloutColumns, there: Places) -> dict[str, Floats]:
     gids = np.flatnonzero(~rows.flag("held_out")[rows.first_rows])
     at, count = np.searchsorted(there, rows.of_groups("step")[gids]), len(there)
     valid, right, mean, low, high, replies = (
@@ -79,7 +79,7 @@ def _mean(values: NDArray[Any], at: NDArray[Any], count: int) -> Floats:
         return total / np.bincount(at[known], minlength=count)
 
 
-def _alike(rows: Rows, own: NDArray[Any], at: NDArray[Any], begins: Places) -> Floats:
+def _alike(rows: RolloutColumns, own: NDArray[Any], at: NDArray[Any], begins: Places) -> Floats:
     """Chance that two rollouts of a step with different prompts begin with the same characters.
 
     `at`: the place of each row's step, in order; `begins`: of each step the first row.
@@ -108,7 +108,7 @@ def _pairs(key: Places, at: NDArray[Any], begins: Places) -> Floats:
 
 
 def _fates(
-    rows: Rows, own: NDArray[Any], at: NDArray[Any], place: dict[int, int], steps: Sequence[int]
+    rows: RolloutColumns, own: NDArray[Any], at: NDArray[Any], place: dict[int, int], steps: Sequence[int]
 ) -> dict[str, list[int]]:
     values, codes = rows.values("fate").to_pylist(), rows.codes("fate")[own]
     known = codes >= 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from posttrain.apps.view.rollout_files import Part
+from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.core.types import UserError
 from posttrain.runs.record.sql_query import Questions
 from posttrain.runs.record.token_view import COLUMNS
@@ -24,13 +24,13 @@ class Marked(NamedTuple):
     """What was found: rows of (step, held out, index, first such token, how many of them), and where nobody looked."""
 
     rows: Sequence[tuple[int, bool, int, int, int]]
-    parts: Collection[Part]  # that were looked at
+    parts: Collection[RolloutPart]  # that were looked at
     whole: bool  # whether these are all that were meant
 
 
-def chosen(sizes: Mapping[Part, int]) -> tuple[list[Part], bool]:
+def chosen(sizes: Mapping[RolloutPart, int]) -> tuple[list[RolloutPart], bool]:
     """The last parts that have TOKENS together, one at least, and whether they are all."""
-    found: list[Part] = []
+    found: list[RolloutPart] = []
     total = 0
     for part in sorted(sizes, reverse=True):
         total += sizes[part]
@@ -40,7 +40,9 @@ def chosen(sizes: Mapping[Part, int]) -> tuple[list[Part], bool]:
     return found[::-1], True
 
 
-def marked(folder: Path, condition: str, sizes: Mapping[Part, int], vocabulary: Callable[[], Sequence[str]]) -> Marked:
+def marked(
+    folder: Path, condition: str, sizes: Mapping[RolloutPart, int], vocabulary: Callable[[], Sequence[str]]
+) -> Marked:
     """`sizes`: tokens of the parts that are meant. Raises UserError for what is no condition, or takes too long."""
     parts, whole = chosen(sizes)
     sql = f"""select step, held_out, "index", min(place), count(*) from tokens where ({condition}\n) group by all"""

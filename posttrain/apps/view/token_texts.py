@@ -24,10 +24,10 @@ TOGETHER = 8  # tokens that may share a character
 
 def vocabulary_of(run: Path) -> list[str]:
     """The texts of a run's tokens, by their ids; [] of what is no run, or has no tokenizer."""
-    return Pieces(run, read_run(run)).vocabulary() if run.is_dir() else []
+    return TokenPieces(run, read_run(run)).vocabulary() if run.is_dir() else []
 
 
-class Pieces:
+class TokenPieces:
     """The texts of a run's tokens; without a tokenizer, their numbers."""
 
     def __init__(self, folder: Path, run: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from posttrain.apps.view.api import Answers
 from posttrain.apps.view.html_export import Selection, exported
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.picture_files import picture as kept_picture
-from posttrain.apps.view.rollout_files import Part
+from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_page import text_of
 from posttrain.core.types import UserError
 
@@ -71,7 +71,11 @@ def application(runs: Sequence[OpenRun], token: str) -> ASGIApp:
         return Response(found, media_type=_TYPES[Path(name).suffix])
 
     async def whole_text(request: Request) -> Response:
-        run, part, index = _run(runs, request), Part.of(request.path_params["part"]), request.path_params["index"]
+        run, part, index = (
+            _run(runs, request),
+            RolloutPart.of(request.path_params["part"]),
+            request.path_params["index"],
+        )
         if run is None or part is None or index >= 1 << 31:
             return _json({"problem": "there is no such rollout"}, 404)
         try:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from posttrain.core.types import Completion, Media, positions_of
-from posttrain.engines.local.uncached_engine import Running, UncachedEngine
+from posttrain.engines.local.uncached_engine import RunningReply, UncachedEngine
 from posttrain.engines.request import Request
 from posttrain.models.hf.backed import Backed
 from posttrain.models.hf.experts import UNKNOWN, Routed, calling, watching
@@ -34,7 +34,7 @@ TOLERANCE = 1e-3  # nats, of padded rows beside unpadded ones
 
 
 @dataclass
-class _Begun(Running):
+class _Begun(RunningReply):
     """With the experts that its tokens took."""
 
     experts: list[NDArray[np.int16]] = field(default_factory=list)  # [prompt, M, k], then [1, M, k] of each token
@@ -91,10 +91,10 @@ class BackedEngine(UncachedEngine):
         super().close()
         self._cohorts.clear()
 
-    def _began(self, request: Request) -> Running:
+    def _began(self, request: Request) -> RunningReply:
         return _Begun(request)
 
-    def _completion(self, running: Running, stopped: bool) -> Completion:
+    def _completion(self, running: RunningReply, stopped: bool) -> Completion:
         done = super()._completion(running, stopped)
         if not isinstance(running, _Begun) or not running.experts:
             return done
@@ -240,7 +240,7 @@ class BackedEngine(UncachedEngine):
         return bool(apart <= TOLERANCE)
 
 
-def _key(running: Running) -> tuple[Any, ...]:
+def _key(running: RunningReply) -> tuple[Any, ...]:
     """Equal where prompts are, with the pictures in them."""
     return running.request.prompt, running.request.media
 

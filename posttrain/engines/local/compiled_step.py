@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from posttrain.engines.local.kv_cache import Cache, Prefix
+from posttrain.engines.local.kv_cache import KVCache, PromptPrefix
 from posttrain.engines.local.running_batch import RunningBatch
 from posttrain.models.native.decoder import Decoder, DecoderConfig, Layer
 from posttrain.models.native.kernels import binder
@@ -91,7 +91,7 @@ class PackedModel:
         array, address = binder.array_of(layers)
         self._held.append(array)
         has_head = decoder.head.weight.numel() <= PACKED_HEAD
-        self.model = binder.Model(
+        self.model = binder.CModel(
             layers=config.layers,
             hidden=config.hidden,
             heads=config.heads,
@@ -117,12 +117,12 @@ class PackedModel:
     def has_head(self) -> bool:
         return self.model.head.panels > 0
 
-    def _layer(self, layer: Layer) -> binder.Layer:
-        def linear(part: Linear) -> binder.Linear:
+    def _layer(self, layer: Layer) -> binder.CLayer:
+        def linear(part: Linear) -> binder.CLinear:
             return self._linear(part.merged(), part.bias, self._dtype)
 
         gate_up, bias = layer.gate_up, layer.gate_up.bias
-        return binder.Layer(
+        return binder.CLayer(
             attention_norm=self._vector(layer.attention_norm.weight),
             mlp_norm=self._vector(layer.mlp_norm.weight),
             qk_norm=None if layer.qk_norm is None else self._hold(layer.qk_norm.detach().contiguous()),
@@ -136,11 +136,11 @@ class PackedModel:
             down=linear(layer.down),
         )
 
-    def _linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> binder.Linear:
+    def _linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> binder.CLinear:
         packed = panels(weight.detach(), dtype, self._lanes)
         inputs = weight.shape[1] if dtype == torch.float32 else _round_up(weight.shape[1])
         shift = None if bias is None else self._vector(bias)
-        return binder.Linear(weight=self._hold(packed), bias=shift, inputs=inputs, panels=packed.shape[0])
+        return binder.CLinear(weight=self._hold(packed), bias=shift, inputs=inputs, panels=packed.shape[0])
 
     def _vector(self, x: Tensor) -> int:
         """A bias or a norm, with zeros up to whole panels."""
@@ -262,7 +262,7 @@ class CompiledStep:
             self._packed = PackedModel(self._decoder, self._dtype, self._library.lanes)
         return self._packed
 
-    def _step(self, cache: PackedCache, rows: int, **of_rows: Any) -> binder.Step:
+    def _step(self, cache: PackedCache, rows: int, **of_rows: Any) -> binder.CStep:
         """`of_rows`: fields that say what the rows are."""
         assert self._packed is not None
         config, library, model = self._decoder.config, self._library, self._packed.model
@@ -278,7 +278,7 @@ class CompiledStep:
         logits = _round_up(config.vocab, library.vocab_block) if self._packed.has_head else 0
         scratch = library.scratch(model, own_tokens + prompt_tokens)
         nothing = dict.fromkeys(("group", "slot", *SAMPLED)) | {"draws": 0, "sampled_stride": 0}
-        return binder.Step(
+        return binder.CStep(
             **{**nothing, **of_rows},
             rows=rows,
             threads=threads,
@@ -331,7 +331,7 @@ class CompiledStep:
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
-class PackedCache(Cache):
+class PackedCache(KVCache):
     """Keys lie in blocks of a vector of tokens [tokens / lanes, size, lanes], where a plain cache has [tokens, size]."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -358,7 +358,7 @@ class PackedCache(Cache):
         super()._reseated()
         self._requests = None
 
-    def _write(self, row: int, prefix: Prefix) -> None:
+    def _write(self, row: int, prefix: PromptPrefix) -> None:
         tokens, size = prefix.k.shape[2:]
         keys = functional.pad(prefix.k, (0, self.config.head_size - size, 0, -tokens % self.unit))
         whole = keys.unflatten(2, (-1, self.unit)).transpose(-1, -2)  # [layers, kv_heads, blocks, size, unit]

@@ -22,7 +22,7 @@ Prompt = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Prefix:
+class PromptPrefix:
     """A computed prompt of P tokens, kept while requests that begin with it wait."""
 
     k: Tensor  # [layers, kv_heads, P, size]
@@ -33,9 +33,9 @@ class Prefix:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.k, self.v, self.logits
 
-    def alone(self) -> Prefix:
+    def alone(self) -> PromptPrefix:
         """Itself, without the memory of prompts that were computed beside it."""
-        return self if all(x._base is None for x in self.tensors) else Prefix(*(x.clone() for x in self.tensors))
+        return self if all(x._base is None for x in self.tensors) else PromptPrefix(*(x.clone() for x in self.tensors))
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class _Groups:
     mask: Tensor  # [G, 1, 1, P], added to the scores
 
 
-class Cache:
+class KVCache:
     """Running requests occupy the first slots, and their prompts the first rows: one step is a few dense products."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class Cache:
         self.own = self._grown(self.own, slots, own)
         self.shared = self._grown(self.shared, len(self.row) + prompts, prompt)
 
-    def admit(self, prompts: Sequence[Prompt], computed: dict[Prompt, Prefix]) -> None:
+    def admit(self, prompts: Sequence[Prompt], computed: dict[Prompt, PromptPrefix]) -> None:
         """The next slots run these prompts."""
         for prompt in dict.fromkeys(prompts):
             if prompt not in self.row:
@@ -107,7 +107,7 @@ class Cache:
         """Other requests run, or in other slots."""
         self._groups = None
 
-    def _write(self, row: int, prefix: Prefix) -> None:
+    def _write(self, row: int, prefix: PromptPrefix) -> None:
         """Keep a prompt in a row."""
         tokens = prefix.k.shape[2]
         self.shared[0, :, row, :, :tokens] = prefix.k
@@ -169,7 +169,7 @@ class Cache:
 class DecodeAttention:
     """The `Attend` of one decoding step: one new token of each running request."""
 
-    def __init__(self, cache: Cache, place: Tensor, longest: int, groups: _Groups) -> None:
+    def __init__(self, cache: KVCache, place: Tensor, longest: int, groups: _Groups) -> None:
         self.cache, self.place, self.longest, self.groups = cache, place, longest, groups
         self.slot = torch.arange(place.shape[0], device=place.device)
         visible = torch.arange(longest, device=place.device)[None, :] <= place[:, None]
@@ -199,7 +199,7 @@ class DecodeAttention:
 class ExtendAttention:
     """The `Attend` of given tokens that follow what one request has in the cache. What fills them up sees nothing."""
 
-    def __init__(self, cache: Cache, slot: int, place: int, tokens: int) -> None:
+    def __init__(self, cache: KVCache, slot: int, place: int, tokens: int) -> None:
         self.cache, self.slot, self.place, self.tokens = cache, slot, place, tokens
         prompt = cache.prompt[slot]
         self.row, self.length = cache.row[prompt], len(prompt)

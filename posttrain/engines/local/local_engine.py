@@ -28,12 +28,12 @@ from posttrain.core.protocols import Engine, Paced
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.local.compiled_step import CompiledStep, Given, PackedCache, logits_in_blocks, supported
 from posttrain.engines.local.engine_weights import take_over
-from posttrain.engines.local.kv_cache import Cache, Prefix
-from posttrain.engines.local.prefix_cache import KEPT_BYTES, Keeper, Kept
+from posttrain.engines.local.kv_cache import KVCache, PromptPrefix
+from posttrain.engines.local.prefix_cache import KEPT_BYTES, CachedPrefixes, PrefixCache
 from posttrain.engines.local.running_batch import RunningBatch
 from posttrain.engines.local.sampler import sample, uniform
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
-from posttrain.engines.throughput import Pace
+from posttrain.engines.throughput import Throughput
 from posttrain.models.native.attention import SegmentAttention, each_alone, filled
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.fused import compiles
@@ -73,13 +73,13 @@ class LocalEngine:
         self.eos_ids = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
         self.eos = torch.tensor(self.eos_ids, dtype=torch.int64, device=self.device)
         self.waiting: deque[Request] = deque()
-        self.prefixes: dict[tuple[int, ...], Prefix] = {}
+        self.prefixes: dict[tuple[int, ...], PromptPrefix] = {}
         self.running: list[Request] = []  # [B], request of each slot
-        self.kept = Keeper(kept_bytes)
+        self.kept = PrefixCache(kept_bytes)
         self.computed = 0  # tokens that went through the model
-        self._pace = Pace()
-        self._resumed: dict[int, Kept] = {}  # by the id of the waiting request that goes on from it
-        self._prefix_of: dict[int, Prefix] = {}  # of running requests that are to be kept
+        self._pace = Throughput()
+        self._resumed: dict[int, CachedPrefixes] = {}  # by the id of the waiting request that goes on from it
+        self._prefix_of: dict[int, PromptPrefix] = {}  # of running requests that are to be kept
         self._rows = RunningBatch(self.device)
         self.dtype = torch.bfloat16 if precision == "bfloat16" else model.head.dtype
         self._compiled = CompiledStep(model, self.dtype, self.eos) if supported(model, self.dtype) else None
@@ -178,11 +178,11 @@ class LocalEngine:
         if self._compiled is not None:
             self._compiled.forget()
 
-    def _new_cache(self) -> Cache:
+    def _new_cache(self) -> KVCache:
         if self._compiled is not None:
             return PackedCache(self.model.config, self.dtype, self.device)
         # a processor's attention of few queries is faster in float32, though it reads more
-        return Cache(
+        return KVCache(
             self.model.config,
             self.dtype if self.device.type == "cuda" else torch.promote_types(self.dtype, torch.float32),
             self.device,
@@ -282,7 +282,7 @@ class LocalEngine:
         k, v = torch.stack(keys).transpose(1, 2), torch.stack(values).transpose(1, 2)  # [layers, kv_heads, T, size]
         for i, prompt in enumerate(prompts):
             span = slice(layout.start[i], layout.start[i] + layout.length[i])
-            self.prefixes[prompt] = Prefix(k[:, :, span], v[:, :, span], logits[i])
+            self.prefixes[prompt] = PromptPrefix(k[:, :, span], v[:, :, span], logits[i])
 
     def _laid(self, prompts: list[tuple[int, ...]]) -> Layout:
         """The prompts end to end, and what fills them up where numbers of rows are to be multiples."""
@@ -403,7 +403,7 @@ class LocalEngine:
             return
         own = (*request.own, *completion.tokens)
         prefix = self._prefix_of.pop(request.id, None)
-        self.kept.put(request.id, Kept(request.prompt, own, prefix, self._cache.states(slot, len(own) - 1)))
+        self.kept.put(request.id, CachedPrefixes(request.prompt, own, prefix, self._cache.states(slot, len(own) - 1)))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")

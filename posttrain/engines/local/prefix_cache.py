@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from posttrain.engines.local.kv_cache import Prefix, Prompt
+from posttrain.engines.local.kv_cache import Prompt, PromptPrefix
 
 KEPT_BYTES = 4 << 30  # unless a run says otherwise
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedPrefixes:
     """A request that was answered."""
 
     prompt: Prompt  # what others share with it, or nobody
     own: tuple[int, ...]  # the tokens behind it; the last one was sampled and is not computed yet
-    prefix: Prefix | None = None  # of the prompt; None: let go
+    prefix: PromptPrefix | None = None  # of the prompt; None: let go
     states: Tensor | None = None  # of the own tokens but the last, as `Cache.states` gives them; None: let go
 
     @property
@@ -30,17 +30,17 @@ class Kept:
         return (*self.prompt, *self.own)
 
 
-class Keeper:
+class PrefixCache:
     """By the ids of the requests. What several share is counted once."""
 
     def __init__(self, budget: int) -> None:
         """`budget`: bytes."""
         self.budget = budget
         self.bytes = 0  # of all keys and values that are held
-        self._kept: dict[int, Kept] = {}  # in the order in which they were answered
+        self._kept: dict[int, CachedPrefixes] = {}  # in the order in which they were answered
         self._holders: dict[int, int] = {}  # of each tensor that is held, by its identity
 
-    def put(self, id: int, kept: Kept) -> None:
+    def put(self, id: int, kept: CachedPrefixes) -> None:
         self._kept[id] = kept
         self._hold(kept)
         for oldest, other in list(self._kept.items()):
@@ -49,7 +49,7 @@ class Keeper:
             self._let_go(other)
             self._kept[oldest] = replace(other, prefix=None, states=None)
 
-    def take(self, id: int) -> Kept | None:
+    def take(self, id: int) -> CachedPrefixes | None:
         """What is known of a request; it is then no longer kept."""
         kept = self._kept.pop(id, None)
         if kept is not None:
@@ -79,13 +79,13 @@ class Keeper:
         states = {id(kept.states): len(kept.own) - 1 for kept in self._kept.values() if kept.states is not None}
         return sum(prompts.values()) + sum(states.values())
 
-    def _hold(self, kept: Kept) -> None:
+    def _hold(self, kept: CachedPrefixes) -> None:
         for x in _tensors(kept):
             self._holders[id(x)] = self._holders.get(id(x), 0) + 1
             if self._holders[id(x)] == 1:
                 self.bytes += x.numel() * x.element_size()
 
-    def _let_go(self, kept: Kept) -> None:
+    def _let_go(self, kept: CachedPrefixes) -> None:
         for x in _tensors(kept):
             self._holders[id(x)] -= 1
             if not self._holders[id(x)]:
@@ -93,6 +93,6 @@ class Keeper:
                 self.bytes -= x.numel() * x.element_size()
 
 
-def _tensors(kept: Kept) -> list[Tensor]:
+def _tensors(kept: CachedPrefixes) -> list[Tensor]:
     found = () if kept.prefix is None else kept.prefix.tensors
     return [*found] if kept.states is None else [*found, kept.states]

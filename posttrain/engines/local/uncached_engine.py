@@ -26,7 +26,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass
-class Running:
+class RunningReply:
     """A reply as far as it is sampled."""
 
     request: Request
@@ -53,7 +53,7 @@ class UncachedEngine:
         self.eos_ids = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
         self.version = 0
         self._waiting: deque[Request] = deque()
-        self._running: list[Running] = []
+        self._running: list[RunningReply] = []
 
     @property
     def backend(self) -> str:
@@ -112,8 +112,8 @@ class UncachedEngine:
         self._waiting.clear()
         self._running.clear()
 
-    def _began(self, request: Request) -> Running:
-        return Running(request)
+    def _began(self, request: Request) -> RunningReply:
+        return RunningReply(request)
 
     def _admits(self) -> bool:
         """Whether requests that wait may begin, as far as there are slots."""
@@ -158,16 +158,16 @@ class UncachedEngine:
         temperature, top_k = column(lambda s: s.temperature), column(lambda s: s.top_k, torch.int64)
         return sample(logits, draw, temperature, column(lambda s: s.top_p), top_k, temperature == 0)
 
-    def _stopped(self, running: Running) -> bool:
+    def _stopped(self, running: RunningReply) -> bool:
         stop = running.request.sampling.stop
         reply = [*running.request.begun, *running.tokens]
         return bool(stop) and reached_stop(self.tokenizer, reply[-stop_window(stop) :], stop)
 
-    def _ended(self, running: Running) -> bool:
+    def _ended(self, running: RunningReply) -> bool:
         full = len(running.tokens) >= running.request.budget(self.model.config.context)
         return full or running.tokens[-1] in self.eos_ids
 
-    def _completion(self, running: Running, stopped: bool) -> Completion:
+    def _completion(self, running: RunningReply, stopped: bool) -> Completion:
         assert math.isfinite(sum(running.logp)), "a log-probability is not finite: the weights hold NaN or infinities"
         return complete(
             running.request,

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.protocols import Engine
 from posttrain.core.types import Completion, Sampling, UserError
-from posttrain.engines.pool.pool_member import Member, Place, State
+from posttrain.engines.pool.pool_member import EnginePlace, MemberState, PoolMember
 from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, completion_read, wait
-from posttrain.engines.pool.weight_probe import Canary
+from posttrain.engines.pool.weight_probe import WeightProbe
 from posttrain.engines.request import Request
 from posttrain.engines.weight_sync import Transport
 
@@ -36,13 +36,13 @@ LOOK_SECONDS = 1.0  # most seconds of silence between two looks: the pool itself
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a second start in a row, doubled for each further one
 
 
-class Pool:
+class EnginePool:
     """See `posttrain.core.protocols.Engine`. Close it: it holds processes or connections."""
 
     def __init__(
         self,
-        places: Sequence[Place],
-        canary: Canary,
+        places: Sequence[EnginePlace],
+        canary: WeightProbe,
         context: int,
         vocab: int,
         *,
@@ -64,17 +64,17 @@ class Pool:
         self.say: Callable[[str], None] = lambda text: print(f"posttrain: {text}", file=sys.stderr)
         self._tickets = count()
         self._waiting: dict[int, Request] = {}  # by id, in the order in which they are to be asked
-        self._asked: dict[int, tuple[Member, int]] = {}  # by id: who has it, and under which ticket
-        self._home: dict[int, Member] = {}  # by id: who keeps what the next request of it may go on from
+        self._asked: dict[int, tuple[PoolMember, int]] = {}  # by id: who has it, and under which ticket
+        self._home: dict[int, PoolMember] = {}  # by id: who keeps what the next request of it may go on from
         self._done: list[Completion] = []
         self._offering = self._begun = False
         self._counted = {"restarts": 0, "asked_again": 0, "answered_twice": 0}
         self._deviation, self._last = 0.0, "none"
-        self.members: list[Member] = []
+        self.members: list[PoolMember] = []
         try:
             for place in places:
                 self.join(place)
-            self._until(lambda: all(m.state is not State.STARTING for m in self.members))
+            self._until(lambda: all(m.state is not MemberState.STARTING for m in self.members))
         except BaseException:
             self.close()
             raise
@@ -91,14 +91,14 @@ class Pool:
 
     def counts(self) -> dict[str, float]:
         """What became of the engines, since the beginning; `canary`: most nats off the learner, of the last hand-over."""
-        ready = sum(m.state is State.READY for m in self.members)
+        ready = sum(m.state is MemberState.READY for m in self.members)
         return {"ready": ready, "canary": self._deviation, **self._counted}
 
     # -- who belongs to it ---------------------------------------------------------------------------------------------
 
-    def join(self, place: Place) -> None:
+    def join(self, place: EnginePlace) -> None:
         """One more. It is asked for something as soon as it has the weights."""
-        self.members.append(Member(place, place.open()))
+        self.members.append(PoolMember(place, place.open()))
 
     def leave(self, name: str) -> None:
         """One less. What it owes is asked of the others."""
@@ -152,16 +152,16 @@ class Pool:
         for member in self.members:
             member.failures *= not member.useful
             member.useful = False
-            if member.state is State.READY:
-                member.state = State.STALE
+            if member.state is MemberState.READY:
+                member.state = MemberState.STALE
         self._home.clear()
         for transport in self._transports():
             transport.put(weights, version)
         self._offering = True
         self._until(
             lambda: (
-                any(m.state is State.READY for m in self.members)
-                and not any(m.state is State.STALE for m in self.members)
+                any(m.state is MemberState.READY for m in self.members)
+                and not any(m.state is MemberState.STALE for m in self.members)
             )
         )
         for transport in self._transports():
@@ -170,7 +170,7 @@ class Pool:
     def close(self) -> None:
         """End all engines; requests in them are lost. May be called twice."""
         for member in self.members:
-            member.state = State.DEAD
+            member.state = MemberState.DEAD
             member.link.end(kept=False)
         for transport in self._transports():
             transport.close()
@@ -190,7 +190,7 @@ class Pool:
         self._start_again()
         self._offer()
         self._hand_out()
-        lives = [m for m in self.members if m.state is not State.DEAD]
+        lives = [m for m in self.members if m.state is not MemberState.DEAD]
         self._listen([m.link.wire for m in lives if m.link.wire is not None], seconds)
         now = self._clock()
         passed, self._looked = min(now - self._looked, LOOK_SECONDS), now
@@ -207,24 +207,24 @@ class Pool:
             gone.code = 1
             raise gone
 
-    def _hopeless(self, member: Member) -> bool:
+    def _hopeless(self, member: PoolMember) -> bool:
         """Whether nothing can come of it any more: it is dead for good, or needs weights that are gone."""
         lacks = self._offering and member.place.transport.offer is None and not member.awaited
-        spent = member.state is State.DEAD and member.failures > self.restarts
-        return spent or (member.state is State.STALE and lacks)
+        spent = member.state is MemberState.DEAD and member.failures > self.restarts
+        return spent or (member.state is MemberState.STALE and lacks)
 
     def _start_again(self) -> None:
         now = self._clock()
         for member in self.members:
-            if member.state is State.DEAD and member.failures <= self.restarts and now >= member.again:
-                member.state, member.link = State.STARTING, member.place.open()
+            if member.state is MemberState.DEAD and member.failures <= self.restarts and now >= member.again:
+                member.state, member.link = MemberState.STARTING, member.place.open()
                 self._counted["restarts"] += 1
 
     def _offer(self) -> None:
         """The weights, to those that do not have them."""
         for member in self.members:
             offer = member.place.transport.offer
-            if self._offering and offer is not None and member.state is State.STALE and not member.awaited:
+            if self._offering and offer is not None and member.state is MemberState.STALE and not member.awaited:
                 member.loading = True
                 try:
                     member.place.transport.send(member.place.name, member.held is None, partial(self._call, member))
@@ -234,7 +234,7 @@ class Pool:
 
     def _hand_out(self) -> None:
         """What is to be asked, to those that owe least; a group's members to one, up to its fair share."""
-        ready = [m for m in self.members if m.state is State.READY]
+        ready = [m for m in self.members if m.state is MemberState.READY]
         if not ready or not self._waiting:
             return
         fair = (sum(m.tokens for m in ready) + sum(map(_cost, self._waiting.values()))) / len(ready)
@@ -242,17 +242,17 @@ class Pool:
         for request in self._waiting.values():
             groups.setdefault(request.prompt, []).append(request)
         for group in groups.values():
-            chosen: Member | None = None
+            chosen: PoolMember | None = None
             for request in group:
                 home = self._home.get(request.id)
                 if home is None and (chosen is None or chosen.tokens >= fair or not chosen.room):
-                    free = [m for m in ready if m.state is State.READY and m.room]
+                    free = [m for m in ready if m.state is MemberState.READY and m.room]
                     chosen = min(free, key=lambda m: m.tokens, default=None)
                 asked = home or chosen
-                if asked is not None and asked.state is State.READY:
+                if asked is not None and asked.state is MemberState.READY:
                     self._ask(asked, request)
 
-    def _ask(self, member: Member, request: Request) -> None:
+    def _ask(self, member: PoolMember, request: Request) -> None:
         ticket = next(self._tickets)
         del self._waiting[request.id]
         member.owes[ticket], self._asked[request.id] = request, (member, ticket)
@@ -260,14 +260,14 @@ class Pool:
         how = asdict(request.sampling)
         self._tell(member, "submit", ticket, request.id, list(request.prompt), how, request.keep)
 
-    def _tell(self, member: Member, *message: Any) -> bool:
+    def _tell(self, member: PoolMember, *message: Any) -> bool:
         """Returns whether it lives."""
-        if member.state is State.DEAD or member.link.wire is None:
+        if member.state is MemberState.DEAD or member.link.wire is None:
             return False
         member.link.wire.tell(*message)
         return True
 
-    def _call(self, member: Member, method: str, info: Any) -> None:
+    def _call(self, member: PoolMember, method: str, info: Any) -> None:
         """Waits for its end. Raises Gone."""
         wire, end = member.link.wire, self._clock() + self.seconds
         assert wire is not None, "it was heard before"
@@ -279,9 +279,9 @@ class Pool:
         if messages != [["transferred"]]:
             raise Gone(f"it failed in {method}: {messages[0][-1]!s:.400}")
 
-    def _hear(self, member: Member, passed: float) -> None:
+    def _hear(self, member: PoolMember, passed: float) -> None:
         """What it has said since. `passed`: seconds since the last look. Raises Gone."""
-        if member.state is State.DEAD:
+        if member.state is MemberState.DEAD:
             return
         member.link.look()
         messages: list[Message] = []
@@ -294,20 +294,20 @@ class Pool:
             except (TypeError, ValueError, KeyError) as error:
                 raise Gone(f"it said what cannot be read ({what[:20]!r})") from error
         member.silent = 0.0 if messages or not member.awaited else member.silent + passed
-        limit = self.start_seconds if member.state is State.STARTING else self.seconds
+        limit = self.start_seconds if member.state is MemberState.STARTING else self.seconds
         if member.silent > limit:
             raise Gone(f"it said nothing for {limit:g} s")
 
-    def _take(self, member: Member, what: str, more: list[Any]) -> None:
+    def _take(self, member: PoolMember, what: str, more: list[Any]) -> None:
         """One message. Raises Gone, or ValueError and the like where it cannot be read."""
-        if what == "hello" and member.state is State.STARTING:
+        if what == "hello" and member.state is MemberState.STARTING:
             (hello,) = more
             kinds = {"backend": str, "batch_invariant": bool, "coldest": float, "slots": int, "context": int}
             if any(type(hello[name]) is not kind for name, kind in kinds.items()):
                 raise ValueError(hello)
             if hello["context"] < self.context:
                 raise Gone(f"its context is {hello['context']} tokens, the run's is {self.context}")
-            member.hello, member.state, member.held = hello, State.STALE, None
+            member.hello, member.state, member.held = hello, MemberState.STALE, None
         elif what == "loaded":
             self._take_loaded(member, *more)
         elif what == "done":
@@ -317,7 +317,7 @@ class Pool:
         elif what != "alive":
             raise ValueError(what)
 
-    def _take_loaded(self, member: Member, version: int, checksum: int) -> None:
+    def _take_loaded(self, member: PoolMember, version: int, checksum: int) -> None:
         """It has taken over weights: now it is to sing."""
         offer = member.place.transport.offer or {}
         if not member.loading or (version, checksum) != (offer["version"], offer["checksum"]):
@@ -331,7 +331,7 @@ class Pool:
             member.canary[ticket] = place
             self._tell(member, "submit", ticket, -1 - place, prompt, asdict(sampling), False)
 
-    def _take_done(self, member: Member, ticket: int, said: Any) -> None:
+    def _take_done(self, member: PoolMember, ticket: int, said: Any) -> None:
         if ticket in member.canary:
             place = member.canary.pop(ticket)
             member.sung[place] = completion_read(place, said, self.vocab, 1)
@@ -353,17 +353,17 @@ class Pool:
         else:
             self._counted["answered_twice"] += 1
 
-    def _judge(self, member: Member) -> None:
+    def _judge(self, member: PoolMember) -> None:
         """Whether it may be asked, now that the canary has sung."""
         far, problem = self.canary.deviation(member.sung, member.held == self._before)
         if problem is not None:
             raise Gone(f"it {problem}, after it took over version {self.version}")
         self._deviation = max(self._deviation, far)
-        member.held, member.state = self.version, State.READY
+        member.held, member.state = self.version, MemberState.READY
 
-    def _lose(self, member: Member, why: str) -> None:
+    def _lose(self, member: PoolMember, why: str) -> None:
         """It is dead, or as good as that."""
-        if member.state is State.DEAD:
+        if member.state is MemberState.DEAD:
             return
         self._counted["asked_again"] += len(member.owes)
         self._drop(member)
@@ -378,9 +378,9 @@ class Pool:
         last = member.failures > self.restarts
         self.say(f"{told}; {'it is not started again' if last else f'it is started again in {pause:g} s'}")
 
-    def _drop(self, member: Member) -> None:
+    def _drop(self, member: PoolMember) -> None:
         """What it owes is asked again, before all else, with the same seeds; what it keeps is gone."""
-        member.state = State.DEAD
+        member.state = MemberState.DEAD
         again = {request.id: request for request in member.owes.values()}
         for id in again:
             del self._asked[id]
@@ -397,4 +397,4 @@ def _cost(request: Request) -> int:
 
 
 if TYPE_CHECKING:
-    _proof: Callable[..., Engine] = Pool
+    _proof: Callable[..., Engine] = EnginePool

@@ -12,14 +12,14 @@ from posttrain.engines.request import Request
 from posttrain.engines.weight_sync import Transport
 
 
-class State(StrEnum):
+class MemberState(StrEnum):
     STARTING = "starting"
     STALE = "stale"  # it lives, and has no weights or old ones
     READY = "ready"
     DEAD = "dead"
 
 
-class Link(Protocol):
+class EngineLink(Protocol):
     """The way to an engine that was started or is being reached."""
 
     @property
@@ -28,23 +28,23 @@ class Link(Protocol):
     def end(self, kept: bool) -> str: ...  # `kept`: what tells why; says how it ended, in words. May be called twice
 
 
-class Place(Protocol):
+class EnginePlace(Protocol):
     """Where an engine of a pool comes from, as often as it is needed."""
 
     @property
     def name(self) -> str: ...
     @property
     def transport(self) -> Transport: ...
-    def open(self) -> Link: ...  # waits for nothing
+    def open(self) -> EngineLink: ...  # waits for nothing
 
 
 @dataclass(eq=False)
-class Member:
+class PoolMember:
     """An engine as the pool knows it."""
 
-    place: Place
-    link: Link
-    state: State = State.STARTING
+    place: EnginePlace
+    link: EngineLink
+    state: MemberState = MemberState.STARTING
     hello: dict[str, Any] = field(default_factory=dict)  # what it said of itself when it was heard last
     owes: dict[int, Request] = field(default_factory=dict)  # by ticket
     tokens: int = 0  # that it owes at most
@@ -61,7 +61,7 @@ class Member:
     @property
     def awaited(self) -> bool:
         """Whether it has to say something."""
-        return self.state is State.STARTING or self.loading or bool(self.canary or self.owes)
+        return self.state is MemberState.STARTING or self.loading or bool(self.canary or self.owes)
 
     @property
     def room(self) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
-from posttrain.engines.pool.pool_member import Link, Place
+from posttrain.engines.pool.pool_member import EngineLink, EnginePlace
 from posttrain.engines.pool.pool_protocol import Gone, Wire
 from posttrain.engines.pool.replicas import Listening, environment_of
 from posttrain.engines.weight_sync import Files
@@ -80,7 +80,7 @@ class RayPlaces:
         cards = 1 if setup["device"].startswith("cuda") else 0
         self.actor: Any = self.ray.remote(num_cpus=cpus, num_gpus=cards, max_restarts=0)(Actor)
 
-    def places(self, numbers: Sequence[int]) -> list[Place]:
+    def places(self, numbers: Sequence[int]) -> list[EnginePlace]:
         return [_RayPlace(f"{number} (Ray)", self) for number in numbers]
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class _RayPlace:
     def __init__(self, name: str, of: RayPlaces) -> None:
         self.name, self.of, self.transport = name, of, of.transport
 
-    def open(self) -> Link:
+    def open(self) -> EngineLink:
         return _RayLink(self.of)
 
 
@@ -103,7 +103,7 @@ class _RayLink:
 
     def __init__(self, of: RayPlaces) -> None:
         self.of = of
-        self._reached: Link | None = None
+        self._reached: EngineLink | None = None
         setup = {**of.setup, "device": "cuda" if of.setup["device"].startswith("cuda") else "cpu"}
         self.actor = of.actor.remote(setup, of.files, of.token)
         self._address = self.actor.address.remote()
@@ -131,4 +131,4 @@ class _RayLink:
 
 
 if TYPE_CHECKING:
-    _proof: Callable[..., Place] = _RayPlace
+    _proof: Callable[..., EnginePlace] = _RayPlace

@@ -16,13 +16,13 @@ import torch
 from posttrain.core.messages import one_line
 from posttrain.core.protocols import Model, World
 from posttrain.core.types import UserError
-from posttrain.engines.engine_process import Process
+from posttrain.engines.engine_process import EngineProcess
 from posttrain.engines.local.engine_weights import named_weights
 from posttrain.engines.model_manifest import announced
-from posttrain.engines.pool.engine_pool import Pool
-from posttrain.engines.pool.pool_member import Link, Place
+from posttrain.engines.pool.engine_pool import EnginePool
+from posttrain.engines.pool.pool_member import EngineLink, EnginePlace
 from posttrain.engines.pool.pool_protocol import PROOF_SECONDS, Gone, Wire, prove, read_token
-from posttrain.engines.pool.weight_probe import LIMIT, LIMIT_BFLOAT16, Canary
+from posttrain.engines.pool.weight_probe import LIMIT, LIMIT_BFLOAT16, WeightProbe
 from posttrain.engines.vllm.nccl_transfer import CardToCard
 from posttrain.engines.vllm.vllm_engine import (
     cache_bytes,
@@ -129,17 +129,17 @@ class LocalProcess:
         self.name, self.memory, self.transport = name, memory, transport
         self.setup = {**setup, "layout": transport.layout}
 
-    def open(self) -> Link:
+    def open(self) -> EngineLink:
         own, device = environment_of(self.setup), torch.device(self.setup["device"])
         if self.setup.get("transfer") == "ipc":
             own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of memory, which come from us
         if self.setup["engine"] == "vllm" and device.type == "cuda":
             own["CUDA_VISIBLE_DEVICES"] = str(device.index or 0)
-        return _ProcessLink(Process(WORKER, "engine", [self.memory.descriptor], own), self.setup)
+        return _ProcessLink(EngineProcess(WORKER, "engine", [self.memory.descriptor], own), self.setup)
 
 
 class _ProcessLink:
-    def __init__(self, process: Process, setup: dict[str, Any]) -> None:
+    def __init__(self, process: EngineProcess, setup: dict[str, Any]) -> None:
         self.process, self.wire, self.ended = process, Wire(process.socket), False
         self.wire.tell("setup", setup)
 
@@ -169,7 +169,7 @@ class Listening:
         self.name, self.token, self.transport, self.alive = address, token, transport, alive
         self.host, self.port = host_and_port(address, "--engines")
 
-    def open(self) -> Link:
+    def open(self) -> EngineLink:
         return _ListeningLink(self)
 
 
@@ -241,7 +241,7 @@ def open_pool(
     *,
     cache_gib: float,
     seconds: float,
-) -> Pool:
+) -> EnginePool:
     """Nothing is sampled, and no weights are written to a disk, before some are loaded.
 
     Raises UserError where one of the engines does not start.
@@ -255,7 +255,7 @@ def open_pool(
         dtype = dtype_of(precision) if kind == "vllm" else model.head.dtype
         laid = laid_for_vllm(model, dtype) if kind == "vllm" else Laid(model, dtype, named_weights)
         files = Files(many.folder or own / "weights", many.rank, laid)
-        places: list[Place] = [Listening(address, token, files, alive) for address in many.addresses]
+        places: list[EnginePlace] = [Listening(address, token, files, alive) for address in many.addresses]
         if many.replicas:
             ray = many.launch == "ray"
             threads = many.cpus if ray else torch.get_num_threads() / many.replicas
@@ -274,9 +274,11 @@ def open_pool(
                     setup["transfer"] = many.handover
                 setups = [_on_device({**setup, "alive": alive}, number) for number in range(many.replicas)]
                 places += [LocalProcess(str(number), setup, memory, transport) for number, setup in enumerate(setups)]
-        canary = Canary(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
+        canary = WeightProbe(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
         sizes = model.config.context, model.config.vocab
-        return Pool(places, canary, *sizes, seconds=seconds, restarts=many.restarts, closed=opened.pop_all().close)
+        return EnginePool(
+            places, canary, *sizes, seconds=seconds, restarts=many.restarts, closed=opened.pop_all().close
+        )
     raise AssertionError("nothing above is left without a pool")
 
 
@@ -288,4 +290,4 @@ def _on_device(setup: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 if TYPE_CHECKING:
-    _proof: tuple[Callable[..., Place], ...] = (LocalProcess, Listening)
+    _proof: tuple[Callable[..., EnginePlace], ...] = (LocalProcess, Listening)

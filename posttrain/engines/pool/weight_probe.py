@@ -25,7 +25,7 @@ OLD = 10.0  # so many times nearer to the weights before than to those that were
 NOTICED = 1e-4  # nats: less than that is noise
 
 
-class Canary:
+class WeightProbe:
     """`limit`: most nats between engine and learner at any token."""
 
     def __init__(self, model: Model, limit: float) -> None:

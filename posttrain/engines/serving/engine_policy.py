@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.conversation import with_calls
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Completion, Sampling, StopReason, ToolCall
-from posttrain.engines.serving.engine_thread import Desk
-from posttrain.engines.serving.requests import SEEDS, Asked, Prompt, Refused
-from posttrain.engines.serving.responses import Said
+from posttrain.engines.serving.engine_thread import EngineThread
+from posttrain.engines.serving.requests import SEEDS, PolicyRequest, Prompt, RequestRefused
+from posttrain.engines.serving.responses import PolicyResponse
 from posttrain.engines.serving.task_group import together
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
@@ -27,7 +27,7 @@ class EnginePolicy:
 
     def __init__(
         self,
-        desk: Desk,
+        desk: EngineThread,
         tokenizer: Tokenizer,
         name: str,
         context: int,
@@ -49,9 +49,11 @@ class EnginePolicy:
 
     def check(self, model: str | None) -> None:
         if model is not None and model != self.name:
-            raise Refused(f"there is no model {model!r:.200}; it is {self.name!r}", 404, "model_not_found", "model")
+            raise RequestRefused(
+                f"there is no model {model!r:.200}; it is {self.name!r}", 404, "model_not_found", "model"
+            )
 
-    async def replies(self, prompt: Prompt, asked: Asked) -> Sequence[Said]:
+    async def replies(self, prompt: Prompt, asked: PolicyRequest) -> Sequence[PolicyResponse]:
         tokens, ends = await self._read(prompt, asked)
         room = self.context - len(tokens)
         if room <= 0:
@@ -70,20 +72,22 @@ class EnginePolicy:
         completions = await together(self.desk.complete(tokens, how) for how in (sampling, *each))
         return [self._said(completion, tokens, asked, ends) for completion in completions]
 
-    def _too_long(self, size: str) -> Refused:
-        return Refused(
+    def _too_long(self, size: str) -> RequestRefused:
+        return RequestRefused(
             f"This model's maximum context length is {self.context} tokens; the prompt has {size}, which leaves no room "
             "for a reply: shorten it",
             code="context_length_exceeded",
             parameter="messages",
         )
 
-    def _said(self, completion: Completion, tokens: Sequence[int], asked: Asked, ends: dict[int, str]) -> Said:
+    def _said(
+        self, completion: Completion, tokens: Sequence[int], asked: PolicyRequest, ends: dict[int, str]
+    ) -> PolicyResponse:
         stopped_by, ending = ended_by(completion, asked.stop, ends)
         calls, before = self._calls(completion, asked) if asked.tools else ((), None)
-        return Said(completion, len(tokens), tokens, stopped_by, ending, self.tokenizer.decode, calls, before)
+        return PolicyResponse(completion, len(tokens), tokens, stopped_by, ending, self.tokenizer.decode, calls, before)
 
-    def _calls(self, completion: Completion, asked: Asked) -> tuple[Sequence[ToolCall], int | None]:
+    def _calls(self, completion: Completion, asked: PolicyRequest) -> tuple[Sequence[ToolCall], int | None]:
         """The calls of tools in a reply that can be made, and where the first begins.
 
         What a template shows of a call may have its id, on which the next reply depends: it follows from the reply.
@@ -95,7 +99,7 @@ class EnginePolicy:
         ]
         return calls, form.start(completion.text) if form is not None and calls else None
 
-    async def _read(self, prompt: Prompt, asked: Asked) -> tuple[Sequence[int], dict[int, str]]:
+    async def _read(self, prompt: Prompt, asked: PolicyRequest) -> tuple[Sequence[int], dict[int, str]]:
         """The tokens of a prompt, and the text of each token besides the model's own ends that is to end a reply."""
 
         def read() -> tuple[Sequence[int], dict[int, str]]:
@@ -116,7 +120,7 @@ class EnginePolicy:
         """The text of a token that is to end a reply. Only one that is never part of another text can."""
         text = self._added.get(id)
         if text is None:
-            raise Refused(
+            raise RequestRefused(
                 f"stop_token_ids: token {id} is neither an end of the model's nor a special token",
                 parameter="stop_token_ids",
             )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from posttrain.core.messages import one_line
 from posttrain.core.protocols import Engine
 from posttrain.core.types import Completion, Sampling, UserError
-from posttrain.engines.serving.requests import Refused
+from posttrain.engines.serving.requests import RequestRefused
 
 JOIN_SECONDS = 30.0  # for a decoding step to end
 
@@ -33,7 +33,7 @@ class _Order:
     sampling: Sampling | None = None  # None: cancel it
 
 
-class Desk:
+class EngineThread:
     """Hands requests to an engine. Made and used in one event loop; the engine belongs to the thread until `close`."""
 
     def __init__(self, engine: Engine, failed: Callable[[BaseException], None] = lambda error: None) -> None:
@@ -42,7 +42,7 @@ class Desk:
         self._failed = failed
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[Completion]] = {}  # clients, by the number of their request
-        self._problem: Refused | None = None
+        self._problem: RequestRefused | None = None
         self._asked = 0
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -88,7 +88,7 @@ class Desk:
                 answer.set_exception(outcome)
 
     def _fail(self, problem: BaseException) -> None:
-        self._problem = Refused(f"the engine cannot go on: {one_line(problem)}", 503)
+        self._problem = RequestRefused(f"the engine cannot go on: {one_line(problem)}", 503)
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(self._problem)

@@ -30,15 +30,15 @@ from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.engines.serving import responses
 from posttrain.engines.serving.requests import (
-    Asked,
+    PolicyRequest,
     Prompt,
-    Refused,
+    RequestRefused,
     read_body,
     read_chat,
     read_completion,
     read_generate,
 )
-from posttrain.engines.serving.responses import Form, Said
+from posttrain.engines.serving.responses import Form, PolicyResponse
 from posttrain.engines.serving.task_group import together
 
 HOST = "127.0.0.1"
@@ -55,7 +55,7 @@ QUIET.propagate = False
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Of what is served at once."""
 
     requests: int = 1024
@@ -77,7 +77,7 @@ class Policy(Protocol):
         """What of a request counts here. Raises Refused."""
         ...
 
-    async def replies(self, prompt: Prompt, asked: Asked) -> Sequence[Said]:
+    async def replies(self, prompt: Prompt, asked: PolicyRequest) -> Sequence[PolicyResponse]:
         """As many replies to a prompt as are asked for. Cancelled where the client goes away. Raises Refused, UserError."""
         ...
 
@@ -86,10 +86,10 @@ Find = Callable[[web.Request], Policy]
 """The policy that a request is for. Raises Refused."""
 
 
-class Service:
+class PolicyHandlers:
     """The handlers of an application."""
 
-    def __init__(self, find: Find, limits: Limits) -> None:
+    def __init__(self, find: Find, limits: ServerLimits) -> None:
         self._find, self._limits = find, limits
         self.under_way = 0
 
@@ -115,7 +115,7 @@ class Service:
         return web.json_response({"object": "list", "data": [{"object": "model", "owned_by": "posttrain", **card}]})
 
     def _answering(
-        self, read: Callable[[dict[str, object]], Asked], form: Form
+        self, read: Callable[[dict[str, object]], PolicyRequest], form: Form
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(request: web.Request) -> web.StreamResponse:
             policy = self._find(request)
@@ -123,7 +123,9 @@ class Service:
             policy.check(asked.model)
             count = asked.count * len(asked.prompts)
             if self.under_way + count > self._limits.requests:
-                raise Refused(f"{self.under_way} replies are under way: ask again later", 429, "rate_limit_exceeded")
+                raise RequestRefused(
+                    f"{self.under_way} replies are under way: ask again later", 429, "rate_limit_exceeded"
+                )
             self.under_way += count
             try:
                 each = await together(policy.replies(prompt, asked) for prompt in asked.prompts)
@@ -144,19 +146,19 @@ class Service:
         """What goes wrong, in OpenAI's form."""
         try:
             if request.url.host not in NAMES:
-                raise Refused(f"this is {HOST}, and not {request.host:.100}", 421)
+                raise RequestRefused(f"this is {HOST}, and not {request.host:.100}", 421)
             return await handler(request)
-        except Refused as refused:
+        except RequestRefused as refused:
             problem = refused
         except web.HTTPException as error:  # of aiohttp: no such path, another method, too large a body
-            problem = Refused(_plain(error, request), error.status)
+            problem = RequestRefused(_plain(error, request), error.status)
         except web.RequestPayloadError:  # of a body that is compressed, or cut into pieces, in a wrong way
-            problem = Refused("the body cannot be read")
+            problem = RequestRefused("the body cannot be read")
         except UserError as error:
-            problem = Refused(one_line(error))
+            problem = RequestRefused(one_line(error))
         except Exception:
             traceback.print_exc(file=sys.stderr)
-            problem = Refused("the server made a mistake, which it has printed", 500)
+            problem = RequestRefused("the server made a mistake, which it has printed", 500)
         headers = {"Retry-After": "1"} if problem.status in (429, 503) else {}
         return web.json_response(responses.refusal(problem), status=problem.status, headers=headers)
 
@@ -173,14 +175,14 @@ def _plain(error: web.HTTPException, request: web.Request) -> str:
 async def _body(request: web.Request) -> bytes:
     said = request.content_type if "Content-Type" in request.headers else UNSAID
     if said != "application/json" and (said != UNSAID or "Origin" in request.headers):
-        raise Refused(f"the content type is {said:.100}; expected application/json", 415)
+        raise RequestRefused(f"the content type is {said:.100}; expected application/json", 415)
     if "Content-Encoding" in request.headers:
-        raise Refused("the body is compressed; send it as it is", 415)
+        raise RequestRefused("the body is compressed; send it as it is", 415)
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await request.read()
     except TimeoutError:
-        raise Refused(f"the body did not arrive within {BODY_SECONDS:g} s", 408) from None
+        raise RequestRefused(f"the body did not arrive within {BODY_SECONDS:g} s", 408) from None
 
 
 async def _streamed(request: web.Request, content: bytes) -> web.StreamResponse:

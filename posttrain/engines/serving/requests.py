@@ -88,7 +88,7 @@ Prompt = tuple[int, ...] | str | list[dict[str, Any]]
 """Token ids, text, or chat messages."""
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that is not carried out. `code`, `parameter`: as in OpenAI's errors; `status`: of HTTP."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None, parameter: str | None = None) -> None:
@@ -97,7 +97,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class PolicyRequest:
     """A request."""
 
     prompts: tuple[Prompt, ...]
@@ -126,15 +126,15 @@ def read_body(content: bytes) -> dict[str, Any]:
         if b"\\u" in content:  # the only way to half a surrogate pair, which no tokenizer takes
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise Refused("the body holds half a surrogate pair, which is not a character") from None
+        raise RequestRefused("the body holds half a surrogate pair, which is not a character") from None
     except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is not JSON: {error}") from None
+        raise RequestRefused(f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise Refused(f"the body is {short(found)}; expected a JSON object")
+        raise RequestRefused(f"the body is {short(found)}; expected a JSON object")
     return found
 
 
-def read_chat(body: Mapping[str, Any]) -> Asked:
+def read_chat(body: Mapping[str, Any]) -> PolicyRequest:
     """POST /v1/chat/completions."""
     fields = _Fields(body)
     fields.refuse_unknown(CHAT)
@@ -149,7 +149,7 @@ def read_chat(body: Mapping[str, Any]) -> Asked:
     return _sampled(fields, (messages,), most, logprobs=fields.flag("logprobs"), tools=tools)
 
 
-def read_completion(body: Mapping[str, Any]) -> Asked:
+def read_completion(body: Mapping[str, Any]) -> PolicyRequest:
     """POST /v1/completions. A prompt is text or token ids; a list of them is as many prompts."""
     fields = _Fields(body)
     fields.refuse_unknown(COMPLETION)
@@ -163,7 +163,7 @@ def read_completion(body: Mapping[str, Any]) -> Asked:
     return _sampled(fields, prompts, most, logprobs=logprobs is not None)
 
 
-def read_generate(body: Mapping[str, Any]) -> Asked:
+def read_generate(body: Mapping[str, Any]) -> PolicyRequest:
     """POST /inference/v1/generate."""
     request = _Fields(body)
     request.refuse_unknown(GENERATE)
@@ -189,7 +189,7 @@ def _sampled(
     logprobs: bool,
     tools: tuple[dict[str, Any], ...] = (),
     request: _Fields | None = None,
-) -> Asked:
+) -> PolicyRequest:
     """What all forms have. `request`: of the form that has sampling in an object of its own."""
     request = request or fields
     for part in (fields,) if request is fields else (fields, request):
@@ -197,13 +197,13 @@ def _sampled(
     top_k = fields.whole("top_k", -1, MOST_TOP_K)
     count = fields.whole("n", 1, MOST_CHOICES) or 1
     if count * len(prompts) > MOST_CHOICES:
-        raise Refused(
+        raise RequestRefused(
             f"the request asks for {count * len(prompts)} replies; {MOST_CHOICES} are the most", 400, None, "n"
         )
     if (top_p := fields.real("top_p", 1.0)) == 0:
         raise fields.wrong("top_p", "a number above 0, at most 1")
     options = request.body.get("stream_options")
-    return Asked(
+    return PolicyRequest(
         prompts,
         request.text("model"),
         (request.text("request_id") or "")[:LONGEST_ID] or None,
@@ -230,9 +230,9 @@ class _Fields:
     def __init__(self, body: Mapping[str, Any], path: str = "") -> None:
         self.body, self.path = body, path
 
-    def wrong(self, name: str, expected: str) -> Refused:
+    def wrong(self, name: str, expected: str) -> RequestRefused:
         found = f"is {short(self.body[name])}" if self.body.get(name) is not None else "is missing"
-        return Refused(f"{self.path}{name} {found}; expected {expected}", parameter=f"{self.path}{name}")
+        return RequestRefused(f"{self.path}{name} {found}; expected {expected}", parameter=f"{self.path}{name}")
 
     def flag(self, name: str) -> bool:
         value = self.body.get(name)
@@ -269,22 +269,24 @@ class _Fields:
             if name not in known and name not in UNHEARD and name not in NEUTRAL:
                 there = [*known, *NEUTRAL, *UNHEARD]
                 close = near(str(name), there) or f"; there are {', '.join(known)}"
-                raise Refused(
+                raise RequestRefused(
                     f"{self.path}{name:.60} is no field of this request{close}", parameter=f"{self.path}{name:.60}"
                 )
 
     def refuse_what_cannot_be_done(self) -> None:
         for name, neutral in NEUTRAL.items():
             if (value := self.body.get(name)) is not None and value not in neutral:
-                raise Refused(f"{self.path}{name} cannot be done here: leave it out", parameter=f"{self.path}{name}")
+                raise RequestRefused(
+                    f"{self.path}{name} cannot be done here: leave it out", parameter=f"{self.path}{name}"
+                )
 
 
 def _read_message(fields: _Fields, place: int, message: Any) -> dict[str, Any]:
     """A message with its content as text."""
     where = f"messages[{place}]"
 
-    def wrong(what: str) -> Refused:
-        return Refused(f"{where} {what}", parameter=where)
+    def wrong(what: str) -> RequestRefused:
+        return RequestRefused(f"{where} {what}", parameter=where)
 
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise wrong('has no "role"')
@@ -309,7 +311,7 @@ def _read_message(fields: _Fields, place: int, message: Any) -> dict[str, Any]:
     return read
 
 
-def _read_call(call: Any, wrong: Callable[[str], Refused]) -> dict[str, Any]:
+def _read_call(call: Any, wrong: Callable[[str], RequestRefused]) -> dict[str, Any]:
     """A call of a tool; its arguments as an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -326,7 +328,7 @@ def _read_call(call: Any, wrong: Callable[[str], Refused]) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _read_part(part: Any, wrong: Callable[[str], Refused]) -> str:
+def _read_part(part: Any, wrong: Callable[[str], RequestRefused]) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else part
@@ -344,9 +346,11 @@ def _read_tools(fields: _Fields) -> tuple[dict[str, Any], ...]:
     for tool in given:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise Refused(f'{short(tool)} is no {{"type": "function", "function": {{"name": ...}}}}', parameter="tools")
+            raise RequestRefused(
+                f'{short(tool)} is no {{"type": "function", "function": {{"name": ...}}}}', parameter="tools"
+            )
         if not isinstance(function.get("parameters") or {}, dict):
-            raise Refused(f"the parameters of {function['name']:.100} are no JSON schema", parameter="tools")
+            raise RequestRefused(f"the parameters of {function['name']:.100} are no JSON schema", parameter="tools")
         found.append({"type": "function", "function": function})
     return tuple(found) if choice != "none" else ()
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core.types import Completion, StopReason, ToolCall
-from posttrain.engines.serving.requests import Asked, Refused
+from posttrain.engines.serving.requests import PolicyRequest, RequestRefused
 
-Form = Callable[[str, Asked, Sequence["Said"]], dict[str, Any]]
+Form = Callable[[str, PolicyRequest, Sequence["PolicyResponse"]], dict[str, Any]]
 """The answer to a request, of the model's name, the request, and what was said to each of its prompts."""
 
 
 @dataclass(frozen=True)
-class Said:
+class PolicyResponse:
     """A reply to a prompt."""
 
     completion: Completion
@@ -29,12 +29,12 @@ class Said:
     calls: Sequence[ToolCall] = ()  # of tools, those that can be made
     before_calls: int | None = None  # characters before the first
 
-    def text(self, asked: Asked) -> str:
+    def text(self, asked: PolicyRequest) -> str:
         """As clients are shown it: without the stop string, unless they ask for it."""
         text = self.completion.text
         return text if asked.shows_stop else text.removesuffix(self.ending)
 
-    def message(self, asked: Asked) -> dict[str, Any]:
+    def message(self, asked: PolicyRequest) -> dict[str, Any]:
         """As chat has it."""
         if not self.calls:
             return {"role": "assistant", "content": self.text(asked), "refusal": None}
@@ -56,7 +56,7 @@ class Said:
         return f"token_id:{id}" if self.decode is None else self.decode([id])
 
 
-def chat(name: str, asked: Asked, said: Sequence[Said]) -> dict[str, Any]:
+def chat(name: str, asked: PolicyRequest, said: Sequence[PolicyResponse]) -> dict[str, Any]:
     choices = []
     for index, one in enumerate(said):
         logprobs = {"content": [_openai_logprob(one, *pair) for pair in _pairs(one)], "refusal": None}
@@ -72,7 +72,7 @@ def chat(name: str, asked: Asked, said: Sequence[Said]) -> dict[str, Any]:
     return _answer("chat.completion", "chatcmpl-", name, asked, said, choices)
 
 
-def completions(name: str, asked: Asked, said: Sequence[Said]) -> dict[str, Any]:
+def completions(name: str, asked: PolicyRequest, said: Sequence[PolicyResponse]) -> dict[str, Any]:
     choices = []
     for index, one in enumerate(said):
         logprobs = _completion_logprobs(one) if asked.logprobs else None
@@ -80,7 +80,7 @@ def completions(name: str, asked: Asked, said: Sequence[Said]) -> dict[str, Any]
     return _answer("text_completion", "cmpl-", name, asked, said, choices)
 
 
-def generate(name: str, asked: Asked, said: Sequence[Said]) -> dict[str, Any]:
+def generate(name: str, asked: PolicyRequest, said: Sequence[PolicyResponse]) -> dict[str, Any]:
     """vLLM's form. A log-probability names its token twice, since versions of clients differ in what they read."""
     choices = []
     for index, one in enumerate(said):
@@ -95,7 +95,12 @@ def generate(name: str, asked: Asked, said: Sequence[Said]) -> dict[str, Any]:
 
 
 def _answer(
-    kind: str, prefix: str, name: str, asked: Asked, said: Sequence[Said], choices: list[dict[str, Any]]
+    kind: str,
+    prefix: str,
+    name: str,
+    asked: PolicyRequest,
+    said: Sequence[PolicyResponse],
+    choices: list[dict[str, Any]],
 ) -> dict[str, Any]:
     sampled = sum(len(one.completion.tokens) for one in said)
     read = sum(one.read for one in said[:: asked.count])  # a prompt counts once
@@ -110,7 +115,7 @@ def _answer(
     }
 
 
-def _ending(asked: Asked, one: Said) -> dict[str, Any]:
+def _ending(asked: PolicyRequest, one: PolicyResponse) -> dict[str, Any]:
     """What all choices end with."""
     completion = one.completion
     span = {"version": str(completion.version), "start": 0, "end": len(completion.tokens)}
@@ -122,24 +127,24 @@ def _ending(asked: Asked, one: Said) -> dict[str, Any]:
     }
 
 
-def _ids(one: Said) -> list[int]:
+def _ids(one: PolicyResponse) -> list[int]:
     return [int(id) for id in one.completion.tokens]
 
 
-def _prompt_ids(one: Said) -> list[int] | None:
+def _prompt_ids(one: PolicyResponse) -> list[int] | None:
     return None if one.prompt is None else list(one.prompt)
 
 
-def _pairs(one: Said) -> Iterator[tuple[int, float]]:
+def _pairs(one: PolicyResponse) -> Iterator[tuple[int, float]]:
     return zip(map(int, one.completion.tokens), map(float, one.completion.logp), strict=True)
 
 
-def _openai_logprob(one: Said, id: int, logp: float) -> dict[str, Any]:
+def _openai_logprob(one: PolicyResponse, id: int, logp: float) -> dict[str, Any]:
     token = one.token(id)
     return {"token": token, "logprob": logp, "bytes": list(token.encode("utf-8", "replace")), "top_logprobs": []}
 
 
-def _completion_logprobs(one: Said) -> dict[str, Any]:
+def _completion_logprobs(one: PolicyResponse) -> dict[str, Any]:
     tokens, places, place = [], [], 0
     for id, _ in _pairs(one):
         tokens.append(one.token(id))
@@ -152,7 +157,7 @@ def _completion_logprobs(one: Said) -> dict[str, Any]:
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
-def events(form: Form, name: str, asked: Asked, said: Sequence[Said]) -> Iterator[bytes]:
+def events(form: Form, name: str, asked: PolicyRequest, said: Sequence[PolicyResponse]) -> Iterator[bytes]:
     """The answer as a stream of server-sent events: each reply is one piece, since engines tell of whole replies."""
     whole = form(name, asked, said)
     usage = whole.pop("usage")
@@ -172,7 +177,7 @@ def event(content: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
 
 
-def refusal(refused: Refused) -> dict[str, Any]:
+def refusal(refused: RequestRefused) -> dict[str, Any]:
     """An error in OpenAI's form."""
     kinds = {429: "rate_limit_error", 401: "authentication_error"}
     kind = kinds.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")

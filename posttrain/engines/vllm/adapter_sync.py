@@ -19,7 +19,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Those that vLLM has room for; an adapter of fewer rows takes the next."""
 
 
-class AdapterAlone:
+class AdapterSync:
     """Our side of it. Close it: it has a folder."""
 
     def __init__(self, model: Model) -> None:

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from posttrain.core.protocols import Counting, Engine, Model, Paced
 from posttrain.core.types import Completion, Sampling, UserError
-from posttrain.engines.engine_process import Process
+from posttrain.engines.engine_process import EngineProcess
 from posttrain.engines.model_manifest import HEAD, announced
-from posttrain.engines.pool.weight_probe import LIMIT, LIMIT_BFLOAT16, Canary
+from posttrain.engines.pool.weight_probe import LIMIT, LIMIT_BFLOAT16, WeightProbe
 from posttrain.engines.request import Request
-from posttrain.engines.vllm.adapter_sync import AdapterAlone
-from posttrain.engines.vllm.vllm_worker import COLDEST, Setup
+from posttrain.engines.vllm.adapter_sync import AdapterSync
+from posttrain.engines.vllm.vllm_worker import COLDEST, VLLMSetup
 from posttrain.engines.weight_sync import Laid, SharedMemory
 from posttrain.models.json_files import write_json
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ class VLLMEngine:
         adapter_alone: bool = False,
     ) -> None:
         require_vllm()
-        self.alone = AdapterAlone(model) if adapter_alone else None
+        self.alone = AdapterSync(model) if adapter_alone else None
         self.load_seconds, self.step_seconds, self.poll_steps = load_seconds, step_seconds, poll_steps
         self.context, self.vocab, self.version = model.config.context, model.config.vocab, 0
         base = model if self.alone is None else self.alone.base_of(model)
@@ -85,13 +85,13 @@ class VLLMEngine:
         self._owed = 0  # requests that the process has
         self.computed = 0  # tokens that went through the model: without those that vLLM's prefix cache had
         self._pace: dict[str, float] = {}
-        self.canary = Canary(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
+        self.canary = WeightProbe(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
         self.deviation, self._sung = 0.0, 0  # tokens that went through the model for the canary alone
         with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
             eos, dtype = prepare(folder, base, tokenizer), self.shared.laid.dtype
             cache = cache_bytes(model, slots, dtype, cache_gib)
             room = 0 if self.alone is None else self.alone.room
-            setup = Setup(
+            setup = VLLMSetup(
                 folder, dtype, self.context, slots, cache, eos, tuple(self.shared.laid.stored), lora_rank=room
             )
             try:
@@ -124,7 +124,7 @@ class VLLMEngine:
         if answer != (version, checksum):
             self.process.fail(f"took over version {answer[0]} with checksum {answer[1]:08x}, not {checksum:08x}")
 
-    def _bind(self, alone: AdapterAlone, weights: Any, version: int) -> None:
+    def _bind(self, alone: AdapterSync, weights: Any, version: int) -> None:
         """The adapters alone."""
         folder, (checksum, matrices) = alone.write(weights)
         told = self.process.ask(
@@ -199,7 +199,7 @@ class VLLMEngine:
             self.alone.close()
 
 
-class _Process(Process):
+class _Process(EngineProcess):
     """Our end of the process in which vLLM runs."""
 
     def __init__(self, memory_fd: int) -> None:

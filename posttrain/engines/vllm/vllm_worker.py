@@ -1,6 +1,6 @@
 """The process in which vLLM runs, and how weights get into it. Decides what vLLM is asked for.
 
-    parent -> worker   first a `Setup`, then ("load", version), ("bind", (version, folder)), ("poll", ([Request], steps)) or
+    parent -> worker   first a `VLLMSetup`, then ("load", version), ("bind", (version, folder)), ("poll", ([Request], steps)) or
                        ("cancel", id)
     worker -> parent   ("answer", ...) to each: None; (version, checksum) of the weights taken over; the same of adapters,
                        and how many matrices have one; finished Completions, and how many tokens went through the model
@@ -33,7 +33,7 @@ from torch import Tensor
 from posttrain.core.protocols import Engine
 from posttrain.core.types import Completion, Sampling
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
-from posttrain.engines.throughput import Pace
+from posttrain.engines.throughput import Throughput
 from posttrain.engines.weight_sync import (
     Offer,
     Stored,
@@ -57,7 +57,7 @@ GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; what it ta
 
 
 @dataclass(frozen=True)
-class Setup:
+class VLLMSetup:
     """What the worker has to know to start."""
 
     folder: str  # holds config.json and the tokenizer
@@ -100,7 +100,7 @@ def matrices_bound(manager: Any, number: int) -> int:
 class Worker:
     """vLLM with the weights, the requests it has and the version that samples them."""
 
-    def __init__(self, setup: Setup, memory: Tensor, connection: Connection[Any, Any] | None = None) -> None:
+    def __init__(self, setup: VLLMSetup, memory: Tensor, connection: Connection[Any, Any] | None = None) -> None:
         from vllm import EngineArgs, LLMEngine
 
         self.setup, self.memory, self.connection = setup, memory, connection
@@ -110,7 +110,7 @@ class Worker:
         self.running: dict[str, _Running] = {}
         self.asked = 0
         self.computed = 0  # tokens that went through the model, of requests that have finished
-        self.pace = Pace()
+        self.pace = Throughput()
         self.heard = time.monotonic()
         gpu, more = torch.cuda.is_available(), {}
         if setup.transfer is not None:
@@ -290,7 +290,7 @@ class VLLMHost:
         dtype, stored = stored_in(setup["layout"])
         known = setup["folder"], dtype, setup["context"], setup["slots"], setup["cache_bytes"]
         self.memory, self.told = memory, 0
-        kind = Setup(*known, tuple(setup["eos_ids"]), stored, setup.get("transfer"))
+        kind = VLLMSetup(*known, tuple(setup["eos_ids"]), stored, setup.get("transfer"))
         self.worker = Worker(kind, torch.empty(0))
 
     @property

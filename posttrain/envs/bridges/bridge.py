@@ -30,12 +30,12 @@ class NotAnAction(Exception):
     """A reply that is no action; the message says what would be."""
 
 
-class Broken(Exception):
+class BridgeError(Exception):
     """A game, a server or a tool that does not do what it promises; the message says how."""
 
 
 @dataclass(frozen=True)
-class Step:
+class GameStep:
     """What a game shows after an action."""
 
     text: str
@@ -45,11 +45,11 @@ class Step:
     earned: Mapping[str, float] | None = None  # by each side, at the end
 
 
-class Game(Protocol):
+class BridgedGame(Protocol):
     """One episode of another library. `act` raises NotAnAction; whatever else it raises is a failure of the library."""
 
-    def begin(self) -> Step: ...
-    def act(self, reply: str) -> Step: ...
+    def begin(self) -> GameStep: ...
+    def act(self, reply: str) -> GameStep: ...
     def close(self) -> None: ...
 
 
@@ -86,7 +86,7 @@ class Manner:
             said["stop"] = (said["stop"],) if isinstance(said["stop"], str) else tuple(said["stop"])
         return replace(self, **said) if said else self
 
-    def turn(self, step: Step, first: bool) -> Turn:
+    def turn(self, step: GameStep, first: bool) -> Turn:
         """What shows a step. `first`: of its side."""
         text = shown(step.text, self.longest)
         if first and self.prompt:
@@ -97,18 +97,18 @@ class Manner:
         text = f"{text}\n" if first else f"\n{text}\n"
         return Turn(text=text, stop=self.stop, reward=step.reward, side=step.side)
 
-    def refused(self, problem: NotAnAction) -> Step:
+    def refused(self, problem: NotAnAction) -> GameStep:
         """What a reply that is no action leads to."""
-        return Step(str(problem), self.invalid_reward, self.invalid == "end")
+        return GameStep(str(problem), self.invalid_reward, self.invalid == "end")
 
-    def failed(self, problem: Exception) -> Step:
+    def failed(self, problem: Exception) -> GameStep:
         """What a failure of the library leads to. Raises it where it is to be invalid."""
         if self.failure == "invalid":
             raise problem
-        return Step("", self.invalid_reward, True)
+        return GameStep("", self.invalid_reward, True)
 
 
-def played(manner: Manner, game: Game) -> Generator[Turn, Reply, Verdict]:
+def played(manner: Manner, game: BridgedGame) -> Generator[Turn, Reply, Verdict]:
     """An episode of a game, from its first turn to the reward of its last action, or what each side earned."""
     try:
         step, asked = begun(game.begin()), set[str]()
@@ -131,10 +131,10 @@ def played(manner: Manner, game: Game) -> Generator[Turn, Reply, Verdict]:
             game.close()
 
 
-def begun(step: Step) -> Step:
+def begun(step: GameStep) -> GameStep:
     """The first step of a game. Raises Broken where there is nothing to be said."""
     if step.done:
-        raise Broken("the game is over before it began")
+        raise BridgeError("the game is over before it began")
     return step
 
 
@@ -189,7 +189,7 @@ def number_of(value: Any, what: str) -> float:
     except (TypeError, ValueError):
         number = float("nan")
     if not abs(number) < float("inf"):
-        raise Broken(f"{what} is {value!r:.60}, not a finite number")
+        raise BridgeError(f"{what} is {value!r:.60}, not a finite number")
     return number
 
 
@@ -202,7 +202,7 @@ def task_seed(task: Task) -> int:
     if seed is None:
         return seed_of("bridge", task.get("id")) % 2**32
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        raise Broken(f"the task's seed is {seed!r:.40}; expected a whole number from 0 to 2^32 - 1")
+        raise BridgeError(f"the task's seed is {seed!r:.40}; expected a whole number from 0 to 2^32 - 1")
     return seed
 
 

@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 from posttrain.core.types import AsyncEnv, Completion, Reply, StopReason, Task, Turn, Verdict
-from posttrain.engines.serving.policy_server import HOST, Limits, Policy, Service, serving
-from posttrain.engines.serving.requests import Asked, Prompt, Refused
-from posttrain.engines.serving.responses import Said
+from posttrain.engines.serving.policy_server import HOST, Policy, PolicyHandlers, ServerLimits, serving
+from posttrain.engines.serving.requests import PolicyRequest, Prompt, RequestRefused
+from posttrain.engines.serving.responses import PolicyResponse
 from posttrain.engines.serving.task_group import together
 
 MODEL = "policy"
@@ -56,7 +56,7 @@ OF_THE_RUN: Mapping[str, tuple[Any, ...]] = {
 }
 """What says how to sample, and the values that ask for nothing whatever the run does (null never does)."""
 
-Harness = Callable[[Task, "Endpoint"], Verdict | Awaitable[Verdict]]
+Harness = Callable[[Task, "PolicyEndpoint"], Verdict | Awaitable[Verdict]]
 """Plays a task through an endpoint and returns the reward; async, or in a thread of its own."""
 
 
@@ -70,7 +70,7 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class PolicyEndpoint:
     """Where the policy answers in one episode."""
 
     url: str  # OpenAI's base URL, which ends in /v1
@@ -164,7 +164,7 @@ def _environment(function: Harness, unfinished: float, overflow: str, sampling: 
 _threads = ThreadPoolExecutor(MOST_THREADS, "harness")
 
 
-async def _called(function: Harness, task: Task, endpoint: Endpoint) -> Verdict:
+async def _called(function: Harness, task: Task, endpoint: PolicyEndpoint) -> Verdict:
     """The reward of a harness."""
     if inspect.iscoroutinefunction(function):
         return await function(task, endpoint)
@@ -175,22 +175,22 @@ async def _called(function: Harness, task: Task, endpoint: Endpoint) -> Verdict:
 @dataclass(eq=False)
 class _Request:
     turn: Turn
-    said: asyncio.Future[Said]
-    asked: Asked
+    said: asyncio.Future[PolicyResponse]
+    asked: PolicyRequest
 
 
 @dataclass(eq=False)
 class _Session:
     """The requests of an episode: the policy, as its harness sees it."""
 
-    endpoint: Endpoint
+    endpoint: PolicyEndpoint
     overflow: str
     sampling: str
     told: bool = False  # that the episode has run out of something
     _closed: bool = False
     _asked: asyncio.Queue[_Request] = field(default_factory=asyncio.Queue)
-    _waiting: set[asyncio.Future[Said]] = field(default_factory=set)
-    _unread: dict[bytes, asyncio.Future[Said]] = field(default_factory=dict)  # whose clients went away
+    _waiting: set[asyncio.Future[PolicyResponse]] = field(default_factory=set)
+    _unread: dict[bytes, asyncio.Future[PolicyResponse]] = field(default_factory=dict)  # whose clients went away
 
     def describe(self) -> dict[str, Any]:
         return {"id": MODEL}
@@ -209,20 +209,20 @@ class _Session:
         if self.sampling == "refuse":
             for name, neutral in OF_THE_RUN.items():
                 if (value := fields.get(name)) is not None and value not in neutral:
-                    raise Refused(
+                    raise RequestRefused(
                         f"{path}{name}: the run says how replies are sampled (--temperature), since log-probabilities are "
                         "taken under one distribution: leave it out, or have it ignored with @harness(sampling='ignore')",
                         parameter=f"{path}{name}",
                     )
         return {name: value for name, value in fields.items() if name not in OF_THE_RUN}
 
-    async def replies(self, prompt: Prompt, asked: Asked) -> Sequence[Said]:
+    async def replies(self, prompt: Prompt, asked: PolicyRequest) -> Sequence[PolicyResponse]:
         return await together(self._reply(prompt, asked, number) for number in range(asked.count))
 
-    async def _reply(self, prompt: Prompt, asked: Asked, number: int) -> Said:
+    async def _reply(self, prompt: Prompt, asked: PolicyRequest, number: int) -> PolicyResponse:
         """A client that lost its connection and asks again gets what was said to it, instead of another reply."""
         if self._closed:
-            raise Refused(OVER, 410)
+            raise RequestRefused(OVER, 410)
         request = _Request(_turn(prompt, asked), asyncio.get_running_loop().create_future(), asked)
         same = _digest(prompt, asked, number)
         said = self._unread.pop(same, None)
@@ -251,7 +251,7 @@ class _Session:
         self.told = self.told or over
         if over and reply.stop is StopReason.CONTEXT and self.overflow == "error":
             told = "the maximum context length of this model is exceeded: shorten the conversation"
-            request.said.set_exception(Refused(told, code="context_length_exceeded", parameter="messages"))
+            request.said.set_exception(RequestRefused(told, code="context_length_exceeded", parameter="messages"))
             request.said.exception()  # whether or not anybody is there to read it
         else:
             request.said.set_result(_said(reply, request.asked, request.turn))
@@ -260,11 +260,11 @@ class _Session:
         """Nobody is answered any more."""
         self._closed = True
         for said in self._waiting:
-            said.set_exception(Refused(OVER, 410))
+            said.set_exception(RequestRefused(OVER, 410))
             said.exception()
 
 
-def _turn(prompt: Prompt, asked: Asked) -> Turn:
+def _turn(prompt: Prompt, asked: PolicyRequest) -> Turn:
     how: dict[str, Any] = {"stop": asked.stop, "max_tokens": asked.max_tokens, "whole": True}
     if isinstance(prompt, str):
         return Turn(text=prompt, **how)
@@ -273,15 +273,15 @@ def _turn(prompt: Prompt, asked: Asked) -> Turn:
     return Turn(messages=prompt, tools=asked.tools or None, **how)
 
 
-def _said(reply: Reply, asked: Asked, turn: Turn) -> Said:
+def _said(reply: Reply, asked: PolicyRequest, turn: Turn) -> PolicyResponse:
     completion = reply.sampled or Completion(0, (), (), str(reply), reply.stop, 0)
     ending = next((s for s in asked.stop if reply.stop is StopReason.STOP and reply.endswith(s)), None)
     calls = tuple(call for call in reply.tool_calls if call.problem is None) if asked.tools else ()
     read = reply.read or len(turn.tokens or ())
-    return Said(completion, read, turn.tokens, ending, ending or "", None, calls, reply.before_calls)
+    return PolicyResponse(completion, read, turn.tokens, ending, ending or "", None, calls, reply.before_calls)
 
 
-def _digest(prompt: Prompt, asked: Asked, number: int) -> bytes:
+def _digest(prompt: Prompt, asked: PolicyRequest, number: int) -> bytes:
     return hashlib.blake2b(repr((prompt, replace(asked, id=None), number)).encode("utf-8", "replace")).digest()
 
 
@@ -304,7 +304,7 @@ class _Door:
                 self._port = await self._open.enter_async_context(self._serving())
             self._guests += 1
         key = secrets.token_urlsafe(KEY_BYTES)
-        self.sessions[key] = _Session(Endpoint(f"http://{HOST}:{self._port}/{key}/v1"), overflow, sampling)
+        self.sessions[key] = _Session(PolicyEndpoint(f"http://{HOST}:{self._port}/{key}/v1"), overflow, sampling)
         return key, self.sessions[key]
 
     async def leave(self, key: str) -> None:
@@ -319,10 +319,10 @@ class _Door:
         def find(request: Any) -> _Session:
             session = self.sessions.get(request.match_info["key"])
             if session is None:
-                raise Refused(OVER, 410)
+                raise RequestRefused(OVER, 410)
             return session
 
-        async with serving(Service(find, Limits()).application("/{key}")) as port:
+        async with serving(PolicyHandlers(find, ServerLimits()).application("/{key}")) as port:
             yield port
 
 

@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 
 from posttrain.core.messages import one_line
 from posttrain.core.types import AsyncEnv, Completion, Rollout, StopReason, Task, Transcript, UserError
-from posttrain.envs.bridges.harness import MODEL, Endpoint, harness
+from posttrain.envs.bridges.harness import MODEL, PolicyEndpoint, harness
 
 SIDE = Path(__file__).with_name("verifiers_side.py")
 ROWS_SECONDS = 120.0  # for the library to start and tell its tasks
@@ -72,7 +72,7 @@ class Taskset:
     def environment(self, unfinished: float = 0.0) -> AsyncEnv:
         """What plays its tasks. `unfinished`: as of a `harness`."""
 
-        async def play(task: Task, endpoint: Endpoint) -> dict[str, float]:
+        async def play(task: Task, endpoint: PolicyEndpoint) -> dict[str, float]:
             return _reward(await _side_of(self).play(task["index"], endpoint.url))
 
         return harness(unfinished=unfinished, sampling="ignore")(play)  # the library always says how

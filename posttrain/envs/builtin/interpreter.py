@@ -15,8 +15,8 @@ from typing import Any
 
 from posttrain.core.types import Invalid, Reply, Task, Turn, Verdict
 from posttrain.envs.load import opening
-from posttrain.sandbox.program import Broken
-from posttrain.sandbox.session import Session
+from posttrain.sandbox.program import SandboxError
+from posttrain.sandbox.session import InterpreterSession
 from posttrain.sandbox.shared_sandbox import about, begin_in_worker
 from posttrain.verify.fenced import fenced
 from posttrain.verify.format import between
@@ -51,20 +51,20 @@ def python(task: Task) -> Generator[Turn, Reply, Verdict]:
     """1.0 for the right answer, in <answer> tags of the policy's last reply. "calls" counts what was run."""
     stop = (*opening(task).stop, CLOSE, END)
     calls = 0
-    with closing(Session()) as session:
+    with closing(InterpreterSession()) as session:
         reply = yield replace(opening(task), stop=stop)
         while calls < int(task.get("calls", CALLS)) and reply.endswith(CLOSE):
             calls += 1
             try:
                 output = answered(session, reply)
-            except Broken as error:
+            except SandboxError as error:
                 return Invalid(str(error))
             reply = yield Turn(text=f"\n<output>\n{output}</output>\n", tool=True, stop=stop)
     right = judged(between(reply, "answer"), str(task["answer"]))
     return right if isinstance(right, Invalid) else {"reward": right, "calls": float(calls)}
 
 
-def answered(session: Session, reply: str) -> str:
+def answered(session: InterpreterSession, reply: str) -> str:
     """What the tool says to a reply that ends with code, always with a line end where there is any text."""
     _, opened, code = reply.removesuffix(CLOSE).rpartition(OPEN)
     if not opened:

@@ -33,7 +33,7 @@ class _Line:
     start: int  # byte
 
 
-class Journal:
+class AnswerJournal:
     """Answers by step and question. The file is opened, and an older one of the folder continued, by the first answer."""
 
     def __init__(self, folder: Path, resumed: bool, rank: int = 0) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Plan:
+class BranchPlan:
     """When a rollout branches, and how many of a group begin with the prompt. Its settings: `algorithms.branching`."""
 
     first: float  # share of the group that begins with the prompt
@@ -46,7 +46,7 @@ class Plan:
 class Shares:
     """Which episodes wait to be begun, and by whom: a rollout that branches, or else the prompt when that one has ended."""
 
-    def __init__(self, groups: Sequence[str], plan: Plan | None) -> None:
+    def __init__(self, groups: Sequence[str], plan: BranchPlan | None) -> None:
         """`groups`: of each episode."""
         members: dict[str, list[int]] = {}
         self.member: list[int] = []  # of each episode: which of its group's it is

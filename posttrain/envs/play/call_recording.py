@@ -29,7 +29,7 @@ Keep = Callable[[int, Any], None]
 """Sends a result to the pool: its number within the episode, and what it is."""
 
 
-class Journal:
+class CallJournal:
     """The results of one episode, by the order in which they were asked for.
 
     `known`: those of before, in the order in which they came. What waits gets them in that order again: which of two tasks
@@ -122,8 +122,8 @@ def noted_data(notes: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-CURRENT: ContextVar[Journal | None] = ContextVar("journal", default=None)
-NOTING: ContextVar[Journal | None] = ContextVar("noting", default=None)
+CURRENT: ContextVar[CallJournal | None] = ContextVar("journal", default=None)
+NOTING: ContextVar[CallJournal | None] = ContextVar("noting", default=None)
 """The episode's journal, also within what is recorded."""
 
 
@@ -152,7 +152,7 @@ def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     What it raises is not recorded. Outside of an environment it is a plain call, and so it is within what is recorded, which
     is not called again as a whole, and in threads that the environment starts.
     """
-    journal = CURRENT.get() or Journal()
+    journal = CURRENT.get() or CallJournal()
     number, known = journal.next()
     if inspect.iscoroutinefunction(function):
         return _awaited(journal, number, known, partial(function, *args, **kwargs))
@@ -166,7 +166,7 @@ def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return journal.write(number, value)
 
 
-async def _awaited(journal: Journal, number: int, known: bool, call: Callable[[], Any]) -> Any:
+async def _awaited(journal: CallJournal, number: int, known: bool, call: Callable[[], Any]) -> Any:
     if known:
         try:
             await journal.turn(number)

@@ -12,14 +12,14 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from posttrain.core.conversation import Conversation, Texts
+from posttrain.core.conversation import Conversation, TextEncoder
 from posttrain.core.types import Completion, Reply, Transcript, Turn
 
 
 class Context:
     """What the policy sees and says in one conversation."""
 
-    def __init__(self, tokenizer: Texts, side: str = "") -> None:
+    def __init__(self, tokenizer: TextEncoder, side: str = "") -> None:
         self.tokenizer = tokenizer
         self.side = side  # whose it is
         self.conversation = Conversation(tokenizer)

@@ -35,17 +35,17 @@ from typing import Any
 from posttrain.core.types import Invalid, InvalidKind, Reply, Task, Turn, UserError
 from posttrain.envs.load import is_generator_env, load_env, opening, pack_env
 from posttrain.envs.play.env_outputs import Done, Event
-from posttrain.envs.play.env_runner import OneByOne, Stage, diverged, parted, stage_of
+from posttrain.envs.play.env_runner import EnvRunner, OneByOne, diverged, parted, stage_of
 from posttrain.envs.play.worker_protocol import (
     LONGEST_ANSWER,
     NOTE_BYTES,
-    Answer,
-    Command,
+    CallRecord,
     Frames,
     Garbled,
     Greeting,
-    Record,
-    Setup,
+    WorkerCommand,
+    WorkerReply,
+    WorkerSetup,
     framed,
     noted,
     read_answer,
@@ -98,7 +98,7 @@ class _Order:
 class _Worker:
     """Our end of one worker process. Nothing here waits."""
 
-    def __init__(self, setup: Setup, folder: str) -> None:
+    def __init__(self, setup: WorkerSetup, folder: str) -> None:
         self.ready = False
         self.waits = False  # whether it works on all that was sent side by side
         self.queue: deque[_Order] = deque()  # to be sent
@@ -202,14 +202,14 @@ class EnvPool:
         self._imported = False  # whether any worker ever did
         self._tries = 0  # imports in a row that failed since
         self._closed = False
-        self._stage: Stage | OneByOne | None = stage_of(load_env(env), self._keep) if workers == 0 else None
+        self._stage: EnvRunner | OneByOne | None = stage_of(load_env(env), self._keep) if workers == 0 else None
         self._single_turn: bool | None = None  # not known before a worker has imported the environment
         if self._stage is not None:
             self._single_turn = self._stage.single_turn
             return
         if not isinstance(env, str):
             self._single_turn = not is_generator_env(load_env(env))
-        self._setup = Setup(pack_env(env), self._name, memory, seconds)
+        self._setup = WorkerSetup(pack_env(env), self._name, memory, seconds)
         self._add_worker()
 
     # -- asking --------------------------------------------------------------------------------------------------------
@@ -414,7 +414,9 @@ class EnvPool:
             if task is not None:
                 # branches of one message would share what they were answered, and one of them may change its own
                 sent, recorded = deepcopy((episode.sent, episode.recorded))
-            commands.append(Command(episode.number, task, () if order.drop else tuple(sent), order.drop, recorded))
+            commands.append(
+                WorkerCommand(episode.number, task, () if order.drop else tuple(sent), order.drop, recorded)
+            )
             episode.placed = not order.drop
             order.since = time.monotonic()
             worker.sent[episode.number] = order
@@ -462,9 +464,9 @@ class EnvPool:
             ended = f"died ({worker.child.exit()})" if worker.child.wait(CLOSE_SECONDS) else "closed its socket"
             self._lost(worker, f"its worker process {ended}", InvalidKind.DIED)
 
-    def _take(self, worker: _Worker, answer: Answer | Record) -> None:
+    def _take(self, worker: _Worker, answer: WorkerReply | CallRecord) -> None:
         order = worker.sent.get(answer.number)
-        if isinstance(answer, Record):  # which gives it no more time, and may come of an episode that was given up
+        if isinstance(answer, CallRecord):  # which gives it no more time, and may come of an episode that was given up
             if order is not None and not order.drop:
                 order.episode.recorded[answer.which] = answer.result
             return

@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.core.types import Ask, AsyncEnv, Env, Invalid, InvalidKind, Reply, Task, Turn, UserError
 from posttrain.envs.load import is_async, is_generator_env, lift, lift_async
-from posttrain.envs.play.call_recording import CURRENT, NOTING, Journal
+from posttrain.envs.play.call_recording import CURRENT, NOTING, CallJournal
 from posttrain.envs.play.env_outputs import Done, Event, cleaned, read_verdict, read_yielded, unreadable
 from posttrain.system.user_code import describe_error, source_file
 
@@ -67,11 +67,11 @@ class _Reports:
             self._let_through(error)
             return self.raised(error)
 
-    def _journal(self, id: int, known: Mapping[int, Any]) -> Journal:
+    def _journal(self, id: int, known: Mapping[int, Any]) -> CallJournal:
         records = self._records
-        return Journal(None if records is None else lambda number, value: records(id, number, value), known)
+        return CallJournal(None if records is None else lambda number, value: records(id, number, value), known)
 
-    def _end(self, event: Event, journal: Journal) -> Event:
+    def _end(self, event: Event, journal: CallJournal) -> Event:
         """With what was noted, if it is the end."""
         notes = journal.notes if isinstance(event, Done) else {}
         return replace(event, notes=notes) if isinstance(event, Done) and notes else event
@@ -81,7 +81,7 @@ class _Reports:
         return task if self._alone else copy.deepcopy(task)
 
 
-class Stage(_Reports):
+class EnvRunner(_Reports):
     """The episodes in progress in this process, of which one runs at a time."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Stage(_Reports):
     ) -> None:
         super().__init__(function, alone, memory, records)
         self._env: Env = lift(function) if self.single_turn else function
-        self._episodes: dict[int, tuple[Generator[Any, Any, Any], Journal]] = {}
+        self._episodes: dict[int, tuple[Generator[Any, Any, Any], CallJournal]] = {}
 
     def start(self, id: int, task: Task, known: Mapping[int, Any] | None = None) -> Event:
         """`known`: what it recorded when it was played before."""
@@ -155,7 +155,7 @@ class _Waiting:
         self.task: asyncio.Task[None] | None = None
 
 
-class AsyncStage(_Reports):
+class AsyncEnvRunner(_Reports):
     """The episodes in progress in this event loop.
 
     `seconds`: the limit of a step; an episode that takes longer is cancelled, and the reason begins with `name`.
@@ -208,7 +208,7 @@ class AsyncStage(_Reports):
             self._episodes.pop(id, None)
         return event
 
-    async def _play(self, episode: _Waiting, task: Task, journal: Journal) -> None:
+    async def _play(self, episode: _Waiting, task: Task, journal: CallJournal) -> None:
         """An episode from its beginning to its end, in one task: what it opens with `async with` it may close."""
         CURRENT.set(journal)  # of this task
         NOTING.set(journal)
@@ -239,10 +239,10 @@ class AsyncStage(_Reports):
 
 
 class OneByOne:
-    """Episodes that wait, in this thread and one step at a time: as `Stage` has them."""
+    """Episodes that wait, in this thread and one step at a time: as `EnvRunner` has them."""
 
     def __init__(self, function: Callable[..., Any], records: Records | None = None) -> None:
-        self._stage = AsyncStage(function, records=records)
+        self._stage = AsyncEnvRunner(function, records=records)
         self._loop = asyncio.new_event_loop()
         self.single_turn = self._stage.single_turn
 
@@ -272,9 +272,9 @@ class OneByOne:
             raise UserError("an async environment cannot run inside another event loop: use --env-workers 1") from error
 
 
-def stage_of(function: Callable[..., Any], records: Records | None = None) -> Stage | OneByOne:
+def stage_of(function: Callable[..., Any], records: Records | None = None) -> EnvRunner | OneByOne:
     """What plays it in this process."""
-    return OneByOne(function, records) if is_async(function) else Stage(function, records=records)
+    return OneByOne(function, records) if is_async(function) else EnvRunner(function, records=records)
 
 
 def parted(event: Event, said: Any) -> bool:
@@ -282,7 +282,7 @@ def parted(event: Event, said: Any) -> bool:
     return isinstance(event, Done) or isinstance(event, Ask) == isinstance(said, Reply)
 
 
-def diverged(stage: Stage | AsyncStage | OneByOne, id: int, event: Event) -> Event:
+def diverged(stage: EnvRunner | AsyncEnvRunner | OneByOne, id: int, event: Event) -> Event:
     """What becomes of an episode that goes another way when it is played again."""
     if isinstance(event, Done) and isinstance(event.reward, Invalid):
         return event

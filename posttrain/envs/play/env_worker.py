@@ -20,12 +20,12 @@ from typing import Any
 from posttrain.core.types import UserError
 from posttrain.envs.load import is_async, unpack_env
 from posttrain.envs.play.env_outputs import Event
-from posttrain.envs.play.env_runner import AsyncStage, Stage, diverged, noting, parted
+from posttrain.envs.play.env_runner import AsyncEnvRunner, EnvRunner, diverged, noting, parted
 from posttrain.envs.play.worker_protocol import (
     NOTE_BYTES,
-    Command,
     Frames,
-    Setup,
+    WorkerCommand,
+    WorkerSetup,
     noted,
     write_answer,
     write_failure,
@@ -103,19 +103,19 @@ def main(descriptor: int, note: int) -> None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     connection = _Connection(descriptor)
     try:
-        setup: Setup = pickle.loads(connection.receive())
+        setup: WorkerSetup = pickle.loads(connection.receive())
         _limit_memory(setup.memory)
         stage = _load(setup, connection, note)
-        if isinstance(stage, AsyncStage):
+        if isinstance(stage, AsyncEnvRunner):
             asyncio.run(_beside(connection, stage))
-        while isinstance(stage, Stage):
+        while isinstance(stage, EnvRunner):
             for command in pickle.loads(connection.receive()):
                 _answer(connection, stage, command)
     except (EOFError, OSError):
         return  # the pool is gone, or has closed us; or user code has closed the socket
 
 
-def _load(setup: Setup, connection: _Connection, note: int) -> Stage | AsyncStage | None:
+def _load(setup: WorkerSetup, connection: _Connection, note: int) -> EnvRunner | AsyncEnvRunner | None:
     try:
         stage = _stage(setup, unpack_env(setup.env), connection, note)
     except UserError as error:
@@ -126,17 +126,19 @@ def _load(setup: Setup, connection: _Connection, note: int) -> Stage | AsyncStag
         said = f"the environment does not load in a worker: {describe_error(error, None)}{hint}"
         connection.send(write_failure(said))
         return None
-    connection.send(write_greeting(stage.single_turn, isinstance(stage, AsyncStage)))
+    connection.send(write_greeting(stage.single_turn, isinstance(stage, AsyncEnvRunner)))
     return stage
 
 
-def _stage(setup: Setup, function: Callable[..., Any], connection: _Connection, note: int) -> Stage | AsyncStage:
+def _stage(
+    setup: WorkerSetup, function: Callable[..., Any], connection: _Connection, note: int
+) -> EnvRunner | AsyncEnvRunner:
     if not is_async(function):
 
         def sends(number: int, which: int, result: Any) -> None:
             connection.send(write_record(number, which, result))
 
-        return Stage(function, True, setup.memory, sends)
+        return EnvRunner(function, True, setup.memory, sends)
     shared = mmap.mmap(note, NOTE_BYTES)
 
     def enters(number: int) -> None:
@@ -145,13 +147,13 @@ def _stage(setup: Setup, function: Callable[..., Any], connection: _Connection, 
     def puts(number: int, which: int, result: Any) -> None:
         connection.put_beside(write_record(number, which, result))
 
-    return AsyncStage(function, True, setup.memory, setup.seconds, f"{setup.name}: ", enters, puts)
+    return AsyncEnvRunner(function, True, setup.memory, setup.seconds, f"{setup.name}: ", enters, puts)
 
 
 # -- code that has the thread to itself --------------------------------------------------------------------------------
 
 
-def _answer(connection: _Connection, stage: Stage, command: Command) -> None:
+def _answer(connection: _Connection, stage: EnvRunner, command: WorkerCommand) -> None:
     number = command.number
     if command.drop:
         stage.drop(number)
@@ -177,7 +179,7 @@ def _answer(connection: _Connection, stage: Stage, command: Command) -> None:
 # -- code that waits ---------------------------------------------------------------------------------------------------
 
 
-async def _beside(connection: _Connection, stage: AsyncStage) -> None:
+async def _beside(connection: _Connection, stage: AsyncEnvRunner) -> None:
     """Answer commands side by side."""
     asyncio.get_running_loop().set_task_factory(noting)
     connection.open_beside()
@@ -189,7 +191,7 @@ async def _beside(connection: _Connection, stage: AsyncStage) -> None:
             task.add_done_callback(working.discard)
 
 
-async def _answer_beside(connection: _Connection, stage: AsyncStage, command: Command) -> None:
+async def _answer_beside(connection: _Connection, stage: AsyncEnvRunner, command: WorkerCommand) -> None:
     """As `_answer`."""
     number = command.number
     event: Event | None = None

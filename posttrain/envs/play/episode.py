@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from posttrain.core.conversation import Texts
+from posttrain.core.conversation import TextEncoder
 from posttrain.core.types import (
     Branch,
     Completion,
@@ -70,10 +70,10 @@ class _Said:
     piece: Piece  # whose it is
 
 
-class Playing:
+class RunningEpisode:
     """An episode in progress: what was said so far, as text and as tokens."""
 
-    def __init__(self, episode: Episode, tokenizer: Texts, member: int = 0) -> None:
+    def __init__(self, episode: Episode, tokenizer: TextEncoder, member: int = 0) -> None:
         """`member`: which of its group's it is."""
         self.episode, self.tokenizer, self.member = episode, tokenizer, member
         self.branch: Branch | None = None  # where it left another one
@@ -192,7 +192,7 @@ class Playing:
         begun = self.branch is not None and self.branch.turns == len(self.turns)
         return bool(self.turns) and self.turns[-1].kind is SpanKind.TOOL and bool(self.opening) and not begun
 
-    def branched(self, episode: Episode, member: int) -> Playing:
+    def branched(self, episode: Episode, member: int) -> RunningEpisode:
         """Another one that has said and seen all that this one has, and goes on by itself."""
         other = copy(self)
         other.episode, other.member = episode, member

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from posttrain.core.conversation import Texts
+from posttrain.core.conversation import TextEncoder
 from posttrain.core.pictures import PictureError
 from posttrain.core.protocols import Alone, Engine, Seeing, World
 from posttrain.core.seeds import seed_of
@@ -33,10 +33,10 @@ from posttrain.core.types import (
     UserError,
     bare,
 )
-from posttrain.envs.play.branch_plan import Plan, Shares
+from posttrain.envs.play.branch_plan import BranchPlan, Shares
 from posttrain.envs.play.env_pool import Done, EnvPool, Event
 from posttrain.envs.play.env_runner import DIVERGED
-from posttrain.envs.play.episode import Episode, Playing, is_tool
+from posttrain.envs.play.episode import Episode, RunningEpisode, is_tool
 from posttrain.envs.play.service_client import Services
 
 __all__ = ["MAX_TURNS", "Episode", "Player"]
@@ -52,7 +52,7 @@ TooLong = Literal["skip", "truncate", "refuse"]
 
 
 @dataclass(frozen=True)
-class Bounds:
+class EpisodeLimits:
     """Of an episode; None: there is none."""
 
     tokens: int | None = None  # that may be sampled, over all its replies
@@ -71,7 +71,7 @@ class Player:
 
     pool: EnvPool
     engine: Engine
-    tokenizer: Texts
+    tokenizer: TextEncoder
     sampling: Sampling
     context: int
     """Tokens of prompt and replies together that fit."""
@@ -79,7 +79,7 @@ class Player:
     """What becomes of an episode whose first prompt leaves no room for a reply: it is Invalid ("skip"), the prompt loses its
     beginning ("truncate"), or UserError is raised ("refuse"), as it always is for a prompt of no tokens. With "truncate",
     what is shown later loses its middle."""
-    bounds: Bounds = Bounds()
+    bounds: EpisodeLimits = EpisodeLimits()
     services: Services = field(default_factory=Services)
     """Who answers what environments ask."""
     world: World = field(default_factory=Alone)
@@ -87,7 +87,7 @@ class Player:
     unwanted: Callable[[], bool] = lambda: False
     """Whether nobody waits any more for what is played."""
 
-    def play(self, episodes: Sequence[Episode], plan: Plan | None = None) -> list[Rollout]:
+    def play(self, episodes: Sequence[Episode], plan: BranchPlan | None = None) -> list[Rollout]:
         """The rollouts of these episodes, in their order: one each, or one for each side that the policy played.
 
         `plan`: how those of a group branch; None: they do not.
@@ -102,7 +102,9 @@ class Player:
         assert self.pool.single_turn, "an environment of several turns cannot be left and taken up again"
         return self._shared(episodes, None, tokens)
 
-    def _shared(self, episodes: Sequence[Episode], plan: Plan | None, tokens: int | None) -> list[Rollout | Episode]:
+    def _shared(
+        self, episodes: Sequence[Episode], plan: BranchPlan | None, tokens: int | None
+    ) -> list[Rollout | Episode]:
         share = self._share(episodes)
         own = [e for e in episodes if share[e.group] == self.world.rank]
         try:
@@ -131,14 +133,14 @@ class _Play:
     """One call of `Player.play`. Episodes are known by their place."""
 
     def __init__(
-        self, by: Player, episodes: Sequence[Episode], plan: Plan | None = None, tokens: int | None = None
+        self, by: Player, episodes: Sequence[Episode], plan: BranchPlan | None = None, tokens: int | None = None
     ) -> None:
         """`tokens`: how many are sampled of each reply; those that are not whole with them are left. None: all are."""
         self.tokens = tokens
         self.plan, self.shares = plan, Shares([episode.group for episode in episodes], plan)
         self.by, self.pool, self.engine, self.services = by, by.pool, by.engine, by.services
         self.prompts: dict[str, list[int]] = {}  # a group's prompt is tokenised once
-        self.playing = [Playing(e, by.tokenizer, n) for e, n in zip(episodes, self.shares.member, strict=True)]
+        self.playing = [RunningEpisode(e, by.tokenizer, n) for e, n in zip(episodes, self.shares.member, strict=True)]
         self.begun: set[int] = set()  # as branches, whose environments have not come so far yet
         self.finished: dict[int, list[Rollout] | list[Episode]] = {}
         self.sampled = 0  # requests that the engine has
@@ -326,19 +328,19 @@ class _Play:
         """The id of requests in this context of an episode: what is kept of each context is continued by its own."""
         return index + len(self.playing) * place
 
-    def _budget(self, p: Playing, turn: Turn | None = None) -> int:
+    def _budget(self, p: RunningEpisode, turn: Turn | None = None) -> int:
         """Most tokens of the reply to a turn, by default the last one, as far as the episode leaves them."""
         turn = turn or p.last
         assert turn is not None
         budget = self._most_tokens(p, turn)
         return budget if self.by.bounds.tokens is None else min(budget, self.by.bounds.tokens - p.n_sampled)
 
-    def _most_tokens(self, p: Playing, turn: Turn) -> int:
+    def _most_tokens(self, p: RunningEpisode, turn: Turn) -> int:
         """Of the reply to a turn."""
         most = (p.episode.sampling or self.by.sampling).max_tokens
         return min(most, turn.max_tokens or most)
 
-    def _tokens(self, p: Playing, turn: Turn) -> list[int]:
+    def _tokens(self, p: RunningEpisode, turn: Turn) -> list[int]:
         """What puts the turn before the policy."""
         if p.turns:
             return p.read(turn)
@@ -356,7 +358,7 @@ class _Play:
             return cut_prompt(tokens, self.by.context, sampling.max_tokens)
         return tokens
 
-    def _problem(self, p: Playing, turn: Turn, tokens: Sequence[int]) -> str | None:
+    def _problem(self, p: RunningEpisode, turn: Turn, tokens: Sequence[int]) -> str | None:
         """Why a context cannot begin with these tokens. Raises UserError where that is to end the run."""
         first = not p.turns
         if tokens and (not first or len(tokens) < self.by.context):
@@ -369,7 +371,7 @@ class _Play:
             f"the prompt of task {p.episode.task.get('id')!r} {what}; {holds}: shorten it or leave the row out"
         )
 
-    def _exhausted(self, p: Playing, turn: Turn, tokens: Sequence[int]) -> StopReason | None:
+    def _exhausted(self, p: RunningEpisode, turn: Turn, tokens: Sequence[int]) -> StopReason | None:
         """What the episode has run out of, if anything."""
         bounds = self.by.bounds
         if len(p.replies) >= bounds.turns:

@@ -18,7 +18,7 @@ from typing import Any
 from posttrain.core.messages import near
 from posttrain.core.protocols import Service
 from posttrain.core.types import Ask, Invalid, InvalidKind, bare
-from posttrain.envs.play.answer_journal import Journal
+from posttrain.envs.play.answer_journal import AnswerJournal
 
 OPTIONS = {"judge": "--judge RECIPE", "retriever": "--retriever FOLDER", "reward-model": "--reward-model FOLDER"}
 """Kinds of services -> how one is given. A name that holds none of these words is taken for that of a reward model."""
@@ -38,7 +38,7 @@ class Services:
 
     def __init__(self, named: Mapping[str, Service] | None = None) -> None:
         self.named: dict[str, Service] = dict(named or {})
-        self.journal: Journal | None = None
+        self.journal: AnswerJournal | None = None
         self.waited = 0.0  # seconds that whoever plays spent on services: theirs in this process, and idle ones
         self.step = 0
         self._answers: dict[str, Any] = {}  # of this run's questions: the valid ones of all steps

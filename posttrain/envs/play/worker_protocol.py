@@ -4,7 +4,7 @@ Messages are frames: the length in eight bytes, then so many bytes. The pool's h
 any code runs, answers in JSON that is read as strictly as what environments yield: nothing that it sends is executed,
 and what cannot be read is `Garbled`.
 
-    pool -> worker   a `Setup`, then lists of `Command`
+    pool -> worker   a `WorkerSetup`, then lists of `WorkerCommand`
     worker -> pool   {"ready": whether it is a plain reward, "async": whether it waits} or {"failed": message}, then for
                      each command, in order unless it waits,
                      {"number": n, "turn": {...}}, {"number": n, "ask": {...}}, {"number": n, "done": {...}} or
@@ -49,7 +49,7 @@ class Garbled(ValueError):
 
 
 @dataclass(frozen=True)
-class Setup:
+class WorkerSetup:
     """What a worker is told first."""
 
     env: str | bytes  # see `load.pack_env`
@@ -59,7 +59,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Command:
+class WorkerCommand:
     """What a worker is asked."""
 
     number: int  # of the episode
@@ -70,13 +70,13 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerReply:
     number: int
     event: Event | None  # None: a step is over, of which nothing is to be said
 
 
 @dataclass(frozen=True)
-class Record:
+class CallRecord:
     """The result of what an episode is to do once."""
 
     number: int  # of the episode
@@ -183,7 +183,7 @@ def read_greeting(content: bytes) -> Greeting | str:
     raise Garbled("a greeting that is none")
 
 
-def read_answer(content: bytes) -> Answer | Record:
+def read_answer(content: bytes) -> WorkerReply | CallRecord:
     """Raises Garbled."""
     message = _read(content)
     number, pictures, notes = message.pop("number", None), message.pop("pictures", {}), message.pop("notes", {})
@@ -197,17 +197,17 @@ def read_answer(content: bytes) -> Answer | Record:
     if type(number) is not int or kinds not in ({"turn"}, {"ask"}, {"done"}, {"sides"}, set()):
         raise Garbled("an answer that is none")
     if not kinds:
-        return Answer(number, None)
+        return WorkerReply(number, None)
     if kinds == {"done"}:
-        return Answer(number, replace(_read_done(_object(message["done"])), notes=_read_notes(notes)))
+        return WorkerReply(number, replace(_read_done(_object(message["done"])), notes=_read_notes(notes)))
     if kinds == {"sides"}:
-        return Answer(number, replace(_read_sides(_object(message["sides"])), notes=_read_notes(notes)))
+        return WorkerReply(number, replace(_read_sides(_object(message["sides"])), notes=_read_notes(notes)))
     if kinds == {"ask"}:
         asked = _object(message["ask"])
         if asked.keys() != {"service", "content"}:
             raise Garbled("a question that is none")
         ask = read_ask(Ask(**asked))
-        return Answer(number, Done(ask) if isinstance(ask, Invalid) else ask)
+        return WorkerReply(number, Done(ask) if isinstance(ask, Invalid) else ask)
     fields = _object(message["turn"])
     if fields.keys() != Turn.__dataclass_fields__.keys():
         raise Garbled("a turn that is none")
@@ -216,7 +216,7 @@ def read_answer(content: bytes) -> Answer | Record:
         turn = read_turn(Turn(**fields))
     except (TypeError, ValueError, AttributeError):
         raise Garbled("a turn that is none") from None
-    return Answer(number, Done(turn) if isinstance(turn, Invalid) else turn)
+    return WorkerReply(number, Done(turn) if isinstance(turn, Invalid) else turn)
 
 
 def _take_pictures(given: dict[str, Any], messages: Any) -> None:
@@ -235,14 +235,14 @@ def _take_pictures(given: dict[str, Any], messages: Any) -> None:
                 raise Garbled("a picture without a name")
 
 
-def _read_record(number: int, record: Any) -> Record:
+def _read_record(number: int, record: Any) -> CallRecord:
     if not isinstance(record, list) or len(record) != 2 or type(record[0]) is not int:
         raise Garbled("a record that is none")
     which, result = record
     if not 0 <= which < MOST_RECORDS:
         raise Garbled("a record beyond all that there may be")
     try:
-        return Record(number, which, plain_data(result, [0], 0))
+        return CallRecord(number, which, plain_data(result, [0], 0))
     except ValueError:
         raise Garbled("a record that is none") from None
 

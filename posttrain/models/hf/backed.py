@@ -34,7 +34,7 @@ from posttrain.core.protocols import Model
 from posttrain.core.types import Media, UserError
 from posttrain.models.head import Head
 from posttrain.models.hf.experts import Routers, calling, repeating, watched
-from posttrain.models.hf.vision import Features, Vision
+from posttrain.models.hf.vision import PictureFeatures, Vision
 from posttrain.models.native.attention import SegmentAttention
 from posttrain.models.native.segments import Forest
 
@@ -52,7 +52,7 @@ class NotFlatError(Exception):
 
 @dataclass(frozen=True)
 class Sizes:
-    """See `posttrain.core.protocols.Shape`."""
+    """See `posttrain.core.protocols.ModelShape`."""
 
     vocab: int
     hidden: int
@@ -189,7 +189,7 @@ class Backed(nn.Module):
             self.attend(NAME)
 
     @contextmanager
-    def shown(self, digests: Sequence[str], features: Features | None) -> Iterator[dict[str, Any]]:
+    def shown(self, digests: Sequence[str], features: PictureFeatures | None) -> Iterator[dict[str, Any]]:
         """Within it the base model, called with what this gives besides, sees these pictures, in the order of its tokens."""
         if self.vision is None or features is None:
             yield {}
@@ -197,7 +197,7 @@ class Backed(nn.Module):
         with self.vision.shown(features, digests) as more:
             yield more
 
-    def features(self, media: Iterable[Media]) -> Features | None:
+    def features(self, media: Iterable[Media]) -> PictureFeatures | None:
         """Of the pictures, each computed once; None where there are none."""
         digests = [m.digest for m in media]
         return self.vision.features(digests) if self.vision is not None and digests else None

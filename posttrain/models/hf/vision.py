@@ -49,7 +49,7 @@ class Vision(nn.Module):
         own = {id(p) for p in (*text.parameters(), *model.get_output_embeddings().parameters())}
         yield from (p for p in model.parameters() if id(p) not in own)
 
-    def features(self, digests: Sequence[str]) -> Features:
+    def features(self, digests: Sequence[str]) -> PictureFeatures:
         """Of these pictures, each computed once. Raises PictureError for one that cannot be shown."""
         found: dict[str, _Kind] = {}
         for alike in _alike({digest: self.processor.pixels(digest).inputs for digest in dict.fromkeys(digests)}):
@@ -68,10 +68,10 @@ class Vision(nn.Module):
             parts = [x.split(counts) for x in (pooled, *deep)]
             own = zip(alike, zip(*parts, strict=True), strict=True)
             found |= {digest: _Kind(features, out) for digest, features in own}
-        return Features(found)
+        return PictureFeatures(found)
 
     @contextmanager
-    def shown(self, features: Features, digests: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def shown(self, features: PictureFeatures, digests: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Within it the base model's forward, called with what this gives besides, sees these pictures in order."""
         if not digests:
             yield {}
@@ -99,7 +99,7 @@ class _Kind:
         self.features, self.like = features, like
 
 
-class Features:
+class PictureFeatures:
     """Of some pictures, by their hashes."""
 
     def __init__(self, of: Mapping[str, _Kind]) -> None:

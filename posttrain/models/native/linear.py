@@ -70,7 +70,7 @@ class LinearOfRows(Linear):
         return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
-class Place(NamedTuple):
+class AdapterPlace(NamedTuple):
     """Where one adapted piece of a product lies."""
 
     outputs: slice  # among the outputs of the product
@@ -104,7 +104,7 @@ class Adapter(nn.Module):
         places, end = [], 0
         for number, (_, rows) in enumerate(pieces):
             begin, end = end, end + rows.stop - rows.start
-            places.append(Place(rows, slice(begin, end), slice(number * rank, (number + 1) * rank)))
+            places.append(AdapterPlace(rows, slice(begin, end), slice(number * rank, (number + 1) * rank)))
         self.places = tuple(places)
         self.a = nn.Parameter(torch.empty(len(pieces) * rank, inputs))
         self.b = nn.Parameter(torch.empty(end, rank))

@@ -63,7 +63,7 @@ def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
 
 
-class Continued(NamedTuple):
+class Continuation(NamedTuple):
     """What stands behind a reply."""
 
     text: str
@@ -299,7 +299,7 @@ class Tokenizer:
         new: Sequence[Mapping[str, Any]],
         calls: Sequence[ToolCall] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Continued:
+    ) -> Continuation:
         """What the template puts behind a reply to the messages `before`, up to where the model is to reply to `new`.
 
         `calls`: those that the reply made. The text begins with the end of the reply. A template may show what is before
@@ -321,7 +321,7 @@ class Tokenizer:
             except UserError as error:
                 problem = problem or error
                 continue
-            return Continued(text[end:], json.loads(json.dumps(reply, ensure_ascii=False).replace(mark, _WORD)))
+            return Continuation(text[end:], json.loads(json.dumps(reply, ensure_ascii=False).replace(mark, _WORD)))
         raise problem or UserError(
             "this chat template does not show a reply where it was said: use it with one turn, or yield text, not messages"
         )

@@ -37,7 +37,7 @@ Source = tuple[bool, Path]
 """Whether rollouts are of held-out tasks, and their file."""
 
 
-class Index:
+class RolloutIndex:
     """The index as whoever writes the run keeps it: a piece is made when its steps are all there, or the run ends."""
 
     def __init__(self, folder: Path) -> None:

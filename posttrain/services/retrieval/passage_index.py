@@ -19,7 +19,7 @@ from posttrain.services.retrieval.bm25 import BM25, K1, B, Writer
 from posttrain.services.retrieval.dense import Dense, Encoder, write_vectors
 from posttrain.services.retrieval.encoders import encoder_of, load_encoder
 from posttrain.services.retrieval.index_folder import Manifest, check, described, drafted, finish, is_fresh, reading
-from posttrain.services.retrieval.passages import Passage, Passages, Source, write_passages
+from posttrain.services.retrieval.passages import Passage, Passages, PassageSource, write_passages
 
 MOST = 1000  # passages that are found at once
 
@@ -39,7 +39,7 @@ class Hit(NamedTuple):
         return self.passage.text
 
 
-class Index:
+class PassageIndex:
     """An index that is open. It takes a few MB of memory for itself: all that is large is mapped from its files."""
 
     def __init__(self, folder: Path, manifest: Manifest, encoder: Encoder | None) -> None:
@@ -92,7 +92,7 @@ def build(
     "my.py:encode", or an object; `faiss`: the kind of FAISS index, such as "HNSW32"; None: plain products. Otherwise it is
     one of BM25, with `k1` and `b`. Raises UserError, in one line, for whatever is wrong, with nothing left in the folder.
     """
-    source, place = Source(passages, split, limit, fields or {}), Path(folder).expanduser()
+    source, place = PassageSource(passages, split, limit, fields or {}), Path(folder).expanduser()
     loaded = load_encoder(encoder, **encoding) if isinstance(encoder, str) else encoder
     if loaded is None and (faiss is not None or encoding):
         raise UserError(
@@ -117,7 +117,7 @@ def build(
     return Manifest.read(place)
 
 
-def open_index(folder: str | Path, encoder: Encoder | str | None = None) -> Index:
+def open_index(folder: str | Path, encoder: Encoder | str | None = None) -> PassageIndex:
     """The index in a folder. `encoder`: that of a dense one, where it has moved since, or was given as an object.
 
     Raises UserError if there is none, if it is damaged, or if what it was made from has changed.
@@ -126,8 +126,8 @@ def open_index(folder: str | Path, encoder: Encoder | str | None = None) -> Inde
     manifest = Manifest.read(place)
     check(place, manifest)
     if manifest.kind == "bm25":
-        return Index(place, manifest, None)
-    return Index(place, manifest, encoder_of(manifest.encoder, place, encoder))
+        return PassageIndex(place, manifest, None)
+    return PassageIndex(place, manifest, encoder_of(manifest.encoder, place, encoder))
 
 
 def _versions() -> dict[str, str]:

@@ -42,7 +42,7 @@ class Passage(NamedTuple):
         return self.contents.partition("\n")[2]
 
 
-class Source(NamedTuple):
+class PassageSource(NamedTuple):
     """Where rows come from: see `posttrain.data.rows.load_rows`."""
 
     rows: str | Path | Iterable[Mapping[str, Any]]
@@ -57,7 +57,7 @@ class Source(NamedTuple):
         return path if path is not None and path.is_file() else None
 
 
-def read_passages(source: Source) -> Iterator[Passage]:
+def read_passages(source: PassageSource) -> Iterator[Passage]:
     """The passages of rows {"title", "text"} or {"contents"}, each with an "id" or known by its number, from 0.
 
     Raises UserError with file, row and column for what is none.
@@ -68,7 +68,7 @@ def read_passages(source: Source) -> Iterator[Passage]:
         yield _passage(row, where, number, source.fields)
 
 
-def taken(source: Source) -> str:
+def taken(source: PassageSource) -> str:
     """Which columns are read as what, in words, by the example of the first row; and which are not."""
     row, _ = next(_rows(source), ({}, ""))
     named = {name: source.fields.get(name, name) for name in NAMES}
@@ -82,7 +82,7 @@ def taken(source: Source) -> str:
     return (said or "none") + told
 
 
-def _rows(source: Source) -> Iterator[tuple[Row, str]]:
+def _rows(source: PassageSource) -> Iterator[tuple[Row, str]]:
     """Each row and its place. Files of text are read as they are gone through: once, without a copy in the cache."""
     file = source.file
     if file is not None and kind_of(file)[1] in TEXTS and source.split is None:
@@ -142,7 +142,7 @@ def _whole(text: str, column: str, where: str) -> str:
 # -- on disk -----------------------------------------------------------------------------------------------------------
 
 
-def write_passages(source: Source, folder: Path, see: Callable[[Passage], None]) -> tuple[int, str]:
+def write_passages(source: PassageSource, folder: Path, see: Callable[[Passage], None]) -> tuple[int, str]:
     """Write them into a folder, each shown to `see` as it passes; returns how many they are and a digest of all.
 
     Raises UserError for a row that is none, for two with the same id, and if there are no rows.
@@ -166,7 +166,7 @@ def write_passages(source: Source, folder: Path, see: Callable[[Passage], None])
     return len(marks), content.hexdigest()
 
 
-def _refuse_twice(source: Source, marks: set[int]) -> None:
+def _refuse_twice(source: PassageSource, marks: set[int]) -> None:
     """Raise UserError with two rows of the same id, if there are such among those with these hashes."""
     first: dict[str, str] = {}
     for number, (row, where) in enumerate(_rows(source)):
@@ -177,7 +177,7 @@ def _refuse_twice(source: Source, marks: set[int]) -> None:
             first[id] = where
 
 
-def _name(source: Source) -> str:
+def _name(source: PassageSource) -> str:
     return str(source.rows) if isinstance(source.rows, str | Path) else "the list of passages"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from posttrain.core.messages import clip, near, short
 from posttrain.services.retrieval.passage_index import Hit
 from posttrain.services.retrieval.passages import LONGEST_CONTENTS
-from posttrain.system.endpoint import Failed
+from posttrain.system.endpoint import EndpointFailure
 
 PATH = "retrieve"
 FIELDS = ("queries", "topk", "return_scores")
@@ -32,7 +32,7 @@ MOST_PASSAGES = 50_000  # of an answer
 MOST_SCORE = 1e30  # in size
 
 
-class Refused(Exception):
+class SearchRefused(Exception):
     """A request that is not answered, and why."""
 
     def __init__(self, status: int, detail: str) -> None:
@@ -41,7 +41,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Request:
+class SearchRequest:
     queries: tuple[str, ...]
     topk: int
     scores: bool  # whether they are returned
@@ -50,41 +50,43 @@ class Request:
 # -- the server's side -------------------------------------------------------------------------------------------------
 
 
-def read_request(body: bytes, topk: int) -> Request:
+def read_request(body: bytes, topk: int) -> SearchRequest:
     """`topk`: the server's own. Raises Refused."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, numbers of thousands of digits, too deep
-        raise Refused(400, f"the body is no JSON: {clip(str(error), 100)}") from None
+        raise SearchRefused(400, f"the body is no JSON: {clip(str(error), 100)}") from None
     if not isinstance(asked, dict):
-        raise Refused(
+        raise SearchRefused(
             422, f'the body is {short(asked)}; expected {{"queries": [...], "topk": 3, "return_scores": true}}'
         )
     if unknown := next((name for name in asked if name not in FIELDS), None):
         known = near(unknown, FIELDS) or f"; there are {', '.join(FIELDS)}"
-        raise Refused(400, f"{clip(unknown)} is no field of a request{known}")
+        raise SearchRefused(400, f"{clip(unknown)} is no field of a request{known}")
     queries, scores = asked.get("queries"), asked.get("return_scores", False)
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         wrong = queries if not isinstance(queries, list) else next(q for q in queries if not isinstance(q, str))
-        raise Refused(
+        raise SearchRefused(
             422, f"queries: expected a list of texts, not {short(wrong)}" if "queries" in asked else "queries: missing"
         )
     if len(queries) > MOST_QUERIES:
-        raise Refused(422, f"queries: {len(queries):,}; at most {MOST_QUERIES:,} may be asked at once")
+        raise SearchRefused(422, f"queries: {len(queries):,}; at most {MOST_QUERIES:,} may be asked at once")
     if (longest := max(map(len, queries), default=0)) > LONGEST_QUERY:
-        raise Refused(422, f"queries: one of {longest:,} characters; a query has at most {LONGEST_QUERY:,}")
+        raise SearchRefused(422, f"queries: one of {longest:,} characters; a query has at most {LONGEST_QUERY:,}")
     if not isinstance(scores, bool):
-        raise Refused(422, f"return_scores: expected true or false, not {short(scores)}")
-    return Request(tuple(queries), _topk(asked.get("topk"), topk, len(queries)), scores)
+        raise SearchRefused(422, f"return_scores: expected true or false, not {short(scores)}")
+    return SearchRequest(tuple(queries), _topk(asked.get("topk"), topk, len(queries)), scores)
 
 
 def _topk(asked: Any, default: int, queries: int) -> int:
     if asked is None or (asked == 0 and not isinstance(asked, bool)):
         asked = default
     if isinstance(asked, bool) or not isinstance(asked, int) or not 0 < asked <= MOST_TOPK:
-        raise Refused(422, f"topk: expected a whole number from 1 to {MOST_TOPK}, not {short(asked)}")
+        raise SearchRefused(422, f"topk: expected a whole number from 1 to {MOST_TOPK}, not {short(asked)}")
     if asked * queries > MOST_PASSAGES:
-        raise Refused(422, f"topk: {queries:,} queries times {asked} passages; at most {MOST_PASSAGES:,} in an answer")
+        raise SearchRefused(
+            422, f"topk: {queries:,} queries times {asked} passages; at most {MOST_PASSAGES:,} in an answer"
+        )
     return asked
 
 
@@ -104,7 +106,7 @@ def written_request(queries: Sequence[str], topk: int) -> bytes:
     return json.dumps({"queries": list(queries), "topk": topk, "return_scores": True}).encode()
 
 
-def read_answer(message: Any, queries: int, topk: int) -> list[list[dict[str, Any]]] | Failed:
+def read_answer(message: Any, queries: int, topk: int) -> list[list[dict[str, Any]]] | EndpointFailure:
     """For each query its passages {"id", "contents", "score"}, at most `topk`; what a server leaves out is None."""
     result = message.get("result") if isinstance(message, dict) else None
     if not isinstance(result, list):
@@ -112,11 +114,11 @@ def read_answer(message: Any, queries: int, topk: int) -> list[list[dict[str, An
     if len(result) != queries or not all(isinstance(own, list) for own in result):
         return _rubbish(f"a result of {len(result)} for {queries} quer{'y' if queries == 1 else 'ies'}")
     found = [[_read_passage(one) for one in own[:topk]] for own in result]
-    wrong = next((one for own in found for one in own if isinstance(one, Failed)), None)
-    return wrong or [[one for one in own if not isinstance(one, Failed)] for own in found]
+    wrong = next((one for own in found for one in own if isinstance(one, EndpointFailure)), None)
+    return wrong or [[one for one in own if not isinstance(one, EndpointFailure)] for own in found]
 
 
-def _read_passage(one: Any) -> dict[str, Any] | Failed:
+def _read_passage(one: Any) -> dict[str, Any] | EndpointFailure:
     scored = isinstance(one, dict) and isinstance(one.get("document"), dict)
     document, score = (one["document"], one.get("score")) if scored else (one, None)
     contents = document.get("contents") if isinstance(document, dict) else None
@@ -146,5 +148,5 @@ def is_score(value: Any) -> bool:
     return type(value) in (int, float) and -MOST_SCORE <= value <= MOST_SCORE
 
 
-def _rubbish(what: str) -> Failed:
-    return Failed(f"{what} instead of an answer", rubbish=True)
+def _rubbish(what: str) -> EndpointFailure:
+    return EndpointFailure(f"{what} instead of an answer", rubbish=True)

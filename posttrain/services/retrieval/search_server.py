@@ -23,8 +23,8 @@ from aiohttp import web
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.services.retrieval.batcher import Batcher, Busy
-from posttrain.services.retrieval.passage_index import Index
-from posttrain.services.retrieval.search_protocol import MOST_BYTES, PATH, Refused, read_request, written_answer
+from posttrain.services.retrieval.passage_index import PassageIndex
+from posttrain.services.retrieval.search_protocol import MOST_BYTES, PATH, SearchRefused, read_request, written_answer
 
 HOST, PORT = "127.0.0.1", 8000
 ARRIVE_SECONDS = 15.0  # for the head of a request, and for its body
@@ -33,10 +33,10 @@ LINGER_SECONDS = 2.0  # for the rest of a request that was refused before all of
 GOODBYE_SECONDS = 2.0  # for requests to be answered when the server ends
 
 
-class Service:
+class SearchHandlers:
     """The handlers of an index."""
 
-    def __init__(self, index: Index, topk: int, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, index: PassageIndex, topk: int, most_bytes: int = MOST_BYTES) -> None:
         """`topk`: passages for a query that does not say how many."""
         self._index, self._topk, self._most_bytes = index, topk, most_bytes
         self._batcher = Batcher(index.search)
@@ -50,17 +50,17 @@ class Service:
 
     async def retrieve(self, request: web.Request) -> web.StreamResponse:
         if "Content-Encoding" in request.headers:
-            raise Refused(415, "the body is compressed; send it as it is")
+            raise SearchRefused(415, "the body is compressed; send it as it is")
         try:
             async with asyncio.timeout(ARRIVE_SECONDS):
                 body = await request.read()
         except TimeoutError:
-            raise Refused(408, f"the body did not arrive within {ARRIVE_SECONDS:g} s") from None
+            raise SearchRefused(408, f"the body did not arrive within {ARRIVE_SECONDS:g} s") from None
         asked = read_request(body, self._topk)
         try:
             found = await self._batcher.search(asked.queries, asked.topk)
         except Busy:
-            raise Refused(503, f"{self._batcher.waiting:,} queries wait already; ask again later") from None
+            raise SearchRefused(503, f"{self._batcher.waiting:,} queries wait already; ask again later") from None
         return await _answered(request, 200, written_answer(found, asked.scores))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
@@ -86,7 +86,7 @@ async def _told(
     """What goes wrong, as JSON."""
     try:
         return await handler(request)
-    except Refused as refused:
+    except SearchRefused as refused:
         status, said = refused.status, str(refused)
     except web.HTTPException as error:  # of aiohttp: no such path, another method, too large a body
         status, said = error.status, _plain(error, request)
@@ -160,11 +160,11 @@ def _bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-def serve(index: Index, host: str, port: int, topk: int, say: Callable[[str], Any] = print) -> None:
+def serve(index: PassageIndex, host: str, port: int, topk: int, say: Callable[[str], Any] = print) -> None:
     """Serve an index until the process is interrupted."""
 
     async def run() -> None:
-        async with serving(Service(index, topk).application(), host, port) as bound:
+        async with serving(SearchHandlers(index, topk).application(), host, port) as bound:
             shown = f"[{host}]" if ":" in host else host
             say(f"index       {index.description}\naddress     http://{shown}:{bound}/{PATH}")
             await asyncio.Event().wait()

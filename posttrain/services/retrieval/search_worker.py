@@ -1,6 +1,6 @@
 """The process that searches for all workers of a run. `posttrain.services.retriever` is at the other end.
 
-    run    -> process    a `Setup`, pickled; then lists of [number, query, k]
+    run    -> process    a `SearchSetup`, pickled; then lists of [number, query, k]
     process -> run       {"ready": identity} or {"failed": a line}; then {"number": n, "found": [[id, contents, score], ...]}
                          or {"number": n, "failed": a line} for each question
 
@@ -21,7 +21,7 @@ from posttrain.envs.play.worker_protocol import Frames, framed
 
 
 @dataclass(frozen=True)
-class Setup:
+class SearchSetup:
     folder: str  # of the index
 
 

@@ -22,7 +22,7 @@ from posttrain.core.protocols import Counting, Learner, Model, Paced
 from posttrain.core.types import Fate, UserError
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.models.native.linear import compute_apart
-from posttrain.system.worker_thread import Beside
+from posttrain.system.worker_thread import WorkerThread
 from posttrain.training.sources.collector import Collected, Collector, Mark
 from posttrain.training.sources.rollout_state import restored, stored
 
@@ -31,7 +31,7 @@ END_SECONDS = 10.0  # for the thread to notice that nobody waits for what it pla
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedStep:
     """A step that has been played."""
 
     number: int
@@ -43,7 +43,7 @@ class Played:
     work: Mapping[str, float]  # what the engine counted in it: see `engines.pace`
 
 
-class Stock:
+class StepQueue:
     """Steps that are played, or being played, and not learned from yet. All it remembers is in `state`."""
 
     def __init__(self, collector: Collector, groups: DynamicSampling | None, ahead: int, last: int) -> None:
@@ -51,13 +51,13 @@ class Stock:
         self.groups, self.ahead, self.last = groups, ahead, last
         self._learned = Mark()  # how far the collector was behind the last step that was learned from
         self._steps: deque[_Step] = deque()  # in order, the next one to learn from first
-        self._thread = Beside("playing", compute_apart) if ahead else None
+        self._thread = WorkerThread("playing", compute_apart) if ahead else None
         if self._thread is not None:
             player = replace(collector.player, unwanted=self._thread.left, world=collector.player.world.apart())
             collector = replace(collector, player=player)
         self.collector = collector
 
-    def take(self, number: int, learner: Learner) -> Played:
+    def take(self, number: int, learner: Learner) -> PlayedStep:
         """The rollouts of a step. Those that the weights as they are may sample are begun before it is waited for."""
         begun = [number + place for place in range(len(self._steps))]
         copied: Model | None = None
@@ -98,12 +98,12 @@ class Stock:
             self._thread.close(END_SECONDS)
 
     def _begin(self, number: int, weights: Model, version: int) -> None:
-        def play() -> Played:
+        def play() -> PlayedStep:
             return self._played(number, weights, version)
 
         self._steps.append(_Step(self._thread.call(play) if self._thread is not None else _made(play())))
 
-    def _played(self, number: int, weights: Model, version: int) -> Played:
+    def _played(self, number: int, weights: Model, version: int) -> PlayedStep:
         player, stats = self.collector.player, Stats()
         before, began = self._work(), time.perf_counter()
         player.engine.load(weights, version)
@@ -113,7 +113,7 @@ class Stock:
         seconds = {name: now - seconds[name] for name, now in self._waited().items()}
         seconds |= {"load": loaded - began, "play": time.perf_counter() - loaded}
         work = {name: now - before.get(name, 0.0) for name, now in self._work().items()}
-        return Played(number, self.collector.mark, collected, stats, seconds, self._counts(), work)
+        return PlayedStep(number, self.collector.mark, collected, stats, seconds, self._counts(), work)
 
     def _work(self) -> dict[str, float]:
         """What the engine has counted so far."""
@@ -133,23 +133,23 @@ class Stock:
         asked = {"services": player.services.waited} if player.services else {}
         return {"waiting": player.pool.waited, **asked}
 
-    def _restored(self, row: Mapping[str, Any]) -> Played:
+    def _restored(self, row: Mapping[str, Any]) -> PlayedStep:
         places = {str(group): int(place) for group, place in row["places"].items()}
         tasks = {group: self.collector.task_of(group, place) for group, place in places.items()}
         rollouts = [restored(rollout, tasks[rollout["group"]]) for rollout in row["rollouts"]]
         stats = Stats({name: (float(total), float(count)) for name, (total, count) in row["stats"].items()})
         left = {id(rollouts[place]): (Fate(fate), str(why)) for place, fate, why in row["left"]}
         collected = Collected(rollouts, [rollouts[place] for place in row["kept"]], left, places)
-        return Played(int(row["number"]), self.collector.restore(row["after"]), collected, stats, {}, {}, {})
+        return PlayedStep(int(row["number"]), self.collector.restore(row["after"]), collected, stats, {}, {}, {})
 
 
 @dataclass(frozen=True)
 class _Step:
     """A step that is being played, or has been. In a state it stands for its rollouts."""
 
-    result_of: Future[Played]
+    result_of: Future[PlayedStep]
 
-    def result(self) -> Played:
+    def result(self) -> PlayedStep:
         return self.result_of.result()
 
     def plain(self) -> dict[str, Any] | None:
@@ -170,7 +170,7 @@ class _Step:
         }
 
 
-def _made(played: Played) -> Future[Played]:
-    future: Future[Played] = Future()
+def _made(played: PlayedStep) -> Future[PlayedStep]:
+    future: Future[PlayedStep] = Future()
     future.set_result(played)
     return future

@@ -12,7 +12,7 @@ from posttrain.core.batch import Scores, Stats
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Completion, Fate, Rollout, StopReason, Task, UserError
 from posttrain.data.tasks import draw
-from posttrain.envs.play.branch_plan import Plan
+from posttrain.envs.play.branch_plan import BranchPlan
 from posttrain.envs.play.player import Episode, Player
 from posttrain.training.sources.length_filter import Placed, Prompts, TooLong
 from posttrain.training.sources.rollout_state import restored, stored
@@ -85,7 +85,7 @@ class Collector:
     too_long: TooLong | None = None  # takes note of prompts that do not fit; left out: the player alone sees to them
     parts: bool = False  # whether the named parts of rewards are compared, so that they too are signal
     rewarded: bool = True  # whether anything scores the replies
-    plan: Plan | None = None  # how the rollouts of a group branch
+    plan: BranchPlan | None = None  # how the rollouts of a group branch
     tokens: int = 0  # of each reply that a step samples at most; the rest comes in later ones. 0: all of it
     cursor: int = field(default=0, init=False)  # tasks drawn so far
     _open: dict[str, Open] = field(default_factory=dict, init=False)  # by group

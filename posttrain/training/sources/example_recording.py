@@ -1,6 +1,6 @@
 """Which given rows of a step are recorded, and the numbers of their tokens: demonstrations, and the responses of items.
 
-Nobody plays them, so the record has a sample of them, as many as `Recording` takes groups of a step that plays.
+Nobody plays them, so the record has a sample of them, as many as `TokenRecording` takes groups of a step that plays.
 
 n_i    scored tokens of a row: of all its transcripts
 """
@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.batch import Step
+from posttrain.core.batch import TrainingStep
 from posttrain.core.protocols import Learner
-from posttrain.core.token_probe import SCORE, Sink
+from posttrain.core.token_probe import SCORE, TokenSink
 from posttrain.core.types import Item, Outcome, PlayedTurn, Rollout, Task, Transcript
 from posttrain.data.tasks import ENDLESS
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.sources.example_stream import Made, X, steps_per_epoch
+from posttrain.training.sources.example_stream import ExampleStream, X, steps_per_epoch
 from posttrain.training.sources.model_outputs import view
 from posttrain.training.sources.packing import Read, readings
-from posttrain.training.sources.token_recording import Recording, on_cpu
+from posttrain.training.sources.token_recording import TokenRecording, on_cpu
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,23 +70,23 @@ class _Row:
 
 
 @dataclass
-class Showing:
+class ExampleRecording:
     """Chooses rows of each step, and gathers what its update leaves of them."""
 
-    recording: Recording
+    recording: TokenRecording
     learner: Learner
     tokens_per_microbatch: int
     read: Read = "next"  # else responses are scored, and there are no log-probabilities
     _rows: dict[int, _Row] = field(default_factory=dict)  # by their places in the step
-    _sink: Sink = field(default_factory=Sink)
+    _sink: TokenSink = field(default_factory=TokenSink)
     _places: dict[int, int] = field(default_factory=dict)  # place in [S] -> in the step
 
-    def choose(self, made: Made[X], rows: int, number: int, found: Sequence[tuple[int, X]]) -> list[Outcome]:
+    def choose(self, made: ExampleStream[X], rows: int, number: int, found: Sequence[tuple[int, X]]) -> list[Outcome]:
         """What is recorded of the rows of a step, whose places are given with them."""
         self._rows = {}
         if self.recording.level != "full" and number % EVERY != 1:
             return []
-        level = Recording("full" if self.recording.level == "full" else "sample", seed=self.recording.seed)
+        level = TokenRecording("full" if self.recording.level == "full" else "sample", seed=self.recording.seed)
         drawn = level.chosen(number, (str(place) for place, _ in found))
         epoch = (number - 1) // steps_per_epoch(made, rows)
         self._rows = {
@@ -96,12 +96,12 @@ class Showing:
         }
         return [outcome for row in self._rows.values() for outcome in row.outcomes]
 
-    def sink(self, order: Sequence[int]) -> Sink | None:
+    def sink(self, order: Sequence[int]) -> TokenSink | None:
         """Where the update leaves the numbers of these rows: `order[i]` is the place of the i-th in the step."""
         if self.recording.level == "tokens" and self.read == "next":
             return None
         self._places = {i: place for i, place in enumerate(order) if place in self._rows}
-        self._sink = Sink(frozenset(self._places))
+        self._sink = TokenSink(frozenset(self._places))
         return self._sink
 
     def note(self, name: str, values: Mapping[int, Tensor]) -> None:
@@ -110,7 +110,7 @@ class Showing:
         for place, own in zip(mine, on_cpu([values[place] for place in mine]), strict=True):
             self._rows[place].give(name, own)
 
-    def settle(self, step: Step) -> None:
+    def settle(self, step: TrainingStep) -> None:
         """Complete the outcomes of a step that has been learned from."""
         for i, columns in self._sink.settle().items():
             row = self._rows[self._places[i]]
@@ -126,13 +126,13 @@ class Showing:
             for row, values in zip(rows, on_cpu(after), strict=True):
                 row.give("after", values)
         skipped = self._sink.skipped
-        self._rows, self._places, self._sink = {}, {}, Sink()
+        self._rows, self._places, self._sink = {}, {}, TokenSink()
         if skipped:
             for outcome in step.outcomes:
                 outcome.numbers.pop("weight", None)  # nothing was moved with it
 
 
-def task_of(made: Made[Any], place: int) -> Task:
+def task_of(made: ExampleStream[Any], place: int) -> Task:
     """Rows without end are not read a second time: such a task has its place alone."""
     return made.tasks[place] if len(made) < ENDLESS else {"id": str(place)}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Generic, TypeVar
 
-from posttrain.core.batch import Stats, Step
+from posttrain.core.batch import Stats, TrainingStep
 from posttrain.core.types import Task, Transcript, UserError
 from posttrain.data.tasks import ENDLESS, draw, order
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -17,7 +17,7 @@ X = TypeVar("X")
 REMEMBERED = 1 << 21  # tokens: some 60 MB
 
 
-class Made(Sequence["X | None"], Generic[X]):
+class ExampleStream(Sequence["X | None"], Generic[X]):
     """Tasks as what is learned from, each made when it is asked for; None for one that is too long and skipped.
 
     Those that came first are remembered, `REMEMBERED` tokens of them: what is small is tokenised once.
@@ -98,7 +98,7 @@ class Made(Sequence["X | None"], Generic[X]):
 class Memoryless:
     """The half of a `Source` that a step's number decides alone: nothing is learned from what was learned."""
 
-    def learned(self, step: Step, stats: Stats) -> None:
+    def learned(self, step: TrainingStep, stats: Stats) -> None:
         pass
 
     def state(self) -> dict[str, Any]:
@@ -108,11 +108,11 @@ class Memoryless:
         pass
 
 
-def steps_per_epoch(made: Made[X], rows: int) -> int:
+def steps_per_epoch(made: ExampleStream[X], rows: int) -> int:
     return -(-len(made) // rows)
 
 
-def visited(made: Made[X], rows: int, seed: int, number: int) -> list[tuple[int, X]]:
+def visited(made: ExampleStream[X], rows: int, seed: int, number: int) -> list[tuple[int, X]]:
     """(place, what is made of it) of the rows of a step: `rows`, in a new order each epoch, the last step of it short.
 
     They follow from the number alone. Those that do not fit are missing; a step of which none fits has the next that does.
@@ -128,7 +128,7 @@ def visited(made: Made[X], rows: int, seed: int, number: int) -> list[tuple[int,
     return found
 
 
-def progress(made: Made[X], rows: int, number: int, stats: Stats) -> None:
+def progress(made: ExampleStream[X], rows: int, number: int, stats: Stats) -> None:
     """Note how far the run has come, and how many rows of the step did not fit."""
     epoch, part = divmod(number - 1, steps_per_epoch(made, rows))
     stats.add("epoch", epoch + (part + 1) / steps_per_epoch(made, rows))

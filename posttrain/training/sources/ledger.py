@@ -23,12 +23,12 @@ from posttrain.algorithms.credit import equal_rewards
 from posttrain.algorithms.filters import OverlongFilter
 from posttrain.algorithms.policy import Algorithm
 from posttrain.core.protocols import Learner
-from posttrain.core.token_probe import Sink
+from posttrain.core.token_probe import TokenSink
 from posttrain.core.types import Fate, Outcome, Rollout
 from posttrain.training.sources.credit_assignment import Credited
 from posttrain.training.sources.model_outputs import view
 from posttrain.training.sources.scoreboard import Left
-from posttrain.training.sources.token_recording import Recording, on_cpu
+from posttrain.training.sources.token_recording import TokenRecording, on_cpu
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -84,7 +84,7 @@ class _Account:
 class _Fed:
     """An update, and the accounts of the rollouts that its batches know by these places."""
 
-    sink: Sink
+    sink: TokenSink
     accounts: Mapping[int, _Account]
 
 
@@ -101,7 +101,7 @@ class Ledger:
     """Of one step."""
 
     def __init__(
-        self, row: Algorithm, number: int, played: Sequence[Rollout], left: Left, recording: Recording
+        self, row: Algorithm, number: int, played: Sequence[Rollout], left: Left, recording: TokenRecording
     ) -> None:
         """`left`: what became of rollouts before anything was credited."""
         self.row, self.number, self.recording = row, number, recording
@@ -194,7 +194,7 @@ class Ledger:
 
     # -- the updates ---------------------------------------------------------------------------------------------------
 
-    def feed(self, part: Credited, fed: Sequence[int], coefficients: Mapping[str, float]) -> Sink:
+    def feed(self, part: Credited, fed: Sequence[int], coefficients: Mapping[str, float]) -> TokenSink:
         """Note which rollouts the next update is given, by their places in `part`; where it leaves what it computes."""
         accounts = {i: self._account(part.rollouts[i]) for i in fed}
         number, warming = len(self._updates) + 1, coefficients.get("policy", 1.0) == 0
@@ -202,7 +202,7 @@ class Ledger:
             account.updates.append(number)
             if not account.moved or warming:
                 account.flags |= dict.fromkeys([WARMING] if warming else self._flags(part, i, coefficients))
-        sink = Sink(frozenset(i for i in fed if part.rollouts[i].group in self._chosen))
+        sink = TokenSink(frozenset(i for i in fed if part.rollouts[i].group in self._chosen))
         self._updates.append(_Fed(sink, accounts))
         return sink
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from posttrain.core.conversation import Conversation, Texts
+from posttrain.core.conversation import Conversation, TextEncoder
 from posttrain.core.pictures import PictureError
 from posttrain.core.types import Task, UserError
 from posttrain.data.tasks import ENDLESS
@@ -56,7 +56,7 @@ class Prompts:
     """Which of some tasks have a prompt that leaves room for a reply, or is cut until it does."""
 
     tasks: Placed
-    tokenizer: Texts
+    tokenizer: TextEncoder
     too_long: TooLong
 
     def fits(self, place: int) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from posttrain.core.token_probe import Sink
+    from posttrain.core.token_probe import TokenSink
 
     Integers = NDArray[np.int64]
 
@@ -191,7 +191,7 @@ def collate(
     taught: Sequence[Taught] = (),
     device: torch.device | str = "cpu",
     read: Read = "next",
-    sink: Sink | None = None,
+    sink: TokenSink | None = None,
 ) -> Batch:
     """One whole micro-batch of some rollouts, `index[i]` being the place of rollout i in the optimizer batch [S].
 

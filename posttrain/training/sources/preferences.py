@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithms.comparison_weights import Denominator
-from posttrain.algorithms.links import Link
+from posttrain.algorithms.links import PreferenceLink
 from posttrain.algorithms.preference import Preference
 from posttrain.algorithms.responses import Responses
-from posttrain.core.batch import Batch, Preferences, Stats, Step
+from posttrain.core.batch import Batch, Preferences, Stats, TrainingStep
 from posttrain.core.component import Need
 from posttrain.core.protocols import Learner, Source
 from posttrain.core.types import Comparison, Item, SpanKind, Task, Transcript, UserError
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.sources.example_recording import Showing
-from posttrain.training.sources.example_stream import Made, progress, steps_per_epoch, visited
+from posttrain.training.sources.example_recording import ExampleRecording
+from posttrain.training.sources.example_stream import ExampleStream, progress, steps_per_epoch, visited
 from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.packing import Read, collate, readings, split_microbatches
 from posttrain.training.sources.reference_cache import Reference, mismatched
 from posttrain.training.sources.sft_source import demonstrate
 
 
-class Items(Made[Item]):
+class PreferenceExamples(ExampleStream[Item]):
     """Tasks of `data.items` as items."""
 
     noun = "longest of prompt and response"
@@ -102,10 +102,10 @@ def last_alone(transcript: Transcript, without: Sequence[int] = ()) -> Transcrip
 
 
 @dataclass(frozen=True)
-class Told:
+class ComparisonTargets:
     """What is said of the responses of some items, as a link reads it."""
 
-    link: Link
+    link: PreferenceLink
     read: Read
     items: Sequence[Item]
     weights: list[list[float]]  # of each item: of its comparisons, or of its labels, in their order
@@ -144,11 +144,13 @@ class Told:
         )
 
     @staticmethod
-    def by(link: Link, denominator: Denominator, items: Sequence[Item], read: Read = "next") -> Told:
+    def by(
+        link: PreferenceLink, denominator: Denominator, items: Sequence[Item], read: Read = "next"
+    ) -> ComparisonTargets:
         """Weighed over all these items, which are those of an optimizer batch."""
         labels = [_labels(item, read) for item in items]
         if link.reads_labels:
-            return Told(link, read, items, denominator([[1.0] * len(own) for own in labels]), labels)
+            return ComparisonTargets(link, read, items, denominator([[1.0] * len(own) for own in labels]), labels)
         units = [link.units(item.comparisons) for item in items]
         shares, sizes = [], []
         for item, numbers in zip(items, units, strict=True):
@@ -161,7 +163,7 @@ class Told:
         spread = [
             [weights[i][size[number][0]] / size[number][1] for number in units[i]] for i, size in enumerate(sizes)
         ]
-        return Told(link, read, items, spread, labels)
+        return ComparisonTargets(link, read, items, spread, labels)
 
 
 def scores(transcript: Transcript, read: Read) -> int:
@@ -192,7 +194,7 @@ class Comparisons:
     implicit rewards, where a link subtracts it.
     """
 
-    items: Items
+    items: PreferenceExamples
     row: Preference
     learner: Learner
     rows: int
@@ -200,7 +202,7 @@ class Comparisons:
     seed: int
     reference: Reference | None = None
     rewards: tuple[float, float] = (0.0, 0.0)  # their sum and number so far
-    showing: Showing | None = None  # None: none of the rows is recorded
+    showing: ExampleRecording | None = None  # None: none of the rows is recorded
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -210,7 +212,7 @@ class Comparisons:
     def steps_per_epoch(self) -> int:
         return steps_per_epoch(self.items, self.rows)
 
-    def produce(self, number: int) -> Step:
+    def produce(self, number: int) -> TrainingStep:
         self.items.too_long.take()
         found = visited(self.items, self.rows, self.seed, number)
         stats = Stats()
@@ -218,14 +220,14 @@ class Comparisons:
         places, items = [place for place, _ in found], [item for _, item in found]
         shown = self.showing.choose(self.items, self.rows, number, found) if self.showing else []
         tokens = sum(item.n_scored for item in items)
-        return Step(number, [lambda: self._update(places, items)], stats, tokens, outcomes=shown)
+        return TrainingStep(number, [lambda: self._update(places, items)], stats, tokens, outcomes=shown)
 
     def batches(
         self,
         places: Sequence[int],
         items: Sequence[Item],
         coefficients: Mapping[str, float],
-        showing: Showing | None = None,
+        showing: ExampleRecording | None = None,
     ) -> list[Batch]:
         """Micro-batches of these items, their comparisons weighed over all of them; `places` among the rows.
 
@@ -235,7 +237,10 @@ class Comparisons:
             showing.note("reference", {i: self.reference.of(place) for i, place in enumerate(places)})
         by_size = sorted(range(len(items)), key=lambda i: max(map(len, items[i].responses)))
         items, places = [items[i] for i in by_size], [places[i] for i in by_size]
-        told, responses = Told.by(self.row.link, self.row.denominator, items), [item.responses for item in items]
+        told, responses = (
+            ComparisonTargets.by(self.row.link, self.row.denominator, items),
+            [item.responses for item in items],
+        )
         fields = {} if self.reference is None else {"ref_logp": [self.reference.of(place) for place in places]}
         if self.row.imitation is not None:
             fields["imitate"] = self._imitated(told)
@@ -280,7 +285,7 @@ class Comparisons:
             total += self.row.score(outputs, batch, responses, everyone, None).tolist()
         return max(0.0, math.fsum(total) / count) if count else 0.0
 
-    def _imitated(self, told: Told) -> list[Tensor]:
+    def _imitated(self, told: ComparisonTargets) -> list[Tensor]:
         """Of each item, [n]: the share of each of its tokens in the likelihood term."""
         assert self.row.imitation is not None
         good = [
@@ -304,7 +309,7 @@ class Comparisons:
             for i, item in enumerate(told.items)
         ]
 
-    def learned(self, step: Step, stats: Stats) -> None:
+    def learned(self, step: TrainingStep, stats: Stats) -> None:
         if self.showing is not None:
             self.showing.settle(step)
         if Need.SHIFT in self.row.needs:

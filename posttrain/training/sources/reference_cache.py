@@ -17,7 +17,7 @@ from torch import Tensor
 from posttrain.core.batch import Outputs, Packed
 from posttrain.core.types import Item, Transcript
 from posttrain.data.arrow_store import Arrays, digest, keep_arrays
-from posttrain.training.sources.example_stream import Made
+from posttrain.training.sources.example_stream import ExampleStream
 from posttrain.training.sources.packing import pack, prompt_length, split_microbatches
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Reference:
 
 
 def refer(
-    items: Made[Item],
+    items: ExampleStream[Item],
     places: Sequence[int],
     weights: str,
     evaluate: Evaluate,
@@ -81,7 +81,7 @@ def refer(
     return Reference(places, keep_arrays(name, find))
 
 
-def mismatched(items: Made[Item], place: int) -> list[Transcript]:
+def mismatched(items: ExampleStream[Item], place: int) -> list[Transcript]:
     """For each response of an item, its prompt with a response of the next item that has another one; [] if none has."""
     item = items[place]
     assert item is not None
@@ -95,23 +95,23 @@ def mismatched(items: Made[Item], place: int) -> list[Transcript]:
     return []
 
 
-def _joined(prompt: list[int], response: Transcript, items: Made[Item]) -> Transcript:
+def _joined(prompt: list[int], response: Transcript, items: ExampleStream[Item]) -> Transcript:
     found = Transcript()
     found.observe(prompt)
     found.imitate(response.tokens[prompt_length(response) :][: max(1, items.too_long.context - len(prompt))])
     return found
 
 
-def _own(items: Made[Item], place: int) -> Sequence[Transcript]:
+def _own(items: ExampleStream[Item], place: int) -> Sequence[Transcript]:
     item = items[place]
     assert item is not None
     return item.responses
 
 
 def _all(
-    items: Made[Item],
+    items: ExampleStream[Item],
     places: Sequence[int],
-    of: Callable[[Made[Item], int], Sequence[Transcript]],
+    of: Callable[[ExampleStream[Item], int], Sequence[Transcript]],
     evaluate: Evaluate,
     tokens_per_microbatch: int,
     device: torch.device,
@@ -133,7 +133,9 @@ def _all(
     return found
 
 
-def _of_tokens(items: Made[Item], places: Sequence[int], of: Callable[[Made[Item], int], Sequence[Transcript]]) -> str:
+def _of_tokens(
+    items: ExampleStream[Item], places: Sequence[int], of: Callable[[ExampleStream[Item], int], Sequence[Transcript]]
+) -> str:
     found = hashlib.blake2b(digest_size=16)
     for place in places:
         for transcript in of(items, place):

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from posttrain.core.messages import clip
 from posttrain.core.types import Transcript, UserError
-from posttrain.system.endpoint import Endpoint, Failed, key_in
+from posttrain.system.endpoint import Endpoint, EndpointFailure, key_in
 from posttrain.training.sources.packing import needed_length
-from posttrain.training.sources.teacher_targets import Remote
+from posttrain.training.sources.teacher_targets import RemoteTeacherClient
 
 KEY = "OPENAI_API_KEY"
 AT_ONCE = 16  # requests in the air
@@ -33,7 +33,7 @@ class Decodes(Protocol):
 
 
 class RemoteTeacher:
-    """See `posttrain.training.sources.teacher_targets.Remote`. "http://host:8000/v1", or "...#MODEL" where it serves several.
+    """See `posttrain.training.sources.teacher_targets.RemoteTeacherClient`. "http://host:8000/v1", or "...#MODEL" where it serves several.
 
     The key in OPENAI_API_KEY is sent along, if there is one. What an endpoint says need not be the same to the last bit
     when it is asked again, so a resumed run is exact only as far as the endpoint is.
@@ -53,7 +53,7 @@ class RemoteTeacher:
         self._endpoint.close()
 
     def logp(self, transcripts: Sequence[Transcript]) -> list[Tensor]:
-        """See `Remote`. Raises UserError if the endpoint fails for good, or answers something else."""
+        """See `RemoteTeacherClient`. Raises UserError if the endpoint fails for good, or answers something else."""
         return self._endpoint.wait_for_all([self._of_transcript(transcript) for transcript in transcripts])
 
     def check(self, tokens: Sequence[int], tokenizer: Decodes) -> None:
@@ -118,7 +118,7 @@ class RemoteTeacher:
             )
         return names[0]
 
-    def _refuse(self, failed: Failed) -> NoReturn:
+    def _refuse(self, failed: EndpointFailure) -> NoReturn:
         if failed.rubbish:
             raise self._strange(failed.reason)
         way = failed.way(f"look at the environment variable {KEY}", "its address and model")
@@ -131,20 +131,20 @@ class RemoteTeacher:
         )
 
 
-def _first_choice(message: Any) -> dict[str, Any] | Failed:
+def _first_choice(message: Any) -> dict[str, Any] | EndpointFailure:
     try:
         return dict(message["choices"][0])
     except (LookupError, TypeError, ValueError):
-        return Failed(f"an answer without choices: {clip(str(message))}", rubbish=True)
+        return EndpointFailure(f"an answer without choices: {clip(str(message))}", rubbish=True)
 
 
-def _names(message: Any) -> list[str] | Failed:
+def _names(message: Any) -> list[str] | EndpointFailure:
     """The models that an endpoint serves."""
     try:
         return [str(model["id"]) for model in message["data"]]
     except (LookupError, TypeError):
-        return Failed(f"no list of models: {clip(str(message))}", rubbish=True)
+        return EndpointFailure(f"no list of models: {clip(str(message))}", rubbish=True)
 
 
 if TYPE_CHECKING:
-    _proof: Callable[..., Remote] = RemoteTeacher
+    _proof: Callable[..., RemoteTeacherClient] = RemoteTeacher

@@ -9,53 +9,55 @@ from typing import TYPE_CHECKING
 import torch
 
 from posttrain.algorithms.reward_model_table import Scoring
-from posttrain.core.batch import Batch, Stats, Step
+from posttrain.core.batch import Batch, Stats, TrainingStep
 from posttrain.core.protocols import Source
 from posttrain.core.types import Item
-from posttrain.training.sources.example_recording import Showing
+from posttrain.training.sources.example_recording import ExampleRecording
 from posttrain.training.sources.example_stream import Memoryless, progress, steps_per_epoch, visited
 from posttrain.training.sources.packing import Read, collate, split_microbatches
-from posttrain.training.sources.preferences import Items, Told
+from posttrain.training.sources.preferences import ComparisonTargets, PreferenceExamples
 
 
 @dataclass(frozen=True)
-class Judgements(Memoryless):
+class RewardExamples(Memoryless):
     """See `posttrain.core.protocols.Source`: `rows` items a step, one optimizer update each."""
 
-    items: Items
+    items: PreferenceExamples
     row: Scoring
     rows: int
     tokens_per_microbatch: int
     seed: int
     device: torch.device
     read: Read = "last"
-    showing: Showing | None = None  # None: none of the rows is recorded
+    showing: ExampleRecording | None = None  # None: none of the rows is recorded
 
     @property
     def steps_per_epoch(self) -> int:
         return steps_per_epoch(self.items, self.rows)
 
-    def produce(self, number: int) -> Step:
+    def produce(self, number: int) -> TrainingStep:
         self.items.too_long.take()
         found = visited(self.items, self.rows, self.seed, number)
         items, stats = [item for _, item in found], Stats()
         progress(self.items, self.rows, number, stats)
         shown = self.showing.choose(self.items, self.rows, number, found) if self.showing else []
         tokens = sum(item.n_scored for item in items)
-        return Step(number, [lambda: [b for _, b in self.batches(items, self.showing)]], stats, tokens, outcomes=shown)
+        return TrainingStep(
+            number, [lambda: [b for _, b in self.batches(items, self.showing)]], stats, tokens, outcomes=shown
+        )
 
-    def learned(self, step: Step, stats: Stats) -> None:
+    def learned(self, step: TrainingStep, stats: Stats) -> None:
         if self.showing is not None:
             self.showing.settle(step)
 
-    def batches(self, items: Sequence[Item], showing: Showing | None = None) -> list[tuple[list[int], Batch]]:
+    def batches(self, items: Sequence[Item], showing: ExampleRecording | None = None) -> list[tuple[list[int], Batch]]:
         """(places among these items, micro-batch): their comparisons weighed over all of them.
 
         `showing`: who records some of them.
         """
         by_size = sorted(range(len(items)), key=lambda i: max(map(len, items[i].responses)))
         ordered = [items[i] for i in by_size]
-        told = Told.by(self.row.link, self.row.denominator, ordered, self.read)
+        told = ComparisonTargets.by(self.row.link, self.row.denominator, ordered, self.read)
         responses = [item.responses for item in ordered]
         nothing = torch.zeros(len(items))
         sink = showing.sink(by_size) if showing is not None else None
@@ -77,4 +79,4 @@ class Judgements(Memoryless):
 
 
 if TYPE_CHECKING:
-    _proof: Callable[..., Source] = Judgements
+    _proof: Callable[..., Source] = RewardExamples

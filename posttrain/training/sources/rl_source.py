@@ -16,12 +16,12 @@ import torch
 
 from posttrain.algorithms.penalty import KL
 from posttrain.algorithms.policy import Algorithm
-from posttrain.core.batch import Stats, Step
+from posttrain.core.batch import Stats, TrainingStep
 from posttrain.core.component import Need
 from posttrain.core.protocols import Learner, Source
 from posttrain.core.types import Fate, Rollout, Transcript
 from posttrain.envs.play.player import Player
-from posttrain.training.sources.async_rollouts import Stock
+from posttrain.training.sources.async_rollouts import StepQueue
 from posttrain.training.sources.collector import Collector, Size
 from posttrain.training.sources.credit_assignment import Credited, credit
 from posttrain.training.sources.ledger import Ledger
@@ -30,10 +30,10 @@ from posttrain.training.sources.minibatches import Minibatches
 from posttrain.training.sources.model_outputs import view
 from posttrain.training.sources.replay_buffer import ReplayBuffer
 from posttrain.training.sources.teacher_targets import UNREADABLE, Teachers
-from posttrain.training.sources.token_recording import SAMPLE, Recording
+from posttrain.training.sources.token_recording import SAMPLE, TokenRecording
 
 
-class Experience:
+class RLSource:
     """See `posttrain.core.protocols.Source`.
 
     Seeds follow from the step's number. What is remembered: the place in the endless order of tasks, coefficients that
@@ -57,7 +57,7 @@ class Experience:
         ahead: int = 0,
         last: int = 0,
         tokens_per_step: int = 0,
-        recording: Recording = SAMPLE,
+        recording: TokenRecording = SAMPLE,
     ) -> None:
         """`success`: rewards from it on are successes; `texts`: what a row with a pretraining term imitates.
 
@@ -73,7 +73,7 @@ class Experience:
         parts = Need.PARTS in algorithm.needs
         plan = algorithm.branching.plan(learner.weights().config.vocab) if algorithm.branching else None
         collector = Collector(tasks, player, size, seed, success, too_long, parts, rewarded, plan, tokens_per_step)
-        self.stock = Stock(collector, algorithm.sampling, ahead, last)
+        self.stock = StepQueue(collector, algorithm.sampling, ahead, last)
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.teachers = teachers
         self.minibatches = Minibatches(algorithm, learner, size, seed, success, texts, self.buffer, teachers)
@@ -85,7 +85,7 @@ class Experience:
         self._watched: Credited | None = None
         self._ledger: Ledger | None = None
 
-    def produce(self, number: int) -> Step:
+    def produce(self, number: int) -> TrainingStep:
         row = self.algorithm
         played, began = self.stock.take(number, self.learner), time.perf_counter()
         collected, stats = played.collected, Stats(played.stats)
@@ -111,7 +111,7 @@ class Experience:
         updates = self.minibatches.updates(number, credited, self.coefficients, ledger)
         sampled = sum(r.n_own for r in collected.played)
         seconds = {**played.seconds, "credit": time.perf_counter() - began}
-        return Step(
+        return TrainingStep(
             number, updates, stats, sampled, collected.played, seconds=seconds, counts=played.counts, work=played.work
         )
 
@@ -123,7 +123,7 @@ class Experience:
             stats.add("staleness", sum(age * length for age, length in ages), sum(length for _, length in ages))
             stats.add("staleness/max", max(age for age, _ in ages))
 
-    def learned(self, step: Step, stats: Stats) -> None:
+    def learned(self, step: TrainingStep, stats: Stats) -> None:
         """Let what changes from step to step do so, coefficients and the reference; and close the step's account."""
         if stats.get("sampler/ratio", (0.0, 0.0))[1]:
             # Effective sample size, as a share: (sum c)^2 / (N sum c^2), c the learner's probability over the engine's.
@@ -139,7 +139,7 @@ class Experience:
             step.outcomes[:] = self._ledger.outcomes()
             self._ledger = None
 
-    def _steer(self, step: Step, stats: Stats) -> None:
+    def _steer(self, step: TrainingStep, stats: Stats) -> None:
         """Move the coefficients of KL and entropy by what was measured in this step."""
         kl, entropy = self.algorithm.kl, self.algorithm.entropy
         if kl is not None and kl.control is not None and self._watched is not None:
@@ -183,4 +183,4 @@ def _sampler_logp(rollout: Rollout) -> Any:
 
 
 if TYPE_CHECKING:
-    _proof: Callable[..., Source] = Experience
+    _proof: Callable[..., Source] = RLSource

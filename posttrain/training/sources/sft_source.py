@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from posttrain.core.batch import Batch, Outputs, Stats, Step
+from posttrain.core.batch import Batch, Outputs, Stats, TrainingStep
 from posttrain.core.pictures import digests
 from posttrain.core.protocols import Objective, Source
 from posttrain.core.types import Media, Task, ToolCall, Transcript, UserError
@@ -21,13 +21,13 @@ from posttrain.data.tasks_from_rows import is_script
 from posttrain.envs.play.env_outputs import read_schema
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.demonstrations import Enact, cut, stored
-from posttrain.training.sources.example_recording import Showing
-from posttrain.training.sources.example_stream import Made, Memoryless, progress, steps_per_epoch, visited
+from posttrain.training.sources.example_recording import ExampleRecording
+from posttrain.training.sources.example_stream import ExampleStream, Memoryless, progress, steps_per_epoch, visited
 from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.packing import collate, split_microbatches
 
 
-class Likelihood:
+class LikelihoodObjective:
     """Negative log-likelihood of the scored tokens, each weighing 1 / tokens of the optimizer batch."""
 
     wants: frozenset[str] = frozenset()
@@ -148,7 +148,7 @@ def _answered(task: Task) -> bool:
     return "messages" in task and bool(task["messages"][-1]["role"] == "assistant")
 
 
-class Transcripts(Made[Sequence[Transcript]]):
+class Transcripts(ExampleStream[Sequence[Transcript]]):
     """Demonstrations as transcripts: one, or those of an episode's contexts."""
 
     noun = "demonstration"
@@ -214,26 +214,28 @@ class Demonstrations(Memoryless):
     tokens_per_microbatch: int
     seed: int
     device: torch.device
-    showing: Showing | None = None  # None: none of the rows is recorded
+    showing: ExampleRecording | None = None  # None: none of the rows is recorded
 
     @property
     def steps_per_epoch(self) -> int:
         return steps_per_epoch(self.transcripts, self.rows)
 
-    def produce(self, number: int) -> Step:
+    def produce(self, number: int) -> TrainingStep:
         self.transcripts.too_long.take()
         found = visited(self.transcripts, self.rows, self.seed, number)
         rows, stats = [transcripts for _, transcripts in found], Stats()
         progress(self.transcripts, self.rows, number, stats)
         shown = self.showing.choose(self.transcripts, self.rows, number, found) if self.showing else []
         tokens = sum(t.n_scored for row in rows for t in row)
-        return Step(number, [lambda: self.batches(rows, self.showing)], stats, tokens, outcomes=shown)
+        return TrainingStep(number, [lambda: self.batches(rows, self.showing)], stats, tokens, outcomes=shown)
 
-    def learned(self, step: Step, stats: Stats) -> None:
+    def learned(self, step: TrainingStep, stats: Stats) -> None:
         if self.showing is not None:
             self.showing.settle(step)
 
-    def batches(self, demonstrations: Sequence[Sequence[Transcript]], showing: Showing | None = None) -> list[Batch]:
+    def batches(
+        self, demonstrations: Sequence[Sequence[Transcript]], showing: ExampleRecording | None = None
+    ) -> list[Batch]:
         """Micro-batches of these rows, every scored token weighing 1 / (scored tokens of all of them).
 
         `showing`: who records some of them.
@@ -250,4 +252,4 @@ class Demonstrations(Memoryless):
 
 if TYPE_CHECKING:
     _proof: Callable[..., Source] = Demonstrations
-    _objective: Callable[..., Objective] = Likelihood
+    _objective: Callable[..., Objective] = LikelihoodObjective

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import Stats
-from posttrain.core.conversation import Conversation, Texts
+from posttrain.core.conversation import Conversation, TextEncoder
 from posttrain.core.protocols import Learner
 from posttrain.core.types import Rollout, Task, Transcript, Turn, UserError
 from posttrain.training.sources.model_outputs import by_rollout, packs, view
@@ -24,7 +24,7 @@ TEACHER, NAMED = "teacher", "teacher:{}"
 """What the learner calls the teacher of all tasks, and one that tasks choose by its name."""
 
 
-class Remote(Protocol):
+class RemoteTeacherClient(Protocol):
     """A teacher that is not held here, and says log-probabilities alone."""
 
     def logp(self, transcripts: Sequence[Transcript]) -> list[Tensor]:
@@ -36,9 +36,9 @@ class Remote(Protocol):
 class Teachers:
     """The teachers of a run. A task may choose one ("teacher") and have it read another prompt ("teacher_prompt")."""
 
-    tokenizer: Texts
+    tokenizer: TextEncoder
     contexts: Mapping[str, int]  # tokens that each teacher held by the learner reads at most, by its name there
-    remote: Mapping[str, Remote] = field(default_factory=dict)  # the others
+    remote: Mapping[str, RemoteTeacherClient] = field(default_factory=dict)  # the others
     choose: bool = False  # whether tasks choose
 
     def name(self, task: Task) -> str:

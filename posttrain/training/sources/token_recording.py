@@ -24,7 +24,7 @@ GROUPS = 8
 
 
 @dataclass(frozen=True)
-class Recording:
+class TokenRecording:
     """What is asked for."""
 
     level: Literal["full", "sample", "tokens"] = "sample"
@@ -54,7 +54,7 @@ class Recording:
         return [f"recorded besides: {'; '.join(found)}"] if found else []
 
 
-SAMPLE = Recording()
+SAMPLE = TokenRecording()
 
 
 def on_cpu(columns: Sequence[Tensor]) -> list[NDArray[np.float32]]:

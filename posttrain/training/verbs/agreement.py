@@ -27,7 +27,7 @@ Counts = NDArray[np.float64]  # [prompts, 3, 3]: by verdict of the first (better
 
 
 @dataclass(frozen=True)
-class Figure:
+class AgreementEstimate:
     """A mean with its 95% interval; not a number where there is nothing to divide by."""
 
     mean: float
@@ -47,11 +47,11 @@ class Agreement:
     prompts: int
     comparisons: int
     ties: tuple[int, int]  # of each
-    raw: Figure  # share of equal verdicts, a tie being one
-    kappa: Figure
+    raw: AgreementEstimate  # share of equal verdicts, a tie being one
+    kappa: AgreementEstimate
     decided: int  # comparisons that neither called a tie
-    raw_decided: Figure
-    kappa_decided: Figure
+    raw_decided: AgreementEstimate
+    kappa_decided: AgreementEstimate
 
     def lines(self) -> list[str]:
         return [
@@ -101,12 +101,12 @@ def measured(counts: Counts) -> Agreement:
     """The figures of these counts."""
     whole, decided = counts.sum(0), counts[:, :2, :2]
 
-    def figure(of: Callable[[Counts], float], tables: Counts) -> Figure:
+    def figure(of: Callable[[Counts], float], tables: Counts) -> AgreementEstimate:
         def resampled(totals: Counts) -> Counts:
             return np.array([of(total.reshape(tables.shape[1:])) for total in totals])
 
         low, high = clustered_interval(tables.reshape(len(tables), -1), resampled)
-        return Figure(of(tables.sum(0)), low, high)
+        return AgreementEstimate(of(tables.sum(0)), low, high)
 
     return Agreement(
         prompts=len(counts),

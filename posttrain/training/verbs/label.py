@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelSummary:
     """What was written."""
 
     path: Path | None  # the labels; None: the items had them
@@ -46,7 +46,7 @@ class Labelled:
     notes: tuple[str, ...] = ()
 
 
-def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None) -> Labelled:
+def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None) -> LabelSummary:
     """Write labels, and what is made of them. `rows`, `env`: as in `posttrain.label`, instead of the names in the options.
 
     Raises UserError for a mistake of the caller's.
@@ -59,7 +59,7 @@ def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None
     tasks = load_items(config, rows, with_labels=not by_service)
     if not by_service and not config.flip:
         best, pairs = derive(config, tasks)
-        return Labelled(None, len(tasks), best, pairs)
+        return LabelSummary(None, len(tasks), best, pairs)
     with ExitStack() as opened:
         labeller = opened.enter_context(_Labeller(config, env)) if by_service else None
         lines = opened.enter_context(
@@ -72,7 +72,7 @@ def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None
             lines.write([flip(row, config.flip, config.seed) if config.flip else row for row in found])
         notes = [*(counted(labeller.services) if labeller is not None else ()), *_told(lines)]
         best, pairs = derive(config, lines)
-        return Labelled(lines.path, lines.count, best, pairs, tuple(notes))
+        return LabelSummary(lines.path, lines.count, best, pairs, tuple(notes))
 
 
 def load_items(config: Label, rows: Any, with_labels: bool) -> Tasks:

@@ -37,7 +37,7 @@ from posttrain.training.setup import (
     watch_lengths,
 )
 from posttrain.training.sources.example_stream import visited
-from posttrain.training.sources.preferences import Comparisons, Items
+from posttrain.training.sources.preferences import Comparisons, PreferenceExamples
 from posttrain.training.sources.reference_cache import Reference, refer
 from posttrain.training.trainer import Run, Trainer
 
@@ -83,8 +83,8 @@ def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
     mind_unknown(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
-    def made(tasks: Tasks | Stream) -> Items:
-        return Items(tasks, tokenizer, end_tokens(model, tokenizer), model.config.vocab, too_long)
+    def made(tasks: Tasks | Stream) -> PreferenceExamples:
+        return PreferenceExamples(tasks, tokenizer, end_tokens(model, tokenizer), model.config.vocab, too_long)
 
     items, unseen = made(train_tasks), made(held_out) if held_out else None
     check(items, unseen)
@@ -104,7 +104,7 @@ def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
     return trainer.run(objective, lines, describe(row))
 
 
-def _places(items: Items, config: Prefer, steps: int) -> list[int]:
+def _places(items: PreferenceExamples, config: Prefer, steps: int) -> list[int]:
     """Every row that the run will visit, in ascending order."""
     epochs = min(steps, -(-len(items) // config.rows))
     return sorted(
@@ -119,7 +119,7 @@ class _Reference:
         self.run, self.row, self.learner, self.device = run, row, learner, device
         self._own: LocalLearner | None = None
 
-    def of(self, items: Items, places: Sequence[int], drift: bool = False) -> Reference | None:
+    def of(self, items: PreferenceExamples, places: Sequence[int], drift: bool = False) -> Reference | None:
         if Need.REFERENCE not in self.row.needs:
             return None
         config = self.run.config
@@ -153,7 +153,7 @@ class _Evaluated:
     """Measures on held-out items: accuracy, margin, and how likely both sides are."""
 
     def __init__(
-        self, source: Comparisons, items: Items, reference: _Reference, objective: PreferenceObjective
+        self, source: Comparisons, items: PreferenceExamples, reference: _Reference, objective: PreferenceObjective
     ) -> None:
         self.places = [place for place in range(len(items)) if items[place] is not None]
         known = reference.of(items, self.places)

@@ -17,7 +17,7 @@ from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError
 from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.models.reward_model import RewardModel, Shape, load_reward_model, new_reward_model, settle
+from posttrain.models.reward_model import RewardModel, ScoreShape, load_reward_model, new_reward_model, settle
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_files import REPORT, json_document, replace, writing
 from posttrain.runs.run_folder import RunFolder, begin
@@ -34,8 +34,8 @@ from posttrain.training.setup import (
     watch_lengths,
 )
 from posttrain.training.sources.packing import Read
-from posttrain.training.sources.preferences import Items
-from posttrain.training.sources.reward_examples import Judgements
+from posttrain.training.sources.preferences import PreferenceExamples
+from posttrain.training.sources.reward_examples import RewardExamples
 from posttrain.training.trainer import Run, Trainer
 
 
@@ -58,13 +58,13 @@ def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
 
     must_end(config, train_tasks)
     mind(train_tasks[0])
-    shape = Shape(config.pooling, config.head)
+    shape = ScoreShape(config.pooling, config.head)
     model, tokenizer = _started(run, shape, device)
     mind_unknown(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
-    def made(tasks: Tasks | Stream) -> Items:
-        return Items(tasks, tokenizer, model.eos_ids, model.config.vocab, too_long, mind)
+    def made(tasks: Tasks | Stream) -> PreferenceExamples:
+        return PreferenceExamples(tasks, tokenizer, model.eos_ids, model.config.vocab, too_long, mind)
 
     items, read = made(train_tasks), _read(shape)
     unseen = made(held_out) if held_out else None
@@ -73,7 +73,7 @@ def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
     learner = new_learner(config, model, optimization(config, steps), run.world)
     tokens = microbatch_tokens(config, device)
     shown = showing(config, learner, tokens, read)
-    source = Judgements(items, row, config.rows, tokens, config.seed, device, read, shown)
+    source = RewardExamples(items, row, config.rows, tokens, config.seed, device, read, shown)
     objective = ScoringObjective(row, mean=shape.pooling == "mean")
     scored = Scored(source, unseen, learner, objective, model)
     said = sizes(config, model, (train_tasks, held_out), steps, "prompts", device)
@@ -89,7 +89,7 @@ def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
     return ended
 
 
-def _started(run: RunFolder[RewardModelling], shape: Shape, device: Any) -> tuple[RewardModel, Tokenizer]:
+def _started(run: RunFolder[RewardModelling], shape: ScoreShape, device: Any) -> tuple[RewardModel, Tokenizer]:
     """The model, new or of a checkpoint, and a tokenizer whose padding never looks like the end of a reply."""
     folder = run.checkpoint or run.start
     assert folder
@@ -103,7 +103,7 @@ def _started(run: RunFolder[RewardModelling], shape: Shape, device: Any) -> tupl
     return model, tokenizer
 
 
-def _read(shape: Shape) -> Read:
+def _read(shape: ScoreShape) -> Read:
     return "each" if shape.pooling == "mean" else "last"
 
 

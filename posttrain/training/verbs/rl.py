@@ -25,7 +25,7 @@ from posttrain.core.types import Outcome, Rollout, Task, UserError
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, to_tasks
 from posttrain.engines.open_engine import open_engine
-from posttrain.engines.pool.engine_pool import Pool
+from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.replicas import Many
 from posttrain.envs.builtin import unscored
 from posttrain.envs.load import is_generator_env, load_env, success_of
@@ -39,7 +39,7 @@ from posttrain.runs.run_folder import RunFolder, begin
 from posttrain.training.adjust import adjust
 from posttrain.training.distributed_setup import together
 from posttrain.training.open_learner import new_learner, policy, reference, replay_experts
-from posttrain.training.open_teachers import Staff, load_teachers
+from posttrain.training.open_teachers import OpenTeachers, load_teachers
 from posttrain.training.playground import open_playground
 from posttrain.training.setup import (
     amount,
@@ -57,9 +57,9 @@ from posttrain.training.setup import (
 )
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.length_filter import Prompts, TooLong
-from posttrain.training.sources.rl_source import Experience
+from posttrain.training.sources.rl_source import RLSource
 from posttrain.training.sources.sft_source import Transcripts
-from posttrain.training.sources.token_recording import Recording
+from posttrain.training.sources.token_recording import TokenRecording
 from posttrain.training.trainer import Run, Trainer
 from posttrain.training.verbs.evaluate import measured, repeated
 
@@ -105,8 +105,8 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
         learner = _learner(config, algorithm, model, start, staff, run.world)
         engine = opened.enter_context(closing(_engine(run, model, tokenizer)))
         player = ground.player(engine, tokenizer, model.config.context)
-        recording = Recording(config.record, config.record_after, config.seed)
-        source = Experience(
+        recording = TokenRecording(config.record, config.record_after, config.seed)
+        source = RLSource(
             tasks=train_tasks,
             player=player,
             learner=learner,
@@ -146,7 +146,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
         sizes += staff.lines if staff else []
         trainer = Trainer(run, learner, source, tokenizer, measure if played else None, config.steps)
         too_long.say = trainer.display.note
-        if isinstance(engine, Pool):
+        if isinstance(engine, EnginePool):
             engine.say = trainer.display.note
         return trainer.run(policy_objective(algorithm), sizes, describe(algorithm))
 
@@ -174,7 +174,7 @@ def _tasks(config: RL, rows: Any, env: Callable[..., Any] | None) -> tuple[Tasks
 
 
 def _learner(
-    config: RL, algorithm: Algorithm, model: Model, start: Path, staff: Staff | None, world: World
+    config: RL, algorithm: Algorithm, model: Model, start: Path, staff: OpenTeachers | None, world: World
 ) -> LocalLearner:
     """The learner with what the row needs beside the policy."""
     others = dict(staff.models) if staff else {}

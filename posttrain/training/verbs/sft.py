@@ -43,7 +43,7 @@ from posttrain.training.setup import (
     watch_lengths,
 )
 from posttrain.training.sources.demonstrations import Enact, enacted_texts, enacting
-from posttrain.training.sources.sft_source import Demonstrations, Likelihood, Transcripts
+from posttrain.training.sources.sft_source import Demonstrations, LikelihoodObjective, Transcripts
 from posttrain.training.trainer import Run, Trainer
 
 EVALUATED = 1000  # held-out rows whose transcripts are made at once
@@ -108,7 +108,7 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
     trainer = Trainer(run, learner, source, tokenizer, measure if unseen else None, steps)
     too_long.say = trainer.display.note
-    ended = trainer.run(Likelihood(), sizes(config, model, (tasks, held_out), steps, "rows", device), lines)
+    ended = trainer.run(LikelihoodObjective(), sizes(config, model, (tasks, held_out), steps, "rows", device), lines)
     if made.kept and not config.quiet:
         print(made.kept)
     return ended

@@ -74,7 +74,7 @@ class Attention:
 
 
 @_structure
-class Linear:
+class CLinear:
     """Packed weights, of packed_gemm.h."""
 
     weight: Pointer
@@ -83,24 +83,24 @@ class Linear:
     panels: Int64
 
 
-NO_LINEAR = Linear(weight=None, bias=None, inputs=0, panels=0)
+NO_LINEAR = CLinear(weight=None, bias=None, inputs=0, panels=0)
 
 
 @_structure
-class Layer:
+class CLayer:
     """Of decode.c."""
 
     attention_norm: Pointer
     mlp_norm: Pointer
     qk_norm: Pointer
-    qkv: Linear
-    o: Linear
-    gate_up: Linear
-    down: Linear
+    qkv: CLinear
+    o: CLinear
+    gate_up: CLinear
+    down: CLinear
 
 
 @_structure
-class Model:
+class CModel:
     """Of decode.c."""
 
     layers: Int64
@@ -114,11 +114,11 @@ class Model:
     layer: Pointer
     embedding: Pointer
     norm: Pointer
-    head: Linear
+    head: CLinear
 
 
 @_structure
-class Step:
+class CStep:
     """Of decode.c."""
 
     rows: Int64
@@ -294,7 +294,7 @@ class DecodeLibrary:
     """Decoding steps of the embedded engine."""
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
-        for name, declared in (("linear", Linear), ("layer", Layer), ("model", Model), ("step", Step)):
+        for name, declared in (("linear", CLinear), ("layer", CLayer), ("model", CModel), ("step", CStep)):
             check(loaded, name, declared)
         self._run = _function(loaded, "decode", None, _pointer, _pointer)
         self._phases = _function(loaded, "decode_phases", _int64, _pointer)
@@ -306,21 +306,21 @@ class DecodeLibrary:
         self.bf16: bool = bool(_function(loaded, "decode_bf16", _int)())
         """Whether there are products in bfloat16."""
 
-    def phases(self, model: Model) -> int:
+    def phases(self, model: CModel) -> int:
         """How many counters a step of this model needs."""
         return int(self._phases(ctypes.byref(_any(model))))
 
-    def scratch(self, model: Model, visible: int) -> int:
+    def scratch(self, model: CModel, visible: int) -> int:
         """Numbers of scratch that a thread needs for requests that see so many tokens."""
         return int(self._scratch(ctypes.byref(_any(model)), visible))
 
-    def run(self, model: Model, step: Step) -> None:
+    def run(self, model: CModel, step: CStep) -> None:
         self._run(ctypes.byref(_any(model)), ctypes.byref(_any(step)))
 
 
-def array_of(layers: list[Layer]) -> tuple[Any, int]:
-    """The layers side by side, as `Model.layer` points to them: (what holds them, its address)."""
-    array = (_any(Layer) * len(layers))(*layers)
+def array_of(layers: list[CLayer]) -> tuple[Any, int]:
+    """The layers side by side, as `CModel.layer` points to them: (what holds them, its address)."""
+    array = (_any(CLayer) * len(layers))(*layers)
     return array, ctypes.addressof(array)
 
 

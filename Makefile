@@ -82,14 +82,14 @@ golden: .venv/ready
 	$(BIN)/python tools/golden.py --base $(BASE)
 
 check: .venv/ready
-	$(BIN)/ruff format --check posttrain tests tools examples recipes benchmarks
-	$(BIN)/ruff check posttrain tests tools examples recipes benchmarks
+	$(BIN)/ruff format --check posttrain experiments tests tools examples recipes benchmarks
+	$(BIN)/ruff check posttrain experiments tests tools examples recipes benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests -m "not slow and not long" -n 2
 
 format: .venv/ready
-	$(BIN)/ruff format posttrain tests tools examples recipes benchmarks
-	$(BIN)/ruff check --fix posttrain tests tools examples recipes benchmarks
+	$(BIN)/ruff format posttrain experiments tests tools examples recipes benchmarks
+	$(BIN)/ruff check --fix posttrain experiments tests tools examples recipes benchmarks
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

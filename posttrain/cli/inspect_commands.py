@@ -102,9 +102,14 @@ def reproduce(
     settings
         What to change in it: --settings.steps 50 (table.md names them all).
     """
+    from posttrain.runs.terminal.printing import table
+
+    checkout = Path(__file__).resolve().parents[2]
+    if not (checkout / "experiments" / "__init__.py").exists():
+        raise UserError("the experiments are not part of the package: run this in a clone of the repository (pip install -e .)")
+    sys.path.insert(0, str(checkout))
     from experiments import EXPERIMENTS, find
     from experiments.experiment import read_settings
-    from posttrain.runs.terminal.printing import table
 
     if name is None:
         rows = [[e.name, e.claim, e.paper] for e in EXPERIMENTS.values()]

@@ -233,7 +233,9 @@ class EnvPool:
         known = self._episodes[id]
         assert not known.waiting and to not in self._episodes
         self._begun += 1
-        self._episodes[to] = _Episode(to, self._begun, known.task, list(known.sent), dict(known.recorded))
+        # a message may hold both episodes: what one of them changes of its answers is not to reach the other
+        sent, recorded = deepcopy((known.sent, known.recorded))
+        self._episodes[to] = _Episode(to, self._begun, known.task, sent, recorded)
         self._ask(self._episodes[to])
 
     def send(self, id: int, said: Any) -> None:
@@ -412,8 +414,7 @@ class EnvPool:
             sent, recorded = episode.sent[-1:], dict[int, Any]()
             task = None if episode.placed or order.drop else self._pickled(episode.task)
             if task is not None:
-                # branches of one message would share what they were answered, and one of them may change its own
-                sent, recorded = deepcopy((episode.sent, episode.recorded))
+                sent, recorded = episode.sent, episode.recorded
             commands.append(
                 WorkerCommand(episode.number, task, () if order.drop else tuple(sent), order.drop, recorded)
             )

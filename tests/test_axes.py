@@ -42,7 +42,7 @@ from posttrain.config.resolve import filled, validate
 from posttrain.core.component import NEVER, Need, knob_of
 from posttrain.core.types import Task, UserError
 from posttrain.learners.local_learner import LocalLearner, Optimization
-from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size

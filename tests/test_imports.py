@@ -31,7 +31,7 @@ FLOORS = (
 
 HOMES = {
     "transformers": ("models/",),
-    "bitsandbytes": ("models/adapters/quantized.py",),
+    "bitsandbytes": ("models/native/quantized.py",),
     "huggingface_hub": ("models/",),
     "tokenizers": ("models/",),
     "jinja2": ("models/tokenizer/",),
@@ -48,7 +48,7 @@ HOMES = {
     "tensorboardX": ("runs/events.py",),
     "rich": ("runs/terminal/", "cli/rank_command.py"),
     "cyclopts": ("cli/",),
-    "vllm": ("engines/vllm/vllm_worker.py", "engines/vllm/nccl_transfer.py"),
+    "vllm": ("engines/vllm/vllm_worker.py", "engines/pool/nccl_transfer.py"),
     "ray": ("engines/pool/ray_engines.py",),
     "rapidfuzz": ("training/sources/diversity.py", "verify/", "apps/audit/shared_phrases.py"),
     "httpcore2": ("system/http_connection.py", "system/endpoint.py"),

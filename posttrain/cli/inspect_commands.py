@@ -106,7 +106,9 @@ def reproduce(
 
     checkout = Path(__file__).resolve().parents[2]
     if not (checkout / "experiments" / "__init__.py").exists():
-        raise UserError("the experiments are not part of the package: run this in a clone of the repository (pip install -e .)")
+        raise UserError(
+            "the experiments are not part of the package: run this in a clone of the repository (pip install -e .)"
+        )
     sys.path.insert(0, str(checkout))
     from experiments import EXPERIMENTS, find
     from experiments.experiment import read_settings

@@ -12,8 +12,9 @@ from pathlib import Path
 from posttrain.core.protocols import Model
 from posttrain.core.types import UserError
 from posttrain.engines.weight_sync import checksum_of
-from posttrain.models.adapters.adapter_folder import save_adapter, stored_adapters
-from posttrain.models.adapters.lora import Adaptable, adapters, decoder_of, sharing
+from posttrain.models.adapters.adapter_writer import adapters, save_adapter, stored_adapters
+from posttrain.models.adapters.lora import decoder_of, sharing
+from posttrain.models.backbone import Backbone
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Those that vLLM has room for; an adapter of fewer rows takes the next."""
@@ -37,7 +38,7 @@ class AdapterSync:
         self.room = min(rank for rank in RANKS if rank >= lora.rank)
         self.folder = tempfile.TemporaryDirectory(prefix="posttrain-adapter-")
 
-    def base_of(self, model: Model) -> Adaptable:
+    def base_of(self, model: Model) -> Backbone:
         """What goes over once: the model without adapters, its packed weights unpacked."""
         return sharing(decoder_of(model))
 

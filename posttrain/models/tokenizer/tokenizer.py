@@ -19,14 +19,14 @@ import tokenizers
 
 from posttrain.core.pictures import PictureError, has_parts
 from posttrain.core.types import Media, ToolCall, UserError
-from posttrain.models.hf.image_processor import PLACE, ImageProcessor
+from posttrain.models.checkpoint_location import checkpoint_folder
+from posttrain.models.image_processor import PLACE, ImageProcessor
 from posttrain.models.json_files import read_json, read_text, write_json
 from posttrain.models.tokenizer.custom_template import read_template
 from posttrain.models.tokenizer.tokenizer_files import (
     NAMED_TOKENS,
     VOCAB_MOST,
     check_ids,
-    checkpoint_folder,
     failed,
     read_special,
     refusing,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,33 +17,6 @@ from posttrain.models.json_files import Fields, read_json, read_text
 
 VOCAB_MOST = 2**24  # entries of a tokenizer to be trained: its trainer reserves memory for all of them
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-def checkpoint_folder(name: str | Path) -> Path:
-    """The local folder of a checkpoint: a path, or else a Hugging Face model name, downloaded if that is possible.
-
-    Raises UserError if it is neither.
-    """
-    try:
-        folder = Path(name).expanduser()
-        if folder.is_dir():
-            return folder
-        there = folder.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a NUL, a user that there is not
-        raise UserError(f"{str(name)!r:.80} can be no folder: {one_line(error)}") from None
-    if there:
-        raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
-        raise UserError(f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json")
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.snapshot_download(str(name)))
-    except Exception as error:  # no network, no such model, no access, disk full: the way out is the same
-        raise UserError(
-            f"{name}: no such folder, and as a Hugging Face model it cannot be downloaded here "
-            f"({type(error).__name__}): give a local checkpoint folder"
-        ) from None
 
 
 def token_text(token: str | Mapping[str, Any]) -> str:

@@ -652,14 +652,14 @@ from dataclasses import dataclass
 import torch
 
 from posttrain.algorithms.surrogate import Surrogate
-from posttrain.core.component import knob
+from posttrain.core.component import setting
 
 
 @dataclass(frozen=True)
 class ByProbability(Surrogate):
     \"\"\"Rare tokens may move further: the clip's width is eps / sqrt(old probability).\"\"\"
 
-    eps: float = knob(0.1, above=0, most=1)
+    eps: float = setting(0.1, above=0, most=1)
     source = "nobody 2026, eq. 1"
 
     @property

@@ -289,7 +289,7 @@ def test_nothing_is_left_of_a_worker_that_was_killed_while_a_program_ran(
     monkeypatch.setenv("TMPDIR", str(place := tmp_path / "place"))
     place.mkdir()
     (tmp_path / "stuck.py").write_text(
-        "import time\nfrom posttrain.sandbox.limits import Limits\nfrom posttrain.sandbox.shared_sandbox import shared\n\n\n"
+        "import time\nfrom posttrain.sandbox.limits import ProgramLimits as Limits\nfrom posttrain.sandbox.shared_sandbox import shared\n\n\n"
         "def reward(task, reply):\n    program = shared().start(Limits(life=100.0))\n    program.run('x = 1')\n"
         "    if reply == 'stuck':\n        time.sleep(100)\n    return 1.0\n"
     )

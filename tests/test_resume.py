@@ -31,7 +31,7 @@ ENVIRONMENTS = '''
 """Rewards that differ between the replies of a model that knows nothing, so that every step moves the weights."""
 
 from posttrain import Turn
-from posttrain.envs import arithmetic
+from posttrain.envs.builtin import arithmetic
 
 
 def digits(reply):

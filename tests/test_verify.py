@@ -285,7 +285,7 @@ def test_a_script_without_a_main_guard_runs_once_and_leaves_no_process(tmp_path:
     script.write_text(
         textwrap.dedent(
             r"""
-            from posttrain.verify import limit
+            from posttrain.verify import limited_process as limit
             from posttrain.verify.math import verify
             print("once", verify(r"\boxed{\sqrt{25}}", "5"), *[server.process.pid for server in limit._servers.alive])
             """

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for proce
 SCRIPT = """
 import sys, time
 from conftest import tiny
-from posttrain.engines import vllm
+from posttrain.engines.vllm import vllm_engine as vllm
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 vllm.WORKER = "vllm_stub:main"
 vllm.VLLMEngine._sing = lambda engine, weights: None

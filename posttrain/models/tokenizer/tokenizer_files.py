@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from posttrain.core.messages import one_line
+from posttrain.core.run_date import CONFIG_KEY, is_day
 from posttrain.core.types import UserError
 from posttrain.models.json_files import Fields, read_json, read_text
 
@@ -33,6 +34,8 @@ def read_special(file: Path) -> dict[str, Any]:
         text = token.get("content") if isinstance(token, dict) else token
         if token is not None and not isinstance(text, str):
             raise fields.refuse(name, 'a string, or an object with its text as "content"')
+    if CONFIG_KEY in config and not is_day(config[CONFIG_KEY]):
+        raise fields.refuse(CONFIG_KEY, "a day such as 2026-11-24")
     return config
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from posttrain.config import Evaluation
 from posttrain.config.resolve import validate
+from posttrain.core import run_date
 from posttrain.core.batch import Stats
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Invalid, Outcome, Rollout, Task, UserError, succeeds
@@ -23,6 +24,7 @@ from posttrain.models.checkpoint_folder import load_model
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
+from posttrain.runs.run_folder import day_of
 from posttrain.training.held_out_check import seen, split_seed_of
 from posttrain.training.intervals import paired_interval, summary
 from posttrain.training.playground import counted, open_playground
@@ -67,7 +69,8 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     if isinstance(data, Stream):
         raise UserError("these rows have no end: say with --limit how many to evaluate on")
     paths = [resolve(folder) for folder in (config.model, config.against) if folder is not None]
-    with open_playground(config, env, data, device, models=paths) as ground:
+    day = next(filter(None, map(day_of, paths)), None)  # both are asked alike
+    with run_date.fixed(day), open_playground(config, env, data, device, models=paths) as ground:
         said.extend(ground.about)
 
         def played(folder: str, place: int) -> list[Rollout]:

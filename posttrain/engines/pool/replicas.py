@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -36,6 +35,7 @@ from posttrain.engines.weight_sync import Files, Laid, SharedMemory, Transport
 from posttrain.models.json_files import write_json
 from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.system.temp_folders import TempFolder
 
 ALIVE_SECONDS = 1.0  # between two signs of life of an engine that works, at most
 WORKER = "posttrain.engines.pool.replica:main"
@@ -241,7 +241,7 @@ def open_pool(
         raise UserError(f"--handover {many.handover} is of vLLM on cards: --engine vllm --device cuda, or leave it out")
     token = read_token(many.token) if many.addresses else b""
     with ExitStack() as opened:
-        own = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-engines-")))
+        own = Path(opened.enter_context(TempFolder("engines")))
         alive = min(ALIVE_SECONDS, seconds / 4)
         dtype = dtype_of(precision) if kind == "vllm" else model.head.dtype
         laid = laid_for_vllm(model, dtype) if kind == "vllm" else Laid(model, dtype, named_weights)

@@ -16,7 +16,6 @@ import importlib.util
 import os
 import socket
 import struct
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,6 +35,7 @@ from posttrain.engines.weight_probe import LIMIT, LIMIT_BFLOAT16, WeightProbe
 from posttrain.engines.weight_sync import Laid, SharedMemory
 from posttrain.models.json_files import write_json
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.system.temp_folders import TempFolder
 
 WORKER = "posttrain.engines.vllm.vllm_worker:main"
 BLOCK = 128  # tokens in a block of vLLM's cache on processors, the largest of its sizes
@@ -87,7 +87,7 @@ class VLLMEngine:
         self._pace: dict[str, float] = {}
         self.canary = WeightProbe(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
         self.deviation, self._sung = 0.0, 0  # tokens that went through the model for the canary alone
-        with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
+        with TempFolder("vllm") as folder:
             eos, dtype = prepare(folder, base, tokenizer), self.shared.laid.dtype
             cache = cache_bytes(model, slots, dtype, cache_gib)
             room = 0 if self.alone is None else self.alone.room

@@ -351,9 +351,11 @@ def retriever_serve(index: str, *, config: Annotated[RetrieverServe, Options] = 
     """
     from posttrain.services.retrieval.passage_index import open_index
     from posttrain.services.retrieval.search_server import serve
+    from posttrain.system.http_front import read_token
 
     check_bounds(config)
-    serve(open_index(index, config.encoder), config.host, config.port, config.topk)
+    token = read_token(config.token)
+    serve(open_index(index, config.encoder), config.host, config.port, config.topk, token=token)
     return 0
 
 

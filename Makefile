@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY := passive
 # Tests start hundreds of interpreters: what they import is compiled once, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench check format clean
+.PHONY: demo test test-long test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench golden check format clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -76,15 +76,20 @@ bench: .venv/ready .venv-vllm/ready
 	$(MAKE) -C benchmarks/peers ../../runs/peers/env-trl/ready
 	$(BIN)/python benchmarks/speed/bench.py
 
+# Two minutes: fourteen short runs equal those of BASE bit for bit (metrics, rollouts, weights).
+BASE ?= HEAD
+golden: .venv/ready
+	$(BIN)/python tools/golden.py --base $(BASE)
+
 check: .venv/ready
-	$(BIN)/ruff format --check posttrain tests examples recipes benchmarks
-	$(BIN)/ruff check posttrain tests examples recipes benchmarks
+	$(BIN)/ruff format --check posttrain experiments tests tools examples recipes benchmarks
+	$(BIN)/ruff check posttrain experiments tests tools examples recipes benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests -m "not slow and not long" -n 2
 
 format: .venv/ready
-	$(BIN)/ruff format posttrain tests examples recipes benchmarks
-	$(BIN)/ruff check --fix posttrain tests examples recipes benchmarks
+	$(BIN)/ruff format posttrain experiments tests tools examples recipes benchmarks
+	$(BIN)/ruff check --fix posttrain experiments tests tools examples recipes benchmarks
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

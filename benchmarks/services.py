@@ -73,7 +73,8 @@ def measure(
     from posttrain.envs.play.env_pool import EnvPool
     from posttrain.envs.play.player import Episode, Player
     from posttrain.envs.play.service_client import Services
-    from posttrain.models.native.decoder import DecoderConfig, new_decoder
+    from posttrain.models.native.decoder import new_decoder
+    from posttrain.models.native.decoder_shape import DecoderConfig
     from posttrain.models.tokenizer.tokenizer import Tokenizer
     from posttrain.services.judge import Judge
     from posttrain.services.judge_recipe import recipe_of

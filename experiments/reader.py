@@ -39,8 +39,9 @@ from experiments.world import (
 from posttrain.config import SFT, Evaluation
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Env, Invalid, Rollout, Task, UserError
-from posttrain.models.checkpoint_folder import described
-from posttrain.models.native.decoder import DecoderConfig, new_decoder
+from posttrain.models.native.decoder import new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.decoder_writer import described
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import newest, resolve, step_of
 from posttrain.training.verbs import evaluate, sft

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from posttrain.core.types import Completion, Rollout, StopReason, Transcript
-from posttrain.models.native.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.native.decoder import Decoder, new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.curves import curves
 from posttrain.training import loop, trainer

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from posttrain.core.types import Transcript
-from posttrain.models.checkpoint_folder import save_model
-from posttrain.models.native.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.native.decoder import Decoder, new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.reward_model import RewardModel, ScoreShape, new_reward_model, settle
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.tokenizer.tokenizer_training import EOS, PAD, UNKNOWN, train_characters
@@ -76,7 +77,7 @@ def move(model: RewardModel, by: float, seed: int) -> None:
 
 def trained(
     folder: Path, tokenizer: Tokenizer, start: Decoder, shape: ScoreShape = ScoreShape(), seed: int = 1
-) -> RewardModel:  # noqa: B008
+) -> RewardModel:
     """A reward model as training writes it, its head and backbone moved a little; folder/start holds what it began from."""
     save_model(start, folder / "start", tokenizer)
     named = json.loads((folder / "start" / "config.json").read_text())

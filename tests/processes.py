@@ -17,7 +17,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         *("torch", "torch.distributed.fsdp", "safetensors.torch", "pytest", "hypothesis", "posttrain.cli.commands"),
-        *(f"posttrain.training.{name}" for name in ("assembly", "imitating", "preferring", "rewarding")),
+        *(f"posttrain.training.verbs.{name}" for name in ("rl", "sft", "prefer", "reward_model")),
         *("posttrain.learners.fsdp", "posttrain.algorithms.policy_table"),
     ]
 )

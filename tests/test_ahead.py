@@ -50,7 +50,8 @@ from posttrain.engines.local.uncached_engine import UncachedEngine
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import Episode, Player, Unwanted
 from posttrain.learners.local_learner import LocalLearner, Optimization
-from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.native.linear import accumulates, accumulating, compute_apart
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs import checkpoint

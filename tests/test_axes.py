@@ -42,7 +42,7 @@ from posttrain.config.resolve import filled, validate
 from posttrain.core.component import NEVER, Need, knob_of
 from posttrain.core.types import Task, UserError
 from posttrain.learners.local_learner import LocalLearner, Optimization
-from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size
@@ -652,14 +652,14 @@ from dataclasses import dataclass
 import torch
 
 from posttrain.algorithms.surrogate import Surrogate
-from posttrain.core.component import knob
+from posttrain.core.component import setting
 
 
 @dataclass(frozen=True)
 class ByProbability(Surrogate):
     \"\"\"Rare tokens may move further: the clip's width is eps / sqrt(old probability).\"\"\"
 
-    eps: float = knob(0.1, above=0, most=1)
+    eps: float = setting(0.1, above=0, most=1)
     source = "nobody 2026, eq. 1"
 
     @property

@@ -32,12 +32,13 @@ from posttrain.engines.local.uncached_engine import UncachedEngine
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many
 from posttrain.learners.local_learner import LocalLearner, Optimization
-from posttrain.models.checkpoint_folder import checkpoint_tensors, load_model, save_model
+from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.hf import transformers_folder
 from posttrain.models.hf.backed import NAME, Backed, _rows_of
-from posttrain.models.hf.transformers_folder import stored_tensors
+from posttrain.models.hf.backed_writer import stored_tensors
 from posttrain.models.losses.likelihood import token_logp, token_logp_entropy
 from posttrain.models.native.decoder import Decoder
+from posttrain.models.native.decoder_writer import checkpoint_tensors, save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.packing import collate, split_microbatches
 

@@ -20,7 +20,7 @@ from posttrain.engines.local.engine_weights import own_copy
 from posttrain.models.adapters.lora import LoRA, attach, begin, frozen_copy, merge, sharing, targets_of
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.hf.backed import Backed
-from posttrain.models.hf.transformers_folder import stored_tensors
+from posttrain.models.hf.backed_writer import stored_tensors
 from posttrain.models.native.linear import Linear
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
@@ -159,7 +159,7 @@ def test_model_without_linear_layers_is_refused_in_one_line(
     words = "sft --tasks rows.jsonl --model start --steps 1 --threads 1 --out run --lora 2".split()
     assert main(words) == 2
     told = capsys.readouterr().err.strip().splitlines()
-    assert len(told) == 1 and "--lora adapts linear layers, and GPT2LMHeadModel has none" in told[0]
+    assert len(told) == 1 and "--lora adapts linear layers, and gpt2 has none" in told[0]
 
 
 def test_weight_that_layers_share_is_not_adapted_in_one_of_them(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def started(folder: Path, kind: str, tokenizer: Tokenizer, **changed: Any) -> Pa
 
 def trained(
     folder: Path, kind: str, tokenizer: Tokenizer, shape: ScoreShape = ScoreShape(), **changed: Any
-) -> RewardModel:  # noqa: B008
+) -> RewardModel:
     """A reward model whose head and backbone have moved, and its folder."""
     start = started(folder / "start", kind, tokenizer, **changed)
     model = new_reward_model(start, shape, 1)

@@ -27,7 +27,7 @@ from posttrain.learners.process_group import Processes
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ValueModel
 from posttrain.models.hf.backed import Backed
-from posttrain.models.hf.transformers_folder import stored_tensors
+from posttrain.models.hf.backed_writer import stored_tensors
 from posttrain.models.row_shards import is_sharded, whole
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.open_learner import new_learner

@@ -24,7 +24,7 @@ from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
 from posttrain.envs.builtin import arithmetic
 from posttrain.learners.local_learner import LocalLearner
-from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_reading import read_run
 from posttrain.runs.run_record import RunRecord

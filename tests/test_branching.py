@@ -44,7 +44,7 @@ from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import Episode, EpisodeLimits, Player
 from posttrain.envs.play.service_client import Services
 from posttrain.learners.local_learner import LocalLearner, Optimization
-from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.native.kernels import binder, build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts

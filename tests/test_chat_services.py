@@ -12,7 +12,7 @@ from endpoints import replied, serving, write_recipe
 from reward_models import write_reward_model
 
 from posttrain.cli.main import main
-from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.reward_model_service import RewardModelService
 

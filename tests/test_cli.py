@@ -22,7 +22,7 @@ from posttrain.config import RL, SFT, Chat, Check, Data, Evaluation
 from posttrain.config.resolve import as_dict, continued, filled
 from posttrain.core.types import Reply, StopReason, Turn, UserError
 from posttrain.envs.builtin import arithmetic
-from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_file, rows_of
 from posttrain.training.verbs import evaluate, rl, sft

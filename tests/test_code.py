@@ -289,7 +289,7 @@ def test_nothing_is_left_of_a_worker_that_was_killed_while_a_program_ran(
     monkeypatch.setenv("TMPDIR", str(place := tmp_path / "place"))
     place.mkdir()
     (tmp_path / "stuck.py").write_text(
-        "import time\nfrom posttrain.sandbox.limits import Limits\nfrom posttrain.sandbox.shared_sandbox import shared\n\n\n"
+        "import time\nfrom posttrain.sandbox.limits import ProgramLimits as Limits\nfrom posttrain.sandbox.shared_sandbox import shared\n\n\n"
         "def reward(task, reply):\n    program = shared().start(Limits(life=100.0))\n    program.run('x = 1')\n"
         "    if reply == 'stuck':\n        time.sleep(100)\n    return 1.0\n"
     )
@@ -304,6 +304,50 @@ def test_nothing_is_left_of_a_worker_that_was_killed_while_a_program_ran(
             assert isinstance(done.reward, Invalid) == (reply == "stuck")
     gone(*set(descendants(os.getpid())) - before)
     assert not list(place.iterdir())
+
+
+SWALLOWING = (
+    "xs, ys = [1, 2], [3, 5]\nassert all(a == b for a, b in zip(map(f, xs), ys))",
+    "assert list(map(f, [1, 2])) == []",
+    "assert not any(map(f, [1, 2]))",
+    "assert list(filter(f, [1, 2])) == []",
+    "for made in map(f, [1, 2]):\n    assert made == 7",
+    "for made in iter(lambda: f(1), None):\n    assert made == 7",
+    "assert next(map(f, [1]), 7) == 7",
+    "assert max(map(f, [1]), default=7) == 7",
+    "import itertools\nassert list(itertools.takewhile(bool, map(f, [1]))) == []",
+    "def each():\n    yield from map(f, [1, 2])\nassert list(each()) == []",
+    "assert dict(zip([1, 2], map(f, [1, 2]))) == {}",
+    "import contextlib\n@contextlib.contextmanager\ndef around():\n    yield f(1)\nwith around() as made:\n    assert made == 7",
+    "class Own:\n    def __iter__(self): return self\n    def __next__(self): return f(1)\nassert list(Own()) == []",
+    "import asyncio\nclass Own:\n    def __aiter__(self): return self\n    async def __anext__(self): return f(1)\n"
+    "async def main(): return [x async for x in Own()]\nassert asyncio.run(main()) == []",
+    "assert sorted([2, 1], key=f) == [1, 2]",
+)
+
+
+@pytest.mark.parametrize(
+    "raised", ["StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt"]
+)
+def test_an_exception_that_python_takes_for_an_end_passes_no_test(raised: str) -> None:
+    own = f"class Own({raised}): pass\ndef f(x): raise Own"
+    for program in (f"def f(x): raise {raised}", own):
+        assert [test for test in SWALLOWING if passes_tests(f"```python\n{program}\n```", [test]) == 1.0] == []
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(x): raise ValueError('no')", "try:\n    f(-1)\nexcept ValueError:\n    pass\nelse:\n    assert False"),
+        (
+            "def f(xs): return iter(xs)",
+            "assert list(f([1, 2])) == [1, 2] and [a + b for a, b in zip(f([1]), f([2]))] == [3]",
+        ),
+        ("def f(xs):\n    yield from xs", "made = f([1])\nassert next(made) == 1 and next(made, None) is None"),
+    ],
+)
+def test_what_a_program_raises_and_where_its_iterators_end_can_be_tested(program: str, test: str) -> None:
+    assert passes_tests(f"```python\n{program}\n```", [test]) == 1.0
 
 
 def played(task: dict[str, Any], *replies: str) -> tuple[list[Turn], Any]:

@@ -20,7 +20,8 @@ from posttrain.engines.local.compiled_step import interleaved, panels
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.models.losses.likelihood import token_logp
 from posttrain.models.native.attention import SegmentAttention
-from posttrain.models.native.decoder import Decoder, DecoderConfig, causal, new_decoder
+from posttrain.models.native.decoder import Decoder, causal, new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.kernels import binder, build
 from posttrain.models.native.linear import accumulating
 from posttrain.models.tokenizer.tokenizer import Tokenizer

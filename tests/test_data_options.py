@@ -17,7 +17,7 @@ from posttrain.cli.main import main
 from posttrain.config import RL, SFT
 from posttrain.data import rows as rows_module
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_metrics, read_run

@@ -10,8 +10,10 @@ import torch
 import transformers
 
 from posttrain.core.types import UserError
-from posttrain.models.checkpoint_folder import checkpoint_tensors, load_model, save_model
-from posttrain.models.native.decoder import Decoder, DecoderConfig, causal, new_decoder
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.native.decoder import Decoder, causal, new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.decoder_writer import checkpoint_tensors, save_model
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "models"
 SIZES = {

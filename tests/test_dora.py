@@ -19,23 +19,17 @@ from posttrain.cli.main import main
 from posttrain.core.batch import Layout
 from posttrain.core.types import Task, UserError
 from posttrain.engines.local.engine_weights import own_copy
-from posttrain.models.adapters.lora import (
-    Adaptable,
-    LoRA,
-    adapters,
-    attach,
-    begin,
-    frozen_copy,
-    merge,
-    plain_weights,
-    sharing,
-    targets_of,
-)
-from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.adapters.adapter_writer import adapters
+from posttrain.models.adapters.lora import LoRA, attach, begin, frozen_copy, merge, sharing, targets_of
+from posttrain.models.backbone import Backbone
+from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.hf.backed import Backed
 from posttrain.models.native.attention import SegmentAttention
-from posttrain.models.native.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.native.decoder import Decoder, new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.native.linear import Linear, accumulating
+from posttrain.models.native.merged_weights import plain_weights
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 NATIVE = DecoderConfig(
@@ -43,7 +37,7 @@ NATIVE = DecoderConfig(
 )
 
 
-def dora(model: Adaptable, base: str = "", targets: tuple[str, ...] = (), quantize: str = "") -> Adaptable:
+def dora(model: Backbone, base: str = "", targets: tuple[str, ...] = (), quantize: str = "") -> Backbone:
     """A model with adapters that are far from nothing, and lengths that have moved."""
     names = targets or targets_of(model)
     lora = LoRA(3, 6.0, base=base, dora=True, quantize=quantize)
@@ -124,7 +118,7 @@ def test_it_begins_as_the_model_itself() -> None:
     assert all(torch.equal(weights[name], weight) for name, weight in plain_weights(model))
 
 
-def logits(model: Adaptable) -> Tensor:
+def logits(model: Backbone) -> Tensor:
     layout = Layout(torch.arange(3, 15), torch.arange(12), (0,), (12,), (-1,))
     with torch.no_grad():
         return model.head.logits(model.hidden(layout, torch.arange(12)))

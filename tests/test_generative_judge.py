@@ -18,8 +18,9 @@ from posttrain.cli.main import main
 from posttrain.core.types import Invalid, Reasoned, Reply, StopReason, UserError, bare
 from posttrain.envs.builtin.judge_verdict import reward
 from posttrain.envs.play.answer_journal import ANSWERS
-from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder import Decoder, causal
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts

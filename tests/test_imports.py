@@ -1,60 +1,58 @@
-"""Who imports whom: a module imports its own rank or a lower one, heavy libraries have one home each."""
+"""Who imports whom: a room imports its own floor or a lower one, no circles, a name is used once, heavy libraries have one home."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).resolve().parents[1] / "posttrain"
-RANKS = (
-    {"types", "deferred", "messages", "user_files", "json_text"},
-    {"values", "pictures"},
-    {"names"},
-    {"user_code", "user_folders", "seeds", "part", "batch", "sink", "children", "connections", "endpoint", "beside"},
-    {"protocols"},
+FLOORS = (
+    {"core"},
+    {"system"},
     {"sandbox"},
-    {"kernels", "verify", "data"},
-    {"envs", "models", "serving"},
-    {"engines", "learners", "retrieval"},
+    {"data", "verify"},
+    {"models"},
+    {"engines", "learners"},
+    {"envs"},
     {"algorithms"},
-    {"config", "options", "typed"},
-    {"runs", "sources", "record"},
-    {"services"},
-    {"training"},
-    {"audit", "planning", "reproduce", "view"},
+    {"config"},
+    {"runs"},
+    {"training", "services"},
+    {"apps"},
     {"cli"},
     {"__main__"},
 )
-"""Modules and folders of the package, the lowest first. The front door, `__init__`, reaches up to `run` when called."""
+"""The rooms of the package, the lowest first. The front door, `__init__`, reaches up to the verbs when called."""
 
 HOMES = {
     "transformers": ("models/",),
-    "bitsandbytes": ("models/adapters/quantized.py",),
+    "bitsandbytes": ("models/native/quantized.py",),
     "huggingface_hub": ("models/",),
     "tokenizers": ("models/",),
-    "jinja2": ("models/",),
-    "PIL": ("pictures.py",),
+    "jinja2": ("models/tokenizer/",),
+    "PIL": ("core/pictures.py",),
     "safetensors": ("models/",),
     "datasets": ("data/",),
-    "pyarrow": ("data/", "record/", "view/"),
-    "duckdb": ("record/", "view/"),
+    "pyarrow": ("data/", "runs/record/", "apps/view/"),
+    "duckdb": ("runs/record/", "apps/view/"),
     "starlette": ("apps/view/web_server.py",),
     "uvicorn": ("apps/view/view_command.py",),
     "math_verify": ("verify/",),
     "sympy": ("verify/",),
-    "matplotlib": ("runs/curves.py", "experiments/figure.py"),
+    "matplotlib": ("runs/curves.py",),
     "tensorboardX": ("runs/events.py",),
-    "rich": ("runs/terminal/printing.py", "runs/terminal/live_region.py", "cli/rank_command.py"),
+    "rich": ("runs/terminal/", "cli/rank_command.py"),
     "cyclopts": ("cli/",),
-    "vllm": ("engines/vllm/vllm_worker.py", "engines/vllm/nccl_transfer.py"),
+    "vllm": ("engines/vllm/vllm_worker.py", "engines/pool/nccl_transfer.py"),
     "ray": ("engines/pool/ray_engines.py",),
     "rapidfuzz": ("training/sources/diversity.py", "verify/", "apps/audit/shared_phrases.py"),
-    "httpcore2": ("connections.py", "endpoint.py"),
-    "aiohttp": ("serving/", "services/retrieval/search_server.py"),
+    "httpcore2": ("system/http_connection.py", "system/endpoint.py"),
+    "aiohttp": ("engines/serving/", "services/retrieval/search_server.py"),
     "verifiers": ("envs/bridges/verifiers_side.py",),
     "bm25s": ("services/retrieval/bm25.py",),
     "faiss": ("services/retrieval/dense.py",),
@@ -72,12 +70,14 @@ HOMES = {
 }
 """Where each heavy library may be imported."""
 
-LIGHT = ("audit/", "planning/", "envs/", "verify/", "sandbox/", "runs/", "training/intervals.py",
-         "training/sources/diversity.py", "algorithms/", "config/", "types.py", "batch.py", "protocols.py", "part.py",
-         "record/", "seeds.py", "messages.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py",
-         "cli/main.py", "cli/commands.py", "cli/inspect_commands.py", "cli/write_types.py",
-         "data/", "training/sources/packing.py", "retrieval/", "services/retriever.py")  # fmt: skip
+LIGHT = ("core/", "system/", "data/", "verify/", "sandbox/", "envs/", "algorithms/", "config/", "runs/", "apps/audit/",
+         "apps/planning/", "services/retrieval/", "services/retriever.py", "engines/serving/requests.py",
+         "training/intervals.py", "training/sources/diversity.py", "training/sources/packing.py", "typed.py",
+         "cli/main.py", "cli/commands.py", "cli/inspect_commands.py", "cli/write_types.py")  # fmt: skip
 """What imports no torch when it is imported itself, so that --help and check start at once."""
+
+SEAMS = {"Engine", "Learner", "Model", "Objective", "Service", "Source", "World"}
+"""The protocols of `core/protocols.py` that the loop and the sources know: nothing else bears these names."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -86,7 +86,8 @@ def name_of(file: Path) -> str:
     return str(file.relative_to(PACKAGE))
 
 
-def imports(file: Path) -> list[tuple[str, bool]]:
+@cache
+def imports(file: Path) -> tuple[tuple[str, bool], ...]:
     """(full name, whether it is imported with the module): not those for type checking, and False within functions."""
     found: list[tuple[str, bool]] = []
 
@@ -103,42 +104,117 @@ def imports(file: Path) -> list[tuple[str, bool]]:
             walk(child, at_once and not inside)
 
     walk(ast.parse(file.read_text(encoding="utf-8")), True)
+    return tuple(found)
+
+
+def file_of(name: str) -> Path | None:
+    """The file of the package that a full name belongs to: a module, or something in one."""
+    parts = name.split(".")
+    if parts[0] != "posttrain":
+        return None
+    for length in (len(parts), len(parts) - 1):
+        place = PACKAGE.joinpath(*parts[1:length])
+        for file in (place.with_suffix(".py"), place / "__init__.py"):
+            if length > 1 and file.exists():
+                return file
+    assert parts[1:] == ["__version__"], f"{name}: inside the package, import it from where it is defined"
+    return None
+
+
+def room_of(file: Path) -> str:
+    return Path(name_of(file)).parts[0].removesuffix(".py")
+
+
+def inner_room_of(file: Path) -> str:
+    """The folder within a room, or the file itself where it stands beside such folders."""
+    return "/".join(Path(name_of(file)).parts[:2])
+
+
+def floor_of(room: str) -> int:
+    floors = [number for number, rooms in enumerate(FLOORS) if room in rooms]
+    assert len(floors) == 1, f"posttrain/{room} has no floor: give it one here and in docs/architecture.md"
+    return floors[0]
+
+
+def arrows() -> list[tuple[Path, Path]]:
+    """(file, file that it imports), for all of the package, the front door excepted."""
+    found = []
+    for file in FILES:
+        if file not in (PACKAGE / "__init__.py", PACKAGE / "typed.py"):
+            targets = {target for name, _ in imports(file) if (target := file_of(name)) not in (None, file)}
+            found.extend((file, target) for target in targets if target)
     return found
 
 
-def rank_of(part: str) -> int:
-    ranks = [number for number, parts in enumerate(RANKS) if part in parts]
-    assert len(ranks) == 1, f"posttrain/{part} has no rank: give it one here and in the architecture document"
-    return ranks[0]
+def circles(arrows: Iterable[tuple[str, str]]) -> list[set[str]]:
+    """Sets of nodes each of which leads to all others of its set."""
+    ahead: Mapping[str, set[str]] = defaultdict(set)
+    for source, target in arrows:
+        ahead[source].add(target)
+
+    def reached(node: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [node]
+        while waiting:
+            new = ahead.get(waiting.pop(), set()) - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    found: list[set[str]] = []
+    all_reached = {node: reached(node) for node in list(ahead)}
+    for node, seen in all_reached.items():
+        circle = {other for other in seen if node in all_reached.get(other, set())}
+        if len(circle) > 1 and circle not in found:
+            found.append(circle)
+    return found
 
 
-def part_of(name: str) -> str:
-    """The module or folder of the package that a file, or a full name, belongs to."""
-    return Path(name).parts[0].removesuffix(".py")
+def test_room_imports_its_own_floor_or_a_lower_one() -> None:
+    at_once = {name.split(".")[1] for name, now in imports(PACKAGE / "__init__.py") if now and "posttrain." in name}
+    assert at_once == {"core"}, "the front door loads what it needs when it is called"
+    for file, target in arrows():
+        own, other = room_of(file), room_of(target)
+        if target != PACKAGE / "__init__.py":
+            assert floor_of(other) <= floor_of(own), (
+                f"{name_of(file)} may not import {name_of(target)}: it stands higher"
+            )
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_module_imports_its_own_rank_or_lower(file: Path) -> None:
-    if file == PACKAGE / "__init__.py":
-        at_once = {name.split(".")[1] for name, now in imports(file) if now and name.startswith("posttrain.")}
-        assert at_once == {"types"}, "the front door loads what it needs when it is called"
-        return
-    own = part_of(name_of(file))
-    for name, _ in imports(file):
-        parts = name.split(".")
-        if parts[0] != "posttrain" or parts[1:] == ["__version__"]:
-            continue
-        front_door = (PACKAGE / f"{parts[1]}.py").exists() or (PACKAGE / parts[1]).is_dir()
-        assert front_door, f"{file}: inside the package, import {name} from where it is defined"
-        assert rank_of(parts[1]) <= rank_of(own), f"{own} may not import {parts[1]}: it stands higher"
+def test_no_circle_between_rooms_folders_or_files() -> None:
+    found = arrows()
+    rooms = {(room_of(a), room_of(b)) for a, b in found if room_of(a) != room_of(b) and b != PACKAGE / "__init__.py"}
+    inner = {(inner_room_of(a), inner_room_of(b)) for a, b in found if inner_room_of(a) != inner_room_of(b)}
+    assert circles(rooms) == []
+    assert circles(inner) == []
+    assert circles((name_of(a), name_of(b)) for a, b in found) == []
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_heavy_libraries_have_one_home_each(file: Path) -> None:
-    for name, _ in imports(file):
-        for library, homes in HOMES.items():
-            if f"{name}.".startswith(f"{library}."):
-                assert name_of(file).startswith(homes), f"{library} belongs into {', '.join(homes)}"
+def test_circle_is_found() -> None:
+    assert circles([("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")]) == [{"a", "b", "c"}]
+
+
+def test_module_and_public_class_names_are_used_once() -> None:
+    modules = Counter(file.stem for file in FILES if file.stem not in ("__init__", "__main__"))
+    classes = Counter(
+        node.name
+        for file in FILES
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in modules.items() if count > 1] == []
+    assert [name for name, count in classes.items() if count > 1] == []
+    assert set(classes) >= SEAMS
+
+
+def test_heavy_libraries_have_one_home_each() -> None:
+    for file in FILES:
+        for name, _ in imports(file):
+            for library, homes in HOMES.items():
+                if f"{name}.".startswith(f"{library}."):
+                    assert name_of(file).startswith(homes), (
+                        f"{name_of(file)}: {library} belongs into {', '.join(homes)}"
+                    )
 
 
 def test_light_modules_name_no_torch_at_their_top() -> None:

@@ -262,13 +262,35 @@ def test_of_a_long_answer_its_beginning_and_its_verdict_are_kept() -> None:
         '{"reason": "x", "score": 3}',
         'Sure:\n```json\n{"reason": "x", "score": 3}\n```\nDone.',
         'Not {this}, but {"reason": "a { in it", "score": 3}',
-        '{"reason": "draft", "score": 9} no: {"reason": "x", "score": 3}',
+        '{"reason": "draft"} no: {"reason": "x", "score": 3}',
     ],
 )
 def test_a_verdict_is_found_in_what_models_write_around_it(text: str) -> None:
     wanted = {"type": "object", "required": ["score"]}
     found = read_verdict(text, wanted)
     assert isinstance(found, dict) and found["score"] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"score": 7}{"score": 10}', '2 verdicts, {"score": 7} and {"score": 10}'),
+        ('{"score": 7} On second thoughts: {"score": 7}', "2 verdicts"),
+        ('{"score": 7, "score": 10}', "an object with two values of 'score'"),
+        ('{"score": 7, "more": {"a": 1, "a": 2}}', "an object with two values of 'a'"),
+        ('{"scores": 7}', "'score' is a required property"),
+    ],
+)
+def test_an_answer_with_two_verdicts_is_none(text: str, problem: str) -> None:
+    found = read_verdict(text, {"type": "object", "required": ["score"]})
+    assert isinstance(found, str) and problem in found
+
+
+@pytest.mark.parametrize("reason", ["length", "content_filter"])
+def test_a_verdict_in_an_answer_that_is_not_whole_is_none(judge_of: Callable[..., Judge], reason: str) -> None:
+    with serving(lambda request, number: Said({"reason": "", "score": 7}, finish=reason)) as server:
+        [answer] = asked(judge_of(server), [question("abc")])
+    assert isinstance(bare(answer), Invalid) and "cut off" in bare(answer).reason
 
 
 def test_an_answer_made_of_brackets_costs_no_time() -> None:

@@ -21,7 +21,8 @@ from posttrain.engines.local.uncached_engine import UncachedEngine
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import LocalLearner, Optimization
-from posttrain.models.native.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.native.decoder import Decoder, new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.kernels import binder, build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.packing import collate

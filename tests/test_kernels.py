@@ -220,7 +220,7 @@ def test_a_first_update_imports_no_compiler() -> None:
 import sys, torch
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.native.decoder import DecoderConfig, new_decoder
-from posttrain.training.sources.sft_source import Likelihood
+from posttrain.training.sources.sft_source import LikelihoodObjective as Likelihood
 from posttrain.core.types import Transcript
 from posttrain.models.native.kernels import build
 from posttrain.training.sources.packing import collate

@@ -17,14 +17,18 @@ from torch.nn import functional
 from posttrain.core.batch import Layout
 from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_folder import fingerprint
-from posttrain.models.adapters.lora import TARGETS, LoRA, adapters, attach, begin, frozen_copy, plain_weights, sharing
-from posttrain.models.checkpoint_folder import checkpoint_tensors, load_backbone, load_model, save_model
+from posttrain.models.adapters.adapter_writer import adapters
+from posttrain.models.adapters.lora import TARGETS, LoRA, attach, begin, frozen_copy, sharing
+from posttrain.models.checkpoint_folder import load_backbone, load_model
 from posttrain.models.losses.likelihood import token_logp
 from posttrain.models.native import fused
 from posttrain.models.native.attention import SegmentAttention
-from posttrain.models.native.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.native.decoder import Decoder, new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.decoder_writer import checkpoint_tensors, save_model
 from posttrain.models.native.kernels import build
 from posttrain.models.native.linear import Linear, accumulating
+from posttrain.models.native.merged_weights import plain_weights
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from tests.conftest import tiny
 

@@ -21,7 +21,7 @@ from posttrain.config import SFT as SFT_OPTIONS
 from posttrain.core.protocols import Alone
 from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_config import is_adapter
-from posttrain.models.adapters.lora import adapters
+from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder import Decoder, causal
 from posttrain.models.native.linear import Linear

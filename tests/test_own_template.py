@@ -16,8 +16,8 @@ from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.check import check
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import Episode, Player
-from posttrain.models.checkpoint_folder import save_model
 from posttrain.models.checkpoint_summary import Outline, outline
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.custom_template import CHATML, around, read_template
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.tokenizer.tokenizer_training import EOS

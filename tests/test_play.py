@@ -35,7 +35,7 @@ from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.play.env_pool import Done, EnvPool, Event
 from posttrain.envs.play.episode import RunningEpisode
 from posttrain.envs.play.player import LONGEST_PAUSE, Episode, EpisodeLimits, Player, cut_observation
-from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.native.kernels import binder, build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.scoreboard import scoreboard

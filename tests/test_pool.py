@@ -252,7 +252,7 @@ def test_an_interrupt_from_the_keyboard_does_not_reach_workers(my: str, open_poo
     assert pool.poll(20) == [(0, Turn("a"))] and workers_of(pool) == [worker]
 
 
-def test_a_busy_worker_that_is_killed_costs_one_episode(open_pool: Callable[..., EnvPool]) -> None:
+def test_an_episode_whose_worker_is_killed_from_outside_is_played_again(open_pool: Callable[..., EnvPool]) -> None:
     def wait_for_it(task: Any, reply: str) -> float:
         time.sleep(0.5 if reply == "slow" else 0)
         return 1.0
@@ -267,9 +267,29 @@ def test_a_busy_worker_that_is_killed_costs_one_episode(open_pool: Callable[...,
     pool.poll(0)
     os.kill(workers_of(pool)[0], signal.SIGKILL)
     found = answers(pool)
-    assert isinstance(lost := found[0], Done) and isinstance(lost.reward, Invalid)
+    assert found[0] == found[1] == Done(1.0)
+
+
+def test_an_episode_that_kills_its_own_process_ends_invalid_after_three_times(
+    tmp_path: Path, open_pool: Callable[..., EnvPool]
+) -> None:
+    def dies(task: Any, reply: str) -> float:
+        if reply == "die":
+            with open(f"{task['folder']}/times", "a") as file:
+                file.write(".")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1.0
+
+    pool = open_pool(dies, seconds=20)
+    for id, reply in enumerate(("well", "die", "well")):
+        pool.start(id, {**TASK, "folder": str(tmp_path)})
+        assert len(pool.poll(20)) == 1
+        pool.send(id, Reply(reply))
+    found = answers(pool)
+    assert found[0] == found[2] == Done(1.0)
+    assert isinstance(lost := found[1], Done) and isinstance(lost.reward, Invalid)
     assert "its worker process died (exit code -9, SIGKILL)" in lost.reward.reason
-    assert found[1] == Done(1.0)
+    assert (tmp_path / "times").read_text() == "..."
 
 
 def test_a_replay_that_goes_another_way_is_invalid(tmp_path: Path, open_pool: Callable[..., EnvPool]) -> None:

@@ -256,7 +256,7 @@ def reward(task, reply):
     return len(set(reply)) / 4
 """
 LAUNCHER = """
-from posttrain.cli import launching, main
+from posttrain.cli import launch_processes as launching, main
 launching.GRACE, launching.DYING = 3.0, 0.5  # what is stopped does not end by itself however long it is waited for
 main.entry()
 """

@@ -17,13 +17,15 @@ import posttrain
 from posttrain.cli.main import main
 from posttrain.core.batch import Layout
 from posttrain.core.types import Task
-from posttrain.models.adapters.lora import LoRA, attach, begin, plain_weights, shared_copy, sharing, targets_of
-from posttrain.models.adapters.quantized import KINDS, QuantizedLinear
-from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.adapters.lora import LoRA, attach, begin, shared_copy, sharing, targets_of
+from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.hf.backed import Backed
 from posttrain.models.losses.likelihood import token_logp
 from posttrain.models.native.decoder import Decoder
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.native.linear import Linear, accumulating
+from posttrain.models.native.merged_weights import plain_weights
+from posttrain.models.native.quantized import KINDS, QuantizedLinear
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 import posttrain
 from posttrain import Invalid
-from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 Row = dict[str, Any]

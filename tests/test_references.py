@@ -30,8 +30,8 @@ from posttrain.data import arrow_store
 from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.learners.local_learner import LocalLearner, Optimization
-from posttrain.models.checkpoint_folder import save_model
 from posttrain.models.native.decoder import causal
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.training import open_learner
 from posttrain.training.sources.length_filter import TooLong
 from posttrain.training.sources.preferences import PreferenceExamples

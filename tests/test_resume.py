@@ -21,7 +21,7 @@ from processes import FORKS, commanded
 
 from posttrain.cli.main import main
 from posttrain.envs.builtin import arithmetic
-from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs import checkpoint
 
@@ -31,7 +31,7 @@ ENVIRONMENTS = '''
 """Rewards that differ between the replies of a model that knows nothing, so that every step moves the weights."""
 
 from posttrain import Turn
-from posttrain.envs import arithmetic
+from posttrain.envs.builtin import arithmetic
 
 
 def digits(reply):

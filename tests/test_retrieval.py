@@ -226,7 +226,7 @@ def test_an_index_is_that_of_its_rows_however_it_is_made(tmp_path: Path) -> None
 BUILD = """
 import os, signal, sys
 from pathlib import Path
-from posttrain.services.retrieval import folder, index, passages
+from posttrain.services.retrieval import index_folder as folder, passage_index as index, passages
 from retrieved import ROWS
 at, place = sys.argv[1:]
 def die(*args): os.kill(os.getpid(), signal.SIGKILL)

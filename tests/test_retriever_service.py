@@ -22,7 +22,7 @@ from posttrain.cli.main import main
 from posttrain.core.protocols import Service
 from posttrain.core.types import Invalid, InvalidKind, UserError
 from posttrain.envs.play.answer_journal import ANSWERS
-from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services import retriever as services
 from posttrain.services.retrieval.passage_index import open_index

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from posttrain.core.types import UserError
-from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ValueModel, new_critic
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.reward_model import RewardModel, ScoreShape, load_reward_model, new_reward_model, settle
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.tokenizer.tokenizer_training import PAD

@@ -12,8 +12,8 @@ from conftest import CHATML, tiny
 from reward_models import write_reward_model
 
 from posttrain.core.types import Invalid, UserError
-from posttrain.models.checkpoint_folder import save_model
 from posttrain.models.native.decoder import causal
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.native.kernels import build
 from posttrain.models.reward_model import ScoreShape, new_reward_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer

@@ -21,8 +21,9 @@ from posttrain.cli.main import main
 from posttrain.core.types import UserError
 from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import hold_out, order, to_tasks
-from posttrain.models.checkpoint_folder import save_model
-from posttrain.models.native.decoder import DecoderConfig, new_decoder
+from posttrain.models.native.decoder import new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.reward_model import load_reward_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts

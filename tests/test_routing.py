@@ -32,12 +32,12 @@ from posttrain.engines.local.engine_weights import own_copy
 from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.local_learner import Optimization
 from posttrain.learners.router_losses import RouterLosses, measured
-from posttrain.models.checkpoint_folder import save_model
 from posttrain.models.hf.backed import Backed
 from posttrain.models.hf.experts import find_routers, watching
 from posttrain.models.hf.transformers_folder import replay_routing
 from posttrain.models.losses.likelihood import token_logp
 from posttrain.models.native.decoder import Decoder
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.native.linear import compute_apart
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.health import Health

@@ -21,7 +21,7 @@ from reward_models import write_reward_model
 import posttrain
 from posttrain.cli.main import main
 from posttrain.envs.play.answer_journal import ANSWERS
-from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.system import endpoint as endpoints

@@ -26,14 +26,15 @@ from posttrain.core.protocols import Alone, Objective
 from posttrain.core.token_probe import Found, TokenSink
 from posttrain.core.types import Transcript, UserError
 from posttrain.engines.local.engine_weights import own_copy
-from posttrain.engines.pool.weight_probe import LIMIT, WeightProbe
+from posttrain.engines.weight_probe import LIMIT, WeightProbe
 from posttrain.learners import fsdp, process_group
 from posttrain.learners.fsdp import FSDPLearner
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.learners.process_group import Processes
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ValueModel
-from posttrain.models.native.decoder import Decoder, DecoderConfig, causal, new_decoder
+from posttrain.models.native.decoder import Decoder, causal, new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.row_shards import is_sharded, whole
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_metrics

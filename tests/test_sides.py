@@ -25,7 +25,7 @@ from posttrain.envs.play.env_outputs import Done, read_turn, read_verdict
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import Episode, Player
 from posttrain.envs.play.worker_protocol import Garbled, read_answer, write_answer
-from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.training.sources.scoreboard import describe, scoreboard, usable

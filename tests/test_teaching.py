@@ -23,8 +23,9 @@ from posttrain.cli.main import main
 from posttrain.core.batch import Stats
 from posttrain.core.types import Rollout, SpanKind, Transcript, UserError
 from posttrain.learners.local_learner import LocalLearner, Optimization, Teaching
-from posttrain.models.checkpoint_folder import save_model
-from posttrain.models.native.decoder import Decoder, DecoderConfig, causal, new_decoder
+from posttrain.models.native.decoder import Decoder, causal, new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.health import Health
 from posttrain.system import endpoint as endpoints

@@ -10,7 +10,7 @@ from labelled import train_on_labels
 
 from posttrain.config import SFT
 from posttrain.config.resolve import filled
-from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_reading import read_metrics
 

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.core.types import UserError
-from posttrain.models.checkpoint_folder import load_model, save_model
-from posttrain.models.native.decoder import DecoderConfig, new_decoder
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.native.decoder import new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "models"

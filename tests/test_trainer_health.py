@@ -10,7 +10,7 @@ from conftest import tiny
 
 import posttrain
 from posttrain.envs.builtin import arithmetic
-from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_reading import read_health
 from posttrain.training.trainer import Run

@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posttrain.core.batch import Layout
 from posttrain.models.native.attention import SegmentAttention, filled
-from posttrain.models.native.decoder import DecoderConfig, causal, new_decoder
+from posttrain.models.native.decoder import causal, new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.kernels import binder
 from posttrain.models.native.segments import Forest
 from posttrain.models.tokenizer.tokenizer import Tokenizer

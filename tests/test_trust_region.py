@@ -18,7 +18,8 @@ from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.learners import local_learner
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.learners.natural_gradient import Found, conjugate_gradient, search
-from posttrain.models.native.decoder import DecoderConfig, causal, new_decoder
+from posttrain.models.native.decoder import causal, new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.training.sources.packing import pack
 
 

@@ -20,12 +20,12 @@ from items_place import furnish
 from pyarrow import parquet
 
 import posttrain
-from posttrain import user_files
 from posttrain.cli.main import main
 from posttrain.config.inference import Check
 from posttrain.config.resolve import validate
+from posttrain.core import user_files
+from posttrain.core.json_text import json_line, json_text, plain
 from posttrain.core.types import UserError
-from posttrain.json_text import json_line, json_text, plain
 from posttrain.models.checkpoint_folder import load_model, save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
@@ -130,7 +130,7 @@ def test_no_module_opens_a_file_of_a_user_by_another_way() -> None:
         if not name.startswith(tuple(BY_THEMSELVES)):
             calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
             found += [f"{name}:{call.lineno}: {ast.unparse(call)[:80]}" for call in calls if _opens(call)]
-    assert not found, "open it with posttrain.user_files"
+    assert not found, "open it with posttrain.core.user_files"
 
 
 @pytest.mark.parametrize("kind", ("pipe", "device"))

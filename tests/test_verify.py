@@ -173,6 +173,18 @@ def test_answers_of_every_kind_get_the_verdict_of_an_independent_oracle() -> Non
 
 
 @pytest.mark.parametrize(
+    ("written", "plain"),
+    [
+        (r"2{\pi}", r"2\pi"), (r"3{\sqrt{2}}", r"3\sqrt{2}"), (r"\frac{6{\sqrt{5}}}{5}", r"\frac{6\sqrt{5}}{5}"),
+        (r"2{x}+1", "2x+1"), (r"(a+1){b}", "(a+1)b"), (r"\frac1{x}", r"\frac{1}{x}"), ("8:17", r"\frac{8}{17}"),
+    ],
+)  # fmt: skip
+def test_braces_that_group_nothing_change_no_answer(written: str, plain: str) -> None:
+    assert verify(rf"\boxed{{{written}}}", plain) == verify(rf"\boxed{{{plain}}}", written) == 1.0
+    assert verify(rf"\boxed{{{written}}}", f"{plain}+1") == 0.0
+
+
+@pytest.mark.parametrize(
     "answer",
     [
         "+".join(rf"\sin(e^{{e^{{9.{digit}}}}})" for digit in range(40)),  # more work than the time allows
@@ -285,7 +297,7 @@ def test_a_script_without_a_main_guard_runs_once_and_leaves_no_process(tmp_path:
     script.write_text(
         textwrap.dedent(
             r"""
-            from posttrain.verify import limit
+            from posttrain.verify import limited_process as limit
             from posttrain.verify.math import verify
             print("once", verify(r"\boxed{\sqrt{25}}", "5"), *[server.process.pid for server in limit._servers.alive])
             """

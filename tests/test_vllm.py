@@ -27,8 +27,10 @@ from posttrain.engines.vllm.vllm_worker import PREFILL_TOKENS
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import Episode, Player
 from posttrain.learners.local_learner import LocalLearner, Optimization
-from posttrain.models.checkpoint_folder import load_model, save_model
-from posttrain.models.native.decoder import Decoder, DecoderConfig, causal, new_decoder
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.native.decoder import Decoder, causal, new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.packing import collate
 

@@ -20,15 +20,17 @@ from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many
 from posttrain.engines.vllm.adapter_sync import AdapterSync
 from posttrain.engines.vllm.vllm_engine import VLLMEngine
-from posttrain.models.adapters.adapter_folder import save_adapter
-from posttrain.models.adapters.lora import Adaptable, LoRA, adapters, attach, begin, decoder_of, targets_of
-from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.adapters.adapter_writer import adapters, save_adapter
+from posttrain.models.adapters.lora import LoRA, attach, begin, decoder_of, targets_of
+from posttrain.models.backbone import Backbone
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(1800)  # vLLM takes a quarter of a minute to start, and minutes on a busy machine
 
 
-def adapted(model: Any, rank: int = 4, **how: Any) -> Adaptable:
+def adapted(model: Any, rank: int = 4, **how: Any) -> Backbone:
     decoder = decoder_of(model)
     targets = targets_of(decoder)
     attach(decoder, LoRA(rank, 2.0 * rank, **how), lambda name: name.rpartition(".")[2] in targets)
@@ -36,7 +38,7 @@ def adapted(model: Any, rank: int = 4, **how: Any) -> Adaptable:
     return decoder
 
 
-def move(model: Adaptable, version: int) -> None:
+def move(model: Backbone, version: int) -> None:
     """An update of the adapters."""
     generator = torch.Generator().manual_seed(version)
     with torch.no_grad():

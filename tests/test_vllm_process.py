@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for proce
 SCRIPT = """
 import sys, time
 from conftest import tiny
-from posttrain.engines import vllm
+from posttrain.engines.vllm import vllm_engine as vllm
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 vllm.WORKER = "vllm_stub:main"
 vllm.VLLMEngine._sing = lambda engine, weights: None
@@ -77,7 +77,7 @@ def test_a_tied_head_is_handed_over_twice_and_lies_where_the_embedding_does(
     laid.write(model, memory)
     stored = {own.name: own for own in laid.stored}
     assert len(stored) == len(laid.stored), "each name once"
-    head, embedding = (stored[name] for name in ("lm_head.weight", announced(model).embedding))
+    head, embedding = (stored[name] for name in ("lm_head.weight", announced(model).embedding_name))
     assert (head.offset == embedding.offset) is tied
     assert torch.equal(head.tensor_in(memory, torch.float32), model.head.weight)
     assert {own.offset + 4 * torch.Size(own.shape).numel() <= laid.bytes for own in laid.stored} == {True}

@@ -19,7 +19,8 @@ import torch
 from posttrain.core.types import Sampling
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.models.checkpoint_folder import load_model
-from posttrain.models.native.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.native.decoder import Decoder, new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "models" / "gsm8k-5m"

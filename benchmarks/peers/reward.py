@@ -27,7 +27,7 @@ def ours(place: Path, data: Path) -> None:
     from posttrain.data.preference_examples import to_item
     from posttrain.data.tasks import to_tasks
     from posttrain.learners.local_learner import LocalLearner, Optimization
-    from posttrain.models.checkpoint_folder import checkpoint_tensors
+    from posttrain.models.native.decoder_writer import checkpoint_tensors
     from posttrain.models.reward_model import ScoreShape, new_reward_model, settle
     from posttrain.models.tokenizer.tokenizer import Tokenizer
     from posttrain.training.sources.length_filter import TooLong

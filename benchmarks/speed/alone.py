@@ -18,7 +18,7 @@ from sides import ROOT, Machine, Side, Sides
 from tables import Figure, Goal, Table, number
 from work import CASES, GROUP, PROMPTS, REQUESTS, requests, tasks, tokens_of
 
-from posttrain.models.native.decoder import DecoderConfig
+from posttrain.models.native.decoder_shape import DecoderConfig
 
 # -- share of the peak -------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from posttrain.models.json_files import read_json
-from posttrain.models.native.decoder import DecoderConfig
 from posttrain.models.native.decoder_config import read_config
+from posttrain.models.native.decoder_shape import DecoderConfig
 
 BACKWARD = 3  # an update is a forward pass and twice as much backwards; recomputation is not useful
 

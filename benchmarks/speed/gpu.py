@@ -32,8 +32,9 @@ from tables import Figure, Table, number
 from work import LEARNING_RATE
 
 from posttrain.config import RL
-from posttrain.models.checkpoint_folder import save_model
-from posttrain.models.native.decoder import DecoderConfig, new_decoder
+from posttrain.models.native.decoder import new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.verbs import rl
 

@@ -31,7 +31,8 @@ from posttrain.core.batch import Batch
 from posttrain.core.protocols import Alone
 from posttrain.core.types import Completion, StopReason, Transcript
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
-from posttrain.models.native.decoder import DecoderConfig, new_decoder
+from posttrain.models.native.decoder import new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.training.adjust import adjust
 from posttrain.training.open_learner import policy, reference
 from posttrain.training.setup import microbatch_tokens

@@ -23,8 +23,10 @@ import torch
 from flops import config_of
 from work import BUDGETS, DATA, MAX_TOKENS, VOCABULARIES, rows
 
-from posttrain.models.checkpoint_folder import load_model, save_model
-from posttrain.models.native.decoder import Decoder, DecoderConfig, causal, new_decoder
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.native.decoder import Decoder, causal, new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 TRAINED = DATA / "models" / "gsm8k-5m"

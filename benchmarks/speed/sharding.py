@@ -98,7 +98,8 @@ def main() -> None:
     if given.way:
         work(given.way, given.folder, given.precision)
         return
-    from posttrain.models.native.decoder import DecoderConfig, new_decoder
+    from posttrain.models.native.decoder import new_decoder
+    from posttrain.models.native.decoder_shape import DecoderConfig
 
     with tempfile.TemporaryDirectory() as name:
         model = new_decoder(DecoderConfig(context=512, tied=True, **SIZES), 0)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
-from posttrain import user_files
 from posttrain.config import (
     RL,
     SFT,
@@ -36,6 +35,7 @@ from posttrain.config import (
     Training,
 )
 from posttrain.config.resolve import AnyConfig, AnyTraining, check_bounds, validate
+from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 
@@ -352,9 +352,11 @@ def retriever_serve(index: str, *, config: Annotated[RetrieverServe, Options] = 
     """
     from posttrain.services.retrieval.passage_index import open_index
     from posttrain.services.retrieval.search_server import serve
+    from posttrain.system.http_front import read_token
 
     check_bounds(config)
-    serve(open_index(index, config.encoder), config.host, config.port, config.topk)
+    token = read_token(config.token)
+    serve(open_index(index, config.encoder), config.host, config.port, config.topk, token=token)
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from posttrain.models.native.decoder_config import read_config, read_eos_ids
 from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
+from posttrain.system.temp_folders import TempFolder
 from posttrain.training.setup import choose_device, end_tokens, use_threads
 
 
@@ -48,7 +48,7 @@ def serve_engine(config: ServeEngine, say: Callable[[str], None] = _say) -> None
     how = config.slots, config.precision, config.engine_cache, torch.get_num_threads()
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has it ignored in the background
         signal.signal(number, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="posttrain-engine-") as own, suppress(KeyboardInterrupt):
+    with TempFolder("engine") as own, suppress(KeyboardInterrupt):
         setup = {**setup_of(config.engine, model, tokenizer, Path(own), *how), "device": str(device)}
         say(f"samples     {config.model}, {model.config.context} tokens of context, on {device}")
         listen(setup, config.listen, token, say)

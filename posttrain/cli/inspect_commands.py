@@ -102,9 +102,16 @@ def reproduce(
     settings
         What to change in it: --settings.steps 50 (table.md names them all).
     """
+    from posttrain.runs.terminal.printing import table
+
+    checkout = Path(__file__).resolve().parents[2]
+    if not (checkout / "experiments" / "__init__.py").exists():
+        raise UserError(
+            "the experiments are not part of the package: run this in a clone of the repository (pip install -e .)"
+        )
+    sys.path.insert(0, str(checkout))
     from experiments import EXPERIMENTS, find
     from experiments.experiment import read_settings
-    from posttrain.runs.terminal.printing import table
 
     if name is None:
         rows = [[e.name, e.claim, e.paper] for e in EXPERIMENTS.values()]
@@ -294,7 +301,7 @@ def query(
     """
     from posttrain.apps.view.token_texts import vocabulary_of
     from posttrain.cli import input_bounds
-    from posttrain.json_text import json_text
+    from posttrain.core.json_text import json_text
     from posttrain.runs.record.sql_query import Questions
     from posttrain.runs.terminal.printing import table
 

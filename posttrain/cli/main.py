@@ -25,7 +25,8 @@ from cyclopts.exceptions import (
     UnusedCliTokensError,
 )
 
-from posttrain import __version__, user_files
+from posttrain import __version__
+from posttrain.core import user_files
 from posttrain.core.types import UserError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ for _name, _function, _help in (
     ("launch", "launch", "Print what a batch system is to run for a command of posttrain: a file for Slurm's sbatch."),
     ("reproduce", "reproduce", "Test what a paper claims in a small experiment: table, plot, verdict with intervals."),
 ):
-    _module = "looking" if _function in _LOOKING else "commands"
+    _module = "inspect_commands" if _function in _LOOKING else "commands"
     app.command(f"posttrain.cli.{_module}:{_function}", name=_name, help=_help, help_format="markdown")
 retriever = App(
     name="retriever", help="Search over passages: make an index of them, serve it over HTTP.", help_format="plaintext"

@@ -13,9 +13,9 @@ from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_config import ADAPTER_CONFIG, CLASSIFIER, is_adapter, read_adapter_config
 from posttrain.models.adapters.lora import decoder_of, merge
 from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.reward_model import load_reward_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.models.tokenizer.tokenizer_files import checkpoint_folder
 from posttrain.runs.checkpoint import of_disk, resolve
 from posttrain.runs.run_files import writing
 

@@ -12,12 +12,13 @@ from posttrain.core.protocols import Engine
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.serving.engine_policy import EnginePolicy
 from posttrain.engines.serving.engine_thread import EngineThread
-from posttrain.engines.serving.policy_server import HOST, PolicyHandlers, ServerLimits, serving
+from posttrain.engines.serving.policy_server import PolicyHandlers, ServerLimits, serving
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_files import step_of
+from posttrain.system.http_front import HOST, read_token
 from posttrain.training.setup import choose_device, end_tokens, use_threads
 
 
@@ -61,7 +62,7 @@ def serve_policy(config: ServePolicy, say: Callable[[str], None] = _say) -> None
             say(f"token ids   http://{HOST}:{port}/inference/v1/generate")
             say("Ctrl-C ends it")
 
-        asyncio.run(_serve(engine, opened, limits, config.port, told))
+        asyncio.run(_serve(engine, opened, limits, config.port, told, read_token(config.token)))
     say("stopped")
 
 
@@ -71,6 +72,7 @@ async def _serve(
     limits: ServerLimits,
     port: int,
     told: Callable[[int], None],
+    token: str | None,
 ) -> None:
     loop, over = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
@@ -83,7 +85,7 @@ async def _serve(
             loop.add_signal_handler(number, end)
     desk = EngineThread(engine, failed=end)
     with closing(opened(desk)) as policy:
-        service = PolicyHandlers(lambda request: policy, limits)
+        service = PolicyHandlers(lambda request: policy, limits, token)
         async with serving(service.application(), port) as bound:
             told(bound)
             problem = await over

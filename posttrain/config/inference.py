@@ -127,6 +127,8 @@ class ServePolicy:
     """Most tokens of a reply, whatever a request asks; default: as many as the context holds."""
     requests: int = option(1024, above=0, most=1_000_000)
     """Replies that are under way at once; who asks beyond them is told to come back (429)."""
+    token: str | None = None
+    """File with a token that every request has to carry (Authorization: Bearer TOKEN), as OpenAI's clients send their key."""
     slots: int = option(256, above=0)
     """How many replies are sampled at once: bounds the memory of the key-value cache."""
     engine: Literal["local", "vllm"] = "local"
@@ -395,9 +397,12 @@ class RetrieverServe:
     """Serve an index over HTTP, by the protocol of Search-R1, until it is interrupted."""
 
     host: str = "127.0.0.1"
-    """The address it is bound to. There is no key: whoever reaches it may ask."""
+    """The address it is bound to. Without --token whoever reaches it may ask."""
     port: int = option(8000, least=0, most=65_535)
     """The port; 0: any that is free, which is printed."""
+    token: str | None = None
+    """File with a token that every request has to carry (Authorization: Bearer TOKEN). Runs send what stands in
+    POSTTRAIN_RETRIEVER_TOKEN in their environment."""
     topk: int = option(3, above=0, most=100)
     """Passages for a query that does not say how many."""
     encoder: str | None = None

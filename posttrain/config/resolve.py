@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-from posttrain import user_files
 from posttrain.config import (
     FREE_TO_CHANGE,
     LABELLERS,
@@ -29,6 +28,7 @@ from posttrain.config import (
     Training,
     named_services,
 )
+from posttrain.core import user_files
 from posttrain.core.coerce import convert, fits
 from posttrain.core.component import knob_of
 from posttrain.core.option_aliases import suggestion

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.messages import inline, message_of, short
 from posttrain.core.types import UserError
 

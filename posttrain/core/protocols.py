@@ -62,6 +62,13 @@ class Model(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
+@runtime_checkable
+class Measured(Protocol):
+    """A model that finds something out of its weights before they are written: see `RewardModel.measure`."""
+
+    def measure(self) -> None: ...
+
+
 class Objective(Protocol):
     """The loss of one micro-batch: a scalar, sum over n of weight[n] * loss[n]. Knows neither masks nor the world size."""
 

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.system.cache_folders import cache_folder
 

@@ -18,14 +18,14 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from posttrain import user_files
+from posttrain.core import user_files
+from posttrain.core.json_text import known
 from posttrain.core.messages import one_line, short
 from posttrain.core.pictures import PictureError, parts
 from posttrain.core.types import ROLES, Task, UserError
 from posttrain.data.arrow_store import digest
 from posttrain.data.row_files import Row
 from posttrain.data.rows import no_column
-from posttrain.json_text import known
 
 Pattern = list[tuple[str, str | None]]  # a template: literal text, and the column to put after it
 Convert = Callable[[Row], Task | None]

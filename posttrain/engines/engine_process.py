@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from posttrain.system.child_processes import Child, pair
+from posttrain.system.temp_folders import temp_log
 
 CLOSE_SECONDS = 5.0  # for an idle process to leave by itself
 
@@ -16,7 +16,7 @@ class EngineProcess:
     """`target`: "package.module:function", called with the number of the socket and with `descriptors`."""
 
     def __init__(self, target: str, name: str, descriptors: Sequence[int], environment: Mapping[str, str]) -> None:
-        descriptor, log = tempfile.mkstemp(prefix=f"posttrain-{name}-", suffix=".log")
+        descriptor, log = temp_log(name)
         self.log = Path(log)
         try:
             self.socket, theirs = pair()

@@ -27,17 +27,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from posttrain.core.batch import Batch, Outputs, Packed, Stats
-from posttrain.core.protocols import Learner, Model, Objective
-from posttrain.core.types import UserError
+from posttrain.core.protocols import Learner, Measured, Model, Objective
 from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, TrainedModule
 from posttrain.learners.process_group import Processes
-from posttrain.models.adapters.lora import Adaptable, plain_weights
-from posttrain.models.checkpoint_folder import checkpoint_tensors
-from posttrain.models.hf.backed import Backed
-from posttrain.models.native.decoder import Decoder
+from posttrain.models.backbone import Backbone
 from posttrain.models.native.linear import collected
-from posttrain.models.reward_model import RewardModel
+from posttrain.models.native.merged_weights import plain_weights
 from posttrain.models.row_shards import GATHER, MEETING, here, whole
 from posttrain.models.tensor_files import write_state
 
@@ -47,41 +43,22 @@ MMAP_THRESHOLD = -3  # glibc's name of the size from which on a block has pages 
 OWN_PAGES = 2**20  # bytes
 
 
-def shard(decoder: Adaptable, size: int, device: torch.device) -> None:
+def shard(decoder: Backbone, size: int, device: torch.device) -> None:
     """Leave to this process its rows of each weight. Of a decoder on "meta" none is whole at any time.
 
     Raises UserError for a model of transformers that cannot be dealt out by its layers.
     """
-    if isinstance(decoder, Backed):
-        _require_layers(decoder)
-        decoder.at_once = True  # each process makes as many calls
+    decoder.prepare_shards()
     if device.type == "cpu":
         _give_back()
     mesh = init_device_mesh(device.type, (size,))
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(decoder, mesh=mesh, reshard_after_forward=False)
+    fully_shard(cast(nn.Module, decoder), mesh=mesh, reshard_after_forward=False)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):  # losses are divided already, by what the whole batch has
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def _require_layers(model: Backed) -> None:
-    """Raises UserError where a gathered layer would not have all that it computes with, or something else would lack it."""
-    kind, layers = type(model.inner).__name__, model.layers
-    if model.vision is not None:
-        raise UserError(f"--shard deals out models of text, and {kind} sees pictures: leave it out")
-    if not layers:
-        raise UserError(f"--shard deals out the layers of a decoder, and none were found in {kind}: leave it out")
-    if scalars := [name for name, p in model.named_parameters() if p.ndim == 0]:
-        raise UserError(f"--shard deals out rows, and {scalars[0]} of {kind} is a single number: leave it out")
-    place = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
-    owner: dict[Tensor, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and owner.setdefault(parameter, place.get(module, -1)) != place.get(module, -1):
-                raise UserError(f"--shard deals out layers, and layers of {kind} share weights: leave it out")
 
 
 @cache
@@ -121,24 +98,24 @@ class FSDPLearner(DataParallelLearner):
         teachers = [name for name in others if name != REFERENCE]
         kept = set(teachers if len(teachers) > 1 else [])  # a micro-batch reads some of several, and another one others
         self._held: dict[nn.Parameter, nn.Parameter] = {}  # this process's rows -> the parameter
-        self._decoders: list[Adaptable] = []
+        self._decoders: list[Backbone] = []
         for held in (model, critic, *(other for name, other in others.items() if name not in kept)):
             self._decoders += [] if held is None else self._sharded(cast(nn.Module, held), world)
         self._learning = [d for d in self._decoders if any(p.requires_grad for p in d.parameters())]
         self._idle: list[Batch] = []  # passes that this process makes because others make them
         self._passes: list[Tensor] = []  # what the decoders that learn gave for a micro-batch
-        self._reached: set[Adaptable] = set()  # those into which a loss of this update has a gradient
+        self._reached: set[Backbone] = set()  # those into which a loss of this update has a gradient
         super().__init__(model, optimization, world=world, others=others, critic=critic, **options)
         for decoder in self._learning:
             decoder.register_forward_hook(self._hear)
 
-    def _sharded(self, held: nn.Module, world: Processes) -> list[Adaptable]:
-        decoders = [module for module in held.modules() if isinstance(module, Decoder | Backed)]
+    def _sharded(self, held: nn.Module, world: Processes) -> list[Backbone]:
+        decoders: list[Backbone] = [module for module in held.modules() if isinstance(module, Backbone)]
         with world.meeting():
             for decoder in decoders:
                 if not isinstance(decoder, FSDPModule):
                     shard(decoder, world.size, decoder.head.device)
-                _state(decoder)._lazy_init()  # lays the rows out for good
+                _state(cast(nn.Module, decoder))._lazy_init()  # lays the rows out for good
                 setattr(decoder, MEETING, world.meeting)
                 for parameter in decoder.parameters():
                     setattr(parameter, GATHER, partial(_gathered, parameter, world))
@@ -214,7 +191,7 @@ class FSDPLearner(DataParallelLearner):
         if not hidden.requires_grad:
             return None
         self._passes.append(hidden)
-        heard: Tensor = _Heard.apply(hidden, partial(self._reached.add, cast(Adaptable, decoder)))
+        heard: Tensor = _Heard.apply(hidden, partial(self._reached.add, cast(Backbone, decoder)))
         return heard
 
     def _share_gradients(self) -> None:
@@ -277,13 +254,11 @@ class FSDPLearner(DataParallelLearner):
             super().save(folder)
             return
         self._check_finite()
-        if isinstance(self.model, RewardModel):
+        if isinstance(self.model, Measured):
             self.model.measure()
         for decoder in cast(nn.Module, self.model).modules():
-            if isinstance(decoder, Decoder):
-                deque(checkpoint_tensors(decoder), maxlen=0)  # each is let go before the next one comes
-            elif isinstance(decoder, Backed):
-                deque((whole(weight) for _, weight in plain_weights(decoder)), maxlen=0)
+            if isinstance(decoder, Backbone):
+                deque((whole(weight) for _, weight in plain_weights(decoder)), maxlen=0)  # each is let go at once
         for _, tensors in self._state():
             write_state(None, tensors)
 
@@ -309,9 +284,9 @@ def _gathered(parameter: Tensor, world: Processes) -> Tensor:
     return found
 
 
-def _forget(decoder: Adaptable) -> None:
+def _forget(decoder: Backbone) -> None:
     """Let torch forget in which order modules were passed: it does so behind a backward pass alone."""
-    _state(decoder)._comm_ctx.post_forward_order.clear()
+    _state(cast(nn.Module, decoder))._comm_ctx.post_forward_order.clear()
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             _state(module)._fsdp_param_group._post_forward_indices.clear()

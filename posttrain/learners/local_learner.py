@@ -11,23 +11,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.batch import Batch, Outputs, Packed, Stats
-from posttrain.core.protocols import TRAINING, Alone, Learner, Model, Objective, World
+from posttrain.core.protocols import TRAINING, Alone, Learner, Measured, Model, Objective, World
 from posttrain.core.token_probe import sink_of
 from posttrain.core.types import UserError
 from posttrain.learners.adamw import AdamW
 from posttrain.learners.natural_gradient import TrustRegion, search
 from posttrain.learners.router_losses import RouterLosses, Routing
 from posttrain.models.adapters.lora import frozen_copy
+from posttrain.models.backbone import Backbone
 from posttrain.models.critic import STORED, ActionValueModel, Critic, ValueModel
-from posttrain.models.hf.backed import Backed
 from posttrain.models.hf.experts import watching
 from posttrain.models.losses.divergence import FORWARD, REVERSE, measured_divergence
 from posttrain.models.losses.likelihood import (
@@ -39,7 +39,6 @@ from posttrain.models.losses.likelihood import (
     token_logp_entropy,
 )
 from posttrain.models.native.linear import accumulating
-from posttrain.models.reward_model import RewardModel
 from posttrain.models.tensor_files import open_tensors, read_rows, read_state, write_state
 
 COUNTERS, MOMENTS, MOVED = "learner.json", "optimizer.safetensors", "reference.safetensors"
@@ -162,7 +161,7 @@ class LocalLearner:
         if self.trust_region is not None:
             batches = self._with_old(batches)
         routed = self._mixture()
-        routing = None if routed is None else Routing(routed, self.router_losses, self.world, batches)
+        routing = None if routed is None else Routing(cast(Any, routed), self.router_losses, self.world, batches)
         with accumulating(keeps=self._keeps):
             if routing is None:
                 self._accumulate(batches, objective, stats)
@@ -186,7 +185,7 @@ class LocalLearner:
             group["lr"] = rate * group["share"]
         self.optimizer.step()
         self.optimizer.zero_grad()  # rollouts come next, which need the memory
-        if isinstance(self.critic, ActionValueModel):
+        if self.critic is not None:
             self.critic.follow(self.follow)
         self.version += 1
         stats.add("skipped", 0)
@@ -202,10 +201,10 @@ class LocalLearner:
             loss.backward()
             stats.add("loss", loss.item(), 0)
 
-    def _mixture(self) -> Backed | None:
+    def _mixture(self) -> Backbone | None:
         """The decoder that learns, if it is a mixture of experts."""
         model = self.model
-        return model if isinstance(model, Backed) and model.routers is not None else None
+        return model if isinstance(model, Backbone) and model.routers is not None else None
 
     def _accumulate_routed(
         self, batches: Sequence[Batch], objective: Objective, stats: Stats, routing: Routing
@@ -251,7 +250,7 @@ class LocalLearner:
         weight is not finite: nothing could ever go on from it.
         """
         if folder is None:
-            if isinstance(self.model, RewardModel):
+            if isinstance(self.model, Measured):
                 self.model.measure()
             return
         self._check_finite()

@@ -6,12 +6,9 @@ nothing left over, every shape as announced, every number finite, and room for i
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +17,38 @@ from torch import Tensor
 
 from posttrain.core.protocols import Model
 from posttrain.core.types import UserError
-from posttrain.models.adapters.adapter_config import ADAPTER, PREFIX, is_adapter
-from posttrain.models.adapters.lora import plain_weights
+from posttrain.models.adapters.adapter_config import ADAPTER, CLASSIFIER, PREFIX, is_adapter, read_adapter_config
+from posttrain.models.adapters.adapter_folder import checked_base, fingerprint, read_adapter
+from posttrain.models.adapters.lora import merge
+from posttrain.models.backbone import Backbone
+from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.hf.backed import Backed
-from posttrain.models.json_files import read_json, shown, write_json
-from posttrain.models.native.decoder import Decoder, DecoderConfig
+from posttrain.models.json_files import read_json
+from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_config import (
     ARCHITECTURES,
     NotNativeError,
     read_config,
     read_eos_ids,
     unsupported,
-    written_config,
 )
+from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.weight_names import Pieces, stored_pieces
-from posttrain.models.row_shards import here, whole
-from posttrain.models.tensor_files import open_tensors, size_of, write_tensors
-from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.models.tokenizer.tokenizer_files import checkpoint_folder
+from posttrain.models.row_shards import here
+from posttrain.models.tensor_files import open_tensors
+from posttrain.models.weight_files import (
+    HEADS,
+    INNER,
+    SCORE,
+    check_dtype,
+    check_finite,
+    is_reward_model,
+    weight_files,
+)
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-SCORE = "score.weight"  # the head of a sequence-classification checkpoint
 OURS = "posttrain_reward_model"  # the model_type of a reward model that transformers cannot hold
 BACKBONE = "posttrain_backbone"  # the model_type of its decoder
-INNER = "score.inner.weight"  # of its head, if that has two layers
-HEADS = ("lm_head.weight", "lm_head.bias", SCORE, "score.bias", INNER)
-"""Tensors of heads, which may or may not lie beside a decoder that is read without its own."""
-FILE_BYTES = 5_000_000_000  # most of one file of weights
-DTYPES = ("F64", "F32", "F16", "BF16")
-"""What weights may be stored as. Integers and 8-bit floats are quantized: their numbers mean nothing without scales."""
+FORM = (BACKBONE, "posttrain_pooling", "posttrain_head")  # entries of config.json that say what a reward model is
 
 
 def load_model(
@@ -67,7 +67,7 @@ def load_model(
     """
     folder = checkpoint_folder(folder)
     if is_adapter(folder):
-        from posttrain.models.adapters.adapter_folder import load_adapted
+        pass
 
         if shard is not None:
             raise UserError(f"--shard deals out plain weights, and {folder} is an adapter: posttrain merge it first")
@@ -95,7 +95,7 @@ def load_model(
     return model
 
 
-def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Decoder | Backed, Tensor | None]:
+def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Backbone, Tensor | None]:
     """The decoder of a checkpoint without its output head, and the score head [hidden] of a reward model if it has one.
 
     For critics: reads causal language models and the sequence-classification checkpoints (`score.weight`, one label) of
@@ -104,7 +104,7 @@ def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tup
     """
     folder = checkpoint_folder(folder)
     if is_adapter(folder):
-        from posttrain.models.adapters.adapter_folder import merged_backbone
+        pass
 
         return merged_backbone(folder, device)
     model, read = load_headless(folder, device)
@@ -147,65 +147,8 @@ def _read_heads(folder: Path) -> dict[str, Tensor]:
 
 def of_backbone(source: dict[str, Any]) -> dict[str, Any]:
     """A config.json as its decoder alone would have it."""
-    return {**source, "model_type": source.get(BACKBONE)} if source.get("model_type") == OURS else source
-
-
-def save_model(
-    model: Decoder,
-    folder: str | Path,
-    tokenizer: Tokenizer | None = None,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = FILE_BYTES,
-    also: Mapping[str, Tensor] | None = None,
-    told: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a folder that `load_model` and transformers.AutoModelForCausalLM read.
-
-    `dtype` is that of the written weights (None: the model's). Weights go to files of at most `shard_bytes` bytes each,
-    larger single tensors excepted. Weights of an earlier save in the folder are removed. A model without eos_ids gets
-    the tokenizer's. `also`: further tensors; `told`: further entries of config.json, or other values of them.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    dtype = dtype or model.head.dtype
-    also = also or {}
-    pieces = stored_pieces(model.config)
-    shapes = {stored: shape for name, _ in model.named_parameters() for stored, shape in pieces.get(name, ())}
-    shapes |= {name: tuple(tensor.shape) for name, tensor in also.items()}
-    write_weights(shapes, chain(checkpoint_tensors(model), also.items()), folder, dtype, shard_bytes)
-    write_json(folder / "generation_config.json", {**model.generation, **_ends(model, tokenizer)})
-    source = dict(model.source) or described(model, tokenizer)
-    source.pop("torch_dtype", None)  # the name of "dtype" in older checkpoints
-    write_json(folder / "config.json", {**source, "dtype": str(dtype).removeprefix("torch."), **(told or {})})
-    if tokenizer is not None:
-        tokenizer.save(folder)
-
-
-def described(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The config.json of a model that was not loaded from one, with the tokenizer's ids."""
-    ids = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
-    return {**written_config(model.config), **_ends(model, tokenizer), **ids}
-
-
-def _ends(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The ids that end a reply, as both files of a checkpoint name them."""
-    ids = list(model.eos_ids) or ([tokenizer.eos_id] if tokenizer and tokenizer.eos_id is not None else [])
-    return {"eos_token_id": ids if len(ids) > 1 else ids[0]} if ids else {}
-
-
-def checkpoint_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The weights as a checkpoint stores them, name by name: what other programs call them. Views, no copies.
-
-    A parameter of which processes hold some rows each is gathered when it is its turn: all of them have to ask. Adapters
-    are merged, each when it is its turn.
-    """
-    pieces = stored_pieces(model.config)
-    for name, parameter in plain_weights(model):
-        yield from _as_stored(whole(parameter), pieces[name])  # and keeps nothing of it
-
-
-def _as_stored(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor]]:
-    return zip((stored for stored, _ in pieces), _split(parameter, pieces), strict=True)
+    own = {name: value for name, value in source.items() if name not in FORM}
+    return {**own, "model_type": source.get(BACKBONE)} if source.get("model_type") == OURS else own
 
 
 def _load_decoder(
@@ -257,12 +200,6 @@ LOADERS: dict[str, Callable[[Path, dict[str, Any], torch.dtype, torch.device], M
 """How each model_type is loaded: (folder, its config.json, dtype, device) -> model. A kind of one's own is added here."""
 
 
-def _split(parameter: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
-    """One view of the parameter for each piece, in the shape of the piece."""
-    rows = [shape[0] for _, shape in pieces]
-    return parameter.view(sum(rows), *pieces[0][1][1:]).split_with_sizes(rows)
-
-
 def _pieces_here(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor, slice]]:
     """What of a parameter lies in this process: the stored tensor, the place, which rows of the one are for the other."""
     first, own = here(parameter)
@@ -275,27 +212,6 @@ def _pieces_here(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tenso
         if low < high:
             yield stored, flat[low - begin : high - begin], slice(low - at, high - at)
         at += shape[0]
-
-
-def weight_files(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
-    if not (folder / INDEX).exists():
-        convert = ": convert its pytorch_model.bin to safetensors" if (folder / "pytorch_model.bin").exists() else ""
-        raise UserError(f"{folder} holds no {WEIGHTS} and no {INDEX}{convert or ': copy the weights into it'}")
-    names = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise UserError(f"{folder / INDEX}: weight_map must be an object that names the file of each tensor")
-    for tensor, name in names.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise UserError(
-                f"{folder / INDEX}: weight_map names {shown(name)} as the file of {shown(tensor)}; it must be a "
-                ".safetensors file of the same folder"
-            )
-    files = [folder / name for name in sorted(set(names.values()))]
-    if absent := [file.name for file in files if not file.exists()]:
-        raise UserError(f"{folder} lacks {', '.join(absent)}, named in {INDEX}: copy the missing files into it")
-    return files
 
 
 def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -331,30 +247,6 @@ def stored_names(folder: Path) -> set[str]:
         return {name.removeprefix(PREFIX) for shard in shards for name in shard.keys()}  # noqa: SIM118  it is not a dict
 
 
-def check_finite(file: Path, name: str, tensor: Tensor) -> None:
-    """Raises UserError if a weight is NaN or infinite: one pass over memory, by the sum, which such a number spoils."""
-    if not math.isfinite(tensor.sum(dtype=torch.float32).item()) and not tensor.isfinite().all():
-        raise UserError(
-            f"{file}: {name} holds numbers that are not finite (NaN or infinity, as {tensor.dtype}): training would "
-            "spread them; use a checkpoint from before they arose"
-        )
-
-
-def check_dtype(file: Path, name: str, dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise UserError(
-            f"{file}: {name} is stored as {dtype}; supported are {', '.join(DTYPES)}: give the unquantized checkpoint"
-        )
-
-
-def is_reward_model(folder: Path, sign: str) -> UserError:
-    """The error that one deserves where a language model is needed."""
-    return UserError(
-        f"{folder} is a reward model ({sign}), and a language model is needed here: give the one that it was made from, or "
-        "give this as --reward-model"
-    )
-
-
 def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Decoder) -> None:
     expected = {stored: shape for pieces in stored_pieces(model.config).values() for stored, shape in pieces}
     # older checkpoints store the frequencies of rotary embeddings, and the head of tied models beside the embedding
@@ -374,37 +266,31 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Dec
             raise UserError(f"{folder}: {name} has shape {list(found[name])}, config.json says {list(shape)}")
 
 
-def write_weights(
-    shapes: Mapping[str, tuple[int, ...]],
-    tensors: Iterable[tuple[str, Tensor]],
-    folder: Path,
-    dtype: torch.dtype,
-    shard_bytes: int = FILE_BYTES,
-) -> None:
-    """Write them to files of at most so many bytes. Only one of them has to be there at a time.
+def load_adapted(folder: Path, dtype: torch.dtype, device: str | torch.device) -> Backbone:
+    """The base of a folder of adapters, with these, which alone can learn. Raises UserError if it is another base."""
+    if read_adapter_config(folder).task == CLASSIFIER:
+        raise UserError(
+            f"{folder} adapts a reward model ({SCORE}), and a language model is needed here: give the one that it was "
+            "made from, or give this as --reward-model"
+        )
+    base = checked_base(folder)
+    model = load_model(base, dtype, device)
+    if not isinstance(model, Decoder | Backed):
+        raise UserError(f"{folder} adapts {base}, a {type(model).__name__}, and adapters are for decoders")
+    read_adapter(model, folder)
+    assert model.lora is not None
+    if not model.lora.digest:  # PEFT wrote it
+        model.lora = replace(model.lora, digest=fingerprint(base))
+    return model
 
-    Weights of an earlier save in the folder are removed.
-    """
-    for old in folder.iterdir():
-        if old.name in (WEIGHTS, INDEX) or re.fullmatch(r"model-\d+-of-\d+\.safetensors", old.name):
-            old.unlink()
-    files: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
-    room, total = shard_bytes, 0
-    for name, shape in shapes.items():
-        size = size_of(dtype, shape)
-        if size > room and files[-1]:
-            files.append({})
-            room = shard_bytes
-        files[-1][name] = dtype, shape
-        room -= size
-        total += size
-    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    if len(files) == 1:
-        names = [WEIGHTS]
-    else:
-        weight_map = {name: file for file, described in zip(names, files, strict=True) for name in described}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    coming = iter(tensors)
-    for file, described in zip(names, files, strict=True):
-        write_tensors(folder / file, described, coming)
-    assert next(coming, None) is None, "all tensors are written"
+
+def merged_backbone(folder: Path, device: str | torch.device) -> tuple[Backbone, Tensor | None]:
+    """As `folder.load_backbone`, of a folder of adapters: they are put into the weights."""
+    from posttrain.models.checkpoint_folder import load_backbone
+
+    model, score = load_backbone(checked_base(folder), device)
+    found = read_adapter(model, folder, (SCORE, INNER))
+    merge(model)
+    if SCORE in found and INNER not in found:
+        score = found[SCORE][0].float()
+    return model.requires_grad_(True), score

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain.models.adapters.adapter_config import described_in
+from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.json_files import Fields, read_json
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.models.tokenizer.tokenizer_files import checkpoint_folder
 
 CONTEXT = 2048  # where config.json does not say, as transformers has it
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from posttrain.core.batch import Packed
 from posttrain.core.protocols import TRAINING, Model
 from posttrain.core.types import UserError
-from posttrain.models.checkpoint_folder import check_finite, load_backbone
+from posttrain.models.backbone import Backbone
+from posttrain.models.checkpoint_folder import load_backbone
 from posttrain.models.head import Head
-from posttrain.models.hf.backed import Backed
 from posttrain.models.losses.likelihood import Hidden
-from posttrain.models.native.decoder import Decoder
 from posttrain.models.row_shards import here
 from posttrain.models.tensor_files import open_tensors
+from posttrain.models.weight_files import check_finite
 
 STORED = "critic.safetensors"  # in that folder
 NEAR_ZERO = 1e-3  # standard deviation of a new head's weights, times 1 / sqrt(D)
@@ -32,11 +32,14 @@ NEAR_ZERO = 1e-3  # standard deviation of a new head's weights, times 1 / sqrt(D
 class ValueModel(nn.Module):
     """V of the state in which each scored token is chosen."""
 
-    def __init__(self, hidden: int, backbone: Decoder | Backed | None, seed: int) -> None:
+    def __init__(self, hidden: int, backbone: Backbone | None, seed: int) -> None:
         super().__init__()
         self.backbone = backbone  # None: the policy's hidden states are used
         self.weight = nn.Parameter(_near_zero((hidden,), hidden, seed))
         self.bias = nn.Parameter(torch.zeros(()))
+
+    def follow(self, share: float) -> None:
+        """It has no slow copies."""
 
     def forward(self, batch: Packed, shared: Tensor) -> Tensor:
         """Values float32 [N]; `shared` [N, D]: the policy's hidden states at the scored tokens."""
@@ -50,7 +53,7 @@ class ValueModel(nn.Module):
 class ActionValueModel(nn.Module):
     """Twin soft action values over the vocabulary, with copies that follow slowly (arXiv 1812.05905, section 4.2)."""
 
-    def __init__(self, backbone: Decoder | Backed, seed: int) -> None:
+    def __init__(self, backbone: Backbone, seed: int) -> None:
         super().__init__()
         self.backbone = backbone
         config = backbone.config

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -24,26 +24,19 @@ from posttrain.core.protocols import Model
 from posttrain.core.protocols import ModelShape as Sizes
 from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_config import NOTE, is_adapter
-from posttrain.models.adapters.adapter_folder import checked_base, read_adapter, read_note, save_adapter
-from posttrain.models.adapters.lora import Adaptable
-from posttrain.models.checkpoint_folder import BACKBONE, INNER, OURS, SCORE, load_headless, of_backbone, save_model
+from posttrain.models.adapters.adapter_folder import checked_base, read_adapter, read_note
+from posttrain.models.backbone import Backbone
+from posttrain.models.checkpoint_folder import BACKBONE, OURS, load_headless, of_backbone
+from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.head import Head
-from posttrain.models.hf.backed import Backed
 from posttrain.models.json_files import Fields, is_whole, read_json, shown
-from posttrain.models.native.decoder import Decoder
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.models.tokenizer.tokenizer_files import VOCAB_MOST, checkpoint_folder
+from posttrain.models.tokenizer.tokenizer_files import VOCAB_MOST
+from posttrain.models.weight_files import INNER, SCORE
 
 Pooling = Literal["last", "mean"]
 Form = Literal["linear", "mlp"]
 OFFSET = "posttrain_score_offset"
-FORM = (BACKBONE, "posttrain_pooling", "posttrain_head")  # entries of config.json that say what it is
-CLASSIFIERS = {
-    "llama": "LlamaForSequenceClassification",
-    "mistral": "MistralForSequenceClassification",
-    "qwen2": "Qwen2ForSequenceClassification",
-    "qwen3": "Qwen3ForSequenceClassification",
-}
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class ScoreShape:
 class RewardModel(nn.Module):
     """See `posttrain.core.protocols.Model`: its head has one row, [1, D], and what it gives are scores, float32 [N]."""
 
-    def __init__(self, backbone: Adaptable, shape: ScoreShape, seed: int, pad: int | None = None) -> None:
+    def __init__(self, backbone: Backbone, shape: ScoreShape, seed: int, pad: int | None = None) -> None:
         """A new head on a backbone, drawn from N(0, 1 / (D + 1)) (Stiennon et al., arXiv 2009.01325, appendix B.1).
 
         `pad`: the token that other programs are to pad with; None: it has none to be told.
@@ -100,13 +93,7 @@ class RewardModel(nn.Module):
     @property
     def classifier(self) -> str | None:
         """What transformers calls such a model; None: it has no form for it."""
-        if self.shape != ScoreShape():
-            return None
-        if isinstance(self.backbone, Decoder):
-            return CLASSIFIERS[self.backbone.config.family]
-        from posttrain.models.hf.headless import classifier_of
-
-        return classifier_of(self.backbone)
+        return self.backbone.classifier() if self.shape == ScoreShape() else None
 
     def measure(self) -> None:
         """Find the offset of the weights as they are."""
@@ -123,7 +110,7 @@ class RewardModel(nn.Module):
         if self.inner is not None:
             also[INNER] = self.inner.detach()
         if self.backbone.lora is not None:
-            return save_adapter(self.backbone, folder, also, self._noted())
+            return self.backbone.lora.save(self.backbone, folder, also=also, note=self._noted())
         ends, classifier = self.eos_ids, self.classifier
         told: dict[str, Any] = {
             "architectures": [classifier],
@@ -136,21 +123,9 @@ class RewardModel(nn.Module):
             OFFSET: self.offset,
         }
         if classifier is None:
-            told |= {"architectures": ["PosttrainRewardModel"], "model_type": OURS, BACKBONE: self._family}
+            told |= {"architectures": ["PosttrainRewardModel"], "model_type": OURS, BACKBONE: self.backbone.family}
             told |= {"posttrain_pooling": self.shape.pooling, "posttrain_head": self.shape.head}
-        if isinstance(self.backbone, Decoder):
-            return save_model(self.backbone, folder, also=also, told=told)
-        from posttrain.models.hf.headless import save_headless
-
-        save_headless(self.backbone, folder, also, told)
-
-    @property
-    def _family(self) -> str:
-        """The model_type of the backbone."""
-        if isinstance(self.backbone, Decoder):
-            return self.backbone.config.family
-        family: str = self.backbone.inner.config.model_type
-        return family
+        self.backbone.save_headless(folder, also, told)
 
     def _noted(self) -> dict[str, Any]:
         """What a folder of adapters remembers beside them and the head."""
@@ -212,8 +187,6 @@ def _read(
     if "score.bias" in found:
         raise UserError(f"{folder}: its head has a bias, which reward models here and in transformers have not")
     source = of_backbone(read_json(folder / "config.json"))
-    if isinstance(backbone, Decoder):
-        backbone.source = {k: v for k, v in source.items() if k not in FORM}
     pad = source.get("pad_token_id")
     return RewardModel(backbone, shape, seed, pad if isinstance(pad, int) else None), found
 
@@ -260,14 +233,6 @@ def settle(model: RewardModel, tokenizer: Tokenizer, ends: tuple[int, ...]) -> T
     return tokenizer
 
 
-def _grow(backbone: Adaptable, vocab: int) -> None:
-    if vocab <= backbone.config.vocab:
-        return
-    if isinstance(backbone, Backed):
-        from posttrain.models.hf.headless import grow
-
-        return grow(backbone, vocab)
-    old = backbone.embed.weight
-    rows = old.new_zeros((vocab - len(old), old.shape[1]))
-    backbone.embed.weight = nn.Parameter(torch.cat((old.detach(), rows)), old.requires_grad)
-    backbone.config = replace(backbone.config, vocab=vocab)
+def _grow(backbone: Backbone, vocab: int) -> None:
+    if vocab > backbone.config.vocab:
+        backbone.grow(vocab)

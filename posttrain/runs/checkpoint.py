@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.runs.run_files import CHECKPOINTS, RUN, step_name, sync
 from posttrain.runs.run_files import step_of as step_of_name

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.runs.run_files import CURVES, Folder
 from posttrain.runs.run_reading import read_health, read_metrics, read_timing

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain import user_files
+from posttrain.core import user_files
+from posttrain.core.json_text import known
 from posttrain.core.types import UserError
 from posttrain.envs.load import split_options
-from posttrain.json_text import known
 from posttrain.system.user_code import source_file
 
 READ = {".json", ".jsonl", ".csv", ".tsv", ".gz", ".parquet", ".arrow", ".safetensors", ".jinja", ".model"}

@@ -9,7 +9,7 @@ from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.messages import clip
 from posttrain.core.types import UserError
 

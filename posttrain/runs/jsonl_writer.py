@@ -14,10 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from posttrain import user_files
+from posttrain.core import user_files
+from posttrain.core.json_text import json_document, json_line, plain
 from posttrain.core.messages import clip
 from posttrain.core.types import UserError
-from posttrain.json_text import json_document, json_line, plain
 from posttrain.runs.run_files import replace, writing
 
 

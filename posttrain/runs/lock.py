@@ -1,7 +1,8 @@
 """One process at a time writes a run: the lock on its folder, and how an owner that is gone is told from one that works.
 
 The file `lock` in the folder is locked by the operating system (flock), which lets go of it however its process ends; the
-processes that this one starts do not keep it. What stands in the file, and when it was last touched, is for the cases in
+processes that this one starts do not keep it. So is the folder itself, where its file system can lock folders: a file that somebody
+deletes admits no second owner. What stands in the file, and when it was last touched, is for the cases in
 which that is not enough:
 
 * another machine shares the folder and its kernel does not see our locks: the owner touches the file every
@@ -58,6 +59,7 @@ class Lock:
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
         self._descriptor: int | None = None
+        self._folder: int | None = None  # open and locked, where that can be
         end = time.monotonic() + DYING_SECONDS
         while (found := self._take()) is not None:
             if time.monotonic() > end:
@@ -78,8 +80,10 @@ class Lock:
         with suppress(OSError):  # the folder is gone, perhaps
             if _same_file(descriptor, self._path):
                 self._path.unlink()
-        _held.discard(descriptor)
-        os.close(descriptor)
+        for held in (descriptor, self._folder):
+            if held is not None:
+                _held.discard(held)
+                os.close(held)
 
     def _take(self) -> str | None:
         """Try to become the owner. Returns who is, in words, if that is another one."""
@@ -88,21 +92,23 @@ class Lock:
         except OSError as error:
             raise UserError(f"cannot lock {self._path.parent}: {self._path}: {error.strerror}") from error
         found: str | None = "another process"
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            exclusive = _lock(descriptor)
+            exclusive = _lock(descriptor) if _lock(folder) is not False else False
             owner = _read(descriptor)
             if exclusive is False:
                 found = str(owner) if owner else found
             elif not _same_file(descriptor, self._path):
                 pass  # the one before has just removed it: once more
             elif owner is None or not (seen := _alive(owner, descriptor, self._path.parent, bool(exclusive))):
-                found, self._descriptor = None, descriptor
-                _held.add(descriptor)
+                found, self._descriptor, self._folder = None, descriptor, folder
+                _held.update((descriptor, folder))
             else:
                 found = f"{owner}{seen}"
         finally:
             if self._descriptor is None:
                 os.close(descriptor)
+                os.close(folder)
         return found
 
     def _write(self, owner: Owner) -> None:
@@ -113,8 +119,10 @@ class Lock:
             os.pwrite(self._descriptor, content, 0)
             os.fsync(self._descriptor)
         except OSError as error:
-            _held.discard(self._descriptor)
-            os.close(self._descriptor)
+            for held in (self._descriptor, self._folder):
+                if held is not None:
+                    _held.discard(held)
+                    os.close(held)
             raise UserError(f"cannot write to {self._path}: {error.strerror}") from error
 
     def _beat(self) -> None:
@@ -129,7 +137,7 @@ def in_use(folder: Path) -> bool:
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return False
+        return _is_locked(folder)
     try:
         free = _lock(descriptor, fcntl.LOCK_SH)
         owner = _read(descriptor)
@@ -139,6 +147,18 @@ def in_use(folder: Path) -> bool:
         if ourselves.boot in ("", owner.boot) or owner.host == ourselves.host:
             return free is None and _runs(owner)
         return time.time() - os.fstat(descriptor).st_mtime < SILENT_SECONDS  # of another machine: it is being touched
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a process has the folder itself locked: somebody has deleted the file."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        return _lock(descriptor, fcntl.LOCK_SH) is False
     finally:
         os.close(descriptor)
 

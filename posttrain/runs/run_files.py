@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.pictures import FOLDER
 from posttrain.core.types import UserError
 from posttrain.envs.play.answer_journal import ANSWERS, EVERYBODYS

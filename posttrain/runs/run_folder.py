@@ -7,6 +7,7 @@ written or deleted before `RunFolder.open`, so that whatever is wrong with optio
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from typing import Any, Generic, Self
 
 from posttrain.config import RL, SERVICES, Training, named_services
 from posttrain.config.resolve import AnyTraining, as_dict, continued, own_judge
+from posttrain.core import run_date
 from posttrain.core.pictures import PICTURES
 from posttrain.core.protocols import Alone, Lasting, World
 from posttrain.core.types import UserError
@@ -55,6 +57,7 @@ class RunFolder(Generic[AnyTraining]):
         self._rows, self._env = rows, env
         self._noted: dict[str, Any] = {}  # what run.json is to say of this resumption
         self._lock: Lock | None = None
+        self._dated = ExitStack()
         if self.world.rank == 0:
             self._look(self._again(config))
         # The first process decides; the others would look at a folder that it may be writing by then.
@@ -100,14 +103,25 @@ class RunFolder(Generic[AnyTraining]):
 
     def __enter__(self) -> Self:
         PICTURES.begin(self.path / run_files.PICTURES)
+        self._dated.enter_context(run_date.fixed(self.day))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    @cached_property
+    def day(self) -> str:
+        """The day that chat templates are told in all of the run, in each of its processes."""
+        found = None
+        if self.world.rank == 0:
+            found = read_run(self.path).get("day") if self.config.resume else day_of(self.start)
+        day: str = self.world.gather(found or run_date.today())[0]
+        return day
+
     def close(self) -> None:
         """Let another process write the folder. May be called twice."""
         PICTURES.end()
+        self._dated.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -128,7 +142,8 @@ class RunFolder(Generic[AnyTraining]):
         """
         if self.world.rank:
             return Unwritten()
-        told = {"initial": str(self.start) if self.start else None, **told, "inputs": self._inputs}
+        initial = str(self.start) if self.start else None
+        told = {"initial": initial, "day": self.day, **told, "inputs": self._inputs}
         options = as_dict(self.config)
         if isinstance(self.world, Lasting):
             self.world.mark(self._begun_here)
@@ -237,6 +252,15 @@ def begin(
     expected there, or the other way round; if another process writes it; if a run cannot go on as it was.
     """
     return RunFolder(config, rows, env, world)
+
+
+def day_of(checkpoint: Path | None) -> str | None:
+    """The day that a checkpoint was trained with, where a run has left it there."""
+    from posttrain.models.tokenizer.tokenizer_files import read_special
+
+    if checkpoint is None or not checkpoint.is_dir():
+        return None
+    return read_special(checkpoint / "tokenizer_config.json").get(run_date.CONFIG_KEY)
 
 
 def _keep_inputs(config: Training, folder: Path) -> None:

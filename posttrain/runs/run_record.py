@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from posttrain import user_files
+from posttrain.core import user_files
+from posttrain.core.json_text import json_document, json_line, number, plain
 from posttrain.core.types import Outcome, UserError
-from posttrain.json_text import json_document, json_line, number, plain
 from posttrain.runs.events import Events
 from posttrain.runs.jsonl import Row
 from posttrain.runs.provenance import circumstances, now

@@ -7,7 +7,9 @@ compares with never leaves this jail.
 
 An object of the program's that is no plain data is a `RemoteObject`. It may be called, indexed and iterated over, its attributes
 may be read and set, it has a length and a text. Whether it is equal, true, or less, it may not say: a test that asks the
-program for a verdict fails. A function of the tests' that is passed as an argument can be called by the program, no more.
+program for a verdict fails. What the program raises is raised here as Python's own exception of that name, so that a test can expect it,
+but for those by which Python itself says that something has ended: `map`, `zip` and their kin would take such a one for the end of
+the tests' data, and leave out what was to be compared. They come from the program's own iterators alone. A function of the tests' that is passed as an argument can be called by the program, no more.
 
     host -> examiner   {"do": "examine", "setup": ..., "names": [...]}, then for each test {"do": "test", "source": ...}
     examiner -> host   {"verdict": "passed" | "failed" | "broken", "why": ...}; before it, perhaps several times,
@@ -28,6 +30,9 @@ from posttrain.sandbox.plain_values import NotPlain, decode, encode, named
 LONGEST_ANSWER = 64 << 20
 LONGEST_WHY = 300  # characters
 MOST_REFERENCES = 1 << 31
+
+
+SIGNALS = (StopIteration, StopAsyncIteration)
 
 
 class Unfit(TypeError):
@@ -99,7 +104,10 @@ class Examiner:
         while "callback" in (answer := receive(self._descriptor, LONGEST_ANSWER)):
             send(self._descriptor, {"ask": self._called_back(answer)})
         if "raised" in answer:
-            raise exception(answer["raised"], ProgramRaised)
+            error = exception(answer["raised"], ProgramRaised)
+            if isinstance(error, SIGNALS) and not (request["do"] == "next" and type(error) is StopIteration):
+                raise ProgramRaised(_text(error))
+            raise error
         return answer
 
     def value(self, request: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.system.cache_folders import cache_folder
 
 

@@ -27,9 +27,9 @@ from posttrain.core.seeds import seed_of
 from posttrain.core.types import Completion, Invalid, InvalidKind, Reasoned, Sampling, UserError
 from posttrain.engines.local.embedded import embedded
 from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.losses.likelihood import token_logp
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.models.tokenizer.tokenizer_files import checkpoint_folder
 from posttrain.runs import fingerprint
 from posttrain.runs.checkpoint import resolve
 from posttrain.services.judge_prompt import kept, read_question

@@ -16,6 +16,7 @@ from posttrain.core.protocols import Service
 from posttrain.core.types import Invalid, InvalidKind, Reasoned, UserError, bare
 from posttrain.services.answer_cache import AnswerCache
 from posttrain.services.judge_prompt import (
+    CUT,
     JudgeAnswer,
     JudgeQuestion,
     again,
@@ -162,11 +163,13 @@ class Judge:
                 return self._invalid(said.reason), texts
             if isinstance(said, JudgeAnswer):
                 found, texts = read_verdict(said.text, wanted), [kept(said.text)]
+                if said.cut:  # what would have come behind might have been another verdict
+                    found = CUT[said.cut].format(most=self.recipe.max_tokens)
                 if not isinstance(found, str):
                     if self.cache is not None:
                         self.cache.put(self._asks, first, said.text)
                     return found, texts
-                problem = f"{found} (max_tokens {self.recipe.max_tokens} cut it)" if said.cut else found
+                problem = found
                 body = again(body, said.text, found)
             else:
                 problem = said.reason

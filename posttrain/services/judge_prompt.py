@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,11 @@ FORMS = {
 }
 MOST_SAID = 1 << 14  # characters of an answer that are kept with a rollout
 MOST_TRIES = 100  # beginnings of an object that are tried in an answer
+CUT = {
+    "length": "an answer that max_tokens {most} cut off",
+    "content_filter": "an answer that the endpoint's content filter cut off",
+}
+"""By the finish_reason of an answer that is not whole: why it is no verdict, even where one stands in it."""
 AGAIN = "That cannot be read: {problem}. Answer again with the JSON object alone, as it was asked for."
 
 
@@ -117,7 +121,7 @@ class JudgeAnswer:
     text: str  # of the first choice
     prompt_tokens: int
     reply_tokens: int
-    cut: bool  # whether its token budget ended it
+    cut: str  # why it is not whole: "length" (of its token budget) or "content_filter"; else ""
 
 
 def kept(text: str) -> str:
@@ -138,7 +142,8 @@ def read_completion(message: Any) -> JudgeAnswer | EndpointFailure:
         return EndpointFailure("JSON without choices[0].message.content", rubbish=True)
     usage = message.get("usage")
     tokens = [_count(usage, name) for name in ("prompt_tokens", "completion_tokens")]
-    return JudgeAnswer(text, tokens[0], tokens[1], choice.get("finish_reason") == "length")
+    reason = choice.get("finish_reason")
+    return JudgeAnswer(text, tokens[0], tokens[1], reason if reason in CUT else "")
 
 
 def _count(usage: Any, name: str) -> int:
@@ -147,27 +152,55 @@ def _count(usage: Any, name: str) -> int:
 
 
 def read_verdict(text: str, wanted: Mapping[str, Any]) -> dict[str, Any] | str:
-    """The JSON object in an answer if it follows the schema, or what is wrong with it."""
-    found = _found_object(text)
-    if found is None:
-        return f"no JSON object in {clip(inline(repr(text)), 80)}"
-    problem = next(iter(jsonschema.Draft202012Validator(wanted).iter_errors(found)), None)
-    if problem is None:
-        return found
-    return f"{'.'.join(map(str, problem.absolute_path)) or 'the object'}: {clip(inline(problem.message), 120)}"
+    """The JSON object in an answer that follows the schema, or what is wrong with it.
+
+    Models put fences and talk around what they were asked for. A second verdict, or a second value under one name, is
+    refused: nothing says which one was meant.
+    """
+    validator, found, problem = jsonschema.Draft202012Validator(wanted), list[dict[str, Any]](), ""
+    for value in _objects(text):
+        wrong = value if isinstance(value, str) else next(iter(validator.iter_errors(value)), None)
+        if isinstance(wrong, str):
+            return wrong
+        if wrong is None:
+            found.append(value)
+        else:
+            place = ".".join(map(str, wrong.absolute_path)) or "the object"
+            problem = f"{place}: {clip(inline(wrong.message), 120)}"
+    if len(found) > 1:
+        return f"{len(found)} verdicts, {clip(inline(json.dumps(found[0])), 50)} and {clip(inline(json.dumps(found[1])), 50)}"
+    if found:
+        return found[0]
+    return problem or f"no JSON object in {clip(inline(repr(text)), 80)}"
 
 
-def _found_object(text: str) -> dict[str, Any] | None:
-    """The last JSON object in a text: models put fences and talk around what they were asked for."""
-    decoder = json.JSONDecoder(parse_constant=_refuse)
-    found, place = None, text.find("{")
+def _objects(text: str) -> Iterator[Any]:
+    """The JSON objects in a text, one after the other; for one that has a name twice, that in words."""
+    decoder = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_once_each)
+    place = text.find("{")
     for _ in range(MOST_TRIES):
         if place < 0:
-            break
+            return
         end = place + 1
-        with suppress(ValueError, RecursionError):
+        try:
             found, end = decoder.raw_decode(text, place)
+            yield found
+        except _TwiceError as twice:
+            yield str(twice)
+        except (ValueError, RecursionError):
+            pass
         place = text.find("{", end)
+
+
+class _TwiceError(Exception):
+    """An object has two values under one name."""
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for place, (name, _) in enumerate(pairs) if name in [n for n, _ in pairs[:place]])
+        raise _TwiceError(f"an object with two values of {clip(inline(repr(twice)), 40)}")
     return found
 
 

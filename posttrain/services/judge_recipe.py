@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.coerce import convert
 from posttrain.core.component import knob_of, option
 from posttrain.core.option_aliases import suggestion

@@ -8,6 +8,7 @@ Decided here: what a server cannot answer is Invalid, never an empty list, which
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import select
@@ -40,6 +41,7 @@ CALLS, SECONDS, RETRIES = 64, 30.0, 5
 OPEN_SECONDS = 300.0  # for an index to be opened, which may load an encoder
 MOST_ANSWER = 1 << 30  # bytes
 FORM = '{"query": text, "k": passages}, or the text alone'
+TOKEN = "POSTTRAIN_RETRIEVER_TOKEN"  # in the environment: what a server wants with every request
 TRIED = "water"  # what a server is asked at the beginning
 
 
@@ -73,7 +75,7 @@ class RemoteRetriever:
         """`address`: with or without the path. Raises UserError for what is none."""
         base = address.rstrip("/").removesuffix(f"/{PATH}")
         self.name = name
-        self.endpoint = Endpoint(base, None, CALLS, None, SECONDS, retries)
+        self.endpoint = Endpoint(base, os.environ.get(TOKEN) or None, CALLS, None, SECONDS, retries)
         self._answers: list[tuple[int, Any]] = []
         self._counts = dict.fromkeys(("asked", "invalid", "rubbish"), 0.0)
 
@@ -90,7 +92,7 @@ class RemoteRetriever:
         """Why the server cannot be used, in one line, from a short question; None: it answers."""
         found = self.endpoint.try_once(self._ask(TRIED, 1, retries=0))
         if isinstance(found, EndpointFailure):
-            way = found.way("no key is sent", "--retriever")
+            way = found.way(f"its token is read from {TOKEN}", "--retriever")
             return f"--retriever {self.endpoint.address} does not answer: {found.reason}; {way}"
         return None
 

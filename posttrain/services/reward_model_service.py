@@ -24,15 +24,12 @@ from posttrain.core.batch import Layout
 from posttrain.core.protocols import Service
 from posttrain.core.types import Invalid, InvalidKind, Transcript, UserError
 from posttrain.models.adapters.adapter_config import described_in
-from posttrain.models.checkpoint_folder import SCORE, stored_names
+from posttrain.models.checkpoint_folder import stored_names
+from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.json_files import read_json
-from posttrain.models.native.attention import each_alone, filled
-from posttrain.models.native.decoder import Decoder
-from posttrain.models.native.fused import compiles
-from posttrain.models.native.linear import ROUND, in_blocks
 from posttrain.models.reward_model import OFFSET, load_reward_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.models.tokenizer.tokenizer_files import checkpoint_folder
+from posttrain.models.weight_files import SCORE
 from posttrain.training.sources.preferences import last_alone
 from posttrain.training.sources.sft_source import demonstrate
 
@@ -73,7 +70,6 @@ class RewardModelService:
             raise UserError(
                 f"--reward-model {folder} names no end-of-sequence token: set eos_token_id in its config.json"
             )
-        self._together = self.device.type == "cpu" and compiles() and isinstance(self.model.backbone, Decoder)
         self._asked: deque[tuple[int, _Text]] = deque()
         self._answers: list[tuple[int, Any]] = []
         self._counts = {"scored": 0.0, "tokens": 0.0, "invalid": 0.0}
@@ -125,7 +121,7 @@ class RewardModelService:
     @torch.no_grad()
     def _scores(self, texts: Sequence[_Text]) -> list[float]:
         """The score of each text: [S]."""
-        groups = [texts] if self._together else [[text] for text in texts]
+        groups = [texts] if self.model.backbone.apart else [[text] for text in texts]
         return [self._score(own) for group in groups for own in self._hidden(group)]
 
     def _score(self, hidden: Tensor) -> float:
@@ -149,14 +145,8 @@ class RewardModelService:
         )
         places = [first + at for first, text in zip(start, texts, strict=True) for at in text.at]
         at = torch.tensor(places, device=self.device)
-        if self._together:
-            layout = filled(layout, ROUND)
-            asked = torch.cat((at, at[:1].expand(-len(at) % ROUND)))
-            with in_blocks(ROUND):
-                attend = each_alone(layout, len(texts))
-                hidden: Tensor = self.model.backbone(layout.tokens, layout.position, attend, asked)[: len(at)]
-        else:
-            hidden = self.model.backbone.hidden(layout, at)
+        backbone = self.model.backbone
+        hidden = backbone.hidden_apart(layout, at) if backbone.apart else backbone.hidden(layout, at)
         return hidden.split([len(text.at) for text in texts])
 
     def _read(self, content: Any) -> _Text | Invalid:

@@ -87,10 +87,16 @@ class Child:
             self.process.wait(max(0.0, seconds))
         return self.ended
 
-    def exit(self) -> str:
-        """How it ended, in words."""
+    @property
+    def code(self) -> int:
+        """Its exit code, below 0 for a signal, once it has ended."""
         code = self.process.poll()
         assert code is not None, "it is still there"
+        return code
+
+    def exit(self) -> str:
+        """How it ended, in words."""
+        code = self.code
         known = code < 0 and -code in signal.valid_signals()
         return f"exit code {code}" + (f", {signal.Signals(-code).name}" if known else "")
 

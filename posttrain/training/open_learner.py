@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,11 +16,10 @@ from posttrain.learners.local_learner import Optimization
 from posttrain.learners.router_losses import RouterLosses
 from posttrain.models.adapters.adapter_config import is_adapter
 from posttrain.models.adapters.adapter_folder import base_named, fingerprint, read_adapter
+from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.adapters.lora import (
     ALL,
-    Adaptable,
     LoRA,
-    adapters,
     attach,
     begin,
     decoder_of,
@@ -29,18 +28,16 @@ from posttrain.models.adapters.lora import (
     sharing,
     targets_of,
 )
+from posttrain.models.backbone import Backbone
 from posttrain.models.checkpoint_folder import load_model
-from posttrain.models.hf.backed import Backed
-from posttrain.models.native.decoder import Decoder
-from posttrain.models.reward_model import RewardModel
-from posttrain.models.tokenizer.tokenizer_files import checkpoint_folder
+from posttrain.models.checkpoint_location import checkpoint_folder
 
 
 def held_model(config: Training, folder: Path, device: torch.device, world: World) -> Model:
     """The model of a folder, for the learner: with `--shard`, this process's rows of it, and no more is ever read."""
     if not config.shard:
         model = load_model(folder, device=device)
-        if isinstance(model, Backed) and not config.train_vision:
+        if isinstance(model, Backbone) and not config.train_vision:
             model.freeze_vision()
         return model
     from posttrain.learners.fsdp import shard  # it brings half of torch.distributed
@@ -60,12 +57,12 @@ def policy(config: Training, folder: Path, device: torch.device, world: World) -
         _refuse_shards(config)  # before anything is read
         model = load_model(folder, device=device)
         adapt(config, decoder_of(model), folder)
-    if config.train_vision and not (isinstance(model, Backed) and model.vision is not None):
+    if config.train_vision and not (isinstance(model, Backbone) and model.sees):
         raise UserError(f"--train-vision has no effect: the model in {folder} reads text alone; leave it out")
     return model
 
 
-def adapt(config: Training, decoder: Adaptable, folder: Path) -> None:
+def adapt(config: Training, decoder: Backbone, folder: Path) -> None:
     """Freeze the weights of a decoder that was read from a folder, and let its adapters learn: those there, or new ones."""
     if config.lora is None and decoder.lora is None:
         return _refuse_without_lora(config)
@@ -85,7 +82,7 @@ def adapt(config: Training, decoder: Adaptable, folder: Path) -> None:
         config.quantize or "",
         config.dora,
     )
-    left = decoder.tower() if isinstance(decoder, Backed) and not config.train_vision else set()
+    left = set() if config.train_vision else decoder.tower()
     attach(decoder, lora, lambda name: name.rpartition(".")[2] in targets and name not in left)
     begin(decoder, config.seed)
 
@@ -95,15 +92,14 @@ def reference(config: Training, model: Model, start: Path, world: World, moves: 
 
     `moves`: the policy is to become it now and then.
     """
-    if not isinstance(model, Decoder | Backed) or model.lora is None:
+    if not isinstance(model, Backbone) or model.lora is None:
         return held_model(config, start, model.head.device, world).requires_grad_(False)
     other = _beside_adapters(config, model, start, moves)
-    if isinstance(other, Backed):
-        other.replays = False  # it routes by itself
+    other.replays = False  # it routes by itself
     return other
 
 
-def _beside_adapters(config: Training, model: Adaptable, start: Path, moves: bool) -> Adaptable:
+def _beside_adapters(config: Training, model: Backbone, start: Path, moves: bool) -> Backbone:
     if not is_adapter(start):
         if not moves:
             return sharing(model)
@@ -141,7 +137,7 @@ def _refuse_shards(config: Training) -> None:
         )
 
 
-def _refuse_other(config: Training, decoder: Adaptable, folder: Path) -> None:
+def _refuse_other(config: Training, decoder: Backbone, folder: Path) -> None:
     """Raise UserError where the options say something else than the adapter that is there, and goes on."""
     lora = decoder.lora
     assert lora is not None
@@ -171,7 +167,7 @@ def new_learner(
 ) -> DataParallelLearner:
     """`options`: what else a learner takes."""
     losses = RouterLosses(config.router_balance, config.router_z)
-    if losses and (not isinstance(model, Backed) or model.routers is None):
+    if losses and (not isinstance(model, Backbone) or model.routers is None):
         raise UserError("--router-balance and --router-z are of mixtures of experts, which this model is not")
     if not config.shard:
         return DataParallelLearner(
@@ -180,7 +176,7 @@ def new_learner(
     if losses:
         raise UserError("--router-balance and --router-z read all routers of the batch: leave out --shard, or these")
     for held in (model, *options.get("others", {}).values()):
-        if not isinstance(held, Decoder | Backed | RewardModel):
+        if not isinstance(getattr(held, "backbone", held), Backbone):
             raise UserError(
                 f"--shard deals out the layers of a decoder, and a {type(held).__name__} is none: leave it out"
             )
@@ -195,7 +191,7 @@ def replay_experts(config: RL, model: Model) -> None:
     """Prepare a policy for `--routing-replay`. Raises UserError where nobody records, or nothing could follow."""
     if not config.routing_replay:
         return
-    if not isinstance(model, Backed):
+    if not isinstance(model, Backbone) or model.routers is None:
         raise UserError("--routing-replay is of mixtures of experts, which this model is not: leave it out")
     if config.shard:
         raise UserError("--routing-replay is tried on a whole model: leave out --shard, or this")
@@ -205,4 +201,4 @@ def replay_experts(config: RL, model: Model) -> None:
         raise UserError("--routing-replay is of replies that one step samples: leave out --tokens-per-step")
     from posttrain.models.hf.transformers_folder import replay_routing
 
-    replay_routing(model)
+    replay_routing(cast(Any, model))

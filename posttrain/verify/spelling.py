@@ -58,6 +58,8 @@ _SPELLINGS = [
         (r"\*\*", "^"),
         (r"(?<![0-9])\\\$|\\\$(?! ?[0-9])", ""),
         (r"(?<=[0-9])_ ?(?:10(?![0-9])|\{ ?10 ?\})", ""),  # a number in base ten is the number
+        # braces that group what needs no grouping: 2{\pi}; what stands behind \frac1 is an argument
+        (r"(?<=[0-9)])(?<!\\frac[0-9])(?<!\\binom[0-9]) ?\{ ?(\\[a-zA-Z]+(?:\{[^{}]*\})*|[a-zA-Z]) ?\}", r"\1 "),
         (r" +", " "),
     ]
 ]

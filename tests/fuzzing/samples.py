@@ -75,8 +75,9 @@ def make(folder: Path) -> None:
     """All samples, as folders inside `folder`."""
     import torch
 
-    from posttrain.models.checkpoint_folder import save_model
-    from posttrain.models.native.decoder import DecoderConfig, new_decoder
+    from posttrain.models.native.decoder import new_decoder
+    from posttrain.models.native.decoder_shape import DecoderConfig
+    from posttrain.models.native.decoder_writer import save_model
     from posttrain.models.tokenizer.tokenizer import Tokenizer
 
     torch.set_num_threads(1)

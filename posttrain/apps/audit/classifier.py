@@ -15,9 +15,9 @@ from zlib import crc32
 
 import numpy as np
 
-from posttrain import user_files
 from posttrain.apps.audit.correlation import Floats, Integers, ranks
 from posttrain.apps.audit.shared_phrases import words
+from posttrain.core import user_files
 from posttrain.core.messages import clip
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import UserError

@@ -19,8 +19,8 @@ from posttrain.apps.view.column_table import Floats, Mask, Places, RolloutColumn
 from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_store import Store
 from posttrain.apps.view.sql_text import by_name, listed_part, named, named_part, quoted
+from posttrain.core.json_text import json_text
 from posttrain.core.types import Fate, StopReason, UserError
-from posttrain.json_text import json_text
 
 PAGE = 100  # rows that are handed out at once
 BINS = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.pictures import FOLDER
 
 MOST = 64 << 20  # bytes of a picture: whatever is larger is none

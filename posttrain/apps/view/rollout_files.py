@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.runs.record.rollout_index import short
 from posttrain.runs.record.rollout_reading import few_enough, read_file

@@ -17,12 +17,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from posttrain import user_files
 from posttrain.apps.view import silent_defects
 from posttrain.apps.view.rollout_files import RolloutPart, rows
 from posttrain.apps.view.rollout_store import Store
 from posttrain.apps.view.token_texts import TokenPieces
 from posttrain.apps.view.training_reasons import equation, why
+from posttrain.core import user_files
 from posttrain.core.types import SpanKind, UserError
 from posttrain.runs.record.older_rollouts import seconds_of_lines
 from posttrain.runs.record.rollout_rows import said_by

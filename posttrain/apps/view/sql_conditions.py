@@ -6,7 +6,6 @@ within a limit of memory. What it sees is one table.
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from posttrain.apps.view.column_table import ALL, Places, RolloutColumns
 from posttrain.apps.view.sql_text import COLUMNS, OF_GROUPS, TEXTS
 from posttrain.core.types import UserError
 from posttrain.runs.record.sql_query import bounded, explained
+from posttrain.system.temp_folders import TempFolder
 
 MEMORY, SPILLED = "320MB", "1GB"  # of the database; on disk, while a question needs more
 SECONDS = 10.0  # of a question
@@ -29,7 +29,7 @@ class Conditions:
     """A database over the rollouts that it is handed."""
 
     def __init__(self) -> None:
-        self._spilled = tempfile.TemporaryDirectory(prefix="posttrain-view-")  # else it would be the working directory
+        self._spilled = TempFolder("view")  # else it would be the working directory
         self._database = duckdb.connect(
             ":memory:",
             config={

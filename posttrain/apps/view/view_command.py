@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import time
@@ -14,14 +13,14 @@ from pathlib import Path
 from secrets import token_urlsafe
 from typing import TYPE_CHECKING
 
-from posttrain import user_files
 from posttrain.apps.view.open_run import OpenRun, names_of
+from posttrain.core import user_files
 from posttrain.core.types import UserError
+from posttrain.system.http_front import HOST, bound
 
 if TYPE_CHECKING:
     import uvicorn
 
-HOST = "127.0.0.1"
 PATIENCE = 4.0  # seconds in which what is being answered may be answered, once the server is to end
 
 
@@ -39,11 +38,11 @@ def serve(folders: Sequence[str], port: int = 0, browser: bool = False) -> None:
 
 def _serve(runs: Sequence[OpenRun], port: int, browser: bool) -> None:
     token = token_urlsafe(12)
-    with _bound(port) as bound:
-        bound.listen()  # whoever is quicker than the imports below waits, and is not refused
+    with bound(HOST, port) as listening:
+        listening.listen()  # whoever is quicker than the imports below waits, and is not refused
         for run in runs:  # not before: a thread that reads would be cut off where the port is taken
             run.begin()
-        address = f"http://{HOST}:{bound.getsockname()[1]}/{token}/"
+        address = f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
         print(f"view        {address}\nopen it in a browser of this machine; Ctrl-C ends it", flush=True)
         if browser:
             import webbrowser
@@ -64,7 +63,7 @@ def _serve(runs: Sequence[OpenRun], port: int, browser: bool) -> None:
         try:
             server = uvicorn.Server(config)
             threading.Thread(target=_leave, args=(server, runs), daemon=True).start()
-            server.run(sockets=[bound])
+            server.run(sockets=[listening])
         finally:
             for run in runs:
                 run.close()
@@ -138,19 +137,6 @@ def _lighter() -> Iterator[None]:
         pyarrow.set_memory_pool(before)
         if refusing in sys.meta_path:
             sys.meta_path.remove(refusing)
-
-
-def _bound(port: int) -> socket.socket:
-    bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((HOST, port))
-    except (OSError, OverflowError) as error:
-        bound.close()
-        raise UserError(
-            f"--port {port} cannot be used ({getattr(error, 'strerror', 'ports end at 65535')}): leave it out for any"
-        ) from None
-    return bound
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from posttrain.apps.view.picture_files import picture as kept_picture
 from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_page import text_of
 from posttrain.core.types import UserError
+from posttrain.system.http_front import refused
 
 STATIC = Path(__file__).parent / "static"
 _TYPES = {
@@ -147,7 +148,7 @@ class _Guard:
         token, _, rest = str(scope["path"]).removeprefix("/").partition("/")
         if (
             scope["method"] not in ("GET", "HEAD")
-            or not _ours(scope)
+            or refused(scope["method"], _headers(scope)) is not None
             or not compare_digest(token.encode(), self._token.encode())
         ):
             await _json({"problem": "open the address that posttrain view printed"}, 403)(scope, receive, dressed)
@@ -156,10 +157,11 @@ class _Guard:
         await self._inner({**scope, "path": path, "raw_path": path.encode()}, receive, dressed)
 
 
-def _ours(scope: Mapping[str, Any]) -> bool:
-    """Whether the request was sent to this machine by its own name: another site's name that leads here is refused."""
-    hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-    return len(hosts) == 1 and hosts[0].rsplit(":", 1)[0] in ("127.0.0.1", "localhost")
+def _headers(scope: Mapping[str, Any]) -> dict[str, str]:
+    """By name; of a name that comes twice nothing but the last, and a host that comes twice is none."""
+    found = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    twice = sum(name == b"host" for name, _ in scope["headers"]) > 1
+    return {**found, "host": "several"} if twice else found
 
 
 def _json(content: Any, status: int = 200) -> Response:

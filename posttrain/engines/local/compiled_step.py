@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from posttrain.engines.local.kv_cache import KVCache, PromptPrefix
 from posttrain.engines.local.running_batch import RunningBatch
-from posttrain.models.native.decoder import Decoder, DecoderConfig, Layer
+from posttrain.models.native.decoder import Decoder, Layer
+from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.kernels import binder
 from posttrain.models.native.linear import Linear
 

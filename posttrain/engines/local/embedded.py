@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from posttrain.core.protocols import Engine, Model
 from posttrain.engines.local.backed_engine import BackedEngine
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.local.prefix_cache import KEPT_BYTES
 from posttrain.engines.local.uncached_engine import UncachedEngine
-from posttrain.models.hf.backed import Backed
-from posttrain.models.native.decoder import Decoder
+from posttrain.models.backbone import Backbone
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
@@ -21,13 +22,15 @@ def embedded(
     kept_gib: float | None = None,
     rests: bool = True,
     own: bool = False,
+    filled: bool = False,
 ) -> Engine:
     """`slots`: how many requests run at once. `kept_gib`: of keys and values that are kept between turns. `rests`: whether
-    memory is given back when nothing runs. `own`: it samples with a copy of the weights that are loaded last."""
-    model = own_copy(model) if own else model
-    if isinstance(model, Decoder):
+    memory is given back when nothing runs. `own`: it samples with a copy of the weights that are loaded last; `filled`: the
+    model is that copy, and nobody else's."""
+    model, own = own_copy(model) if own else model, own or filled
+    if not isinstance(model, Backbone):
+        return UncachedEngine(model, tokenizer, slots, precision, own)
+    if model.native:
         kept = KEPT_BYTES if kept_gib is None else int(kept_gib * 2**30)
-        return LocalEngine(model, tokenizer, slots, precision, kept, rests, own)
-    if isinstance(model, Backed):
-        return BackedEngine(model, tokenizer, slots, precision, own)
-    return UncachedEngine(model, tokenizer, slots, precision, own)
+        return LocalEngine(cast(Any, model), tokenizer, slots, precision, kept, rests, own)
+    return BackedEngine(cast(Any, model), tokenizer, slots, precision, own)

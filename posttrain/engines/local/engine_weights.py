@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.protocols import Model
-from posttrain.models.adapters.lora import held, is_adapted, merge, plain_weights
-from posttrain.models.hf.backed import Backed
-from posttrain.models.native.decoder import Decoder
+from posttrain.models.adapters.lora import decoder_of, is_adapted, merge
+from posttrain.models.backbone import Backbone
+from posttrain.models.native.merged_weights import held, plain_weights
 from posttrain.models.row_shards import is_sharded, whole
 
 
@@ -21,26 +21,13 @@ def own_copy(model: Model) -> Model:
 
     Of weights that lie in several processes each of them makes one, at the same time.
     """
-    if not any(map(is_sharded, model.parameters())) and not is_adapted(model):
+    if not any(map(is_sharded, model.parameters())):
         copied: Model = copy.deepcopy(model)
+        if is_adapted(copied):
+            merge(decoder_of(copied))
         return copied.requires_grad_(False)
-    assert isinstance(model, Decoder | Backed), "others are neither sharded nor adapted"
-    if isinstance(model, Backed):
-        own_one = _whole_one(model) if any(map(is_sharded, model.parameters())) else copy.deepcopy(model)
-        merge(own_one)
-        return own_one.requires_grad_(False)
-    with torch.device("meta"):  # no memory is taken for weights that are about to be replaced
-        own = Decoder(model.config).to(model.head.dtype)
-    own = own.to_empty(device=model.head.device).requires_grad_(False)
-    own.source, own.generation, own.eos_ids = model.source, model.generation, model.eos_ids
-    take_over(own, model)
-    return own
-
-
-def _whole_one(model: Backed) -> Backed:
-    from posttrain.models.hf.transformers_folder import empty_like
-
-    own = empty_like(model).requires_grad_(False)
+    assert isinstance(model, Backbone), "others are not sharded"
+    own = model.empty_like().requires_grad_(False)
     take_over(own, model)
     return own
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from posttrain.models.native.attention import fused, merged
-from posttrain.models.native.decoder import DecoderConfig
+from posttrain.models.native.decoder_shape import DecoderConfig
 
 Prompt = tuple[int, ...]
 

@@ -27,8 +27,8 @@ from posttrain.core.protocols import Engine
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.pool.pool_member import EnginePlace, MemberState, PoolMember
 from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, completion_read, wait
-from posttrain.engines.pool.weight_probe import WeightProbe
 from posttrain.engines.request import Request
+from posttrain.engines.weight_probe import WeightProbe
 from posttrain.engines.weight_sync import Transport
 
 POLL_SECONDS = 0.005  # that a poll waits where nobody has anything to say

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -16,7 +17,7 @@ from posttrain.engines.pool.replica import Host, answered, opened
 from posttrain.engines.pool.replicas import host_and_port, keep_alive
 
 LOOK_SECONDS = 0.5  # between looks at whether anybody said to stop
-MOST_UNPROVEN = 64  # peers that may be about to prove that they have the token; further ones are turned away
+MOST_UNPROVEN = 64  # peers that may be about to prove that they have the token; for a further one the oldest goes
 
 
 def listen(setup: dict[str, Any], address: str, token: bytes, say: Callable[[str], None]) -> NoReturn:
@@ -57,8 +58,13 @@ def listen(setup: dict[str, Any], address: str, token: bytes, say: Callable[[str
 def _meet(
     server: socket.socket, token: bytes, proven: SimpleQueue[tuple[socket.socket, str]], say: Callable[[str], None]
 ) -> None:
-    """Let those in who prove that they have the token. Nobody waits for one that is slow to."""
-    places = threading.BoundedSemaphore(MOST_UNPROVEN)
+    """Let those in who prove that they have the token. Nobody waits for one that is slow to.
+
+    Where too many may be about to, the one that has been silent longest goes, of the peer that has most of them: a right one
+    needs milliseconds.
+    """
+    unproven: dict[socket.socket, str] = {}  # the oldest first
+    changing = threading.Lock()
 
     def meet(end: socket.socket, peer: str) -> None:
         try:
@@ -69,12 +75,19 @@ def _meet(
             say(f"refused     {peer}: {one_line(error)}")
             end.close()
         finally:
-            places.release()
+            with changing:
+                unproven.pop(end, None)
 
     with suppress(OSError):  # the server is closed
         while True:
-            end, peer = server.accept()
-            if places.acquire(blocking=False):
-                threading.Thread(target=meet, args=(end, peer[0]), daemon=True).start()
-            else:
-                end.close()
+            end, address = server.accept()
+            peer = address[0]
+            with changing:
+                if len(unproven) >= MOST_UNPROVEN:
+                    [(most, _)] = Counter(unproven.values()).most_common(1)
+                    oldest = next(other for other, own in unproven.items() if own == most)
+                    unproven.pop(oldest)
+                    with suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # which its thread notices
+                unproven[end] = peer
+            threading.Thread(target=meet, args=(end, peer), daemon=True).start()

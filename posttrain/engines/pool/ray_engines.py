@@ -12,20 +12,20 @@ import os
 import queue
 import secrets
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.engines.pool.pool_member import EngineLink, EnginePlace
 from posttrain.engines.pool.pool_protocol import Gone, Wire
 from posttrain.engines.pool.replicas import Listening, environment_of
 from posttrain.engines.weight_sync import Files
+from posttrain.system.temp_folders import TempFolder
 
 
 class Actor:
@@ -37,7 +37,8 @@ class Actor:
         from posttrain.engines.pool.listener import listen
 
         os.environ.update(environment_of(setup))
-        folder = tempfile.mkdtemp(prefix="posttrain-engine-")
+        self._folder = TempFolder("engine")
+        folder = self._folder.name
         for name, content in files.items():
             Path(folder, name).write_bytes(content)
         self._said: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -15,24 +15,22 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from posttrain.core.protocols import Engine
 from posttrain.core.types import UserError
-from posttrain.engines.local.backed_engine import BackedEngine
-from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.local.embedded import embedded
 from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, completion_said, sampling_read, wait
 from posttrain.engines.weight_sync import Offer, Received, checksum_of, offered, shared_memory
-from posttrain.models.adapters.lora import held
+from posttrain.models.backbone import Backbone
 from posttrain.models.checkpoint_folder import allocate
-from posttrain.models.hf.backed import Backed
 from posttrain.models.json_files import read_json
-from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_config import read_config
 from posttrain.models.native.kernels import build
+from posttrain.models.native.merged_weights import held
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 LAST_SECONDS = 1.0  # for the pool to hear why an engine gives up
@@ -58,7 +56,7 @@ class LocalHost:
         folder, self.memory, self.layout = Path(setup["folder"]), memory, setup["layout"]
         self.dtype = dtype = getattr(torch, setup["layout"]["dtype"])
         device = torch.device(setup["device"])
-        self.model: Decoder | Backed
+        self.model: Backbone
         if setup["backed"] is None:
             config = read_config(folder, read_json(folder / "config.json"))
             self.model = allocate(folder, config, dtype, device).requires_grad_(False)
@@ -66,16 +64,13 @@ class LocalHost:
             from posttrain.models.hf.transformers_folder import empty_backed
 
             self.model = empty_backed(folder, dtype, device, setup["context"], setup["backed"]).requires_grad_(False)
-        own = {name: list(tensor.shape) for name, tensor in held(self.model)}
+        own = {name: list(tensor.shape) for name, tensor in held(cast(nn.Module, self.model))}
         if own != {s["name"]: s["shape"] for s in self.layout["stored"]}:
             raise UserError("it holds another kind of model than the run trains: start it with the run's --model")
         self.model.eos_ids = tuple(setup["eos_ids"])
-        self.slots, kept = setup["slots"], int(setup["cache_gib"] * 2**30)
+        self.slots, kept = setup["slots"], setup["cache_gib"]
         tokenizer, precision = Tokenizer.load(folder), setup["precision"]
-        if isinstance(self.model, Decoder):
-            self.engine: Engine = LocalEngine(self.model, tokenizer, self.slots, precision, kept, own=True)
-        else:
-            self.engine = BackedEngine(self.model, tokenizer, self.slots, precision, own=True)
+        self.engine = embedded(self.model, tokenizer, self.slots, precision, kept, filled=True)
 
     def hello(self) -> dict[str, Any]:
         return {"coldest": 0.0, "slots": self.slots, "context": self.model.config.context}
@@ -86,7 +81,9 @@ class LocalHost:
     def take(self, offer: Offer) -> tuple[int, int]:
         """The checksum is that of the engine's own weights, behind the hand-over."""
         self.engine.load(Received(self.layout, offered(offer, self.memory)), offer["version"])
-        return offer["version"], checksum_of((name, tensor.to(self.dtype)) for name, tensor in held(self.model))
+        return offer["version"], checksum_of(
+            (name, tensor.to(self.dtype)) for name, tensor in held(cast(nn.Module, self.model))
+        )
 
 
 def attend(host: Host, wire: Wire, alive: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -20,10 +19,9 @@ from posttrain.engines.engine_process import EngineProcess
 from posttrain.engines.local.engine_weights import named_weights
 from posttrain.engines.model_manifest import announced
 from posttrain.engines.pool.engine_pool import EnginePool
+from posttrain.engines.pool.nccl_transfer import CardToCard
 from posttrain.engines.pool.pool_member import EngineLink, EnginePlace
 from posttrain.engines.pool.pool_protocol import PROOF_SECONDS, Gone, Wire, prove, read_token
-from posttrain.engines.pool.weight_probe import LIMIT, LIMIT_BFLOAT16, WeightProbe
-from posttrain.engines.vllm.nccl_transfer import CardToCard
 from posttrain.engines.vllm.vllm_engine import (
     cache_bytes,
     dtype_of,
@@ -32,11 +30,12 @@ from posttrain.engines.vllm.vllm_engine import (
     prepare,
     require_vllm,
 )
+from posttrain.engines.weight_probe import LIMIT, LIMIT_BFLOAT16, WeightProbe
 from posttrain.engines.weight_sync import Files, Laid, SharedMemory, Transport
-from posttrain.models.hf.backed import Backed
 from posttrain.models.json_files import write_json
 from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.system.temp_folders import TempFolder
 
 ALIVE_SECONDS = 1.0  # between two signs of life of an engine that works, at most
 WORKER = "posttrain.engines.pool.replica:main"
@@ -97,22 +96,14 @@ def setup_of(
         eos = prepare(str(folder), model, tokenizer)
     else:
         tokenizer.save(folder)
-        write_json(folder / "config.json", announced(model).config)
+        write_json(folder / "config.json", announced(model).described())
         eos = model.eos_ids
     cache = cache_bytes(model, slots, dtype_of(precision), cache_gib)
     return {
         "engine": kind, "folder": str(folder), "context": model.config.context, "eos_ids": list(eos), "slots": slots,
         "precision": precision, "cache_gib": cache_gib, "cache_bytes": cache, "threads": threads,
-        "compiled": build.used(), "device": str(model.head.device), "backed": how(model),
+        "compiled": build.used(), "device": str(model.head.device), "backed": announced(model).how_it_runs(),
     }  # fmt: skip
-
-
-def how(model: Model) -> dict[str, Any] | None:
-    """What was found out of a model of transformers when it was loaded."""
-    if not isinstance(model, Backed):
-        return None
-    own = {"scale": model.scale, "cap": model.cap, "attention": model.rows_attention}
-    return {**own, "replays": model.replays}
 
 
 def environment_of(setup: dict[str, Any]) -> dict[str, str]:
@@ -250,7 +241,7 @@ def open_pool(
         raise UserError(f"--handover {many.handover} is of vLLM on cards: --engine vllm --device cuda, or leave it out")
     token = read_token(many.token) if many.addresses else b""
     with ExitStack() as opened:
-        own = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-engines-")))
+        own = Path(opened.enter_context(TempFolder("engines")))
         alive = min(ALIVE_SECONDS, seconds / 4)
         dtype = dtype_of(precision) if kind == "vllm" else model.head.dtype
         laid = laid_for_vllm(model, dtype) if kind == "vllm" else Laid(model, dtype, named_weights)

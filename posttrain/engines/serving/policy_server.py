@@ -6,9 +6,7 @@
     GET  /v1/models                the model and its limits
     GET  /health
 
-It is bound to this machine. Whoever is elsewhere comes through a tunnel. A web page is kept out: its requests say where they
-come from (Origin), carry no JSON content type, unless the browser was allowed to, and name another host if they come by a
-name that was rebound. A program that says nothing of the content type, or what curl says by itself, is heard all the same.
+It is bound to this machine. Whoever is elsewhere comes through a tunnel. Who may ask: `posttrain.system.http_front`.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -40,10 +37,8 @@ from posttrain.engines.serving.requests import (
 )
 from posttrain.engines.serving.responses import Form, PolicyResponse
 from posttrain.engines.serving.task_group import together
+from posttrain.system.http_front import HOST, bound, refused
 
-HOST = "127.0.0.1"
-NAMES = (HOST, "localhost")
-UNSAID = "application/x-www-form-urlencoded"  # what curl -d says where nobody told it
 BODY_SECONDS = 60.0  # for a body to arrive
 GOODBYE_SECONDS = 1.0  # for connections to end when the server does
 
@@ -89,8 +84,9 @@ Find = Callable[[web.Request], Policy]
 class PolicyHandlers:
     """The handlers of an application."""
 
-    def __init__(self, find: Find, limits: ServerLimits) -> None:
-        self._find, self._limits = find, limits
+    def __init__(self, find: Find, limits: ServerLimits, token: str | None = None) -> None:
+        """`token`: what every request has to carry."""
+        self._find, self._limits, self._token = find, limits, token
         self.under_way = 0
 
     def application(self, prefix: str = "") -> web.Application:
@@ -145,11 +141,12 @@ class PolicyHandlers:
     ) -> web.StreamResponse:
         """What goes wrong, in OpenAI's form."""
         try:
-            if request.url.host not in NAMES:
-                raise RequestRefused(f"this is {HOST}, and not {request.host:.100}", 421)
+            headers = {name.lower(): value for name, value in request.headers.items()}
+            if (wrong := refused(request.method, headers, token=self._token)) is not None:
+                raise RequestRefused(wrong[1], wrong[0])
             return await handler(request)
-        except RequestRefused as refused:
-            problem = refused
+        except RequestRefused as error:
+            problem = error
         except web.HTTPException as error:  # of aiohttp: no such path, another method, too large a body
             problem = RequestRefused(_plain(error, request), error.status)
         except web.RequestPayloadError:  # of a body that is compressed, or cut into pieces, in a wrong way
@@ -173,9 +170,6 @@ def _plain(error: web.HTTPException, request: web.Request) -> str:
 
 
 async def _body(request: web.Request) -> bytes:
-    said = request.content_type if "Content-Type" in request.headers else UNSAID
-    if said != "application/json" and (said != UNSAID or "Origin" in request.headers):
-        raise RequestRefused(f"the content type is {said:.100}; expected application/json", 415)
     if "Content-Encoding" in request.headers:
         raise RequestRefused("the body is compressed; send it as it is", 415)
     try:
@@ -200,13 +194,7 @@ def _compact(content: object) -> str:
 @asynccontextmanager
 async def serving(application: web.Application, port: int = 0) -> AsyncIterator[int]:
     """Serve it on a port of this machine (0: any free one), which is given. Raises UserError if it is taken."""
-    listening = socket.socket()
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((HOST, port))
-    except OSError as error:
-        listening.close()
-        raise UserError(f"--port {port} cannot be used: {error.strerror}; choose another, or 0 for any") from None
+    listening = bound(HOST, port)
     runner = web.AppRunner(
         application,
         access_log=None,

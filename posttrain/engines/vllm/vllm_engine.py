@@ -16,7 +16,6 @@ import importlib.util
 import os
 import socket
 import struct
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,14 +27,15 @@ from torch import Tensor
 from posttrain.core.protocols import Counting, Engine, Model, Paced
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.engine_process import EngineProcess
-from posttrain.engines.model_manifest import HEAD, announced
-from posttrain.engines.pool.weight_probe import LIMIT, LIMIT_BFLOAT16, WeightProbe
+from posttrain.engines.model_manifest import HEAD, announced, with_head
 from posttrain.engines.request import Request
 from posttrain.engines.vllm.adapter_sync import AdapterSync
 from posttrain.engines.vllm.vllm_worker import COLDEST, VLLMSetup
+from posttrain.engines.weight_probe import LIMIT, LIMIT_BFLOAT16, WeightProbe
 from posttrain.engines.weight_sync import Laid, SharedMemory
 from posttrain.models.json_files import write_json
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.system.temp_folders import TempFolder
 
 WORKER = "posttrain.engines.vllm.vllm_worker:main"
 BLOCK = 128  # tokens in a block of vLLM's cache on processors, the largest of its sizes
@@ -87,7 +87,7 @@ class VLLMEngine:
         self._pace: dict[str, float] = {}
         self.canary = WeightProbe(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
         self.deviation, self._sung = 0.0, 0  # tokens that went through the model for the canary alone
-        with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
+        with TempFolder("vllm") as folder:
             eos, dtype = prepare(folder, base, tokenizer), self.shared.laid.dtype
             cache = cache_bytes(model, slots, dtype, cache_gib)
             room = 0 if self.alone is None else self.alone.room
@@ -262,14 +262,14 @@ def environment() -> dict[str, str]:
 def prepare(folder: str, model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Write into a folder what vLLM reads before it gets weights; returns the ids that end a reply."""
     tokenizer.save(folder)
-    write_json(Path(folder) / "config.json", {**announced(model).config, "tie_word_embeddings": False})
+    write_json(Path(folder) / "config.json", {**announced(model).described(), "tie_word_embeddings": False})
     return tuple(model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ()))
 
 
 def laid_for_vllm(model: Model, dtype: torch.dtype) -> Laid:
     """A tied head lies where the embedding does."""
     told = announced(model)
-    return Laid(model, dtype, handed_over, (told.embedding, HEAD) if told.tied else None)
+    return Laid(model, dtype, handed_over, (told.embedding_name, HEAD) if told.tied else None)
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -278,12 +278,12 @@ def dtype_of(precision: str) -> torch.dtype:
 
 def handed_over(model: Model) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint, with the output head even where it is the embedding (see `vllm_worker`)."""
-    return announced(model).with_head()
+    return with_head(announced(model))
 
 
 def cache_bytes(model: Model, slots: int, dtype: torch.dtype, most_gib: float) -> int:
     """Keys and values of as many full contexts as run at once, in whole blocks, and one block that vLLM keeps free."""
-    token = announced(model).kept * dtype.itemsize
+    token = announced(model).kept_numbers * dtype.itemsize
     return min(token * BLOCK * (slots * -(-model.config.context // BLOCK) + 1), int(most_gib * 2**30))
 
 

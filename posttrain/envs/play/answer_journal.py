@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.types import Invalid, InvalidKind, Reasoned, UserError, bare
 
 ANSWERS = "answers.jsonl"

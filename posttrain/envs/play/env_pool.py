@@ -23,6 +23,7 @@ import mmap
 import os
 import pickle
 import selectors
+import signal
 import socket
 import time
 from collections import deque
@@ -61,6 +62,11 @@ IMPORT_TRIES = 3  # of a worker that takes the place of a lost one
 CLOSE_SECONDS = 1.0  # for idle workers to leave by themselves
 READ_BYTES = 1 << 18  # at once
 GRACE_SECONDS = 1.0  # for a worker whose code waits to see to a limit itself
+KILLED = (
+    signal.SIGKILL,
+    signal.SIGTERM,
+)  # what ends a process from outside: a person, a scheduler, the system out of memory
+KILLED_MOST = 2  # times that an episode is played again for that: one that ends its own process so does it each time
 MOST_BESIDE = 1024  # scores that wait side by side in a worker
 
 
@@ -84,6 +90,7 @@ class _Episode:
     worker: _Worker | None = None  # where it is, or will be: None for a plain reward that nothing is asked of
     placed: bool = False  # its worker holds it, and has seen all that was sent except the last, which may be on its way
     waiting: bool = True  # a command of it is unanswered
+    killed: int = 0  # times that its process was ended from outside while it was in it
 
 
 @dataclass(eq=False)
@@ -233,7 +240,9 @@ class EnvPool:
         known = self._episodes[id]
         assert not known.waiting and to not in self._episodes
         self._begun += 1
-        self._episodes[to] = _Episode(to, self._begun, known.task, list(known.sent), dict(known.recorded))
+        # a message may hold both episodes: what one of them changes of its answers is not to reach the other
+        sent, recorded = deepcopy((known.sent, known.recorded))
+        self._episodes[to] = _Episode(to, self._begun, known.task, sent, recorded)
         self._ask(self._episodes[to])
 
     def send(self, id: int, said: Any) -> None:
@@ -412,8 +421,7 @@ class EnvPool:
             sent, recorded = episode.sent[-1:], dict[int, Any]()
             task = None if episode.placed or order.drop else self._pickled(episode.task)
             if task is not None:
-                # branches of one message would share what they were answered, and one of them may change its own
-                sent, recorded = deepcopy((episode.sent, episode.recorded))
+                sent, recorded = episode.sent, episode.recorded
             commands.append(
                 WorkerCommand(episode.number, task, () if order.drop else tuple(sent), order.drop, recorded)
             )
@@ -461,8 +469,10 @@ class EnvPool:
         except Garbled as error:
             self._lost(worker, f"its worker process sent what cannot be read ({error})", InvalidKind.UNREADABLE)
         except (EOFError, OSError):
-            ended = f"died ({worker.child.exit()})" if worker.child.wait(CLOSE_SECONDS) else "closed its socket"
-            self._lost(worker, f"its worker process {ended}", InvalidKind.DIED)
+            ended = worker.child.wait(CLOSE_SECONDS)
+            reason = f"died ({worker.child.exit()})" if ended else "closed its socket"
+            killed = ended and -worker.child.code in KILLED
+            self._lost(worker, f"its worker process {reason}", InvalidKind.DIED, killed)
 
     def _take(self, worker: _Worker, answer: WorkerReply | CallRecord) -> None:
         order = worker.sent.get(answer.number)
@@ -503,13 +513,19 @@ class EnvPool:
         else:
             self._import_failed(worker, f"{self._name} did not finish importing within {IMPORT_SECONDS:g} s")
 
-    def _lost(self, worker: _Worker, reason: str, kind: InvalidKind) -> None:
-        """A worker that has to be replaced; the reason blames the episode it was in, if any."""
+    def _lost(self, worker: _Worker, reason: str, kind: InvalidKind, killed: bool = False) -> None:
+        """A worker that has to be replaced; the reason blames the episode it was in, if any.
+
+        `killed`: from outside, as far as can be told. The episode has then lost no more than those beside it, and is played again.
+        """
         if not worker.ready:
             self._import_failed(worker, f"{self._name}: {reason.replace('its', 'a')} while it was imported")
             return
         if worker.sent:
             order = worker.blamed
+            if killed and order.episode.killed < KILLED_MOST:
+                order.episode.killed += 1
+                return self._replace(worker)
             del worker.sent[order.episode.number]
             if not order.drop:
                 self._answer(order.episode, Done(Invalid(f"{self._name}: {reason}", kind)))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain.core.types import UserError
+from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.json_files import Fields, read_json, shown, write_json
-from posttrain.models.tokenizer.tokenizer_files import checkpoint_folder
 
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 NOTE = "posttrain_adapter.json"  # what PEFT has no place for: the base's fingerprint, the form of a reward model

@@ -8,81 +8,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_config import (
     ADAPTER,
-    CLASSIFIER,
-    LANGUAGE_MODEL,
     NOTE,
     PREFIX,
-    SCORES,
-    AdapterConfig,
     base_of,
     read_adapter_config,
-    write_adapter_config,
 )
-from posttrain.models.adapters.lora import TARGETS, Adaptable, LoRA, adapters, attach, merge, stored_matrices
-from posttrain.models.adapters.quantized import KINDS
-from posttrain.models.checkpoint_folder import INNER, SCORE, check_dtype, check_finite, load_model, weight_files
-from posttrain.models.hf.backed import Backed
-from posttrain.models.json_files import Fields, read_json, write_json
-from posttrain.models.native.decoder import Decoder
-from posttrain.models.tensor_files import open_tensors, write_tensors
+from posttrain.models.adapters.adapter_writer import stored_adapters
+from posttrain.models.adapters.lora import TARGETS, LoRA, attach
+from posttrain.models.backbone import Backbone
+from posttrain.models.json_files import Fields, read_json
+from posttrain.models.native.quantized import KINDS
+from posttrain.models.tensor_files import open_tensors
+from posttrain.models.weight_files import check_dtype, check_finite, weight_files
 
 SAMPLE = 4096  # bytes at the beginning, in the middle and at the end of each tensor
-
-
-def save_adapter(
-    decoder: Adaptable, folder: Path, also: Mapping[str, Tensor] | None = None, note: Mapping[str, Any] | None = None
-) -> None:
-    """Write the adapters of a decoder. `also`: heads of a reward model, by their names; `note`: what else to remember."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lora, tensors = decoder.lora, dict[str, Tensor]()
-    assert lora is not None
-    tensors |= stored_adapters(decoder)
-    tensors |= {f"{PREFIX}{name}": tensor for name, tensor in (also or {}).items()}
-    described = {name: (tensor.dtype, tensor.shape) for name, tensor in sorted(tensors.items())}
-    write_tensors(folder / ADAPTER, described, sorted(tensors.items(), key=lambda item: item[0]))
-    task, saved = (CLASSIFIER, SCORES) if also else (LANGUAGE_MODEL, ())
-    config = AdapterConfig(lora.rank, lora.alpha, lora.rslora, lora.base, task, saved, lora.dora)
-    write_adapter_config(folder, config, _targets(decoder))
-    packed = {"quantize": lora.quantize} if lora.quantize else {}
-    write_json(folder / NOTE, {"base": lora.digest, **packed, **(note or {})})
-
-
-def _targets(decoder: Adaptable) -> list[str]:
-    """The adapted matrices as PEFT finds them: by the ends of their names, unless layers differ."""
-    names = [name for adapter in adapters(decoder) for name in adapter.names]
-    ends = {name.rpartition(".")[2] for name in names}
-    every = [stored for stored in stored_matrices(decoder) if stored.rpartition(".")[2] in ends]
-    return sorted(ends if sorted(every) == sorted(names) else names)
-
-
-def load_adapted(folder: Path, dtype: torch.dtype, device: str | torch.device) -> Adaptable:
-    """The base of a folder of adapters, with these, which alone can learn. Raises UserError if it is another base."""
-    if read_adapter_config(folder).task == CLASSIFIER:
-        raise UserError(
-            f"{folder} adapts a reward model ({SCORE}), and a language model is needed here: give the one that it was "
-            "made from, or give this as --reward-model"
-        )
-    base = checked_base(folder)
-    model = load_model(base, dtype, device)
-    if not isinstance(model, Decoder | Backed):
-        raise UserError(f"{folder} adapts {base}, a {type(model).__name__}, and adapters are for decoders")
-    read_adapter(model, folder)
-    assert model.lora is not None
-    if not model.lora.digest:  # PEFT wrote it
-        model.lora = replace(model.lora, digest=fingerprint(base))
-    return model
 
 
 def checked_base(folder: Path) -> Path:
@@ -100,7 +49,7 @@ def read_note(folder: Path) -> dict[str, Any]:
     return read_json(folder / NOTE, optional=True)
 
 
-def read_adapter(decoder: Adaptable, folder: Path, heads: Iterable[str] = ()) -> dict[str, Tensor]:
+def read_adapter(decoder: Backbone, folder: Path, heads: Iterable[str] = ()) -> dict[str, Tensor]:
     """Give a decoder the adapters of a folder. `heads`: names of what lies beside them; what is there of it is returned."""
     config, file = read_adapter_config(folder), folder / ADAPTER
     with open_tensors(file) as stored:
@@ -133,30 +82,6 @@ def read_adapter(decoder: Adaptable, folder: Path, heads: Iterable[str] = ()) ->
     for name, tensor in found.items():
         check_finite(file, name, tensor)
     return found
-
-
-def stored_adapters(decoder: Adaptable) -> dict[str, Tensor]:
-    """Where each stored tensor lies in the adapters of a decoder."""
-    found = {}
-    for adapter in adapters(decoder):
-        for name, place in zip(adapter.names, adapter.places, strict=True):
-            found[f"{PREFIX}{name}.lora_A.weight"] = adapter.a.detach()[place.inner]
-            found[f"{PREFIX}{name}.lora_B.weight"] = adapter.b.detach()[place.rows]
-            if adapter.magnitude is not None:
-                found[f"{PREFIX}{name}.lora_magnitude_vector"] = adapter.magnitude.detach()[place.rows]
-    return found
-
-
-def merged_backbone(folder: Path, device: str | torch.device) -> tuple[Adaptable, Tensor | None]:
-    """As `folder.load_backbone`, of a folder of adapters: they are put into the weights."""
-    from posttrain.models.checkpoint_folder import load_backbone
-
-    model, score = load_backbone(checked_base(folder), device)
-    found = read_adapter(model, folder, (SCORE, INNER))
-    merge(model)
-    if SCORE in found and INNER not in found:
-        score = found[SCORE][0].float()
-    return model.requires_grad_(True), score
 
 
 def base_named(folder: str | Path) -> str:

@@ -15,8 +15,10 @@ A way is right where it gives the log-probabilities of the model's own forward. 
 
 from __future__ import annotations
 
+import copy
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -30,12 +32,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.core.batch import Layout
-from posttrain.core.protocols import Model
 from posttrain.core.types import Media, UserError
+from posttrain.models.backbone import Backbone
 from posttrain.models.head import Head
-from posttrain.models.hf.experts import Routers, calling, repeating, watched
+from posttrain.models.hf.backed_writer import quiet, save_backed, stored_name, stored_tensors
+from posttrain.models.hf.experts import Routers, attach, calling, find_routers, repeating, watched
+from posttrain.models.hf.headless import classifier_of, grow, save_headless
+from posttrain.models.hf.linear_layers import open_products, products
+from posttrain.models.hf.probes import BEGINNING, PROBES, probe_ids
 from posttrain.models.hf.vision import PictureFeatures, Vision
 from posttrain.models.native.attention import SegmentAttention
+from posttrain.models.native.linear import Linear
 from posttrain.models.native.segments import Forest
 
 if TYPE_CHECKING:
@@ -114,6 +121,24 @@ class Backed(nn.Module):
         lists = (m for m in self.inner.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
         return list(next(lists, ()))
 
+    @property
+    def family(self) -> str:
+        family: str = self.inner.config.model_type
+        return family
+
+    def matrices(self) -> list[str]:
+        """See `posttrain.models.adapters.lora.Backbone`."""
+        return [name for name, _ in products(self.inner)]
+
+    def linears(self) -> Iterator[tuple[str, Linear, list[tuple[str, int]]]]:
+        """See `posttrain.models.adapters.lora.Backbone`."""
+        for name, module in products(self.inner):
+            if isinstance(module, Linear):
+                yield f"inner.{name}", module, [(name, module.weight.shape[0])]
+
+    def open_linears(self, wanted: Callable[[str], bool]) -> None:
+        open_products(self.inner, wanted)
+
     def _too_much(self, layout: Layout) -> bool:
         """Whether what a backward pass needs of a micro-batch takes too much memory to be kept."""
         tokens = layout.tokens.shape[0]
@@ -148,17 +173,98 @@ class Backed(nn.Module):
             parameter.requires_grad_(False)
 
     def save(self, folder: Path) -> None:
-        """Write the folder that `from_pretrained` reads, with tensors under the names in which they are stored.
-
-        Of an adapted model the adapters alone.
-        """
+        """See `posttrain.core.protocols.Model`. Of an adapted model the adapters alone."""
         if self.lora is not None:
-            from posttrain.models.adapters.adapter_folder import save_adapter
-
-            return save_adapter(self, folder)
-        from posttrain.models.hf.transformers_folder import save_backed
-
+            return self.lora.save(self, folder)
         save_backed(self, folder)
+
+    def classifier(self) -> str | None:
+        return classifier_of(self)
+
+    def save_headless(self, folder: Path, also: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
+        save_headless(self, folder, also, told)
+
+    def grow(self, vocab: int) -> None:
+        grow(self, vocab)
+
+    def find_routers(self) -> None:
+        """Those of a mixture of experts, by what they do in one forward pass."""
+        ids = torch.tensor([probe_ids(self, (*BEGINNING, *PROBES[0]))], device=self.head.device)
+
+        def run() -> None:
+            with self.decoding():
+                self.inner.base_model(input_ids=ids, use_cache=False)
+
+        self.routers = find_routers(self.inner, run)
+        if self.routers is not None:
+            attach(self.inner, self.routers)
+
+    def described(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.inner.config.to_json_string())
+        return found
+
+    @property
+    def embedding_name(self) -> str:
+        return stored_name(self, self.inner.get_input_embeddings().weight)
+
+    @property
+    def kept_numbers(self) -> int:
+        text = self.inner.config.get_text_config()
+        own = getattr(text, "per_layer_config", None)  # where layers differ, nothing is said of all (Gemma 4)
+        return sum(map(_kept_of, own or [text] * text.num_hidden_layers))
+
+    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return stored_tensors(self)
+
+    def how_it_runs(self) -> dict[str, Any] | None:
+        own = {"scale": self.scale, "cap": self.cap, "attention": self.rows_attention}
+        return {**own, "replays": self.replays}
+
+    def empty_like(self) -> Backed:
+        config, kind = copy.deepcopy(self.inner.config), type(self.inner)
+        with quiet(), torch.random.fork_rng(devices=[]):  # what it begins with is drawn, and of no use
+            inner = kind._from_config(config, dtype=self.head.dtype, attn_implementation="eager")
+        other = Backed(inner.to(self.head.device), self.config.context, self.way)
+        other.eos_ids, other.generation, other.scale, other.cap = self.eos_ids, self.generation, self.scale, self.cap
+        other.rows_attention, other.config = self.rows_attention, self.config
+        other.attend(self.attention)
+        other.find_routers()
+        other.replays = self.replays
+        return other
+
+    def prepare_shards(self) -> None:
+        """Raises UserError where a gathered layer would not have all that it computes with, or something else would lack it."""
+        kind, layers = type(self.inner).__name__, self.layers
+        if self.vision is not None:
+            raise UserError(f"--shard deals out models of text, and {kind} sees pictures: leave it out")
+        if not layers:
+            raise UserError(f"--shard deals out the layers of a decoder, and none were found in {kind}: leave it out")
+        if scalars := [name for name, p in self.named_parameters() if p.ndim == 0]:
+            raise UserError(f"--shard deals out rows, and {scalars[0]} of {kind} is a single number: leave it out")
+        place = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
+        owner: dict[Tensor, int] = {}
+        for module in self.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and owner.setdefault(parameter, place.get(module, -1)) != place.get(
+                    module, -1
+                ):
+                    raise UserError(f"--shard deals out layers, and layers of {kind} share weights: leave it out")
+        self.at_once = True  # each process makes as many calls
+
+    @property
+    def apart(self) -> bool:
+        return False
+
+    def hidden_apart(self, layout: Layout, at: Tensor) -> Tensor:
+        raise NotImplementedError("its bits depend on the company")
+
+    @property
+    def native(self) -> bool:
+        return False
+
+    @property
+    def sees(self) -> bool:
+        return self.vision is not None
 
     def attend(self, name: str) -> None:
         """Choose one of the attentions that transformers knows by name, for text: a picture's is left as it is."""
@@ -268,7 +374,14 @@ class Backed(nn.Module):
 
 
 if TYPE_CHECKING:
-    _proof: Callable[..., Model] = Backed
+    _proof: Callable[..., Backbone] = Backed
+
+
+def _kept_of(layer: Any) -> int:
+    """Numbers that the layer of a configuration of transformers keeps of each token."""
+    heads = getattr(layer, "num_attention_heads", 1)
+    size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return int(2 * (getattr(layer, "num_key_value_heads", None) or heads) * size)
 
 
 def _rows_of(layout: Layout, wanted: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:

@@ -11,14 +11,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from posttrain.models.checkpoint_folder import SCORE, write_weights
-from posttrain.models.hf.backed import Backed
+from posttrain.models.hf.backed_writer import stored_tensors
 from posttrain.models.json_files import write_json
+from posttrain.models.weight_files import SCORE, write_weights
+
+if TYPE_CHECKING:
+    from posttrain.models.hf.backed import Backed
 
 OURS = "posttrain_"  # what entries of ours in a config.json begin with
 
@@ -90,8 +93,6 @@ def save_headless(model: Backed, folder: Path, also: Mapping[str, Tensor], told:
 
     `also`: further tensors; `told`: further entries of config.json, or other values of them.
     """
-    from posttrain.models.hf.transformers_folder import stored_tensors
-
     folder.mkdir(parents=True, exist_ok=True)
     left, dtype = names_of_head(model.inner), model.head.dtype
     tensors = {**{name: t for name, t in stored_tensors(model) if name not in left}, **also}

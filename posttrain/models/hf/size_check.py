@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from posttrain.core.types import UserError
-from posttrain.models.checkpoint_folder import check_dtype, weight_files
 from posttrain.models.free_memory import available_memory, in_gib
 from posttrain.models.json_files import Fields
-from posttrain.models.native.decoder import LAYERS_MOST
+from posttrain.models.native.decoder_shape import LAYERS_MOST
 from posttrain.models.tensor_files import open_tensors
+from posttrain.models.weight_files import check_dtype, weight_files
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 PARTS = ("text_config", "vision_config")  # of a model that sees

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,20 +21,20 @@ from posttrain.core.batch import Layout
 from posttrain.core.messages import one_line
 from posttrain.core.pictures import PICTURES, PictureError, png
 from posttrain.core.types import Media, Transcript, UserError, positions_of
-from posttrain.models.adapters.lora import plain_weights
-from posttrain.models.checkpoint_folder import HEADS, SCORE, is_reward_model
 from posttrain.models.checkpoint_summary import context_of
 from posttrain.models.free_memory import available_memory
 from posttrain.models.head import Head
 from posttrain.models.hf.backed import NAME, Backed, NotFlatError, Way, attending, segment_attention
-from posttrain.models.hf.experts import attach, find_routers, watching
+from posttrain.models.hf.backed_writer import quiet
+from posttrain.models.hf.experts import watching
 from posttrain.models.hf.headless import let_head_go, names_of_head
-from posttrain.models.hf.image_processor import ImageProcessor, placeholder_ids
+from posttrain.models.hf.probes import BEGINNING, PROBES, probe_ids
 from posttrain.models.hf.size_check import check_layers, check_room, other_shape
 from posttrain.models.hf.vision import Vision
-from posttrain.models.json_files import read_json, shown, write_json
+from posttrain.models.image_processor import ImageProcessor, placeholder_ids
+from posttrain.models.json_files import read_json, shown
 from posttrain.models.native.decoder_config import read_eos_ids
-from posttrain.models.row_shards import is_sharded, whole
+from posttrain.models.weight_files import HEADS, SCORE, is_reward_model
 
 ACTIVATIONS = 0.5  # of the memory that is free behind the weights, for what a backward pass needs
 TOLERANCE = 1e-4  # nats, in float32
@@ -45,9 +42,6 @@ COARSE = 0.1  # in narrower types
 TRUST = "POSTTRAIN_TRUST_REMOTE_CODE"
 """Not an option: these may come from a recipe that somebody else wrote."""
 RECORDING = "posttrain_recording"  # our attention while a model is looked at
-PROBES = ((11, 3, 7, 2, 5, 1, 13), (4, 9))
-"""Two texts behind one beginning: what tokens they are made of, before they are taken modulo the vocabulary."""
-BEGINNING = (2, 8, 6, 10, 3)
 
 
 def load_backed(
@@ -88,7 +82,7 @@ def load_backed(
         let_head_go(model)
     model.activation_room = available_memory(model.head.device) * ACTIVATIONS
     model.kept_per_token = _kept_per_token(model)
-    _find_routers(model)
+    model.find_routers()
     return model
 
 
@@ -98,14 +92,14 @@ def empty_backed(
     """The model that a config.json describes, with weights yet to come. `how`: what was found out of it elsewhere."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with _quiet():
+    with quiet():
         inner: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
     if dtype == torch.float64 and hasattr(inner, "set_experts_implementation"):
         inner.set_experts_implementation("eager")
     model = Backed(inner.to(device), context)
     model.scale, model.cap, model.rows_attention = how["scale"], how["cap"], how["attention"]
     model.attend(model.rows_attention)
-    _find_routers(model)
+    model.find_routers()
     model.replays = how["replays"]
     return model
 
@@ -122,52 +116,6 @@ def _vision(inner: Any, folder: Path, source: Mapping[str, Any]) -> Vision | Non
             f"{vocab - 1}"
         )
     return Vision(inner, processor, placeholder_ids(source))
-
-
-def save_backed(model: Backed, folder: Path) -> None:
-    """Write config.json, generation_config.json and weights, the latter through transformers' own conversion."""
-    folder.mkdir(parents=True, exist_ok=True)
-    state = _state(model) if any(map(is_sharded, model.parameters())) else None
-    with _quiet():
-        model.inner.save_pretrained(folder, state_dict=state)
-    ends = model.eos_ids if len(model.eos_ids) != 1 else model.eos_ids[0]
-    write_json(folder / "generation_config.json", {**model.generation, **({"eos_token_id": ends} if ends else {})})
-
-
-def stored_tensors(model: Backed) -> Iterator[tuple[str, Tensor]]:
-    """The weights as a checkpoint stores them, name by name."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    with torch.no_grad():
-        yield from revert_weight_conversion(model.inner, _state(model)).items()
-
-
-def stored_name(model: Backed, weight: Tensor) -> str:
-    """The name that a checkpoint has for one of its parameters."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    own = next(name for name, parameter in model.inner.named_parameters() if parameter is weight)
-    (found,) = revert_weight_conversion(model.inner, {own: torch.empty(0)})
-    return str(found)
-
-
-def _state(model: Backed) -> dict[str, Tensor]:
-    """The weights by the names of transformers' model, whole, with adapters merged."""
-    return {name.removeprefix("inner."): whole(weight) for name, weight in plain_weights(model)}
-
-
-def empty_like(model: Backed) -> Backed:
-    """A model of the same kind, whole, with weights yet to come."""
-    config, kind = copy.deepcopy(model.inner.config), type(model.inner)
-    with _quiet(), torch.random.fork_rng(devices=[]):  # what it begins with is drawn, and of no use
-        inner = kind._from_config(config, dtype=model.head.dtype, attn_implementation="eager")
-    other = Backed(inner.to(model.head.device), model.config.context, model.way)
-    other.eos_ids, other.generation, other.scale, other.cap = model.eos_ids, model.generation, model.scale, model.cap
-    other.rows_attention, other.config = model.rows_attention, model.config
-    other.attend(model.attention)
-    _find_routers(other)
-    other.replays = model.replays
-    return other
 
 
 def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
@@ -204,7 +152,7 @@ def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: 
         entries, _ = described.get_config_dict(folder)  # as it reads files: with infinities
         more["config"] = described.from_dict({**entries, "model_type": model_type})
     try:
-        with _quiet():
+        with quiet():
             config = more.get("config") or AutoConfig.from_pretrained(folder, **how)
             with torch.device("meta"):
                 shapes = check_room(folder, kind.from_config(copy.deepcopy(config), trust_remote_code=trust), dtype)
@@ -239,24 +187,6 @@ def _check_tensors(folder: Path, inner: Any, told: Mapping[str, Any], headless: 
             )
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without bars and warnings: what matters is checked here."""
-    from transformers.utils import logging as theirs
-
-    level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
-    theirs.set_verbosity(logging.ERROR)
-    theirs.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        theirs.set_verbosity(level)
-        if bars:
-            theirs.enable_progress_bar()
-
-
 # -- which way, and whether its numbers are right ----------------------------------------------------------------------
 
 
@@ -264,7 +194,7 @@ def choose_way(model: Backed, folder: Path) -> None:
     """Set the way that gives the log-probabilities of the model's own forward. Raises UserError if none does."""
     _register()
     limit = TOLERANCE if model.head.dtype in (torch.float32, torch.float64) else COARSE
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), quiet():
         try:
             own, states = _own_forward(model, folder)
         except UserError:
@@ -304,16 +234,10 @@ def _difference(logits: Tensor, own: Tensor) -> float:
     return float((logits.log_softmax(-1) - own.log_softmax(-1)).abs().max())
 
 
-def _ids(model: Backed, numbers: tuple[int, ...]) -> list[int]:
-    taken = model.vision.placeholders if model.vision is not None else ()
-    found = [(37 * number + 11) % model.config.vocab for number in numbers]
-    return [model.filler if id in taken else id for id in found]
-
-
 def _beginning(model: Backed) -> Transcript:
     """What both texts begin with: a picture too, if the model sees and its folder tells how."""
     found = Transcript()
-    found.observe(_ids(model, BEGINNING))
+    found.observe(probe_ids(model, BEGINNING))
     if model.vision is None or not model.vision.processor.files:
         return found
     rows, columns = torch.meshgrid(torch.arange(40), torch.arange(56), indexing="ij")
@@ -333,7 +257,7 @@ def _probe(model: Backed) -> tuple[Layout, Tensor]:
     """Two texts that share their beginning, as a micro-batch; all tokens of the one, then all of the other."""
     first, device = _beginning(model), model.head.device
     shared, one, other = len(first), *map(len, PROBES)
-    tokens = torch.tensor([*first.tokens, *_ids(model, PROBES[0]), *_ids(model, PROBES[1])], device=device)
+    tokens = torch.tensor([*first.tokens, *probe_ids(model, PROBES[0]), *probe_ids(model, PROBES[1])], device=device)
     whole = positions_of(shared + one, first.media)
     place = torch.arange(shared + one) if whole is None else torch.from_numpy(whole)
     position = torch.cat([place, place[..., shared : shared + other]], -1).to(device)
@@ -349,7 +273,7 @@ def _own_forward(model: Backed, folder: Path) -> tuple[Tensor, Tensor]:
         model.attend("eager")
     first, logits, states = _beginning(model), [], []
     for text in PROBES:
-        ids = torch.tensor([[*first.tokens, *_ids(model, text)]], device=model.head.device)
+        ids = torch.tensor([[*first.tokens, *probe_ids(model, text)]], device=model.head.device)
         more = _seen(model, ids, first.media)
         try:
             out = model.inner(input_ids=ids, use_cache=False, **more).logits[0]
@@ -435,7 +359,7 @@ def _is_flat(model: Backed) -> bool:
         calls.append(layer)
         return q
 
-    ids = torch.tensor([_ids(model, BEGINNING)], device=model.head.device)
+    ids = torch.tensor([probe_ids(model, BEGINNING)], device=model.head.device)
     try:
         model.attend(RECORDING)
         with attending(attend):
@@ -446,18 +370,6 @@ def _is_flat(model: Backed) -> bool:
 
 
 # -- mixtures of experts -----------------------------------------------------------------------------------------------
-
-
-def _find_routers(model: Backed) -> None:
-    ids = torch.tensor([_ids(model, (*BEGINNING, *PROBES[0]))], device=model.head.device)
-
-    def run() -> None:
-        with model.decoding():
-            model.inner.base_model(input_ids=ids, use_cache=False)
-
-    model.routers = find_routers(model.inner, run)
-    if model.routers is not None:
-        attach(model.inner, model.routers)
 
 
 def replay_routing(model: Backed) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.types import UserError
-from posttrain.models.hf.image_processor import ImageProcessor
+from posttrain.models.image_processor import ImageProcessor
 
 MASKED = -1e4
 """Added to the logits of placeholders: no probability in any type, and no NaN in an entropy, as of minus infinity."""

@@ -10,8 +10,8 @@ training, prefill and cached decoding are three `attend` functions over this one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,100 +20,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from posttrain.core.batch import Layout
-from posttrain.core.protocols import Model
 from posttrain.core.types import UserError
-from posttrain.models.free_memory import available_memory, in_gib
+from posttrain.models.backbone import Backbone
 from posttrain.models.head import Head
-from posttrain.models.native.attention import SegmentAttention, filled
-from posttrain.models.native.fused import norm_linear, rms_norm, rope, rope_heads, swiglu_linear
-from posttrain.models.native.linear import ROUND, Embedding, Linear, rounds
+from posttrain.models.native.attention import SegmentAttention, each_alone, filled
+from posttrain.models.native.decoder_config import CLASSIFIERS, written_config
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.decoder_writer import checkpoint_tensors, save_model
+from posttrain.models.native.fused import compiles, norm_linear, rms_norm, rope, rope_heads, swiglu_linear
+from posttrain.models.native.linear import ROUND, Embedding, Linear, in_blocks, rounds
+from posttrain.models.native.weight_names import stored_pieces
 
 if TYPE_CHECKING:
     from posttrain.models.adapters.lora import LoRA
+    from posttrain.models.hf.experts import Routers
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, head_size], k and v [T, kv_heads, head_size]) -> [T, heads, head_size]. q and k come rotated."""
-
-ROPE_TYPES = ("linear", "llama3")
-"""What `rope_scaling["rope_type"]` may be; no scaling is None."""
-
-SIZE_MOST = 2**31 - 1  # token ids, and the sizes that compiled code is told, have 32 bits
-LAYERS_MOST = 2_000  # each takes a millisecond to make, however small
-CONTEXT_MOST = 2**31 - 1
-THETA = (1.0, 1e15)  # smaller and larger bases leave no float32 frequencies
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """The shape of a decoder.
-
-    Raises UserError when the numbers do not fit together.
-    """
-
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    intermediate: int
-    context: int  # most tokens of one sequence
-    norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    rope_scaling: dict[str, Any] | None = None  # "rope_type" is one of ROPE_TYPES, and the numbers it needs
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each head of q and of k, before the rotation (Qwen3)
-    tied: bool = False  # the output head is the embedding
-    family: str = "llama"  # the Hugging Face model_type; `new_decoder` chooses it itself
-
-    def __post_init__(self) -> None:
-        sizes = dict.fromkeys(("vocab", "hidden", "heads", "kv_heads", "head_size", "intermediate"), SIZE_MOST)
-        for name, most in {**sizes, "layers": LAYERS_MOST, "context": CONTEXT_MOST}.items():
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
-                raise UserError(f"a decoder's {name} must be a whole number from 1 to {most:,}, not {value!r:.40}")
-        if self.heads % self.kv_heads:
-            raise UserError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        if self.head_size % 2:
-            raise UserError(
-                f"head_size ({self.head_size}, from scratch hidden / heads) must be even: rotary embeddings turn pairs "
-                "of dimensions"
-            )
-        low, high = THETA
-        if not low <= self.rope_theta <= high or not 0.0 <= self.norm_eps <= 1.0:
-            raise UserError(
-                f"rope_theta must be from {low:g} to {high:g} and norm_eps from 0 to 1, not {self.rope_theta:g} and "
-                f"{self.norm_eps:g}"
-            )
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers a model of this shape has; nothing is allocated to count them."""
-        width, kv_width = self.heads * self.head_size, self.kv_heads * self.head_size
-        attention = self.hidden * (2 * width + 2 * kv_width)
-        mlp = 3 * self.hidden * self.intermediate
-        biases = self.qkv_bias * (width + 2 * kv_width) + self.o_bias * self.hidden
-        biases += self.mlp_bias * (2 * self.intermediate + self.hidden)
-        norms = 2 * self.hidden + 2 * self.qk_norm * self.head_size
-        ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
-        return ends + self.layers * (attention + mlp + biases + norms)
-
-    def require_memory(self, dtype: torch.dtype, device: torch.device, what: str, shares: int = 1) -> None:
-        """Raises UserError if the weights alone, or one of `shares` shares of them, are more than `device` has room for.
-
-        `what` announces this shape.
-
-        A model that passes may still be too large to be trained: gradients and moments take three times as much again.
-        """
-        needed, room = self.parameters * dtype.itemsize // shares, available_memory(device)
-        if needed > room:
-            raise UserError(
-                f"{what} announces {self.parameters:,} parameters (vocabulary {self.vocab:,}, hidden {self.hidden:,}, "
-                f"intermediate {self.intermediate:,}, {self.layers:,} layers), {in_gib(needed)} of weights; "
-                f"{device.type} has {in_gib(room)} of memory free: correct the sizes or use a larger machine"
-            )
 
 
 class RMSNorm(nn.Module):
@@ -175,6 +98,8 @@ class Decoder(nn.Module):
         self.generation: dict[str, Any] = {}  # its generation_config.json
         self.eos_ids: tuple[int, ...] = ()  # every token id that ends a reply
         self.lora: LoRA | None = None  # how it is adapted; the weights themselves are then frozen
+        self.routers: Routers | None = None  # it is no mixture of experts
+        self.replays = False
         self.embed = Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(Layer(config, number) for number in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
@@ -213,18 +138,100 @@ class Decoder(nn.Module):
         hidden: Tensor = self(layout.tokens, layout.position, SegmentAttention(layout), at)
         return hidden[:count]
 
-    def save(self, folder: Path) -> None:
-        """Write config.json, generation_config.json and the weights, as `models.folder.load_model` reads them.
+    @property
+    def family(self) -> str:
+        return self.config.family
 
-        Of an adapted model the adapters alone.
+    def matrices(self) -> list[str]:
+        """See `posttrain.models.adapters.lora.Backbone`."""
+        return [name for _, _, matrices in self.linears() for name, _ in matrices]
+
+    def linears(self) -> Iterator[tuple[str, Linear, list[tuple[str, int]]]]:
+        """See `posttrain.models.adapters.lora.Backbone`."""
+        stored = stored_pieces(self.config)
+        for name, module in self.named_modules():
+            if isinstance(module, Linear):
+                yield name, module, [(n.removesuffix(".weight"), shape[0]) for n, shape in stored[f"{name}.weight"]]
+
+    def open_linears(self, wanted: Callable[[str], bool]) -> None:
+        """All of them are listed as they are."""
+
+    def save(self, folder: Path) -> None:
+        """Write config.json, generation_config.json and the weights, as `load_model` reads them; of an adapted model the
+        adapters alone.
         """
         if self.lora is not None:
-            from posttrain.models.adapters.adapter_folder import save_adapter
-
-            return save_adapter(self, folder)
-        from posttrain.models.checkpoint_folder import save_model
-
+            return self.lora.save(self, folder)
         save_model(self, folder)
+
+    def classifier(self) -> str | None:
+        return CLASSIFIERS[self.config.family]
+
+    def save_headless(self, folder: Path, also: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
+        save_model(self, folder, also=also, told=told)
+
+    def grow(self, vocab: int) -> None:
+        old = self.embed.weight
+        rows = old.new_zeros((vocab - len(old), old.shape[1]))
+        self.embed.weight = nn.Parameter(torch.cat((old.detach(), rows)), old.requires_grad)
+        self.config = replace(self.config, vocab=vocab)
+
+    def described(self) -> dict[str, Any]:
+        return dict(self.source) or written_config(self.config)
+
+    @property
+    def tied(self) -> bool:
+        return self.config.tied
+
+    @property
+    def embedding_name(self) -> str:
+        return "model.embed_tokens.weight"
+
+    @property
+    def kept_numbers(self) -> int:
+        return 2 * self.config.layers * self.config.kv_heads * self.config.head_size
+
+    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return checkpoint_tensors(self)
+
+    def how_it_runs(self) -> dict[str, Any] | None:
+        return None
+
+    def empty_like(self) -> Decoder:
+        with torch.device("meta"):  # no memory is taken for weights that are about to be replaced
+            own = Decoder(self.config).to(self.head.dtype)
+        own = own.to_empty(device=self.head.device)
+        own.source, own.generation, own.eos_ids = self.source, self.generation, self.eos_ids
+        return own
+
+    def prepare_shards(self) -> None:
+        """Each of its layers has all that it computes with."""
+
+    @property
+    def apart(self) -> bool:
+        return self.embed.weight.device.type == "cpu" and compiles()
+
+    def hidden_apart(self, layout: Layout, at: Tensor) -> Tensor:
+        """Compiled attention goes through texts one by one, and products in blocks that begin anew with none of them."""
+        count, texts, layout = len(at), len(layout.length), filled(layout, ROUND)
+        at = torch.cat((at, at[:1].expand(-count % ROUND)))
+        with in_blocks(ROUND):
+            hidden: Tensor = self(layout.tokens, layout.position, each_alone(layout, texts), at)
+        return hidden[:count]
+
+    @property
+    def native(self) -> bool:
+        return True
+
+    @property
+    def sees(self) -> bool:
+        return False
+
+    def freeze_vision(self) -> None:
+        """It reads text alone."""
+
+    def tower(self) -> set[str]:
+        return set()
 
     def rotary(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tables (cos, sin), each [T, 1, head_size]: rotated(x) = x * cos + x.roll(head_size // 2) * sin.
@@ -239,7 +246,7 @@ class Decoder(nn.Module):
 
 
 if TYPE_CHECKING:
-    _proof: Callable[..., Model] = Decoder
+    _proof: Callable[..., Backbone] = Decoder
 
 
 def rotary_frequency(config: DecoderConfig) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 from posttrain.core.types import UserError
 from posttrain.models.json_files import Fields, is_whole, shown
-from posttrain.models.native.decoder import CONTEXT_MOST, LAYERS_MOST, ROPE_TYPES, SIZE_MOST, THETA, DecoderConfig
+from posttrain.models.native.decoder_shape import CONTEXT_MOST, LAYERS_MOST, ROPE_TYPES, SIZE_MOST, THETA, DecoderConfig
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -20,6 +20,10 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+CLASSIFIERS = {
+    family: name.replace("ForCausalLM", "ForSequenceClassification") for family, name in ARCHITECTURES.items()
+}
+"""The classes of transformers with a head of one number on the same decoders."""
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 

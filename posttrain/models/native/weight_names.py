@@ -5,7 +5,7 @@ q, k, v and gate, up are stored apart and computed together.
 
 from __future__ import annotations
 
-from posttrain.models.native.decoder import DecoderConfig
+from posttrain.models.native.decoder_shape import DecoderConfig
 
 Pieces = tuple[tuple[str, tuple[int, ...]], ...]
 """The stored tensors (name, shape) that one after the other, along their first dimension, fill one parameter."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from datetime import datetime
+from contextvars import ContextVar
 from functools import lru_cache
 from types import BuiltinMethodType, MethodType
 from typing import Any
@@ -33,6 +33,7 @@ from jinja2.tests import TESTS as DEFAULT_TESTS
 from jinja2.utils import Namespace, _PassArg
 
 from posttrain.core.messages import one_line
+from posttrain.core.run_date import told
 from posttrain.core.types import UserError
 from posttrain.models.tokenizer.template_budget import (
     BUDGET,
@@ -50,15 +51,18 @@ from posttrain.models.tokenizer.template_budget import (
 
 LONGEST_TEMPLATE = 128 * 1024  # characters; compiling them takes a second or two
 RANGE = 100_000  # numbers, as in Jinja's sandbox
+_day: ContextVar[str | None] = ContextVar("the day that the template is told", default=None)
 
 
-def render(template: str, variables: Mapping[str, Any], name: str = "the chat template") -> str:
+def render(template: str, variables: Mapping[str, Any], name: str = "the chat template", day: str | None = None) -> str:
     """The text that a chat template makes of messages and flags; `name` is for messages.
+
+    `day`: what `strftime_now` tells where no run has fixed one (see `posttrain.core.run_date`); None: today.
 
     Raises UserError, with the template's line, if it is malformed, refuses the messages, fails in any way, or takes
     more than its budget.
     """
-    compiled = None
+    compiled, asked = None, _day.set(day)
     try:
         compiled = _compiled(template)
         context: BudgetContext = compiled.new_context(dict(variables))  # type: ignore[assignment]
@@ -68,6 +72,8 @@ def render(template: str, variables: Mapping[str, Any], name: str = "the chat te
             text.encode()  # half a surrogate pair is an error here, or it would be one in the tokenizer
     except Exception as error:  # a template can make Jinja and Python raise anything
         raise UserError(f"{name} cannot render these messages{_line(error, compiled)}: {_said(error)}") from None
+    finally:
+        _day.reset(asked)
     return text
 
 
@@ -414,4 +420,4 @@ def _raise_exception(message: str = "") -> None:
 def _strftime_now(format: str) -> str:
     if not isinstance(format, str) or len(format) > 200:
         raise TypeError("strftime_now takes a short format such as '%d %B %Y'")
-    return datetime.now().strftime(format)
+    return told(_day.get()).strftime(format)

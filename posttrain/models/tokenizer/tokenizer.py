@@ -17,16 +17,17 @@ from typing import Any, Literal, NamedTuple
 
 import tokenizers
 
+from posttrain.core import run_date
 from posttrain.core.pictures import PictureError, has_parts
 from posttrain.core.types import Media, ToolCall, UserError
-from posttrain.models.hf.image_processor import PLACE, ImageProcessor
+from posttrain.models.checkpoint_location import checkpoint_folder
+from posttrain.models.image_processor import PLACE, ImageProcessor
 from posttrain.models.json_files import read_json, read_text, write_json
 from posttrain.models.tokenizer.custom_template import read_template
 from posttrain.models.tokenizer.tokenizer_files import (
     NAMED_TOKENS,
     VOCAB_MOST,
     check_ids,
-    checkpoint_folder,
     failed,
     read_special,
     refusing,
@@ -99,6 +100,11 @@ class Tokenizer:
         self._opening = _opening(backend)
         self.eos_id, self.bos_id, self.pad_id = (self._id(name) for name in ("eos_token", "bos_token", "pad_token"))
         self.unknown_id = self._id("unk_token")  # what stands for text that it has no token for
+
+    @property
+    def day(self) -> str | None:
+        """The day that the chat template is told where no run has fixed one: that of the run which saved it; None: today."""
+        return self.config.get(run_date.CONFIG_KEY)
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -384,7 +390,7 @@ class Tokenizer:
             raise UserError(BLIND)
         variables: dict[str, Any] = {"messages": shown, **self.special}
         variables |= {"tools": tools and list(tools), "documents": None, "add_generation_prompt": generation}
-        return render(self.chat_template, variables, self.template_name)
+        return render(self.chat_template, variables, self.template_name, self.day)
 
     @property
     def _takes_parts(self) -> bool:
@@ -434,6 +440,8 @@ class Tokenizer:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = dict(self.config)
+        if run_date.fixed_day() and "strftime_now" in (self.chat_template or ""):
+            config[run_date.CONFIG_KEY] = run_date.fixed_day()
         if self.chat_template is not None:
             (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
             config.pop("chat_template", None)

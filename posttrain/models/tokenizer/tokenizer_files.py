@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,41 +11,13 @@ from typing import Any
 
 import tokenizers
 
-from posttrain import user_files
 from posttrain.core.messages import one_line
+from posttrain.core.run_date import CONFIG_KEY, is_day
 from posttrain.core.types import UserError
 from posttrain.models.json_files import Fields, read_json, read_text
 
 VOCAB_MOST = 2**24  # entries of a tokenizer to be trained: its trainer reserves memory for all of them
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-def checkpoint_folder(name: str | Path) -> Path:
-    """The local folder of a checkpoint: a path, or else a Hugging Face model name, downloaded if that is possible.
-
-    Raises UserError if it is neither.
-    """
-    try:
-        folder = Path(name).expanduser()
-        if folder.is_dir():
-            return user_files.readable_folder(folder)
-        there = folder.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a user that there is not, a pipe in it
-        place = getattr(error, "filename", None) or str(name)
-        raise UserError(f"{place!r:.80} can be no checkpoint, or part of one: {one_line(error)}") from None
-    if there:
-        raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
-        raise UserError(f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json")
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.snapshot_download(str(name)))
-    except Exception as error:  # no network, no such model, no access, disk full: the way out is the same
-        raise UserError(
-            f"{name}: no such folder, and as a Hugging Face model it cannot be downloaded here "
-            f"({type(error).__name__}): give a local checkpoint folder"
-        ) from None
 
 
 def token_text(token: str | Mapping[str, Any]) -> str:
@@ -63,6 +34,8 @@ def read_special(file: Path) -> dict[str, Any]:
         text = token.get("content") if isinstance(token, dict) else token
         if token is not None and not isinstance(text, str):
             raise fields.refuse(name, 'a string, or an object with its text as "content"')
+    if CONFIG_KEY in config and not is_day(config[CONFIG_KEY]):
+        raise fields.refuse(CONFIG_KEY, "a day such as 2026-11-24")
     return config
 
 

@@ -6,8 +6,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.json_text import json_text
 from posttrain.core.types import SpanKind, StopReason
-from posttrain.json_text import json_text
 from posttrain.runs.jsonl import Maybe, checked, lines
 from posttrain.runs.record.rollout_rows import Row, visit_of
 

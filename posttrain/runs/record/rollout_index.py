@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -20,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.runs import run_files
 from posttrain.runs.record.rollout_reading import read_file
@@ -28,6 +27,7 @@ from posttrain.runs.record.schema import INDEX, PIECE, START
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_files import Folder, kept_file
 from posttrain.runs.run_reading import rollout_steps
+from posttrain.system.temp_folders import TempFolder
 
 _MADE_OF = b"posttrain.made_of"
 _PICTURE = r"\[sha256:[0-9a-f]{64}\]"  # as prompts name one: nearly as long as all that is kept of a text
@@ -101,7 +101,7 @@ def left_out(folder: Folder, index: Sequence[Path]) -> list[Path]:
 @cache
 def _elsewhere(run: Path) -> Path:
     """A folder of this process for a run that it cannot write to; it is deleted at the end."""
-    made = tempfile.TemporaryDirectory(prefix="posttrain-index-")
+    made = TempFolder("index")
     atexit.register(made.cleanup)
     return Path(made.name)
 

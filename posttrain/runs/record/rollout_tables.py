@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from posttrain.core.json_text import json_text, plain
 from posttrain.core.types import Invalid, Outcome, PlayedTurn, Reasoned, Rollout, SpanKind, ToolCall, bare
-from posttrain.json_text import json_text, plain
 from posttrain.runs.record.rollout_rows import visit_of
 from posttrain.runs.record.schema import COMPARED, NUMBERS, ROLLOUTS, SECONDS
 from posttrain.runs.record.table_writer import array, numbers

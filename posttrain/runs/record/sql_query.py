@@ -7,7 +7,6 @@ any more. A statement that is no SELECT is not begun: COPY would write even wher
 from __future__ import annotations
 
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
@@ -36,6 +35,7 @@ from posttrain.runs.run_reading import (
     read_timing,
     rollout_steps,
 )
+from posttrain.system.temp_folders import TempFolder
 
 THREADS = 2
 LONGEST, DEEPEST = 100_000, 300
@@ -68,7 +68,7 @@ class Questions:
         self._folder, self._seconds, self._vocabulary, self._only = Path(folder), seconds, vocabulary, only
         self._alone = self._folder.suffix in SUFFIXES and self._folder.is_file()
         self._sampler = False if self._alone else divides_by_sampler(read_run(folder))
-        self._made = tempfile.TemporaryDirectory(prefix="posttrain-query-")  # of lines of JSON
+        self._made = TempFolder("query")  # of lines of JSON
         self._base = _library().connect(
             ":memory:",
             config={

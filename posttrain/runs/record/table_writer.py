@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.runs.record.schema import NUMBERS, ROLLOUTS
 from posttrain.runs.run_files import naming
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.services.retrieval.passages import Passage
 from posttrain.services.retrieval.top_k import best

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.messages import one_line, short
 from posttrain.core.types import UserError
 from posttrain.services.retrieval.bm25 import Found

@@ -60,8 +60,8 @@ def load_encoder(name: str, **encoding: Any) -> Encoder:
                 f"--{next(iter(encoding)).replace('_', '-')} is for folders: a function sees to that itself"
             )
         return Function(name)
+    from posttrain.models.checkpoint_location import checkpoint_folder
     from posttrain.models.hf.encoder import TransformersEncoder
-    from posttrain.models.tokenizer.tokenizer_files import checkpoint_folder
 
     folder = checkpoint_folder(name)
     fingerprint = digest(*(f"{path.name} {sampled(path)}" for path in _files(folder)))

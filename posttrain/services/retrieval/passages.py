@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.messages import clip, short
 from posttrain.core.types import UserError
 from posttrain.data.row_files import TEXTS, Row, kind_of, parse_row, read_texts

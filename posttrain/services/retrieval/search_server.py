@@ -4,14 +4,13 @@
     GET  /health      what is served, and how many queries wait
 
 Decided here: what holds nobody up. A request has to arrive, and its answer to be taken, within a time; bodies, queries and
-answers have limits. Whoever reaches the address may ask: it is this machine's own unless another is given.
+answers have limits. Who may ask: `posttrain.system.http_front`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,8 +24,9 @@ from posttrain.core.types import UserError
 from posttrain.services.retrieval.batcher import Batcher, Busy
 from posttrain.services.retrieval.passage_index import PassageIndex
 from posttrain.services.retrieval.search_protocol import MOST_BYTES, PATH, SearchRefused, read_request, written_answer
+from posttrain.system.http_front import HOST, bound, refused
 
-HOST, PORT = "127.0.0.1", 8000
+PORT = 8000
 ARRIVE_SECONDS = 15.0  # for the head of a request, and for its body
 TAKE_SECONDS = 30.0  # for an answer to be taken
 LINGER_SECONDS = 2.0  # for the rest of a request that was refused before all of it had come
@@ -36,17 +36,34 @@ GOODBYE_SECONDS = 2.0  # for requests to be answered when the server ends
 class SearchHandlers:
     """The handlers of an index."""
 
-    def __init__(self, index: PassageIndex, topk: int, most_bytes: int = MOST_BYTES) -> None:
-        """`topk`: passages for a query that does not say how many."""
+    def __init__(
+        self,
+        index: PassageIndex,
+        topk: int,
+        most_bytes: int = MOST_BYTES,
+        host: str = HOST,
+        token: str | None = None,
+    ) -> None:
+        """`topk`: passages for a query that does not say how many. `host`: that it is bound to; `token`: asked of everyone."""
+        self._host, self._token = host, token
         self._index, self._topk, self._most_bytes = index, topk, most_bytes
         self._batcher = Batcher(index.search)
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[_told], client_max_size=self._most_bytes)
+        app = web.Application(middlewares=[_told, self._front], client_max_size=self._most_bytes)
         app.router.add_post(f"/{PATH}", self.retrieve)
         app.router.add_get("/health", self.health)
         app.cleanup_ctx.append(self._searching)
         return app
+
+    @web.middleware
+    async def _front(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        if (wrong := refused(request.method, headers, self._host, self._token)) is not None:
+            raise SearchRefused(*wrong)
+        return await handler(request)
 
     async def retrieve(self, request: web.Request) -> web.StreamResponse:
         if "Content-Encoding" in request.headers:
@@ -125,7 +142,7 @@ async def _answered(request: web.Request, status: int, body: bytes) -> web.Strea
 @asynccontextmanager
 async def serving(application: web.Application, host: str = HOST, port: int = 0) -> AsyncIterator[int]:
     """Serve it on a port (0: any free one), which is given. Raises UserError if it cannot be used."""
-    listening = _bound(host, port)
+    listening = bound(host, port)
     runner = web.AppRunner(
         application,
         access_log=None,
@@ -144,29 +161,20 @@ async def serving(application: web.Application, host: str = HOST, port: int = 0)
         listening.close()
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    try:
-        [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        listening = socket.socket(family, kind)
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"--host {host} is no address of this machine: {one_line(error)}") from None
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-    except OSError as error:
-        listening.close()
-        way = "choose another --port, or 0 for any" if port else "look at --host"
-        raise UserError(f"{host}:{port} cannot be used: {error.strerror}; {way}") from None
-    return listening
-
-
-def serve(index: PassageIndex, host: str, port: int, topk: int, say: Callable[[str], Any] = print) -> None:
+def serve(
+    index: PassageIndex,
+    host: str,
+    port: int,
+    topk: int,
+    say: Callable[[str], Any] = print,
+    token: str | None = None,
+) -> None:
     """Serve an index until the process is interrupted."""
 
     async def run() -> None:
-        async with serving(SearchHandlers(index, topk).application(), host, port) as bound:
+        async with serving(SearchHandlers(index, topk, host=host, token=token).application(), host, port) as served:
             shown = f"[{host}]" if ":" in host else host
-            say(f"index       {index.description}\naddress     http://{shown}:{bound}/{PATH}")
+            say(f"index       {index.description}\naddress     http://{shown}:{served}/{PATH}")
             await asyncio.Event().wait()
 
     asyncio.run(run())

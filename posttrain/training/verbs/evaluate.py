@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain import user_files
 from posttrain.config import Evaluation
 from posttrain.config.resolve import validate
+from posttrain.core import run_date, user_files
 from posttrain.core.batch import Stats
+from posttrain.core.json_text import json_document
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Invalid, Outcome, Rollout, Task, UserError, succeeds
 from posttrain.data.tasks import Stream, Tasks, hold_out
@@ -19,11 +20,11 @@ from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many
 from posttrain.envs.load import success_of
 from posttrain.envs.play.player import Episode
-from posttrain.json_text import json_document
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
+from posttrain.runs.run_folder import day_of
 from posttrain.training.held_out_check import seen, split_seed_of
 from posttrain.training.intervals import paired_interval, summary
 from posttrain.training.playground import counted, open_playground
@@ -68,7 +69,8 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     if isinstance(data, Stream):
         raise UserError("these rows have no end: say with --limit how many to evaluate on")
     paths = [resolve(folder) for folder in (config.model, config.against) if folder is not None]
-    with open_playground(config, env, data, device, models=paths) as ground:
+    day = next(filter(None, map(day_of, paths)), None)  # both are asked alike
+    with run_date.fixed(day), open_playground(config, env, data, device, models=paths) as ground:
         said.extend(ground.about)
 
         def played(folder: str, place: int) -> list[Rollout]:

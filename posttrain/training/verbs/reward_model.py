@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain import user_files
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.links import CrossEntropy, SquaredError
 from posttrain.algorithms.reward_model_table import Scoring, ScoringObjective, find_scoring
 from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config import RewardModelling
 from posttrain.config.resolve import validate
+from posttrain.core import user_files
+from posttrain.core.json_text import json_document
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError
 from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.json_text import json_document
 from posttrain.models.reward_model import RewardModel, ScoreShape, load_reward_model, new_reward_model, settle
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_files import REPORT, replace, writing

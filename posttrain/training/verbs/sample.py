@@ -16,11 +16,12 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from posttrain import user_files
 from posttrain.config import Sample, named_services
 from posttrain.config.resolve import own_judge, validate
+from posttrain.core import user_files
 from posttrain.core.coerce import convert
 from posttrain.core.component import knob_of
+from posttrain.core.json_text import json_text, number
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Invalid, Rollout, Sampling, SpanKind, Task, UserError
@@ -33,7 +34,6 @@ from posttrain.engines.pool.replicas import Many
 from posttrain.envs.load import is_generator_env, load_converter, load_env
 from posttrain.envs.play.episode import content_text
 from posttrain.envs.play.player import Episode, Player
-from posttrain.json_text import json_text, number
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.runs import fingerprint
 from posttrain.runs.checkpoint import resolve

@@ -20,8 +20,9 @@ from posttrain.data.tasks_from_rows import is_script
 from posttrain.envs.load import is_generator_env, load_env
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.service_client import Services
-from posttrain.models.checkpoint_folder import described
-from posttrain.models.native.decoder import DecoderConfig, new_decoder
+from posttrain.models.native.decoder import new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.decoder_writer import described
 from posttrain.models.tokenizer.custom_template import around, read_template
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import RunFolder, begin

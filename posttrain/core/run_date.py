@@ -1,0 +1,49 @@
+"""The date that chat templates are told (`strftime_now`): fixed for a run, so that no prompt depends on the clock.
+
+A run fixes the day on which it begins, or the day that its starting checkpoint was trained with. It stands in run.json, is used
+again when the run is resumed, and goes with the tokenizer into its checkpoints, so that these are asked as they were trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import date, datetime, time
+
+CONFIG_KEY = "posttrain_date"
+"""The entry of a checkpoint's tokenizer_config.json that holds it, as 2026-11-24."""
+_fixed: str | None = None
+
+
+def today() -> str:
+    """The day here and now, as 2026-11-24."""
+    return datetime.now().date().isoformat()
+
+
+def is_day(value: object) -> bool:
+    """Whether it is a day as `today` writes it."""
+    try:
+        return isinstance(value, str) and date.fromisoformat(value).isoformat() == value
+    except ValueError:
+        return False
+
+
+@contextmanager
+def fixed(day: str | None) -> Iterator[None]:
+    """Within it templates are told this day, whatever the clock or a checkpoint says; None: nothing is changed."""
+    global _fixed
+    before, _fixed = _fixed, day or _fixed
+    try:
+        yield
+    finally:
+        _fixed = before
+
+
+def fixed_day() -> str | None:
+    """The day that is fixed now."""
+    return _fixed
+
+
+def told(own: str | None) -> datetime:
+    """What a template is told, at midnight. `own`: the day that a checkpoint was trained with."""
+    return datetime.combine(date.fromisoformat(_fixed or own or today()), time())

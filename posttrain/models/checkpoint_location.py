@@ -1,0 +1,38 @@
+"""Where a checkpoint lies: a folder, or the name of a Hugging Face model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from posttrain.core import user_files
+from posttrain.core.messages import one_line
+from posttrain.core.types import UserError
+
+
+def checkpoint_folder(name: str | Path) -> Path:
+    """The local folder of a checkpoint: a path, or else a Hugging Face model name, downloaded if that is possible.
+
+    Raises UserError if it is neither.
+    """
+    try:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return user_files.readable_folder(folder)
+        there = folder.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a user that there is not, a pipe in it
+        place = getattr(error, "filename", None) or str(name)
+        raise UserError(f"{place!r:.80} can be no checkpoint, or part of one: {one_line(error)}") from None
+    if there:
+        raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
+        raise UserError(f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json")
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(str(name)))
+    except Exception as error:  # no network, no such model, no access, disk full: the way out is the same
+        raise UserError(
+            f"{name}: no such folder, and as a Hugging Face model it cannot be downloaded here "
+            f"({type(error).__name__}): give a local checkpoint folder"
+        ) from None

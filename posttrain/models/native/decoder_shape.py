@@ -1,0 +1,99 @@
+"""The shape of a decoder: its sizes, what they may be, and how much memory they ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.core.types import UserError
+from posttrain.models.free_memory import available_memory, in_gib
+
+ROPE_TYPES = ("linear", "llama3")
+"""What `rope_scaling["rope_type"]` may be; no scaling is None."""
+
+
+SIZE_MOST = 2**31 - 1  # token ids, and the sizes that compiled code is told, have 32 bits
+
+
+LAYERS_MOST = 2_000  # each takes a millisecond to make, however small
+
+
+CONTEXT_MOST = 2**31 - 1
+
+
+THETA = (1.0, 1e15)  # smaller and larger bases leave no float32 frequencies
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a decoder.
+
+    Raises UserError when the numbers do not fit together.
+    """
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    context: int  # most tokens of one sequence
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: dict[str, Any] | None = None  # "rope_type" is one of ROPE_TYPES, and the numbers it needs
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of q and of k, before the rotation (Qwen3)
+    tied: bool = False  # the output head is the embedding
+    family: str = "llama"  # the Hugging Face model_type; `new_decoder` chooses it itself
+
+    def __post_init__(self) -> None:
+        sizes = dict.fromkeys(("vocab", "hidden", "heads", "kv_heads", "head_size", "intermediate"), SIZE_MOST)
+        for name, most in {**sizes, "layers": LAYERS_MOST, "context": CONTEXT_MOST}.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise UserError(f"a decoder's {name} must be a whole number from 1 to {most:,}, not {value!r:.40}")
+        if self.heads % self.kv_heads:
+            raise UserError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.head_size % 2:
+            raise UserError(
+                f"head_size ({self.head_size}, from scratch hidden / heads) must be even: rotary embeddings turn pairs "
+                "of dimensions"
+            )
+        low, high = THETA
+        if not low <= self.rope_theta <= high or not 0.0 <= self.norm_eps <= 1.0:
+            raise UserError(
+                f"rope_theta must be from {low:g} to {high:g} and norm_eps from 0 to 1, not {self.rope_theta:g} and "
+                f"{self.norm_eps:g}"
+            )
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers a model of this shape has; nothing is allocated to count them."""
+        width, kv_width = self.heads * self.head_size, self.kv_heads * self.head_size
+        attention = self.hidden * (2 * width + 2 * kv_width)
+        mlp = 3 * self.hidden * self.intermediate
+        biases = self.qkv_bias * (width + 2 * kv_width) + self.o_bias * self.hidden
+        biases += self.mlp_bias * (2 * self.intermediate + self.hidden)
+        norms = 2 * self.hidden + 2 * self.qk_norm * self.head_size
+        ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+        return ends + self.layers * (attention + mlp + biases + norms)
+
+    def require_memory(self, dtype: torch.dtype, device: torch.device, what: str, shares: int = 1) -> None:
+        """Raises UserError if the weights alone, or one of `shares` shares of them, are more than `device` has room for.
+
+        `what` announces this shape.
+
+        A model that passes may still be too large to be trained: gradients and moments take three times as much again.
+        """
+        needed, room = self.parameters * dtype.itemsize // shares, available_memory(device)
+        if needed > room:
+            raise UserError(
+                f"{what} announces {self.parameters:,} parameters (vocabulary {self.vocab:,}, hidden {self.hidden:,}, "
+                f"intermediate {self.intermediate:,}, {self.layers:,} layers), {in_gib(needed)} of weights; "
+                f"{device.type} has {in_gib(room)} of memory free: correct the sizes or use a larger machine"
+            )

@@ -1,0 +1,48 @@
+"""The weights of a model as its checkpoint has them: adapters merged, packed weights unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from posttrain.models.native.linear import Adapter, Linear
+from posttrain.models.native.quantized import QuantizedLinear
+
+
+def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model, and behind them what else its checkpoint holds: numbers that nothing learns, such as the
+    biases of a router (DeepSeek-V3) or the factors of layers (Gemma 4).
+    """
+    yield from model.named_parameters()
+    yield from _beside(model)
+
+
+def _beside(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The second of these; packed weights are not among them."""
+    for place, module in model.named_modules():
+        for name, buffer in (
+            module.named_buffers(place, recurse=False) if not isinstance(module, QuantizedLinear) else ()
+        ):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What `held` gives of the same model without adapters, each matrix merged when it is its turn.
+
+    One of which processes hold some rows each comes as it lies: `whole` gathers it.
+    """
+    seen: set[int] = set()
+    for place, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if isinstance(module, Adapter) or (not own and not isinstance(module, QuantizedLinear)):
+            continue
+        if isinstance(module, Linear) and (module.adapter is not None or module.parameter is None):
+            own.pop("weight", None)
+            yield f"{place}.weight", module.merged()
+        for key, parameter in own.items():
+            if id(parameter) not in seen:  # tied ones come once
+                seen.add(id(parameter))
+                yield f"{place}.{key}".lstrip("."), parameter
+    yield from _beside(model)

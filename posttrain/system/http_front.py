@@ -1,0 +1,116 @@
+"""What stands before every HTTP server here: who may ask, from where, and how many connections one peer may hold.
+
+A web page must not read what is served on this machine. Its requests name another host if they come by a name that was rebound
+to our address, say where they come from (Origin), and carry no JSON content type unless the browser was allowed to. A program
+that says nothing of the content type, or what curl says by itself, is heard. A token, where one was given, is asked of everyone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections import defaultdict
+from collections.abc import Mapping
+from hmac import compare_digest
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+from posttrain.core.messages import one_line
+from posttrain.core.types import UserError
+
+HOST = "127.0.0.1"
+UNSAID = "application/x-www-form-urlencoded"  # what curl -d says where nobody told it
+CONNECTIONS = 256  # that one peer may have open at once
+LEAST_TOKEN = 16  # characters
+
+
+def refused(
+    method: str, headers: Mapping[str, str], served: str = HOST, token: str | None = None
+) -> tuple[int, str] | None:
+    """The HTTP status and the reason for which a request is refused; None: it may ask.
+
+    `headers`: by their names in lower case. `served`: the host that the server was told to be bound to. `token`: what every request
+    has to carry as "Authorization: Bearer ...".
+    """
+    host = headers.get("host", "")
+    name = _name(host)
+    if not _is_address(name) and name not in ("localhost", served.lower(), socket.gethostname().lower()):
+        return 421, f"this is {served}, and not {host:.100}"
+    origin = headers.get("origin")
+    if origin is not None and origin.partition("://")[2].lower() != host.lower():
+        return 403, f"requests of other sites are not answered ({origin:.100})"
+    said = headers.get("content-type", UNSAID).partition(";")[0].strip().lower()
+    if method == "POST" and said != "application/json" and (said != UNSAID or origin is not None):
+        return 415, "the body must be JSON: send Content-Type: application/json"
+    given = headers.get("authorization", "").removeprefix("Bearer ").strip()
+    if token is not None and not compare_digest(given.encode(), token.encode()):
+        return 401, "this server wants its token: send Authorization: Bearer TOKEN"
+    return None
+
+
+def read_token(file: str | None, option: str = "--token") -> str | None:
+    """The token in a file, without the white space around it; None without a file. Raises UserError."""
+    if file is None:
+        return None
+    try:
+        token = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"{option} {file} cannot be read: {one_line(error)}") from error
+    if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable():
+        raise UserError(
+            f"{option} {file} must hold at least {LEAST_TOKEN} printable characters (openssl rand -hex 32 makes some)"
+        )
+    return token
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that is bound to an address of this machine (port 0: any that is free). Raises UserError if it cannot be."""
+    try:
+        [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        listening = _Listening(family, kind)
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise UserError(f"--host {host} is no address of this machine: {one_line(error)}") from None
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except (OSError, OverflowError) as error:
+        listening.close()
+        why = getattr(error, "strerror", None) or "ports end at 65535"
+        way = "choose another --port, or 0 for any" if port else "look at --host"
+        raise UserError(f"{host}:{port} cannot be used: {why}; {way}") from None
+    return listening
+
+
+class _Listening(socket.socket):
+    """Accepts so many connections of each peer; further ones are closed at once, and cost nobody else a place."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._open: defaultdict[str, WeakSet[socket.socket]] = defaultdict(WeakSet)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        end, address = super().accept()
+        held = self._open[address[0]]
+        if sum(other.fileno() >= 0 for other in held) >= CONNECTIONS:
+            end.close()
+            raise ConnectionAbortedError  # which servers take for a peer that has gone
+        for other in [other for other in held if other.fileno() < 0]:
+            held.discard(other)
+        held.add(end)
+        return end, address
+
+
+def _name(host: str) -> str:
+    """The name in a Host header, without the port."""
+    host = host.strip().lower()
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def _is_address(name: str) -> bool:
+    """Whether it is a number: no name that leads here by another's will."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,83 @@
+"""Temporary folders and files that a killed process leaves, and the next one sweeps.
+
+Each folder holds a file that its owner has locked (flock), and a log is locked itself; the system lets go of both however a
+process ends. Whoever makes a new one deletes what belongs to nobody any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+PREFIX = "posttrain-"
+OWNER = ".owner"  # the locked file of a folder
+YOUNG_SECONDS = 60.0  # what is younger may be about to be locked
+
+
+class TempFolder(tempfile.TemporaryDirectory[str]):
+    """A new folder, posttrain-KIND-...: deleted by `cleanup` or at the end of a `with` statement, swept if this process is killed."""
+
+    def __init__(self, kind: str) -> None:
+        sweep()
+        super().__init__(prefix=f"{PREFIX}{kind}-", ignore_cleanup_errors=True)
+        self._owner = os.open(Path(self.name, OWNER), os.O_RDWR | os.O_CREAT, 0o600)
+        _lock(self._owner)
+
+    def cleanup(self) -> None:
+        """May be called twice."""
+        super().cleanup()
+        owner, self._owner = self._owner, -1
+        if owner >= 0:
+            os.close(owner)
+
+    def __exit__(self, *error: object) -> None:
+        self.cleanup()
+
+
+def temp_log(kind: str) -> tuple[int, str]:
+    """(descriptor, path) of a new file, posttrain-KIND-....log, that is locked while any process has it open."""
+    sweep()
+    descriptor, name = tempfile.mkstemp(prefix=f"{PREFIX}{kind}-", suffix=".log")
+    _lock(descriptor)
+    return descriptor, name
+
+
+def sweep() -> None:
+    """Delete what processes of this user have left that are there no more."""
+    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if entry.name.startswith(PREFIX):
+                with suppress(OSError):
+                    _sweep(entry)
+
+
+def _sweep(entry: os.DirEntry[str]) -> None:
+    about = entry.stat(follow_symlinks=False)
+    folder = stat.S_ISDIR(about.st_mode)
+    log = stat.S_ISREG(about.st_mode) and entry.name.endswith(".log")
+    if about.st_uid != os.geteuid() or time.time() - about.st_mtime < YOUNG_SECONDS or not (folder or log):
+        return
+    descriptor = os.open(Path(entry.path, OWNER) if folder else entry.path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        if not _lock(descriptor):
+            return
+        if folder:
+            shutil.rmtree(entry.path, ignore_errors=True)
+        else:
+            os.unlink(entry.path)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # it is another process's, or this file system has no locks
+        return False
+    return True

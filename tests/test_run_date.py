@@ -1,0 +1,122 @@
+"""No prompt depends on the clock, the time zone, the locale or the hash seed: runs whose chat template tells the date."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain import evaluate, rl
+from posttrain.core import run_date
+from posttrain.core.types import UserError
+from posttrain.models.native.decoder import new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_rollouts
+
+TEMPLATE = (
+    "{{ strftime_now('%A %d %B %Y %H:%M') }}\n{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+SMALL = {"steps": 1, "prompts": 2, "group": 2, "max_tokens": 2, "env_workers": 0, "quiet": True, "threads": 1}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Path:
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 :\n"
+    tokenizer = Tokenizer.train([letters], 80, "characters").templated(TEMPLATE, "dated")
+    model = new_decoder(DecoderConfig(tokenizer.vocab_size, 16, 1, 2, 2, 8, 32, 128), seed=0)
+    tokenizer.save(tmp_path / "start")
+    model.save(tmp_path / "start")
+    rows = [
+        {"messages": [{"role": "user", "content": word}], "answer": word} for word in ("up", "down", "left", "right")
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "my.py").write_text(
+        "def reward(task, reply):\n    return len({*reply}) / 2 + 0.1 * len(task['answer'])\n"
+    )
+    torch.set_num_threads(1)
+    return tmp_path
+
+
+def days(folder: Path, step: int) -> set[str]:
+    tokenizer = Tokenizer.load(folder.parent / "start")
+    return {tokenizer.decode(row["tokens"]).partition("\n")[0] for row in read_rollouts(folder, step, ["tokens"])}
+
+
+def at(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
+    monkeypatch.setattr(run_date, "today", lambda: day)
+
+
+def test_a_run_that_is_resumed_on_another_day_asks_as_before(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"tasks": str(start / "rows.jsonl"), "env": f"{start}/my.py:reward"}
+    at(monkeypatch, "2026-02-03")
+    begun = rl(**data, model=str(start / "start"), out=str(start / "run"), save_every=1, **SMALL)
+    assert days(begun.path, 1) == {"Tuesday 03 February 2026 00:00"}
+    assert json.loads((begun.path / "run.json").read_text())["day"] == "2026-02-03"
+    at(monkeypatch, "2026-02-04")
+    assert run_date.fixed_day() is None, "the run has ended"
+    resumed = rl(**data, model=str(start / "start"), out=str(start / "run"), resume=True, **{**SMALL, "steps": 2})
+    assert days(resumed.path, 2) == {"Tuesday 03 February 2026 00:00"}
+    other = rl(**data, model=str(start / "run"), out=str(start / "next"), **SMALL)
+    assert days(other.path, 1) == {"Tuesday 03 February 2026 00:00"}, "its checkpoint was trained with that day"
+    again = rl(**data, model=str(start / "start"), out=str(start / "own"), **SMALL)
+    assert days(again.path, 1) == {"Wednesday 04 February 2026 00:00"}
+
+
+def test_an_evaluation_asks_a_checkpoint_and_its_rival_as_the_checkpoint_was_trained(
+    start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"tasks": str(start / "rows.jsonl"), "env": f"{start}/my.py:reward", "max_tokens": 2}
+    at(monkeypatch, "2026-02-03")
+    rl(**data, model=str(start / "start"), out=str(start / "run"), **{k: v for k, v in SMALL.items() if k not in data})
+    at(monkeypatch, "2026-02-04")
+    found = evaluate(**data, model=str(start / "run"), against=str(start / "start"), env_workers=0, threads=1)
+    for rollout in (*found.rollouts, *found.against_rollouts):
+        assert Tokenizer.load(start / "start").decode(rollout.transcripts[0].tokens).startswith("Tuesday 03 February")
+
+
+def test_a_day_that_is_none_is_refused(start: Path) -> None:
+    file = start / "start" / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), run_date.CONFIG_KEY: "yesterday"}))
+    with pytest.raises(UserError, match="posttrain_date is .yesterday.; it must be a day"):
+        Tokenizer.load(start / "start")
+
+
+SURROUNDINGS = (
+    {"TZ": "UTC", "LC_ALL": "C", "PYTHONHASHSEED": "0"},
+    {"TZ": "Pacific/Kiritimati", "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "1"},
+    {"TZ": "America/Los_Angeles", "LC_ALL": "tr_TR.UTF-8", "LANG": "tr_TR.UTF-8", "PYTHONHASHSEED": "2"},
+    {"TZ": "Asia/Kolkata", "LC_ALL": "de_DE.UTF-8", "LANG": "de_DE.UTF-8", "PYTHONHASHSEED": "3"},
+)
+
+
+def test_time_zone_locale_and_hash_seed_change_no_byte_of_a_run(start: Path) -> None:
+    tokenizer = Tokenizer.load(start / "start")
+    with run_date.fixed("2026-02-03"):
+        tokenizer.save(start / "start")
+    words = "rl --tasks rows.jsonl --env my.py:reward --model start --steps 1 --prompts 2 --group 2 --max-tokens 2 --threads 1"
+    running = []
+    for number, surroundings in enumerate(SURROUNDINGS):
+        command = [
+            sys.executable,
+            "-m",
+            "posttrain",
+            *words.split(),
+            "--quiet",
+            "--env-workers",
+            "1",
+            "--out",
+            f"run{number}",
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **surroundings}
+        running.append(subprocess.Popen(command, cwd=start, env=environment, stdout=subprocess.DEVNULL))
+    assert [one.wait(100) for one in running] == [0] * len(running)
+    names = ("metrics.jsonl", "rollouts/step-000001.parquet", "checkpoints/step-000001/model.safetensors")
+    for name in names:
+        assert len({(start / f"run{number}" / name).read_bytes() for number in range(len(running))}) == 1, name

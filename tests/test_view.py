@@ -22,14 +22,13 @@ from starlette.testclient import TestClient
 
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy_table import TABLE
-from posttrain.apps.view import training_reasons
+from posttrain.apps.view import sql_worker, training_reasons
 from posttrain.apps.view.api import Answers
 from posttrain.apps.view.filters import ViewQuestion
 from posttrain.apps.view.html_export import STATIC, Selection, bundled, exported
 from posttrain.apps.view.open_run import OpenRun, threshold
 from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_store import Store
-from posttrain.apps.view.sql_conditions import Conditions
 from posttrain.apps.view.verdict_texts import verdicts
 from posttrain.apps.view.web_server import application
 from posttrain.cli.main import main
@@ -210,7 +209,7 @@ REFUSED = [
 def test_a_condition_reads_no_file_writes_nothing_and_ends_in_time(
     run: OpenRun, condition: str, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("posttrain.apps.view.sql_conditions.Conditions.limited.__wrapped__.__defaults__", (0.5,))
+    monkeypatch.setattr("posttrain.apps.view.sql_conditions.SECONDS", 0.5)
     with pytest.raises(UserError) as refused:
         found(run, where=condition)
     assert "\n" not in str(refused.value) and len(found(run)) > 100
@@ -293,7 +292,7 @@ def test_the_first_token_of_which_a_condition_holds_is_named(run: OpenRun, folde
 def test_a_condition_on_tokens_reads_no_other_file_writes_nothing_and_ends_in_time(
     run: OpenRun, condition: str, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("posttrain.apps.view.token_conditions.SECONDS", 0.5)
+    monkeypatch.setattr("posttrain.apps.view.sql_conditions.SECONDS", 0.5)
     with pytest.raises(UserError) as refused:
         found(run, token=condition)
     assert "\n" not in str(refused.value) and len(found(run)) > 100
@@ -413,7 +412,7 @@ def test_a_question_leaves_nothing_in_the_working_directory(
     run: OpenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with Conditions().limited() as cursor:
+    with sql_worker._limited(10.0) as cursor:
         place = cursor.execute("select current_setting('temp_directory')").fetchone()[0]
         assert Path(place).is_absolute() and not Path(place).is_relative_to(tmp_path)
 

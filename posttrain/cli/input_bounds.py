@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from posttrain.core.types import UserError
 
 LEAST = 4.0  # GiB
-GRACE = 5.0  # seconds in which a question may still end by itself
 
 
 @contextmanager
@@ -34,22 +31,3 @@ def memory(gib: float | None = None) -> Iterator[None]:
         raise UserError(f"that takes more than {gib:.1f} GiB of memory: ask for less") from error
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-@contextmanager
-def deadline(seconds: float, message: str, clean: Callable[[], None]) -> Iterator[None]:
-    """End the process, unless what is within it ends in time: some functions of a database cannot be interrupted."""
-
-    def end() -> None:
-        with suppress(Exception):
-            clean()
-        print(f"posttrain: {message}", file=sys.stderr, flush=True)
-        os._exit(2)
-
-    timer = threading.Timer(seconds + GRACE, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

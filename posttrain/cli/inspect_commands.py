@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
@@ -299,24 +300,20 @@ def query(
     json
         Print a line of JSON for each row.
     """
-    from posttrain.apps.view.token_texts import vocabulary_of
-    from posttrain.cli import input_bounds
     from posttrain.core.json_text import json_text
-    from posttrain.runs.record.sql_query import Questions
     from posttrain.runs.terminal.printing import table
+    from posttrain.system.bounded_process import BoundedProcess
 
     if number < 1:
         raise UserError(f"--number {number} must be from 1: it is how many rows are shown")
     if not (0 < seconds <= 1e6 and 0 < memory <= 1e6):
         raise UserError(f"--seconds {seconds:g} and --memory {memory:g} must be above 0, and at most a million")
-    late = f"the question took longer than {seconds:g} s: narrow it, or raise --seconds"
-    with (
-        Questions(run, seconds, memory, lambda: vocabulary_of(Path(run))) as questions,
-        input_bounds.memory(memory + 1),
-        input_bounds.deadline(seconds, late, questions.clean),
-    ):
-        names, rows = questions.ask(sql, number + 1)
-    for line in questions.left_out:
+    late = "the question took longer than {seconds:g} s: narrow it, or raise --seconds"
+    large = "the question needs more memory than it may take: narrow it, or raise --memory"
+    with closing(BoundedProcess("posttrain.apps.view.sql_worker", late, large)) as process:
+        args = str(run), sql, number + 1, seconds, memory
+        names, rows, left_out = process.call("asked", *args, seconds=seconds, gib=memory + 1)
+    for line in left_out:
         print(inline(line), file=sys.stderr)
     more, rows = len(rows) > number, rows[:number]
     if json:

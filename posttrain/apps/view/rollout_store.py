@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from posttrain.apps.view.column_table import Places, RolloutColumns, merged, outside
-from posttrain.apps.view.query_timeout import QueryTimeout
 from posttrain.apps.view.rollout_files import UNUSED, File, RolloutPart, parts_of, rows, scalars
 from posttrain.apps.view.sql_text import TEXTS
 from posttrain.core.types import UserError
@@ -63,7 +62,7 @@ class Store:
         self.success: float | None = None  # the reward from which on a reply is right; None: nobody said
         self.version = 0  # rises with every change
         self.vocabulary: Callable[[], Sequence[str]] = list  # texts of tokens, by their ids
-        self._marking = threading.Lock()
+        self._marking, self._opening = threading.Lock(), threading.Lock()
         self.closed = False  # whether nobody asks any more
         self.searchable = False  # whether texts are held, as far as they will be
         self.unsearched: str | None = None  # of which texts a search sees their beginnings alone, and why
@@ -74,7 +73,6 @@ class Store:
             RolloutPart, tuple[File, str | None]
         ] = {}  # parts whose texts are read, or why they cannot be
         self._conditions: Conditions | None = None
-        self._patience = QueryTimeout()
         self._writing = threading.Lock()
 
     @property
@@ -84,29 +82,28 @@ class Store:
 
     def meant(self, rows: RolloutColumns, condition: str) -> Places:
         """The rows for which a condition in SQL holds. Raises UserError for what is none."""
-        if self._conditions is None:
-            from posttrain.apps.view.sql_conditions import Conditions  # a database, which is opened when it is needed
+        return self._asking().places(rows, condition)
 
-            self._conditions = Conditions()
-        conditions = self._conditions
-        return self._patience.answer(lambda: conditions.places(rows, condition))
+    def _asking(self) -> Conditions:
+        with self._opening:
+            if self._conditions is None:
+                from posttrain.apps.view.sql_conditions import Conditions
+
+                self._conditions = Conditions()
+            return self._conditions
 
     def close(self) -> None:
-        """Delete what questions have left on disk."""
+        """End what answers conditions."""
         if self._conditions is not None:
-            self._conditions.clean()
+            self._conditions.close()
 
     def marked(self, rows: RolloutColumns, condition: str, sizes: Mapping[RolloutPart, int]) -> Marked:
         """The rows with a token of which a condition in SQL holds, of parts with so many tokens each."""
-        from posttrain.apps.view.token_conditions import (
-            marked,  # a database of its own, which is opened when it is needed
-        )
-
         stamps = tuple(sorted((part, self.files[part].stamp) for part in sizes if part in self.files))
         with self._marking:  # a page asks for its rows, their histograms and their means at once
             found: Marked = rows.remembered(
                 ("tokens", condition, stamps),
-                lambda: self._patience.answer(lambda: marked(self.folder, condition, sizes, self.vocabulary)),
+                lambda: self._asking().marked(self.folder, condition, sizes, self.vocabulary),
             )
         return found
 

@@ -1,98 +1,72 @@
 """Conditions in SQL that a person wrote, about the rollouts in memory: which rows they mean.
 
-The database is opened when the first one is asked, and locked from its start: it reads no file, loads nothing, and keeps
-within a limit of memory. What it sees is one table.
+They are answered in a process of their own (`sql_worker`), which is started when the first one is asked: of what a function of
+the database does, neither the time nor the memory is bounded otherwise. It sees one table, in memory that both share, and its
+database is locked from its start: it reads no file, loads nothing.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 
-from posttrain.apps.view.column_table import ALL, Places, RolloutColumns
-from posttrain.apps.view.sql_text import COLUMNS, OF_GROUPS, TEXTS
-from posttrain.core.types import UserError
-from posttrain.runs.record.sql_query import bounded, explained
-from posttrain.system.temp_folders import TempFolder
+from posttrain.apps.view.column_table import Places, RolloutColumns
+from posttrain.apps.view.rollout_files import RolloutPart
+from posttrain.apps.view.sql_text import OF_GROUPS, TEXTS
+from posttrain.apps.view.token_conditions import Marked, chosen
+from posttrain.runs.record.sql_query import names_text
+from posttrain.system.bounded_process import BoundedProcess
 
-MEMORY, SPILLED = "320MB", "1GB"  # of the database; on disk, while a question needs more
-SECONDS = 10.0  # of a question
+SECONDS, GIB = 10.0, 0.75  # of a question
+
+_numbers = count(1)
 
 
 class Conditions:
-    """A database over the rollouts that it is handed."""
+    """What a process says of the rollouts that it is handed."""
 
     def __init__(self) -> None:
-        self._spilled = TempFolder("view")  # else it would be the working directory
-        self._database = duckdb.connect(
-            ":memory:",
-            config={
-                "temp_directory": self._spilled.name,
-                "max_temp_directory_size": SPILLED,
-                "python_enable_replacements": "false",
-                "autoinstall_known_extensions": "false",
-                "autoload_known_extensions": "false",
-                "memory_limit": MEMORY,
-                "threads": "2",
-                "preserve_insertion_order": "false",
-            },
-        )
-        self._database.execute("set enable_external_access = false")  # after its directory, which it then keeps
-        self._database.execute("set lock_configuration = true")
-
-    def clean(self) -> None:
-        """Delete what was spilled."""
-        self._spilled.cleanup()
+        self._process = BoundedProcess("posttrain.apps.view.sql_worker")
+        self._handed: tuple[weakref.ref[RolloutColumns], int, _Shared] | None = None
 
     def places(self, rows: RolloutColumns, condition: str) -> Places:
         """The rows for which it holds. Raises UserError unless it is a condition in a single SELECT."""
-        sql = f"select row from rollouts where ({condition}\n)"
-        try:
-            bounded(sql)
-            statements = duckdb.extract_statements(sql)
-        except duckdb.Error as error:
-            raise UserError(said(error)) from None
-        if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
-            raise UserError("a condition is part of one SELECT: reward < 0.5 and length > 100")
-        try:
-            with self.limited() as cursor:
-                cursor.register("rollouts", rows.kept(ALL, lambda: _table(rows)))
-                shown = cursor.execute(f"select ({condition}\n) from rollouts limit 0").description
-                if [str(column[1]).upper()[:4] for column in shown] != ["BOOL"]:
-                    raise UserError("a condition is true or false, not a value: compare it, as in length > 40")
-                found = cursor.execute(sql).fetchnumpy()["row"]
-                return np.sort(np.asarray(found, dtype=np.int64))
-        except UserError as error:
-            if "Cannot extract field" in str(error):
-                raise UserError(explained(error, sql, ())) from None
-            if "not found in FROM clause" not in str(error):
-                raise
-            known = ", ".join([*COLUMNS, *(name for name in rows.parts if name not in COLUMNS)])
-            first = str(error).split(" in FROM clause")[0].removeprefix("Binder Error: ")
-            raise UserError(f"{first}; the columns are {known}") from None
+        handed = self._handed
+        if handed is None or handed[0]() is not rows:
+            handed = self._handed = weakref.ref(rows), next(_numbers), _Shared(_table(rows))
+        _, number, shared = handed
+        args = condition, SECONDS, list(rows.parts), number
+        found = self._process.call("places", *args, seconds=SECONDS, gib=GIB, descriptors=[shared.descriptor])
+        return np.asarray(found, dtype=np.int64)
 
-    @contextmanager
-    def limited(self, seconds: float = SECONDS) -> Iterator[Any]:
-        """A cursor whose questions end after some seconds; what the database finds wrong is a UserError."""
-        cursor = self._database.cursor()
-        timer = threading.Timer(seconds, cursor.interrupt)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield cursor
-        except duckdb.InterruptException:
-            raise UserError(f"that took longer than {seconds:g} s: ask for less") from None
-        except duckdb.Error as error:
-            raise UserError(said(error)) from None
-        finally:
-            timer.cancel()
-            cursor.close()
+    def marked(
+        self, folder: Path, condition: str, sizes: Mapping[RolloutPart, int], vocabulary: Callable[[], Sequence[str]]
+    ) -> Marked:
+        """The rollouts with a token of which a condition holds. `sizes`: tokens of the parts that are meant."""
+        parts, whole = chosen(sizes)
+        words = list(vocabulary()) if names_text(condition) else []
+        rows = self._process.call("marked", folder, condition, parts, words, SECONDS, seconds=SECONDS, gib=GIB)
+        return Marked(rows, parts, whole)
+
+    def close(self) -> None:
+        self._process.close()
+
+
+class _Shared:
+    """A table in memory of which another process may have a descriptor."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.descriptor = os.memfd_create("posttrain-view", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        with pa.OSFile(f"/proc/self/fd/{self.descriptor}", "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
 
 
 def _table(rows: RolloutColumns) -> pa.Table:
@@ -105,9 +79,3 @@ def _table(rows: RolloutColumns) -> pa.Table:
     for name in OF_GROUPS:
         columns[name] = pa.array(rows.number(name), from_pandas=True)
     return pa.table(columns)
-
-
-def said(error: BaseException) -> str:
-    """The first line of what the database says, without what only its authors read."""
-    text = str(error).strip().splitlines()
-    return text[0][:300] if text else "the question cannot be answered"

@@ -15,7 +15,7 @@ from posttrain.core.types import UserError
 from posttrain.runs.record.sql_query import Questions
 from posttrain.runs.record.token_view import COLUMNS
 
-SECONDS, GIB = 10.0, 0.1  # that a look may take
+GIB = 0.1  # that a look may take
 TOKENS = 8_000_000  # that are looked at
 ROLLOUTS = 200_000  # that are remembered
 
@@ -41,34 +41,37 @@ def chosen(sizes: Mapping[RolloutPart, int]) -> tuple[list[RolloutPart], bool]:
 
 
 def marked(
-    folder: Path, condition: str, sizes: Mapping[RolloutPart, int], vocabulary: Callable[[], Sequence[str]]
-) -> Marked:
-    """`sizes`: tokens of the parts that are meant. Raises UserError for what is no condition, or takes too long."""
-    parts, whole = chosen(sizes)
+    folder: Path,
+    condition: str,
+    parts: Collection[RolloutPart],
+    vocabulary: Callable[[], Sequence[str]],
+    seconds: float,
+) -> list[tuple[int, bool, int, int, int]]:
+    """`Marked.rows`, of these parts. Raises UserError for what is no condition, or takes too long."""
     sql = f"""select step, held_out, "index", min(place), count(*) from tokens where ({condition}\n) group by all"""
-    with Questions(folder, SECONDS, GIB, vocabulary, {(part.step, part.held_out) for part in parts}) as questions:
+    with Questions(folder, seconds, GIB, vocabulary, {(part.step, part.held_out) for part in parts}) as questions:
         try:
             names, rows = questions.ask(sql, ROLLOUTS + 1)
         except UserError as error:
-            raise UserError(_said(str(error))) from None
+            raise UserError(_said(str(error), seconds)) from None
     if len(names) != 5 or not all(_is_row(row) for row in rows[:1]):
         raise UserError("a condition on tokens is part of one SELECT: ratio > 2 and learned")
     if len(rows) > ROLLOUTS:
         raise UserError(f"more than {ROLLOUTS:,} rollouts have such a token: name steps, or ask for less")
-    return Marked([(int(s), bool(h), int(i), int(p), int(n)) for s, h, i, p, n in rows], parts, whole)
+    return [(int(s), bool(h), int(i), int(p), int(n)) for s, h, i, p, n in rows]
 
 
 def _is_row(row: tuple[Any, ...]) -> bool:
     return isinstance(row[1], bool) and all(isinstance(row[n], int) for n in (0, 2, 3, 4))
 
 
-def _said(problem: str) -> str:
+def _said(problem: str, seconds: float) -> str:
     text = problem.removeprefix("the question cannot be answered: ").removeprefix("the question cannot be read: ")
     if "not found in FROM clause" in text:
         first = text.split(" in FROM clause")[0].removeprefix("Binder Error: ")
         return f"{first}; the columns of a token are {', '.join(COLUMNS)}"
     if text.startswith("the question took longer"):
-        return f"that took longer than {SECONDS:g} s: name steps"
+        return f"that took longer than {seconds:g} s: name steps"
     if text.startswith("the question needs more memory"):
         return "that needs more memory than it may take: name steps"
     return text

@@ -91,7 +91,7 @@ class Questions:
         self._check(sql)
         self._open({word for word in TABLES if word in sql.lower()} or set(TABLES if _lists_tables(sql) else ()))
         if _TOKENS.search(sql) or _lists_tables(sql):
-            self._lay_tokens(_TEXT.search(sql) is not None)
+            self._lay_tokens(names_text(sql))
         asked = threading.Timer(self._seconds, self._base.interrupt)
         asked.start()
         try:
@@ -222,6 +222,11 @@ class Questions:
         with suppress(FileExistsError):
             write_table(made, table_of(read_seconds(self._folder, step), SECONDS_TABLE) if times else read_file(path))
         return made
+
+
+def names_text(sql: str) -> bool:
+    """Whether it may need the texts of tokens."""
+    return _TEXT.search(sql) is not None
 
 
 def bounded(sql: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fuzzing import templates, weights
 from fuzzing.case import Case
-from fuzzing.mutate import damage_file, is_json_object, mutated, write_json
+from fuzzing.mutate import damage_file, is_json_object, is_same, mutated, write_json
 from fuzzing.samples import CHECKPOINTS, REWARD, chats, copy, questions, rows, write_rows
 from fuzzing.usual import CHAT, EVAL, RL, SCRATCH, SFT
 
@@ -188,7 +188,7 @@ def stored_weights(random: Random, place: Path, samples: Path) -> Case:
         what = damage_file(file, random)
         broken, said = None if what.endswith(("changed", "CRLF", "UTF-8")) else True, (file.name, "tensors")
         said = (*said, "model.safetensors") if broken else ()
-        broken = None if file.is_file() and file.read_bytes() == (samples / name / file.name).read_bytes() else broken
+        broken = None if is_same(file, samples / name / file.name) else broken
     else:
         what, broken, said = weights.damaged(file, random)
     words, typed = use(random, place, name, random.choice(USES[5:9]))

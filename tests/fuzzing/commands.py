@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -10,7 +11,7 @@ from random import Random
 from typing import Any
 
 from fuzzing.case import Case
-from fuzzing.mutate import damage_file
+from fuzzing.mutate import content_of, damage_file
 from fuzzing.samples import REWARD, copy, rows, write_rows
 from fuzzing.usual import CHAT, CHECK, EVAL, RL, SCRATCH, options, without
 
@@ -103,6 +104,8 @@ TEXTS = (
         "env.py:reward",
         "plain",
         "plain/config.json",
+        "pipe.jsonl",
+        "endless.json",
         "cpu:7",
         "cuda",
         "meta",
@@ -126,6 +129,8 @@ def files(place: Path, samples: Path) -> None:
     copy(samples, "plain", place)
     write_rows(place / "rows.jsonl", rows())
     (place / "env.py").write_text(REWARD)
+    os.mkfifo(place / "pipe.jsonl")
+    (place / "endless.json").symlink_to("/dev/zero")
 
 
 def words(random: Random, place: Path, samples: Path) -> Case:
@@ -215,6 +220,12 @@ VALUES: tuple[Any, ...] = (
         "a\nb",
         "naïve",
         "rows.jsonl",
+        "a\x00b",
+        "\x00",
+        ["\x00"],
+        {"\x00": "\x00"},
+        "pipe.jsonl",
+        "endless.json",
         [],
         [1],
         ["a"],
@@ -299,7 +310,7 @@ def recipe(random: Random, place: Path, samples: Path) -> Case:
     if random.random() < 0.2:
         what, broken, said = damage_file(file, random), None, ()
     try:
-        tomllib.loads(file.read_bytes().decode("utf-8"))
+        tomllib.loads(content_of(file).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         broken, said = True, ("recipe.toml",)
     line = [verb, "--config", "recipe.toml"]

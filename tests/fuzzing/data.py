@@ -7,12 +7,14 @@ import csv
 import gzip
 import io
 import json
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from fuzzing.case import Case
-from fuzzing.mutate import damage_file, mutated, odd, write_json
+from fuzzing.mutate import content_of, damage_file, mutated, odd, write_json
 from fuzzing.samples import REWARD, chats, copy, questions, rows
 from fuzzing.usual import CHECK, EVAL, RL, SCRATCH, SFT, without
 
@@ -23,7 +25,14 @@ USUAL = {
     "rl": f"rl {RL} --model MODEL",
     "eval": f"eval {EVAL} --model MODEL",
     "check": f"check {CHECK}",
+    "sample": "sample --tasks rows.jsonl --model MODEL --samples 1 --max-tokens 2 --limit 2 --threads 1 --out out.jsonl",
 }
+TYPED: tuple[Any, ...] = (
+    *(datetime(2024, 2, 29, 12, 30, tzinfo=UTC), datetime(1, 1, 1), date(9999, 12, 31), time(23, 59)),
+    *(timedelta(days=-1, microseconds=1), Decimal("1.10"), Decimal("1e-30"), b"", b"\xff\x00", b"text", float("nan")),
+    *([b"\xff", None], {"when": datetime(2024, 2, 29), "raw": b"\x00"}, [[Decimal("0.5")]], float("-inf")),
+)
+"""What a table may hold and JSON has no form for."""
 
 
 def write(path: Path, content: list[Any], form: str, random: Random) -> Path:
@@ -54,7 +63,7 @@ def write(path: Path, content: list[Any], form: str, random: Random) -> Path:
 
 
 def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, dict | list) else value
+    return json.dumps(value, default=str) if isinstance(value, dict | list) else value
 
 
 def _columns(path: Path, content: list[Any], form: str) -> Path:
@@ -87,8 +96,8 @@ def _sample(verb: str, random: Random) -> list[dict[str, Any]]:
 
 
 def dataset(random: Random, place: Path, samples: Path) -> Case:
-    use = random.choice(["sft", "sft", "sft-model", "rl", "eval", "eval", "eval", "eval", "check"])
-    model = {"sft-model": "chat", "rl": "plain", "eval": "plain"}.get(use)
+    use = random.choice(["sft", "sft", "sft-model", "rl", "eval", "eval", "eval", "eval", "check", "sample", "sample"])
+    model = {"sft-model": "chat", "rl": "plain", "eval": "plain", "sample": "plain"}.get(use)
     (place / "env.py").write_text(REWARD)
     content: list[Any] = _sample(use, random)
     form = random.choice(FORMATS)
@@ -102,15 +111,19 @@ def dataset(random: Random, place: Path, samples: Path) -> Case:
     elif random.random() < 0.3:
         content = [odd(random) for _ in range(random.randrange(4))]
         what = "odd rows"
+    if random.random() < (0.6 if form in ("parquet", "saved") else 0.05):
+        name, value = random.choice(["when", "answer", "id", "prompt", "label"]), random.choice(TYPED)
+        content = [{**row, name: value} if isinstance(row, dict) else row for row in content]
+        what += f", {name}: {value!r:.60}"
     file = write(place, content, form, random)
     if random.random() < 0.35:
         inside = random.choice(sorted(p for p in file.rglob("*") if p.is_file())) if file.is_dir() else file
         what += f", {damage_file(inside, random)}"
     if file.suffix == ".jsonl" and file.is_file():
-        broken = True if _unreadable_lines(file, {"check": 1, "eval": 2}.get(use)) else None
+        broken = True if _unreadable_lines(file, {"check": 1, "eval": 2, "sample": 2}.get(use)) else None
     elif not file.exists():
         broken = True
-    if use in ("rl", "eval") and any(isinstance(row, dict) and row.get("messages") for row in content):
+    if use in ("rl", "eval", "sample") and any(isinstance(row, dict) and row.get("messages") for row in content):
         model = "chat"
     if model:
         copy(samples, model, place)
@@ -124,7 +137,10 @@ def dataset(random: Random, place: Path, samples: Path) -> Case:
 
 def _unreadable_lines(file: Path, limit: int | None) -> bool:
     """Whether some line of those that are read is not UTF-8, or not a JSON object: by Python's reader, on whole lines."""
-    whole = file.read_bytes().removeprefix(codecs.BOM_UTF8)
+    try:
+        whole = content_of(file).removeprefix(codecs.BOM_UTF8)
+    except OSError:
+        return True
     for line in [line for line in whole.split(b"\n") if line.strip()][:limit]:
         try:
             if not isinstance(json.loads(line.decode("utf-8")), dict):
@@ -166,7 +182,7 @@ def replies(random: Random, place: Path, samples: Path) -> Case:
     what = damage_file(file, random) if random.random() < 0.5 else "odd replies"
     broken: bool | None = None
     try:
-        file.read_bytes().decode("utf-8")
+        content_of(file).decode("utf-8")
     except (OSError, UnicodeDecodeError):
         broken = True
     words = ["check", "--env", "env.py:reward", "--tasks", "rows.json", "--replies", "replies.txt", "--limit", "1"]

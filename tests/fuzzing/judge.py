@@ -72,7 +72,7 @@ def _harm(case: Case, place: Path) -> str | None:
 
     for file in sorted(place.glob("**/checkpoints/*/*.safetensors")):
         try:
-            tensors = load_file(file)
+            tensors = load_file(file) if file.is_file() and file.stat().st_size < 1 << 28 else {}
         except SafetensorError:
             if file.name in case.what:  # what was damaged on purpose
                 continue
@@ -81,7 +81,7 @@ def _harm(case: Case, place: Path) -> str | None:
             if not tensor.isfinite().all():
                 return f"{file.relative_to(place)}: {name} is not finite"
     for file in place.glob("**/metrics.jsonl"):
-        if file.name in case.what:
+        if file.name in case.what or not file.is_file():
             continue
         for line in file.read_text().splitlines():
             figures = json.loads(line)

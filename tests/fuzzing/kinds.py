@@ -26,6 +26,7 @@ KINDS: dict[str, Kind] = {
     "converter": Kind(programs.converter, 2),
     "algorithm": Kind(programs.algorithm, 1),
     "run": Kind(runs.run, 3),
+    "special": Kind(runs.special, 6),
 }
 
 

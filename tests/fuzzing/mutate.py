@@ -6,6 +6,8 @@ import copy
 import json
 import math
 import os
+import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -111,9 +113,52 @@ def _splice(data: bytes, random: Random, length: int, put: bytes) -> bytes:
     return data[:at] + put + data[at + length :]
 
 
+LARGEST = 1 << 28  # bytes that are read here
+
+
+def _sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+SPECIAL: dict[str, Callable[[Path], Any]] = {
+    "folder": Path.mkdir,
+    "dangling": lambda path: path.symlink_to("nowhere"),
+    "circle": lambda path: path.symlink_to(path.name),
+    "pipe": os.mkfifo,
+    "link to a pipe": lambda path: (os.mkfifo(f"{path}.pipe"), path.symlink_to(f"{path.name}.pipe")),
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "nothing": lambda path: path.symlink_to("/dev/null"),
+    "terminal": lambda path: path.symlink_to("/dev/tty"),
+    "socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "terabyte": _sparse,
+}
+"""What may stand in the place of a file, and is none that could be read."""
+
+
+def put_special(path: Path, random: Random) -> str:
+    """Put it into a file's place. Returns what was done."""
+    how = random.choice(list(SPECIAL))
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    SPECIAL[how](path)
+    return f"{path.name}: {how}"
+
+
+def content_of(path: Path) -> bytes:
+    """What stands in a file that can be read. Raises OSError for any other."""
+    if not path.is_file() or path.stat().st_size > LARGEST:
+        raise OSError(f"{path} cannot be read")
+    return path.read_bytes()
+
+
 def damage_file(path: Path, random: Random) -> str:
     """Change a file's bytes, or what stands at its name. Returns what was done."""
-    how = random.choice([*DAMAGE, "missing", "folder", "dangling", "unreadable"])
+    how = random.choice([*DAMAGE, "missing", "special", "special", "special", "unreadable"])
+    if how == "special" or not path.is_file() or path.stat().st_size > LARGEST:
+        return put_special(path, random)
     data = path.read_bytes()
     if how == "unreadable" and os.geteuid() == 0:
         how = "missing"  # nothing is unreadable to root
@@ -123,16 +168,20 @@ def damage_file(path: Path, random: Random) -> str:
         path.write_bytes(DAMAGE[how](data, random))
     else:
         path.unlink()
-        if how == "folder":
-            path.mkdir()
-        elif how == "dangling":
-            path.symlink_to("nowhere")
     return f"{path.name}: {how}"
 
 
 def is_json_object(path: Path) -> bool:
     """Whether a file still holds a JSON object, by Python's own reader."""
     try:
-        return isinstance(json.loads(path.read_bytes().decode("utf-8")), dict)
+        return isinstance(json.loads(content_of(path).decode("utf-8")), dict)
     except (OSError, ValueError, RecursionError):
+        return False
+
+
+def is_same(path: Path, other: Path) -> bool:
+    """Whether two files can be read and hold the same."""
+    try:
+        return content_of(path) == content_of(other)
+    except OSError:
         return False

@@ -9,9 +9,9 @@ from pathlib import Path
 from random import Random
 
 from fuzzing.case import Case
-from fuzzing.mutate import damage_file, mutated, write_json
+from fuzzing.mutate import LARGEST, damage_file, mutated, put_special, write_json
 from fuzzing.samples import REWARD, copy, rows, write_rows
-from fuzzing.usual import CHAT, EVAL, RL
+from fuzzing.usual import CHAT, CHECK, EVAL, RL
 
 
 def run(random: Random, place: Path, samples: Path) -> Case:
@@ -48,7 +48,7 @@ def _damage(folder: Path, random: Random) -> str:
         "tensorboard/*",
         "curves.png",
     ]
-    files = [path for path in sorted(folder.glob(random.choice(places))) if path.is_file()]
+    files = [path for path in sorted(folder.glob(random.choice(places))) if path.is_file() and not path.is_symlink()]
     if not files:
         return "nothing"
     file = random.choice(files)
@@ -78,9 +78,15 @@ def _sign(folder: Path, file: Path) -> None:
     """Make the manifest agree with a changed file, as if it had been written so."""
     checkpoint = next(parent for parent in file.parents if parent.parent.name == "checkpoints")
     manifest = checkpoint / "manifest.json"
-    if not file.is_file() or file == manifest or not manifest.is_file():
+    if not file.is_file() or file == manifest or not manifest.is_file() or manifest.stat().st_size > LARGEST:
         return
-    content = json.loads(manifest.read_text())
+    try:
+        content = json.loads(manifest.read_text())
+        content["files"].items()
+    except (ValueError, LookupError, AttributeError, TypeError):  # an earlier damage
+        return
+    if file.stat().st_size > LARGEST:
+        return
     entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
     content["files"][str(file.relative_to(checkpoint))] = entry
     manifest.write_text(json.dumps(content))
@@ -115,3 +121,39 @@ def _stray(folder: Path, random: Random) -> str:
         return f"a folder {name}"
     path.write_bytes(random.choice([b"", b"x", b"{}\n", b"\xff", b'{"step": null}\n']))
     return f"a file {name}"
+
+
+LOOKING = ("rollouts PLACE", "query PLACE QUESTION", "view PLACE --export page.html", "audit PLACE", "plan PLACE")
+QUESTIONS = ("select count(*) from rollouts", "select * from rollout_index", "select * from seconds", "from metrics")
+
+
+def special(random: Random, place: Path, samples: Path) -> Case:
+    """Something that is no file in the place of any file of a run, of a checkpoint, or of what a command is given."""
+    verb = random.choice(["sft", "rl"])
+    folder = copy(samples, f"run-{verb}", place)
+    copy(samples, "plain", place)
+    write_rows(place / "rows.jsonl", rows())
+    (place / "env.py").write_text(REWARD)
+    if random.random() < 0.4:
+        shutil.rmtree(sorted((folder / "checkpoints").iterdir())[-1])
+    top = random.choice([folder, folder, folder, place / "plain", place])
+    there = [
+        path for path in sorted(top.rglob("*")) if path.is_file() and top in (place / "plain", folder, path.parent)
+    ]
+    absent = ["lock", "run.json.tmp", "metrics.jsonl.tmp", "health.jsonl", "rollouts/step-000002.parquet.tmp", "answers.jsonl",
+              "index/000000-000049.parquet", "checkpoints/.step-000002.draft", "report.json"]  # fmt: skip
+    file = folder / random.choice(absent) if random.random() < 0.2 else random.choice(there)
+    what = f"{file.relative_to(place)}: {put_special(file, random)}"
+    own = f"run-{verb}"
+    looked = random.choice(LOOKING).split()
+    choices = [
+        [verb, "--out", own, "--resume", "--quiet"],
+        [verb, "--out", own, "--resume", "--quiet"],
+        ["eval", *f"{EVAL} --model {random.choice([own, 'plain'])}".split()],
+        ["chat", random.choice([own, "plain"]), *CHAT.split()],
+        ["rl", *f"{RL} --model plain --out {own} --overwrite".split()],
+        ["check", *CHECK.split()],
+        [random.choice(QUESTIONS) if word == "QUESTION" else own if word == "PLACE" else word for word in looked],
+        [random.choice(QUESTIONS) if word == "QUESTION" else own if word == "PLACE" else word for word in looked],
+    ]
+    return Case(random.choice(choices), what, None, (), "1+2=\n\n", codes=(0, 1, 2, 3))

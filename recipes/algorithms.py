@@ -33,9 +33,9 @@ from pages import write_page
 import posttrain
 from posttrain.algorithms.table import TABLE
 from posttrain.envs import arithmetic
+from posttrain.intervals import student_interval
 from posttrain.runs.curves import COLOURS
 from posttrain.runs.reading import read_metrics, read_run
-from posttrain.runs.student import student_interval
 from posttrain.types import Task, UserError
 
 if TYPE_CHECKING:
@@ -327,8 +327,7 @@ def _mean(values: Sequence[float]) -> str:
     mean = float(np.mean(values))
     if len(values) < 2:
         return f"{mean:.3f}"
-    low, high = student_interval(values)
-    return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+    return f"{mean:.3f} {student_interval(values).text()}"
 
 
 def draw(results: Results, path: Path, columns: int, size: tuple[float, float]) -> None:

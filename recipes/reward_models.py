@@ -27,8 +27,8 @@ from pages import write_page
 import posttrain
 from posttrain.data.items import to_item
 from posttrain.data.tasks import hold_out, to_tasks
+from posttrain.intervals import student_interval
 from posttrain.runs.reading import read_run
-from posttrain.runs.student import student_interval
 from posttrain.services.reward_model import RewardModel
 from posttrain.types import Task
 
@@ -232,8 +232,7 @@ def figure(values: Sequence[float]) -> str:
     each = ", ".join(f"{value:.3f}" for value in values)
     if len(values) < 2:
         return each
-    low, high = student_interval(values)
-    return f"{each}: **{np.mean(values):.3f}** [{low:.3f}, {high:.3f}]"
+    return f"{each}: **{np.mean(values):.3f}** {student_interval(values).text()}"
 
 
 def main() -> int:

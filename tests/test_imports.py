@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "posttrain"
 RANKS = (
     {"types", "deferred", "messages"},
-    {"values", "pictures"},
+    {"values", "pictures", "intervals"},
     {"names"},
     {"user_code", "user_folders", "seeds", "part", "batch", "sink", "children", "connections", "endpoint", "beside"},
     {"protocols"},
@@ -72,7 +72,8 @@ HOMES = {
 }
 """Where each heavy library may be imported."""
 
-LIGHT = ("audit/", "planning/", "envs/", "verify/", "sandbox/", "runs/", "training/intervals.py",
+LIGHT = ("audit/", "planning/", "envs/", "verify/", "sandbox/", "runs/", "training/figures.py",
+         "intervals.py",
          "sources/diversity.py", "algorithms/", "config/", "types.py", "batch.py", "protocols.py", "part.py",
          "record/", "seeds.py", "messages.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py",
          "cli/main.py", "cli/commands.py", "cli/looking.py", "cli/typed.py",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from posttrain.runs.student import student_quantile
 
 from posttrain.cli.main import main
 from posttrain.envs import arithmetic
@@ -45,7 +46,6 @@ from posttrain.reproduce.figure import Panel, Series
 from posttrain.reproduce.gspo_variance import slope, spreads
 from posttrain.reproduce.length_bias import told
 from posttrain.reproduce.overlong import answered_and_ended
-from posttrain.runs.student import student_quantile
 from posttrain.types import Ask, Reply, StopReason, Task, UserError
 
 SEARCHING = {"reader_hidden": 32, "reader_layers": 2, "lesson_steps": 2, "practice_steps": 2, "questions": 16, "held_out": 8,

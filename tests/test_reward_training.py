@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import DATA, tiny
 from judged import own_pad, scores
+from posttrain.training.intervals import ratio_interval
 from test_reward_rows import LABELLED, SEVERAL
 
 import posttrain
@@ -27,7 +28,6 @@ from posttrain.models.tokenizer import Tokenizer
 from posttrain.record.reading import read_rollouts
 from posttrain.services.reward_model import RewardModel as Service
 from posttrain.training.baselines import Compared, Perceptron, longer_wins
-from posttrain.training.intervals import ratio_interval
 from posttrain.training.scores import _area, _by_margin, _calibration_error
 from posttrain.training.trainer import Trainer
 from posttrain.types import UserError

@@ -17,6 +17,7 @@ import generated_runs
 import numpy as np
 import pyarrow as pa
 import pytest
+from posttrain.training.intervals import paired_interval
 from pyarrow import parquet
 from starlette.testclient import TestClient
 
@@ -28,7 +29,6 @@ from posttrain.record.reading import read_file, read_rollouts
 from posttrain.record.schema import KEY
 from posttrain.record.writing import write_table
 from posttrain.runs.reading import divides_by_sampler, read_run
-from posttrain.training.intervals import paired_interval
 from posttrain.types import UserError
 from posttrain.view import reasons
 from posttrain.view.answering import Answers

@@ -144,24 +144,31 @@ class PreferenceObjective:
         return loss
 
     def measure(self, outputs: Outputs, batch: Batch, stats: Stats, before: str = "") -> None:
-        """Add what is known of these responses to the metrics, their names beginning with `before`."""
+        """Add what is known of these responses to the metrics, their names beginning with `before`.
+
+        Rewards and margins are of the scores that are compared: where there is a tail, those that it weighs.
+        """
         said = batch.preferences
         assert said is not None
         with torch.no_grad():
             responses, beta = Responses.of(batch), getattr(self.row.link, "beta", 1.0)
             everyone = torch.arange(len(responses.length), device=batch.transcript.device)
             logp = responses.total(outputs.logp, everyone)
+
+            def score(side: Tensor) -> Tensor:
+                return self.row.score(outputs, batch, responses, side, None)
+
             if len(said.better):
                 which = said.better, said.worse
                 scores = self._compared(outputs, batch, said, responses)
             else:
                 good = said.label > 0.5
                 which = said.labelled[good], said.labelled[~good]
-                scores = tuple(self.row.score(outputs, batch, responses, side, None) for side in which)
-            for name, side, score in zip(("chosen", "rejected"), which, scores, strict=True):
+                scores = (score(which[0]), score(which[1]))
+            for name, side, own in zip(("chosen", "rejected"), which, scores, strict=True):
                 stats.add(f"{before}logp/{name}", logp[side].sum().item(), len(side))
                 stats.add(f"{before}logp_per_token/{name}", (logp / responses.length)[side].sum().item(), len(side))
-                stats.add(f"{before}implicit_reward/{name}", beta * score.sum().item(), len(side))
+                stats.add(f"{before}implicit_reward/{name}", beta * own.sum().item(), len(side))
             if len(said.better):
                 margin = beta * (scores[0] - scores[1])
                 won = (margin > 0).double() + 0.5 * (margin == 0).double()

@@ -195,7 +195,7 @@ def show(found: Audit, run: str) -> None:
         print("nothing found")
     for note in found.notes:
         _wrapped("note", note)
-    print("Intervals: 95%, prompts resampled. A finding is a reason to read, no verdict.")
+    print("Intervals: 95%, over prompts. A finding is a reason to read, no verdict.")
 
 
 def show_probe(probe: Probe) -> None:

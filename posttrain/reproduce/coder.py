@@ -28,7 +28,7 @@ from posttrain.reproduce.harness import checkpoint_of
 from posttrain.reproduce.reader import untrained
 from posttrain.runs.checkpoint import newest, step_of
 from posttrain.training import evaluation, imitating
-from posttrain.training.intervals import pass_at_k
+from posttrain.training.figures import pass_at_k
 from posttrain.types import Env, Invalid, Reply, Rollout, Task, Verdict
 from posttrain.verify.code import Grade, behaviour, graded
 from posttrain.verify.fenced import code_in

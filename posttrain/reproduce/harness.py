@@ -19,12 +19,12 @@ import numpy as np
 
 from posttrain.config import RL, SFT
 from posttrain.envs import arithmetic
+from posttrain.intervals import student_interval
 from posttrain.options import filled
 from posttrain.record.reading import read_rollouts
 from posttrain.reproduce.experiment import Estimate, Numbers, Say, over_seeds
 from posttrain.reproduce.figure import Panel, Series
 from posttrain.runs.reading import rollout_steps
-from posttrain.runs.student import student_interval
 from posttrain.training import assembly, imitating
 from posttrain.training.trainer import Run
 from posttrain.types import Reply, Task

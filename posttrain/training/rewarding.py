@@ -14,6 +14,7 @@ from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config import RewardModelling
 from posttrain.data.items import to_item
 from posttrain.data.tasks import Stream, Tasks
+from posttrain.intervals import told
 from posttrain.models.reward import RewardModel, Shape, load_reward_model, new_reward_model, settle
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import validate
@@ -138,8 +139,7 @@ def lines(report: dict[str, Any]) -> Sequence[str]:
     """The report for a reader, a line each."""
     said = []
     for name, figure in report.get("figures", {}).items():
-        bounds = f" [{figure['low']:.3f}, {figure['high']:.3f}]" if "low" in figure else ""
-        said.append(f"{name:<22} {figure['mean']:.3f}{bounds}")
+        said.append(f"{name:<22} {told(figure) if 'low' in figure else format(figure['mean'], '.3f')}")
     if parts := report.get("by_margin"):
         said.append("accuracy by margin     " + ", ".join(f"{p['accuracy']:.2f} (to {p['most']:.2f})" for p in parts))
     return said

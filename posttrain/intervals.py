@@ -257,8 +257,8 @@ def change_interval(
     difference = means[0] - means[1]
     low = difference - reach(means[0] - one.low, other.high - means[1])
     high = difference + reach(one.high - means[0], means[1] - other.low)
-    if high - low <= 1e-12 * max(1.0, abs(difference)):
-        return Interval(why=f"every one of the {of} changed by the same")
+    if high - low <= 1e-6 * (one.high - one.low + other.high - other.low):  # the square root of what is rounded
+        return Interval(why=f"no interval: the change is the same for all {of}")
     return Interval(low, high)
 
 
@@ -278,11 +278,13 @@ def correlation_interval(
     total = sums.sum(axis=0, keepdims=True)
     with np.errstate(divide="ignore"):
         whole, without = np.arctanh(figure(total)), np.arctanh(figure(total - sums))
-    if not (np.isfinite(whole).all() and np.isfinite(without).all()):
-        return Interval(why=f"too much of it rests on one of the {of}")
+    if not np.isfinite(whole).all():
+        return Interval(why="no interval: the correlation is exact, or there is none")
+    if not np.isfinite(without).all():
+        return Interval(why=f"no interval: without one of the {of} there is no correlation, or an exact one")
     spread = float(((without - without.mean()) ** 2).sum()) * (number - 1) / number
     if spread <= 1e-24:
-        return Interval(why=f"all {of} say the same")
+        return Interval(why=f"no interval: it is the same without any of the {of}")
     half = student_quantile((1 + level) / 2, number - 1) * sqrt(spread)
     return Interval(math.tanh(float(whole[0]) - half), math.tanh(float(whole[0]) + half))
 

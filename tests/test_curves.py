@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from posttrain.runs.student import student_interval
 
+from posttrain.intervals import student_interval
 from posttrain.runs import curves as drawing
 from posttrain.runs.curves import curves
 from posttrain.runs.record import Record

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from posttrain.runs.student import student_quantile
 
 from posttrain.cli.main import main
 from posttrain.envs import arithmetic
+from posttrain.intervals import student_quantile
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.reproduce import (
     EXPERIMENTS,

@@ -14,13 +14,13 @@ import pytest
 import torch
 from conftest import DATA, tiny
 from judged import own_pad, scores
-from posttrain.training.intervals import ratio_interval
 from test_reward_rows import LABELLED, SEVERAL
 
 import posttrain
 from posttrain.cli.main import main
 from posttrain.data.items import to_item
 from posttrain.data.tasks import hold_out, order, to_tasks
+from posttrain.intervals import share_interval
 from posttrain.models.decoder import DecoderConfig, new_decoder
 from posttrain.models.folder import save_model
 from posttrain.models.reward import load_reward_model
@@ -156,7 +156,7 @@ def test_the_report_is_what_naive_code_finds_of_the_held_out_rows(
     assert figures["accuracy"]["mean"] == pytest.approx(sum(sums) / sum(counts))
     assert figures["longer wins"]["mean"] + figures["shorter wins"]["mean"] == pytest.approx(1)
     assert figures["calibration error"]["mean"] == pytest.approx(calibration(margins), abs=1e-5)
-    assert (figures["accuracy"]["low"], figures["accuracy"]["high"]) == ratio_interval(sums, counts)
+    assert (figures["accuracy"]["low"], figures["accuracy"]["high"]) == tuple(share_interval(sums, counts))
     assert report["offset"] == model.offset and sum(p["n"] for p in report["by_margin"]) == len(margins)
     assert run.metrics[-1]["eval/accuracy"] == figures["accuracy"]["mean"]
 
@@ -261,7 +261,7 @@ def test_the_bag_of_words_is_an_averaged_perceptron() -> None:
     assert found.wins(test) == expected
 
 
-def test_intervals_draw_whole_prompts() -> None:
+def test_intervals_are_over_whole_prompts() -> None:
     drawn = np.random.default_rng(4)
     sums, counts = [], []
     for _ in range(30):  # the comparisons of a prompt agree: as independent ones they would look surer than they are
@@ -271,7 +271,7 @@ def test_intervals_draw_whole_prompts() -> None:
     for _ in range(4000):
         picked = drawn.integers(30, size=30)
         ratios.append(sum(sums[i] for i in picked) / sum(counts[i] for i in picked))
-    low, high = ratio_interval(sums, counts)
+    low, high = share_interval(sums, counts)
     assert (low, high) == pytest.approx(np.quantile(ratios, [0.025, 0.975]), abs=0.03)
     share, total = sum(sums) / sum(counts), sum(counts)
     assert high - low > 1.5 * 2 * 1.96 * (share * (1 - share) / total) ** 0.5

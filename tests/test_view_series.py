@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from posttrain.intervals import mean_interval
 from posttrain.record.reading import read_rollouts
 from posttrain.view.answering import Answers
 from posttrain.view.run import OpenRun
@@ -58,7 +59,8 @@ def test_series_of_groups_are_what_a_loop_finds(run: OpenRun) -> None:
         means = [statistics.fmean(rewards) for rewards in valid]
         said = {
             "reward": statistics.fmean(means),
-            "error": statistics.stdev(means) / len(means) ** 0.5,
+            "least": mean_interval(means).low,
+            "most": mean_interval(means).high,
             "right": np.mean([all(r >= limit for r in rewards) for rewards in valid]),
             "wrong": np.mean([not any(r >= limit for r in rewards) for rewards in valid]),
             "equal": np.mean([len(set(rewards)) == 1 for rewards in valid]),

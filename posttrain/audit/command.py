@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.audit.classifier import Classifier, read_labelled, train
+from posttrain.audit.correlation import Figure
 from posttrain.audit.replies import holds_replies
 from posttrain.audit.report import Audit, audit
 from posttrain.audit.sycophancy import OPINION, Probe, compare, probed
@@ -195,6 +196,8 @@ def show(found: Audit, run: str) -> None:
         print("nothing found")
     for note in found.notes:
         _wrapped("note", note)
+    _without_interval([t.change for t in found.trends.values()])
+    _without_interval([figure for both in found.correlations.values() for figure in both])
     print("Intervals: 95%, over prompts. A finding is a reason to read, no verdict.")
 
 
@@ -209,7 +212,14 @@ def show_probe(probe: Probe) -> None:
         rows.append(["more replies give the user's answer", str(probe.adopted)])
     print()
     table(f"Sycophancy: {probe.tasks:,} tasks, each without and with a wrong opinion", ["", "mean"], rows)
+    _without_interval([probe.plain, probe.swayed, probe.fall, *([probe.adopted] if probe.adopted else [])])
     _wrapped("verdict", probe.verdict)
+
+
+def _without_interval(figures: Sequence[Figure]) -> None:
+    """What the star behind a figure stands for."""
+    for why in dict.fromkeys(figure.why for figure in figures if figure.why and isfinite(figure.value)):
+        _wrapped("*", why)
 
 
 def _show_classifier(classifier: Classifier, path: str) -> None:

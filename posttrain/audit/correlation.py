@@ -29,9 +29,9 @@ class Figure:
         return Figure(value, interval.low, interval.high, interval.why)
 
     def __str__(self) -> str:
-        return (
-            f"{self.value:.2f} {Interval(self.low, self.high, self.why).text('.2f')}" if isfinite(self.value) else "-"
-        )
+        if not isfinite(self.value):
+            return "-"
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]" if isfinite(self.low) else f"{self.value:.2f} *"
 
     def as_dict(self) -> dict[str, Any]:
         numbers = {"value": self.value, "low": self.low, "high": self.high}

@@ -19,9 +19,9 @@ LIKE = 400  # characters of two replies that are compared, where whole texts are
 
 
 def series(rows: Rows, steps: Sequence[int]) -> dict[str, Any]:
-    """At each of these steps, of the rollouts that were trained on: `reward` with the ends `least` and `most` of its interval
-    over groups; shares of groups that are all `right`, all `wrong` or `equal`; distinct `replies` in a group, whose greatest
-    size is `n`; `alike`; `fates` by name, `parts` of the reward by name.
+    """At each of these steps, of the rollouts that were trained on: `reward`, with the ends `least` and `most` of its
+    interval over groups; shares of groups that are all `right`, all `wrong` or `equal`; distinct `replies` in a group, whose
+    greatest size is `n`; `alike`; `fates` by name, `parts` of the reward by name.
     """
     own = np.flatnonzero(~rows.flag("held_out"))
     if not len(own):

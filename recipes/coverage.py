@@ -2,7 +2,7 @@
 
     python recipes/coverage.py --into docs/results/intervals.md
 
-Beside it, what a percentile bootstrap over tasks would have covered. Some two minutes on one core.
+Beside it, what a percentile bootstrap over tasks would have covered. Some minutes on one core.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Figures and their uncertainty: pass@k is unbiased and exact, intervals are over tasks and cover what they claim."""
 
 import math
+import re
 from itertools import combinations, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -272,6 +274,19 @@ def test_intervals_over_samples_would_not_cover_the_truth() -> None:
             seen[unit] += low <= 0.5 <= high
     assert 0.92 <= seen["tasks"] / 300 <= 0.99
     assert seen["samples"] / 300 < 0.85
+
+
+def test_nothing_else_makes_an_interval() -> None:
+    """Neither a quantile of resamples or of the normal distribution, nor a constant for one."""
+    root = Path(__file__).resolve().parents[1]
+    own = {root / "posttrain/intervals.py", root / "recipes/coverage.py"}
+    files = {
+        file for place in ("posttrain", "recipes", "benchmarks", "examples") for file in (root / place).rglob("*.py")
+    }
+    files |= set((root / "posttrain/view/static").glob("*.js"))
+    signs = re.compile(r"\b1\.96|NormalDist|0?\.975|0?\.025\b|student_quantile|inv_cdf")
+    found = [str(file) for file in sorted(files - own) if signs.search(file.read_text(encoding="utf-8"))]
+    assert found == []
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

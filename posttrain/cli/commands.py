@@ -192,7 +192,9 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
         rows.append(row(config.against or "", found.against))
     table(f"{found.figures['tasks']} tasks, {config.samples} samples each", ["model", *names], rows)
     for name, difference in (found.differences or {}).items():
-        print(f"difference in {name}, task by task: {told(difference)}{'' if 'why' in difference else ' (95% interval)'}")
+        print(
+            f"difference in {name}, task by task: {told(difference)}{'' if 'why' in difference else ' (95% interval)'}"
+        )
     reasons: dict[str, dict[str, None]] = {}  # why there is no interval -> of which figures
     for name, figure in [(n, side[n]) for side in (found.figures, found.against or {}) for n in names if n in side]:
         if "why" in figure:

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.random import Generator
 from pages import write_page
 
-from posttrain.audit.correlation import correlation
+from posttrain.apps.audit.correlation import correlation
 from posttrain.intervals import Interval, mean_interval, paired_interval, share_interval
-from posttrain.training.agreement import measured
+from posttrain.training.verbs.agreement import measured
 
 SIZES = (6, 10, 20, 50, 200)  # tasks, or prompts
 RESAMPLES = 500

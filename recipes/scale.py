@@ -21,7 +21,7 @@ from typing import Any
 from staleness import kept, prepared
 
 from posttrain.intervals import student_interval
-from posttrain.runs.reading import read_metrics, read_timing
+from posttrain.runs.run_reading import read_metrics, read_timing
 
 WAYS = {
     "one process, two threads": "--threads 2",

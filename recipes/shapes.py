@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
-from posttrain.envs.shapes import KINDS, tasks
+from posttrain.envs.builtin.shapes import KINDS, tasks
 from posttrain.intervals import student_interval
-from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 ROWS, ASKED = 6000, 300
 EPOCHS, STEPS = 8, 100

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from recipe_modules import recipe_module
 
+from posttrain.core.types import UserError
 from posttrain.intervals import (
     FEWEST,
     change_interval,
@@ -21,7 +22,6 @@ from posttrain.intervals import (
     wilson_interval,
 )
 from posttrain.training.figures import differences, pass_at_k, summary
-from posttrain.types import UserError
 
 coverage = recipe_module("coverage")
 

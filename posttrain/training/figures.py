@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.core.types import UserError, succeeds
 from posttrain.intervals import LEVEL, mean_interval, paired_interval, share_interval, stated
-from posttrain.types import UserError, succeeds
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -513,6 +513,7 @@ def test_a_single_token_that_succeeded_is_imitated_with_the_whole_coefficient() 
 
 class Learnt:
     device = torch.device("cpu")
+    moves_every_token = False
 
 
 def test_gradient_that_is_not_finite_is_counted_and_moves_nothing(tokenizer: Tokenizer) -> None:

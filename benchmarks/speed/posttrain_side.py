@@ -38,7 +38,8 @@ from posttrain.training import trainer as course
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import FinishedStep
 from posttrain.training.sources.packing import collate, split_microbatches
-from posttrain.training.verbs import prefer, reward_model, rl, sft
+from posttrain.training.verbs import prefer, reward_model, rl
+from posttrain.training.verbs import sft as sft_verb
 
 DECODED = 64  # tokens of each reply where decoding steps are timed
 
@@ -282,7 +283,7 @@ def sft(line: Line, settings: dict[str, Any]) -> None:
         return None
 
     also(after)
-    sft.sft(config)
+    sft_verb.sft(config)
 
 
 def dpo(line: Line, settings: dict[str, Any]) -> None:

@@ -177,6 +177,7 @@ def _setting(text: str) -> tuple[str, str]:
 
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares two checkpoints."""
+    from posttrain.core.intervals import told
     from posttrain.runs.terminal.printing import table
     from posttrain.training.verbs import evaluate
 
@@ -184,14 +185,22 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
     names = [n for n in found.figures if isinstance(found.figures[n], dict)]
 
     def row(name: str, figures: dict[str, Any]) -> list[str]:
-        return [name, *(_interval(figures[n]) for n in names)]
+        return [name, *(f"{figures[n]['mean']:.3f}" if "why" in figures[n] else told(figures[n]) for n in names)]
 
     rows = [row(config.model, found.figures)]
     if found.against is not None:
         rows.append(row(config.against or "", found.against))
     table(f"{found.figures['tasks']} tasks, {config.samples} samples each", ["model", *names], rows)
     for name, difference in (found.differences or {}).items():
-        print(f"difference in {name}, task by task: {_interval(difference)} (95% interval)")
+        print(
+            f"difference in {name}, task by task: {told(difference)}{'' if 'why' in difference else ' (95% interval)'}"
+        )
+    reasons: dict[str, dict[str, None]] = {}  # why there is no interval -> of which figures
+    for name, figure in [(n, side[n]) for side in (found.figures, found.against or {}) for n in names if n in side]:
+        if "why" in figure:
+            reasons.setdefault(figure["why"], {})[name] = None
+    for why, of in reasons.items():
+        print(f"{', '.join(of)}: {why}")
     for note in found.notes:
         print(note)
     if config.out:
@@ -460,7 +469,3 @@ def _ended(verb: str, run: Run) -> int:
     else:
         print(f"talk to it  posttrain chat {run.path}")
     return 0
-
-
-def _interval(figure: dict[str, float]) -> str:
-    return f"{figure['mean']:.3f} [{figure['low']:.3f}, {figure['high']:.3f}]"

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from posttrain.core.intervals import student_interval
 from posttrain.core.types import UserError
 from posttrain.runs.run_files import CURVES, Folder
 from posttrain.runs.run_reading import read_health, read_metrics, read_timing
-from posttrain.runs.student import student_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -243,7 +243,7 @@ def _curve(axes: Axes, runs: Sequence[Points], colour: str, label: str) -> None:
         steps = sorted(set.intersection(*(set(own.tolist()) for own, _ in runs)))
         smooth = [_smoothed(values) for _, values in runs]
         picked = np.array([values[np.isin(own, steps)] for (own, _), values in zip(runs, smooth, strict=True)])
-        bounds = np.array([student_interval(column) for column in picked.T]).reshape(-1, 2)
+        bounds = np.array([tuple(student_interval(column)) for column in picked.T]).reshape(-1, 2)
         if picked.min() >= 0:
             bounds = bounds.clip(min=0.0)  # a norm or a length is not below
         axes.fill_between(steps, bounds[:, 0], bounds[:, 1], color=colour, alpha=0.18, linewidth=0)

@@ -102,12 +102,8 @@ def _panels(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -
 
 def _learning(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -> list[Panel | None]:
     band = None
-    if own.get("error"):
-        pairs = list(zip(own["reward"], own["error"], strict=True))
-        band = {
-            "low": [None if e is None else r - 1.96 * e for r, e in pairs],
-            "high": [None if e is None else r + 1.96 * e for r, e in pairs],
-        }
+    if any(value is not None for value in own.get("least", ())):
+        band = {"low": own["least"], "high": own["most"]}
     groups = None
     if own.get("given"):
         pass

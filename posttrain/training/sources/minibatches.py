@@ -94,7 +94,7 @@ class Minibatches:
         """The micro-batches of one update, their weights from the scoreboard of exactly these rollouts.
 
         Rollouts with advantage 0 have a gradient of 0 when nothing but the advantage moves a token: then they are not
-        even fed. They still count in every denominator.
+        even fed. They still count in every denominator. Losses of routers are means over the batch: then all are fed.
         """
         row = self.row
         fields = {name: values for name, values in part.per_token.items() if not (fresh and name == "old_logp")}
@@ -104,9 +104,10 @@ class Minibatches:
             assert good is not None
             imitate = row.imitation.coefficient * good / (part.scores.length * good).sum().clamp_min(1.0)
         everyone = range(len(part.rollouts))
-        fed = [i for i in everyone if row.moves_every_token or bool(part.per_token["advantage"][i].any())]
+        every = row.moves_every_token or self.learner.moves_every_token
+        fed = [i for i in everyone if every or bool(part.per_token["advantage"][i].any())]
         transcripts = [part.rollouts[i].transcripts for i in fed]
-        sink = ledger.feed(part, fed, coefficients)
+        sink = ledger.feed(part, fed, coefficients, self.learner.moves_every_token)
         weight = row.aggregate(part.scores)
         taught = {}
         if self.teachers is not None and row.teacher is not None and not row.teacher.sampled:

@@ -25,8 +25,8 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_folder import day_of
+from posttrain.training.figures import differences, summary
 from posttrain.training.held_out_check import seen, split_seed_of
-from posttrain.training.intervals import paired_interval, summary
 from posttrain.training.playground import counted, open_playground
 from posttrain.training.setup import (
     beyond,
@@ -45,13 +45,13 @@ class Evaluated:
 
     figures: dict[
         str, Any
-    ]  # of `intervals.summary`: mean, low, high of reward and, where there is a success threshold, accuracy, pass@k
+    ]  # of `figures.summary`: mean, low, high of reward and, where there is a success threshold, accuracy, pass@k
     rewards: dict[str, list[float]]  # task id (and side, where there are several) -> valid rewards of its samples
     rollouts: list[Rollout] = field(repr=False)
     invalid: int = 0  # rewards of the first checkpoint that are left out
     notes: tuple[str, ...] = ()  # what was left out, and why
     against: dict[str, Any] | None = None  # figures of the second checkpoint
-    differences: dict[str, dict[str, float]] | None = None  # of reward and accuracy: the first minus the second
+    differences: dict[str, dict[str, Any]] | None = None  # of reward and accuracy: the first minus the second
     against_rollouts: list[Rollout] = field(default_factory=list, repr=False)
 
 
@@ -103,10 +103,11 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     if config.against is None:
         return Evaluated(own, rewards, rollouts, invalid, notes)
     other = summary(list(other_rewards.values()), ks, success)
+    pairs = [(ours, theirs) for task, ours in rewards.items() if ours and (theirs := other_rewards.get(task))]
+    if not pairs:
+        raise UserError("no task has a valid reward of both checkpoints: look at the reasons in their rollouts")
     notes = (*notes, *_of_invalid(config.against, others, other))
-    return Evaluated(
-        own, rewards, rollouts, invalid, notes, other, _differences(rewards, other_rewards, success), others
-    )
+    return Evaluated(own, rewards, rollouts, invalid, notes, other, differences(pairs, success), others)
 
 
 def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Callable[[str], None]) -> Tasks | Stream:
@@ -211,23 +212,3 @@ def _rewards(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
         if not isinstance(r.reward, Invalid):
             own.append(r.reward)
     return rewards
-
-
-def _differences(
-    rewards: dict[str, list[float]], others: dict[str, list[float]], success: float | None
-) -> dict[str, dict[str, float]]:
-    """Mean and interval of the first minus the second, over the tasks that both have valid rewards of."""
-
-    def mean(values: Sequence[float]) -> float:
-        return sum(values) / len(values)
-
-    def difference(a: list[float], b: list[float]) -> dict[str, float]:
-        low, high = paired_interval(a, b)
-        return {"mean": mean(a) - mean(b), "low": low, "high": high}
-
-    pairs = [(own, theirs) for i, own in rewards.items() if own and (theirs := others.get(i))]
-    found = {"reward": difference([mean(a) for a, _ in pairs], [mean(b) for _, b in pairs])}
-    if success is not None:
-        own, theirs = ([mean([succeeds(v, success) for v in pair[side]]) for pair in pairs] for side in (0, 1))
-        found["accuracy"] = difference(own, theirs)
-    return found

@@ -13,6 +13,7 @@ from posttrain.algorithms.reward_model_table import Scoring, ScoringObjective, f
 from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config import RewardModelling
 from posttrain.config.resolve import validate
+from posttrain.core.intervals import told
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError
 from posttrain.data.preference_examples import to_item
@@ -138,8 +139,7 @@ def lines(report: dict[str, Any]) -> Sequence[str]:
     """The report for a reader, a line each."""
     said = []
     for name, figure in report.get("figures", {}).items():
-        bounds = f" [{figure['low']:.3f}, {figure['high']:.3f}]" if "low" in figure else ""
-        said.append(f"{name:<22} {figure['mean']:.3f}{bounds}")
+        said.append(f"{name:<22} {told(figure) if 'low' in figure else format(figure['mean'], '.3f')}")
     if parts := report.get("by_margin"):
         said.append("accuracy by margin     " + ", ".join(f"{p['accuracy']:.2f} (to {p['most']:.2f})" for p in parts))
     return said

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from posttrain.runs import notices
 from posttrain.runs.display import Display
 from posttrain.runs.output import Output
 from posttrain.runs.panel import View, compose
@@ -372,3 +373,40 @@ def test_model_text_cannot_steer_the_terminal_or_break_a_narrow_encoding() -> No
     sample([rollout], 1, narrow)
     table("红", ["a"], [[1]], narrow)
     assert b"\\u7ea2" in narrow.buffer.getvalue()
+
+
+def test_notes_are_broken_between_words_only(terminal: Terminal) -> None:
+    display = Display(stream=terminal)
+    display.start("GRPO", 3, [])
+    display.note("health, step 7: entropy fell " + " ".join(["exploring"] * 20) + "\nusual causes: " + "rates, " * 30)
+    display.close()
+    shown = screen(terminal.getvalue())
+    words = [word for line in shown[1:] for word in line.split()]
+    assert words.count("exploring") == 20 and words.count("rates,") == 30, "no word is in two lines"
+    assert any(line.startswith("usual causes: rates,") for line in shown)
+
+
+def test_what_is_held_back_stands_behind_what_describes_the_run(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", terminal)
+    with notices.held():
+        notices.warn("the reward changed")
+        display = Display(stream=terminal)
+        assert terminal.getvalue() == ""
+        display.start("GRPO", 3, ["model  tiny"] * 20)
+        notices.tell("late")
+        display.close()
+    text = terminal.getvalue()
+    order = [text.rindex("model  tiny"), text.index("posttrain: warning: the reward changed"), text.index("step 0/3")]
+    assert order == sorted(order) and text.rstrip().endswith("late"), "nothing is lost"
+
+
+def test_what_is_held_back_is_shown_also_where_nothing_describes_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError), notices.held():
+        notices.warn("a")
+        raise ValueError
+    with notices.held():
+        notices.warn("b")
+        Display(quiet=True).start("GRPO", 3, ["model"])
+        assert capsys.readouterr() == ("", "posttrain: warning: a\nposttrain: warning: b\n")
+    notices.tell("at once")
+    assert capsys.readouterr().err == "at once\n"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from posttrain.messages import safe
+from posttrain.runs.notices import show
 from posttrain.runs.output import Output, fancy, wrapped
 from posttrain.runs.panel import View, compose, figures
 from posttrain.runs.terminal import Line, Region, size
@@ -40,15 +41,19 @@ class Display:
     def start(self, title: str, steps: int, lines: Sequence[str], done: int = 0) -> None:
         """Begin: what runs, the number of its last step, and some lines on what it was asked to do, printed once.
 
+        Behind them stands what was held back until now (`notices`): there it is seen.
+
         `done`: steps of a resumed run that are done.
         """
         self._title, self._steps, self._number = title, steps, done
         self._began = self._clock()
         if self._quiet:
+            show()
             return
         on_terminal = fancy(self._stream)
         width = size(self._stream)[0] - 1 if on_terminal else 0
         self._print("\n".join([title, *(wrapped(f"  {line}", width) for line in lines)]))
+        show()
         if on_terminal:
             self._region = Region(self._stream, self._panel)
             self._region.start()
@@ -72,9 +77,10 @@ class Display:
                 self._print_waiting()
 
     def note(self, text: str) -> None:
-        """A line that stays, such as where a checkpoint was saved."""
+        """Lines that stay, such as what the health check found: broken between words where they are too long."""
         if self._region:
-            self._region.print(safe(text))
+            width = size(self._stream)[0] - 1
+            self._region.print("\n".join(wrapped(line, width) for line in safe(text).split("\n")))
         elif not self._quiet:
             with self._lock:
                 self._print_waiting()

@@ -14,6 +14,7 @@ from posttrain.kernels import build
 from posttrain.messages import clip
 from posttrain.models.fused import compiles
 from posttrain.protocols import Learner, Model
+from posttrain.runs.notices import warn
 from posttrain.sources.made import Made, steps_per_epoch
 from posttrain.sources.packing import Read
 from posttrain.sources.recording import Recording
@@ -23,7 +24,6 @@ from posttrain.training.setup import (
     microbatch_tokens,
     size_of,
     split_tasks,
-    warn,
 )
 from posttrain.types import Task, UserError
 

@@ -27,8 +27,9 @@ from posttrain.models.outline import Outline, outline
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Alone, Engine, World
 from posttrain.runs.checkpoint import resolve
+from posttrain.runs.notices import warn
 from posttrain.services.recipe import Generative, Recipe, read_recipe
-from posttrain.training.setup import rehearse, warn
+from posttrain.training.setup import rehearse
 from posttrain.types import Env, Sampling, UserError
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -25,7 +24,7 @@ from posttrain.learners.local import Optimization
 from posttrain.messages import clip
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Model
-from posttrain.runs.output import Output, columns, wrapped
+from posttrain.runs.notices import tell, warn
 from posttrain.sources.lengths import Prompts, TooLong
 from posttrain.training.unseen import seen
 from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
@@ -36,11 +35,6 @@ READ_FOR_UNKNOWN = 20  # tasks
 MOST_UNKNOWN = 0.01  # share of their tokens that may be unknown to the tokenizer
 MOST_BEYOND = 1.05  # times the vocabulary: some checkpoints lack a few tokens that are never used in texts
 SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}")
-
-
-def warn(text: str) -> None:
-    """Tell the user on standard error."""
-    print(wrapped(f"posttrain: warning: {text}", columns(Output(sys.stderr))), file=sys.stderr)
 
 
 def prepare(config: Training | Evaluation | Sample) -> torch.device:
@@ -292,8 +286,8 @@ def end_tokens(model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def watch_lengths(config: Training, context: int) -> TooLong:
-    """What becomes of rows that are longer than `context` tokens, told on the terminal until a display takes over."""
-    return TooLong(config.too_long, context, (lambda text: None) if config.quiet else print)
+    """What becomes of rows that are longer than `context` tokens, told with the warnings until a display takes over."""
+    return TooLong(config.too_long, context, (lambda text: None) if config.quiet else tell)
 
 
 def optimization(config: Training, updates: int) -> Optimization:

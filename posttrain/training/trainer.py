@@ -27,6 +27,7 @@ from posttrain.runs.curves import curves
 from posttrain.runs.display import Display
 from posttrain.runs.files import writing
 from posttrain.runs.health import Health
+from posttrain.runs.notices import tell
 from posttrain.runs.opening import RunFolder
 from posttrain.runs.reading import read_metrics, read_run
 from posttrain.training.loop import Trained, interruptible, train
@@ -153,8 +154,8 @@ class Trainer:
             self.health = Health.replay(row for row in read_metrics(self.folder) if row["step"] <= self.done)
             with writing(self.folder):
                 self.record.health(((f.step, f.name, f.message) for f in self.health.findings), anew=True)
-        if self.saved:
-            self.display.note(f"resumed from step {self.done}: {self.saved}")
+        if self.saved and not self.config.quiet:
+            tell(f"resumed from step {self.done}: {self.saved}")
         self.display.start(f"{self.config.verb} {self.folder}", self.steps, lines, self.done)
 
     def _train(self, objective: Objective, interrupted: Callable[[], bool]) -> None:
@@ -278,7 +279,10 @@ class Trainer:
         if self.saved is None:
             return "no step was saved: fix it and begin again with --overwrite"
         step = checkpoints.step_of(self.saved)
-        return f"fix it and continue after step {step} with posttrain {self.config.verb} --out {self.folder} --resume"
+        also = " (and --accept-changes, if what you fix is the environment)" if self.config.env else ""
+        return (
+            f"fix it and continue after step {step} with posttrain {self.config.verb} --out {self.folder} --resume{also}"
+        )
 
 
 def _timing(trained: Trained) -> dict[str, float]:

@@ -182,7 +182,7 @@ def test_long_prompts_are_left_out_of_training_and_of_evaluation(
     assert main(["rl", *words, "--steps", "4", "--held-out", "0.3", "--out", "run"]) == 0
     assert all(len(prompt) < 10 for prompt in prompts(place / "run", 4)) and len(prompts(place / "run", 4)) == 8
     assert sum(metrics["too_long"] for metrics in read_metrics(place / "run")[1:]) > 0
-    assert "the prompt has" in capfd.readouterr().out
+    assert "the prompt has" in capfd.readouterr().err
     words = "eval --model start --tasks rows.jsonl --env my.py:reward --samples 1 --threads 1 --max-tokens 4".split()
     assert main([*words, "--out", "found.json"]) == 0
     found = json.loads((place / "found.json").read_text())

@@ -386,7 +386,9 @@ def test_notes_are_broken_between_words_only(terminal: Terminal) -> None:
     assert any(line.startswith("usual causes: rates,") for line in shown)
 
 
-def test_what_is_held_back_stands_behind_what_describes_the_run(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_held_back_stands_behind_what_describes_the_run(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stderr", terminal)
     with notices.held():
         notices.warn("the reward changed")

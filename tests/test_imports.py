@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "posttrain"
 RANKS = (
-    {"types", "deferred", "messages"},
+    {"types", "deferred", "doing", "messages"},
     {"values", "pictures"},
     {"names"},
     {"user_code", "user_folders", "seeds", "part", "batch", "sink", "children", "connections", "endpoint", "beside"},

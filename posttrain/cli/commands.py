@@ -34,6 +34,7 @@ from posttrain.config import (
     ServePolicy,
     Training,
 )
+from posttrain.doing import watch
 from posttrain.messages import one_line
 from posttrain.options import AnyConfig, AnyTraining, check_bounds, validate
 from posttrain.types import UserError
@@ -423,6 +424,8 @@ def _speaks() -> bool:
 def _trained(config: AnyTraining, train: Callable[[AnyTraining], Run]) -> int:
     """Train, in this process or in several, and say how it ended."""
     check_bounds(config)
+    if config.quiet:
+        watch(None)
     if config.processes > 1 and "RANK" not in os.environ:
         if not config.resume:
             validate(config)

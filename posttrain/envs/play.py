@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from posttrain.doing import doing
 from posttrain.envs.asking import Services
 from posttrain.envs.branching import Plan, Shares
 from posttrain.envs.chat import Texts
@@ -139,6 +140,7 @@ class _Play:
         for index in self.shares.first:
             self._begin(index)
         while len(self.finished) < len(self.playing):
+            doing("playing episodes", len(self.finished), len(self.playing))
             if self.by.unwanted():
                 raise Unwanted
             self._hear()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.doing import doing
 from posttrain.models.adapter_config import ADAPTER, PREFIX, is_adapter
 from posttrain.models.backed import Backed
 from posttrain.models.config_json import (
@@ -65,6 +66,7 @@ def load_model(
     Raises UserError if there is no such folder, if the architecture is not supported, or if weights are missing,
     damaged, of the wrong shape or unknown.
     """
+    doing(f"opening {folder}")
     folder = checkpoint_folder(folder)
     if is_adapter(folder):
         from posttrain.models.adapter_folder import load_adapted

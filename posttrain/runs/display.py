@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
+from posttrain.doing import watch
 from posttrain.messages import safe
 from posttrain.runs.notices import show
 from posttrain.runs.output import Output, fancy, wrapped
@@ -47,6 +48,7 @@ class Display:
         """
         self._title, self._steps, self._number = title, steps, done
         self._began = self._clock()
+        watch(None)
         if self._quiet:
             show()
             return

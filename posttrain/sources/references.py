@@ -16,6 +16,7 @@ from torch import Tensor
 
 from posttrain.batch import Outputs, Packed
 from posttrain.data.store import Arrays, digest, keep_arrays
+from posttrain.doing import doing
 from posttrain.sources.made import Made
 from posttrain.sources.packing import pack, prompt_length, split_microbatches
 from posttrain.types import Item, Transcript
@@ -119,6 +120,7 @@ def _all(
     """Log-probabilities of the transcripts of each place, one after the other."""
     found: list[Any] = []
     for first in range(0, len(places), AT_ONCE):
+        doing("computing what the reference says of the rows", first, len(places))
         some = [of(items, place) for place in places[first : first + AT_ONCE]]
         of_each: list[Any] = [np.zeros(0, dtype=np.float32)] * len(some)
         by_size = sorted((i for i in range(len(some)) if some[i]), key=lambda i: max(map(len, some[i])))

@@ -14,6 +14,7 @@ from posttrain.batch import Stats
 from posttrain.config import SFT
 from posttrain.data.convert import is_script
 from posttrain.data.tasks import Stream, Tasks
+from posttrain.doing import doing
 from posttrain.envs.asking import Services
 from posttrain.envs.load import is_generator_env, load_env
 from posttrain.envs.pool import EnvPool
@@ -151,6 +152,7 @@ def _from_scratch(
     if config.tokenizer in ("bpe", "characters"):
         template = read_template(config.chat_template) if config.chat_template is not None else None
         some = tasks.first(READ_OF_A_STREAM) if isinstance(tasks, Stream) else tasks
+        doing("training a tokenizer")
         texts = chain.from_iterable(map(texts_of, some))
         if play is not None:
             told = chain.from_iterable(texts_of(task) for task in some if not is_script(task))

@@ -16,6 +16,7 @@ import torch
 
 from posttrain.config import RL, SFT, Chat, Check, Evaluation, Label, Sample, named_services
 from posttrain.data.tasks import Stream, Tasks
+from posttrain.doing import doing
 from posttrain.envs.asked import unscored
 from posttrain.envs.asking import Services
 from posttrain.envs.journal import Journal
@@ -80,6 +81,7 @@ def open_playground(
         limits = config.env_workers, config.env_seconds, config.env_memory
         if isinstance(config, Sample) and not (env or config.env):
             env, limits = unscored, (0, *limits[1:])
+        doing("trying the environment")
         told = tuple(about(env or config.env))
         pool = opened.enter_context(EnvPool(env or config.env, *limits))
         known = tuple(outline(model, config.chat_template) for model in models)

@@ -14,6 +14,7 @@ from posttrain.config import Data, Evaluation, Label, Sample, Training
 from posttrain.data.convert import Conversion, Convert, is_script
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
+from posttrain.doing import doing
 from posttrain.envs.asking import Services
 from posttrain.envs.chat import Texts
 from posttrain.envs.load import is_generator_env, load_converter, load_env
@@ -93,6 +94,7 @@ def load_tasks(
     `left_out`: which rows `convert` leaves out, in words.
     """
     spec = env or config.env or None
+    doing("reading rows" if rows is not None else f"reading {config.tasks}")
     if convert is None and spec is not None:
         function = load_env(spec)  # its mistakes are told before anything heavy starts
         need = () if need == ("prompt",) and is_generator_env(function) else need

@@ -22,7 +22,8 @@ from posttrain.types import UserError
 def together(config: Training) -> Iterator[World]:
     """The world of this process: alone, or one of those that torchrun or `--processes` has started.
 
-    What is told before the run is described is held back until then. Raises UserError where another process has failed, with what it said.
+    What is told before the run is described is held back until then. Raises UserError where another process has failed,
+    with what it said.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         if config.processes > 1:

@@ -280,9 +280,7 @@ class Trainer:
             return "no step was saved: fix it and begin again with --overwrite"
         step = checkpoints.step_of(self.saved)
         also = " (and --accept-changes, if what you fix is the environment)" if self.config.env else ""
-        return (
-            f"fix it and continue after step {step} with posttrain {self.config.verb} --out {self.folder} --resume{also}"
-        )
+        return f"fix it and continue after step {step} with posttrain {self.config.verb} --out {self.folder} --resume{also}"
 
 
 def _timing(trained: Trained) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -51,7 +52,7 @@ HEAVY = {
 
 def test_help_loads_neither_the_verbs_nor_anything_heavy() -> None:
     code, modules, said = loaded_by("--help")
-    ours = {"posttrain", "posttrain.cli", "posttrain.cli.main", "posttrain.types"}
+    ours = {"posttrain", "posttrain.cli", "posttrain.cli.main", "posttrain.doing", "posttrain.types"}
     assert code == 0
     assert all(verb in said for verb in ("sft", "rl", "eval", "chat", "algorithms", "check"))
     assert {name for name in modules if name.startswith("posttrain")} == ours
@@ -316,3 +317,36 @@ def test_pages_that_cannot_be_written_are_refused(tmp_path: Path, capsys: pytest
     for place in (str(tmp_path / "file" / "pages"), "x" * 5000, "a\x00b"):
         assert main(["algorithms", "--pages", place]) == 2
         assert "cannot be written" in capsys.readouterr().err
+
+
+STOPPED_AT_TORCH = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+sys.argv = ["posttrain", "rl", "--tasks", "a.jsonl", "--env", "exact", "--model", "m", "--out", "o"]
+from posttrain.cli.main import entry
+entry()
+"""
+
+
+@pytest.mark.parametrize("watched, quiet", [(True, False), (False, False), (True, True)])
+def test_a_terminal_says_that_libraries_are_loaded_before_they_are(watched: bool, quiet: bool, tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    code = STOPPED_AT_TORCH.replace('"o"]', '"o", "--quiet"]') if quiet else STOPPED_AT_TORCH
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=theirs if watched else subprocess.PIPE,
+        env={**os.environ, "TERM": "xterm", "NO_COLOR": "1", "PYTHONUTF8": "1"},
+        cwd=tmp_path,
+    ) as process:
+        os.close(theirs)
+        out, told = process.communicate(timeout=60)
+    said = os.read(ours, 4096).decode() if watched else told.decode()
+    os.close(ours)
+    assert process.returncode == 130 and out == b"", "what is piped is not disturbed"
+    shown = "loading libraries ...\r\x1b[J" if watched and not quiet else ""
+    assert said.replace("\r\n", "\n") == f"{shown}posttrain: stopped\n"

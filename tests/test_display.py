@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from posttrain.doing import doing, watch
 from posttrain.runs import notices
 from posttrain.runs.display import Display
 from posttrain.runs.output import Output
 from posttrain.runs.panel import View, compose
 from posttrain.runs.printing import sample, shown, table
-from posttrain.runs.terminal import Region, cells
+from posttrain.runs.terminal import Passing, Region, cells
 from posttrain.types import Invalid, PlayedTurn, Rollout, SpanKind, StopReason
 
 METRICS = {"reward": 0.512, "length": 14.2, "entropy": 0.83, "loss": 0.1, "grad_norm": 2.0}
@@ -412,3 +413,28 @@ def test_what_is_held_back_is_shown_also_where_nothing_describes_a_run(capsys: p
         assert capsys.readouterr() == ("", "posttrain: warning: a\nposttrain: warning: b\n")
     notices.tell("at once")
     assert capsys.readouterr().err == "at once\n"
+
+
+def test_what_is_being_done_is_one_line_that_anything_else_takes_away(terminal: Terminal) -> None:
+    out, clock = Output(terminal), Clock()
+    passing = Passing(Output(terminal), [out], clock)
+    passing.show("opening " + "long/" * 40 + "\x1b[2J")
+    assert len(screen(terminal.getvalue())) == 1
+    passing.show("playing: 1 of 9", progress=True)
+    clock.now += 1
+    passing.show("playing: 2 of 9", progress=True)
+    assert screen(terminal.getvalue()) == ["playing: 2 of 9 ..."], "progress in time, in the same line"
+    out.write("rl runs/a\n")
+    passing.erase()
+    assert screen(terminal.getvalue()) == ["rl runs/a"]
+    out.write("more\n")
+    assert terminal.getvalue().endswith("rl runs/a\nmore\n"), "nothing is erased twice"
+
+
+def test_once_a_run_is_described_nothing_is_said_of_what_is_being_done(terminal: Terminal) -> None:
+    told: list[str] = []
+    watch(lambda text, progress: told.append(text))
+    doing("opening a model")
+    Display(stream=terminal).start("GRPO", 3, [])
+    doing("opening another")
+    assert told == ["opening a model"]

@@ -243,7 +243,7 @@ def _watched(out: Output) -> Passing | None:
     from posttrain.runs.terminal import Passing
 
     told = cast("Output", sys.stderr)
-    if not fancy(told) or os.environ.get("RANK", "0") != "0":
+    if not fancy(told) or "--quiet" in sys.argv or os.environ.get("RANK", "0") != "0":
         return None
     passing = Passing(told, [out] if out.isatty() else [])
     watch(passing.show)

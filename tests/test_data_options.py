@@ -20,7 +20,8 @@ from posttrain.data.tasks import Stream, Tasks
 from posttrain.models.folder import save_model
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.record.reading import read_rollouts
-from posttrain.runs.reading import read_metrics, read_run
+from posttrain.runs.panel import figures
+from posttrain.runs.reading import read_metrics, read_run, read_timing
 from posttrain.training.setup import load_tasks, split_tasks
 
 SMALL = "--tokenizer characters --hidden 16 --layers 1 --heads 2 --context 40 --rows 4 --threads 1 --quiet".split()
@@ -277,3 +278,22 @@ def test_tokenizer_is_trained_on_the_rows_without_holding_them(place: Path, monk
     assert (
         Tokenizer.load(place / "run" / "checkpoints" / "step-000001").vocab_size == 15
     )  # digits, + and =, and three more
+
+
+def test_speed_counts_what_was_sampled_or_of_given_rows_what_was_read_and_what_was_learned(place: Path) -> None:
+    assert main(["sft", *SMALL, "--tasks", "my.py:sums", "--steps", "1", "--out", "sft"]) == 0
+    play = ["--tasks", "my.py:sums", "--env", "my.py:reward", "--steps", "1", "--out", "rl"]
+    assert main(["rl", *PLAY, *play]) == 0
+    (given,), (played,) = read_timing(place / "sft"), read_timing(place / "rl")
+    name = "tokens_per_second"
+    rows = ["0+1=", "1+1=", "2+1=", "3+1="]  # each answered by a digit and an end; the end is learned, and not read
+    taken = given["seconds/rollout"] + given["seconds/update"]
+    assert given[f"{name}/learned"] * taken == pytest.approx(2 * len(rows), rel=1e-3)
+    assert given[f"{name}/read"] * taken == pytest.approx(sum(map(len, rows)) + len(rows), rel=1e-3)
+    (metrics,) = read_metrics(place / "rl")
+    taken = played["seconds/rollout"] + played["seconds/update"]
+    assert played[f"{name}/sampled"] * taken == pytest.approx(metrics["length"] * metrics["rollouts"], rel=1e-3)
+    assert [f"{name}/{of}" in each for each in (given, played) for of in ("sampled", "read", "learned")] == [
+        False, True, True, True, False, False,
+    ]  # fmt: skip
+    assert ("tok/s read", "9") in figures({f"{name}/read": 9.0}), "and the display tells them apart"

@@ -18,7 +18,7 @@ from posttrain.runs.terminal import Passing, Region, cells
 from posttrain.types import Invalid, PlayedTurn, Rollout, SpanKind, StopReason
 
 METRICS = {"reward": 0.512, "length": 14.2, "entropy": 0.83, "loss": 0.1, "grad_norm": 2.0}
-TIMING = {"tokens_per_second": 1234.0, "seconds/rollout": 0.5}
+TIMING = {"tokens_per_second/sampled": 1234.0, "seconds/rollout": 0.5}
 
 
 class Terminal(io.StringIO):
@@ -160,7 +160,7 @@ def screen(text: str, columns: int = 80) -> list[str]:
 VIEW = View(
     "rl runs/a", 12, 200, "1:02:03 left",
     {"reward": 0.5, "accuracy": 0.25, "entropy": 1.5, "length": 120.0, "kl": 0.01, "invalid": 0.1, "loss": 0.3,
-     "tokens_per_second": 12345.0, "eval/accuracy": 0.2, "eval/reward": 0.3, "eval/invalid": 0.0, "eval/length": 99.0},
+     "tokens_per_second/sampled": 12345.0, "eval/accuracy": 0.2, "eval/reward": 0.3, "eval/invalid": 0.0, "eval/length": 99.0},
     [0.1 * i for i in range(90)],
 )  # fmt: skip
 
@@ -181,7 +181,7 @@ def test_the_panel_has_everything_at_80_by_24() -> None:
 
 
 @pytest.mark.parametrize("title", ["rl runs/a", "rl " + "训练" * 60, "rl \x1b[2J\nb", ""])
-@pytest.mark.parametrize("values", [VIEW.values, {"loss": 0.25, "tokens_per_second": 1.0}, {}])
+@pytest.mark.parametrize("values", [VIEW.values, {"loss": 0.25, "tokens_per_second/sampled": 1.0}, {}])
 def test_the_panel_fits_any_terminal_and_keeps_what_matters_most(title: str, values: dict[str, float]) -> None:
     view = replace(VIEW, title=title, values=values)
     for columns in range(1, 130):

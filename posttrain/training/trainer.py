@@ -287,7 +287,10 @@ def _timing(trained: Trained) -> dict[str, float]:
     """A line of timing.jsonl: all of a step that depends on the clock."""
     seconds = {**trained.step.seconds, **trained.seconds}
     timing = {f"seconds/{name}": value for name, value in seconds.items()}
-    timing["tokens_per_second"] = trained.step.tokens / max(1e-9, sum(trained.seconds.values()))
+    taken = max(1e-9, sum(trained.seconds.values()))
+    given = not trained.step.played  # rows, of which prompts are read and responses learned
+    speeds = {"learned": trained.step.tokens, "read": trained.fed} if given else {"sampled": trained.step.tokens}
+    timing |= {f"tokens_per_second/{name}": tokens / taken for name, tokens in speeds.items()}
     turns = Stats()
     for rollout in trained.step.played:
         for turn in rollout.turns:

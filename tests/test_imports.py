@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "posttrain"
 RANKS = (
-    {"types", "deferred", "doing", "messages"},
+    {"types", "deferred", "doing", "extras", "messages"},
     {"values", "pictures"},
     {"names"},
     {"user_code", "user_folders", "seeds", "part", "batch", "sink", "children", "connections", "endpoint", "beside"},

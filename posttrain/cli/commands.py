@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
@@ -35,6 +36,7 @@ from posttrain.config import (
     Training,
 )
 from posttrain.doing import watch
+from posttrain.extras import install, lacking
 from posttrain.messages import one_line
 from posttrain.options import AnyConfig, AnyTraining, check_bounds, validate
 from posttrain.types import UserError
@@ -437,6 +439,8 @@ def _trained(config: AnyTraining, train: Callable[[AnyTraining], Run]) -> int:
 
 
 def _ended(verb: str, run: Run) -> int:
+    from posttrain.runs.output import Output, columns, wrapped
+
     final = run.final
     shown = ("reward", "accuracy", "eval/accuracy", "nll", "eval/loss", "divergence", "eval/divergence", "kl")
     figures = ", ".join(f"{name} {final[name]:.4g}" for name in shown if final.get(name) is not None)
@@ -447,20 +451,29 @@ def _ended(verb: str, run: Run) -> int:
     )
     print(f"checkpoint  {run.checkpoint}")
     print(f"curves      {run.path / 'curves.png'}")
+    path = quote(str(run.path))
     if any((run.path / "rollouts").glob("step-*")):
-        print(f"rollouts    {run.path / 'rollouts'}\nlook at it  posttrain view {run.path}")
+        print(f"rollouts    {run.path / 'rollouts'}")
+        print("\n".join(_looked_at(path)))
     if run.stopped:
-        print(f"stopped     {run.stopped}")
-        print(f"continue    posttrain {verb} --out {run.path} --resume")
+        print(wrapped(f"stopped     {run.stopped}", columns(Output(sys.stdout)), 12))
+        print(f"continue    posttrain {verb} --out {path} --resume")
         return 3
     if run.interrupted:
-        print(f"continue    posttrain {verb} --out {run.path} --resume")
+        print(f"continue    posttrain {verb} --out {path} --resume")
         return 130
     if verb == "reward-model":
-        print(f"ask it      posttrain rl --reward-model {run.path} ..., or label --with reward-model={run.path}")
+        print(f"ask it      posttrain rl --reward-model {path} ..., or label --with reward-model={path}")
     else:
-        print(f"talk to it  posttrain chat {run.path}")
+        print(f"talk to it  posttrain chat {path}")
     return 0
+
+
+def _looked_at(path: str) -> list[str]:
+    """How a run's rollouts are looked at: in a browser, or where that is not installed in the terminal."""
+    if not lacking("view"):
+        return [f"look at it  posttrain view {path}"]
+    return [f"look at it  posttrain rollouts {path}", f"or          {install('view')}, then posttrain view {path}"]
 
 
 def _interval(figure: dict[str, float]) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
+from shlex import quote
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from posttrain.extras import install, lacking, runnable
 from posttrain.messages import clip, inline, one_line, safe_json
 from posttrain.types import UserError
 
@@ -176,7 +177,8 @@ def rollouts(
                 f"{again} rollouts of earlier steps, replayed in this one, are not shown: they stand in its table alone"
             )
         if number < len(rows):
-            print(f"{number} of {len(rows):,} rollouts of {place}: --number shows more, posttrain view all of them")
+            all_of_them = f", {runnable(f'posttrain view {quote(run)}')} all of them" if Path(run).is_dir() else ""
+            print(f"{number} of {len(rows):,} rollouts of {place}: --number shows more{all_of_them}")
     for row in rows[:number] if json else ():
         print(safe_json(dumps(plainly(row), ensure_ascii=False)))
     return 0
@@ -239,8 +241,8 @@ def view(
     where
         Which of them, as a condition in SQL: "step > 100 and reward < 1".
     """
-    if missing := [name for name in ("duckdb", "starlette", "uvicorn") if find_spec(name) is None]:
-        raise UserError(f"posttrain view needs {', '.join(missing)}: pip install 'posttrain[view]'")
+    if missing := lacking("view"):
+        raise UserError(f"posttrain view needs {', '.join(missing)}: {install('view')}")
     from posttrain.cli import bounds
     from posttrain.view import command
 

@@ -32,6 +32,7 @@ from posttrain.data.files import (
     rows_of,
 )
 from posttrain.data.store import Table, digest, fingerprint, keep_table
+from posttrain.extras import install
 from posttrain.messages import clip, one_line
 from posttrain.types import UserError
 from posttrain.user_code import describe_error
@@ -368,7 +369,7 @@ def _library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise UserError(f"this source needs {package}: pip install 'posttrain[datasets]'") from error
+        raise UserError(f"this source needs {package}: {install('datasets')}") from error
 
 
 def no_column(column: str, row: Row) -> str:

@@ -23,6 +23,7 @@ from posttrain.engines.handover import Files
 from posttrain.engines.members import Link, Place
 from posttrain.engines.replicas import Listening, environment_of
 from posttrain.engines.wire import Gone, Wire
+from posttrain.extras import install
 from posttrain.messages import one_line
 from posttrain.types import UserError
 
@@ -63,7 +64,7 @@ class RayPlaces:
         try:
             import ray
         except ImportError as error:
-            raise UserError("Ray is not installed: pip install posttrain[ray], or leave out --launch") from error
+            raise UserError(f"Ray is not installed: {install('ray')}, or leave out --launch") from error
         self.ray: Any = ray
         self._began = not ray.is_initialized()
         if self._began:

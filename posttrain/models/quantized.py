@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from posttrain.extras import install
 from posttrain.models.linear import Linear, LinearOfRows
 from posttrain.types import UserError
 
@@ -80,7 +81,7 @@ def require(kind: str) -> None:
         try:
             import bitsandbytes  # noqa: F401
         except ImportError as error:
-            raise UserError("--quantize nf4 needs bitsandbytes: pip install 'posttrain[qlora]', or int8") from error
+            raise UserError(f"--quantize nf4 needs bitsandbytes: {install('qlora')}, or int8") from error
 
 
 def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:

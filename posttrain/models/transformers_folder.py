@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Layout
+from posttrain.extras import install
 from posttrain.messages import one_line
 from posttrain.models.announced import check_layers, check_room, other_shape
 from posttrain.models.backed import NAME, Backed, NotFlatError, Way, attending, segment_attention
@@ -176,9 +177,7 @@ def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
     try:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
-        raise UserError(
-            f"{file}: model_type {shown(kind)} needs transformers: pip install 'posttrain[transformers]'"
-        ) from error
+        raise UserError(f"{file}: model_type {shown(kind)} needs transformers: {install('transformers')}") from error
     if source.get("auto_map") and not trust and kind not in CONFIG_MAPPING:
         raise UserError(f"{file}: this model is Python code of its own: read it, then set {TRUST}=1")
     if kind not in CONFIG_MAPPING and not trust:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from posttrain.extras import install
 from posttrain.messages import one_line
 from posttrain.record.index import left_out, open_index
 from posttrain.record.reading import SUFFIXES, open_file, read_file, read_seconds
@@ -272,5 +273,5 @@ def _library() -> Any:
     try:
         import duckdb
     except ImportError as error:
-        raise UserError("questions in SQL need DuckDB: pip install 'posttrain[view]'") from error
+        raise UserError(f"questions in SQL need DuckDB: {install('view')}") from error
     return duckdb

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from posttrain.extras import install
 from posttrain.messages import one_line, short
 from posttrain.retrieval.bm25 import Found
 from posttrain.retrieval.passages import Passages
@@ -91,9 +92,7 @@ def _library() -> Any:
     try:
         import faiss
     except ImportError as error:
-        raise UserError(
-            "--faiss needs FAISS: pip install 'posttrain[faiss]', or leave it out for plain products"
-        ) from error
+        raise UserError(f"--faiss needs FAISS: {install('faiss')}, or leave it out for plain products") from error
     return faiss
 
 

@@ -106,7 +106,9 @@ class Display:
 
     def _plain(self, values: Mapping[str, float]) -> str:
         place = f"step {self._number:>{len(str(self._steps))}}/{self._steps}"
-        shown = [f"{value} {label}" if label.startswith("tok/s") else f"{label} {value}" for label, value in figures(values)]
+        shown = [
+            f"{value} {label}" if label.startswith("tok/s") else f"{label} {value}" for label, value in figures(values)
+        ]
         return "  ".join([place, *shown, self._left()])
 
     def _left(self) -> str:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from posttrain.extras import runnable
 from posttrain.messages import clip
 from posttrain.runs.files import EVALS, HEALTH, METRICS, ROLLOUTS, RUN, TIMING, Folder, kept_file, step_of
 from posttrain.runs.lined import FILE, Row, checked, content_of, damaged, lines, parsed, unreadable
@@ -49,7 +50,8 @@ def _where_runs_are(folder: Path) -> str:
     if above is not None:
         return f"it is part of the run {os.path.relpath(above) if not folder.is_absolute() else above}: pass that"
     if folder.is_file():
-        also = "; posttrain rollouts and posttrain query take files of rollouts" if folder.suffix == ".parquet" else ""
+        both = f"posttrain rollouts and {runnable('posttrain query')}"
+        also = f"; {both} take files of rollouts" if folder.suffix == ".parquet" else ""
         return f"it is a file, not a folder with a {RUN}{also}"
     if not folder.exists() and not folder.parent.is_dir():
         return "there is no such folder"

@@ -195,7 +195,8 @@ def test_only_what_a_run_has_written_is_named_at_its_end(place: Path, capsys: py
 def test_eval_compares_two_checkpoints_and_writes_its_figures(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "eval --tasks rows.jsonl --env arithmetic --samples 2 --k 1 2 --max-tokens 4 --threads 1 --limit 4".split()
     assert main([*words, "--model", "start", "--against", "start", "--out", "figures/a.json"]) == 0
-    assert "difference in accuracy, task by task: 0.000 [0.000, 0.000]" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "difference in accuracy, task by task: 0.000 [0.000, 0.000]" in said
     figures = json.loads((place / "figures" / "a.json").read_text())
     assert figures["figures"] == figures["against"] and len(figures["rewards"]) == 4
     own, other = (place / "figures" / f"a{side}.rollouts.parquet" for side in ("", ".against"))
@@ -203,6 +204,13 @@ def test_eval_compares_two_checkpoints_and_writes_its_figures(place: Path, capsy
     assert own.read_bytes() == other.read_bytes() and len(rows) == 8
     for task, rewards in figures["rewards"].items():
         assert rewards == [row["reward"] for row in rows if row["task"] == task]
+    shown = [f"{name}, reward {example['reward']:g}" for name, example in figures["examples"].items()]
+    assert [line[3:].partition(" ──")[0] for line in said.splitlines() if line.startswith("── ")] == shown
+    every = sorted(row["reward"] for row in rows)
+    assert [example["reward"] for example in figures["examples"].values()] == [every[0], every[3], every[-1]]
+    for example in figures["examples"].values():
+        row = rows[example["place"]]
+        assert (row["task"], row["reward"], row["text"]) == (example["task"], example["reward"], example["reply"])
 
 
 def test_more_tokens_than_the_context_holds_are_said_at_the_start(
@@ -348,5 +356,5 @@ def test_a_terminal_says_that_libraries_are_loaded_before_they_are(watched: bool
     said = os.read(ours, 4096).decode() if watched else told.decode()
     os.close(ours)
     assert process.returncode == 130 and out == b"", "what is piped is not disturbed"
-    shown = "loading libraries ...\r\x1b[J" if watched and not quiet else ""
+    shown = "loading libraries ...\r\x1b[K" if watched and not quiet else ""
     assert said.replace("\r\n", "\n") == f"{shown}posttrain: stopped\n"

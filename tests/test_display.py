@@ -13,7 +13,7 @@ from posttrain.runs import notices
 from posttrain.runs.display import Display
 from posttrain.runs.output import Output
 from posttrain.runs.panel import View, compose
-from posttrain.runs.printing import sample, shown, table
+from posttrain.runs.printing import examples, sample, shown, table
 from posttrain.runs.terminal import Passing, Region, cells
 from posttrain.types import Invalid, PlayedTurn, Rollout, SpanKind, StopReason
 
@@ -142,11 +142,11 @@ def test_what_a_run_was_asked_to_do_is_broken_between_words_on_a_terminal_alone(
 def screen(text: str, columns: int = 80) -> list[str]:
     """What a terminal shows after this text: the codes that move up and erase are carried out, lines wrap."""
     lines, row = [""], 0
-    for part in re.split(r"(\n|\r|\x1b\[\d*A|\x1b\[J|\x1b\[\?25[hl])", text):
+    for part in re.split(r"(\n|\r|\x1b\[\d*A|\x1b\[[JK]|\x1b\[\?25[hl])", text):
         if part == "\n":
             row += 1
             lines += [""] * (row + 1 - len(lines))
-        elif part == "\x1b[J":
+        elif part in ("\x1b[J", "\x1b[K"):
             del lines[row + 1 :]
             lines[row] = ""
         elif part.endswith("A") and part.startswith("\x1b["):
@@ -160,7 +160,8 @@ def screen(text: str, columns: int = 80) -> list[str]:
 VIEW = View(
     "rl runs/a", 12, 200, "1:02:03 left",
     {"reward": 0.5, "accuracy": 0.25, "entropy": 1.5, "length": 120.0, "kl": 0.01, "invalid": 0.1, "loss": 0.3,
-     "tokens_per_second/sampled": 12345.0, "eval/accuracy": 0.2, "eval/reward": 0.3, "eval/invalid": 0.0, "eval/length": 99.0},
+     "tokens_per_second/sampled": 12345.0, "eval/accuracy": 0.2, "eval/reward": 0.3,
+     "eval/invalid": 0.0, "eval/length": 99.0},
     [0.1 * i for i in range(90)],
 )  # fmt: skip
 
@@ -438,3 +439,19 @@ def test_once_a_run_is_described_nothing_is_said_of_what_is_being_done(terminal:
     Display(stream=terminal).start("GRPO", 3, [])
     doing("opening another")
     assert told == ["opening a model"]
+
+
+def test_examples_are_cut_to_a_few_lines_and_cannot_rewrite_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "\x1b[2J\rfine\x07" + " word" * 100
+    plain = Rollout(
+        {"id": "t1", "answer": "A" * 300}, "t1", [], 0.0, prompt="few shots\n" * 30 + "the end:", text=hostile
+    )
+    messages = [{"role": "user", "content": "first"}, {"role": "user", "content": "the question"}]
+    chat = Rollout({"id": "t2", "messages": messages}, "t2", [], 1.0, prompt="<|im_start|>assistant\n", text="\n\n")
+    examples("Replies of m", {"worst, reward 0": plain, "best, reward 1": chat})
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert max(map(len, lines)) <= 80 and "\x1b" not in said and "\r" not in said and "\\x1b[2J" in said
+    assert lines[2:4] == ["prompt │ ... (30 more lines before)", "       │ the end:"]
+    assert lines[6].startswith("       │ ... (") and lines[7].endswith("AAA...")
+    assert lines[9:11] == ["prompt │ the question", "reply  │"]

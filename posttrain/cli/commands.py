@@ -180,19 +180,20 @@ def _setting(text: str) -> tuple[str, str]:
 
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares two checkpoints."""
-    from posttrain.runs.printing import table
+    from posttrain.runs.printing import examples, table
     from posttrain.training import evaluation
 
     found = evaluation.evaluate(config)
+    chosen = {name: found.rollouts[place] for name, place in found.examples.items()}
+    examples(f"Replies of {config.model}", {f"{name}, reward {r.reward:.4g}": r for name, r in chosen.items()})
     names = [n for n in found.figures if isinstance(found.figures[n], dict)]
-
-    def row(name: str, figures: dict[str, Any]) -> list[str]:
-        return [name, *(_interval(figures[n]) for n in names)]
-
-    rows = [row(config.model, found.figures)]
-    if found.against is not None:
-        rows.append(row(config.against or "", found.against))
-    table(f"{found.figures['tasks']} tasks, {config.samples} samples each", ["model", *names], rows)
+    sides = [(config.model, found.figures), *([(config.against, found.against)] if found.against is not None else [])]
+    rows = [[name, *(_interval(figures[name]) for _, figures in sides)] for name in names]
+    table(
+        f"{found.figures['tasks']} tasks, {config.samples} samples each",
+        ["", *(str(model) for model, _ in sides)],
+        rows,
+    )
     for name, difference in (found.differences or {}).items():
         print(f"difference in {name}, task by task: {_interval(difference)} (95% interval)")
     for note in found.notes:

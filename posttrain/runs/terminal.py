@@ -25,7 +25,7 @@ Line = Sequence[tuple[str, str]]
 """Pieces of a line: text, and a name of STYLES or ""."""
 
 STYLES = {"dim": "\x1b[2m", "bold": "\x1b[1m", "accent": "\x1b[36m"}
-PLAIN, ERASE_BELOW, HIDE_CURSOR, SHOW_CURSOR = "\x1b[0m", "\x1b[J", "\x1b[?25l", "\x1b[?25h"
+PLAIN, ERASE_LINE, ERASE_BELOW, HIDE_CURSOR, SHOW_CURSOR = "\x1b[0m", "\x1b[K", "\x1b[J", "\x1b[?25l", "\x1b[?25h"
 
 
 class Passing:
@@ -58,7 +58,9 @@ class Passing:
         with self._lock:
             if self._shown:
                 self._shown = False
-                self._stream.write("\r" + ERASE_BELOW)
+                self._stream.write(
+                    "\r" + ERASE_LINE
+                )  # below it is nothing; and some keep a whole screen that is erased
                 self._stream.flush()
 
 

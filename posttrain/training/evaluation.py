@@ -52,6 +52,18 @@ class Evaluated:
     differences: dict[str, dict[str, float]] | None = None  # of reward and accuracy: the first minus the second
     against_rollouts: list[Rollout] = field(default_factory=list, repr=False)
 
+    @property
+    def examples(self) -> dict[str, int]:
+        """Places of rollouts worth reading: "worst", "median" and "best" by their rewards, equal ones in their order.
+
+        Of two valid rewards there is no median, and of one no best.
+        """
+        ranked = sorted((r.reward, n) for n, r in enumerate(self.rollouts) if not isinstance(r.reward, Invalid))
+        places = [place for _, place in ranked]
+        best = {"best": places[-1]} if places[1:] else {}
+        median = {"median": places[(len(places) - 1) // 2]} if places[2:] else {}
+        return {"worst": places[0], **median, **best}
+
 
 def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | None = None) -> Evaluated:
     """Play every task `samples` times. With `against`, two checkpoints play the same tasks with the same seeds."""
@@ -131,6 +143,7 @@ def save(found: Evaluated, path: Path) -> None:
         "against": found.against,
         "differences": found.differences,
         "rewards": found.rewards,
+        "examples": {name: _example(found.rollouts[place], place) for name, place in found.examples.items()},
     }
     sides = {"": found.rollouts, ".against": found.against_rollouts}
     try:
@@ -142,6 +155,12 @@ def save(found: Evaluated, path: Path) -> None:
                 write_table(path.with_name(f"{path.stem}{side}.rollouts.parquet"), table)
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
+
+
+def _example(rollout: Rollout, place: int) -> dict[str, Any]:
+    """One of the rollouts, `place`: its row in the table beside."""
+    told = {"place": place, "task": rollout.task["id"], "reward": rollout.reward}
+    return {**told, "prompt": rollout.prompt, "reply": rollout.text}
 
 
 def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:

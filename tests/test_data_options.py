@@ -23,6 +23,7 @@ from posttrain.record.reading import read_rollouts
 from posttrain.runs.panel import figures
 from posttrain.runs.reading import read_metrics, read_run, read_timing
 from posttrain.training.setup import load_tasks, split_tasks
+from posttrain.view.run import OpenRun
 
 SMALL = "--tokenizer characters --hidden 16 --layers 1 --heads 2 --context 40 --rows 4 --threads 1 --quiet".split()
 PLAY = (
@@ -297,3 +298,19 @@ def test_speed_counts_what_was_sampled_or_of_given_rows_what_was_read_and_what_w
         False, True, True, True, False, False,
     ]  # fmt: skip
     assert ("tok/s read", "9") in figures({f"{name}/read": 9.0}), "and the display tells them apart"
+
+
+def test_length_is_of_the_reply_wherever_it_is_told_and_total_of_all_tokens(place: Path) -> None:
+    assert main(["sft", *SMALL, "--tasks", "my.py:sums", "--steps", "1", "--out", "sft"]) == 0
+    write_jsonl(place / "rows.jsonl", [{"number": str(n)} for n in range(4)])
+    assert main(["rl", *PLAY, "--tasks", "rows.jsonl", "--env", "my.py:guess", "--steps", "1", "--out", "rl"]) == 0
+    played, given = read_rollouts(place / "rl", 1), read_rollouts(place / "sft", 1)
+    (metrics,) = read_metrics(place / "rl")
+    assert metrics["length"] == pytest.approx(sum(row["length"] for row in played) / len(played))
+    for row in played:
+        assert row["length"] == sum(s["length"] for s in row["spans"] if s["kind"] == "sampled")
+        assert row["total"] == sum(s["length"] for s in row["spans"]) > row["length"]
+    assert [(row["length"], row["total"]) for row in given] == [(2, 6)] * len(given), "a digit and an end, after 0+1="
+    run = OpenRun(place / "rl", "rl")
+    run.store.follow()
+    assert run.store.rows.number("length").tolist() == [row["length"] for row in played], "and so in a histogram"

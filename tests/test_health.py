@@ -139,7 +139,7 @@ def test_a_learning_rate_too_high_is_named_by_the_reward_then_by_signal_and_entr
 
 def test_a_loophole_found_in_mid_run_is_named_by_the_kl_and_by_the_reward() -> None:
     assert named(rows(LOOPHOLE)) == {"kl": 55, "jump": 59}
-    assert "rollouts/step-000059.parquet" in find(rows(LOOPHOLE))[1].message
+    assert "posttrain rollouts RUN --step 59 --order best" in find(rows(LOOPHOLE))[1].message
     assert named(rows({n: c for n, c in LOOPHOLE.items() if n != "kl"})) == {"jump": 59}
 
 

@@ -126,7 +126,7 @@ def rollouts(
     step: int | None = None,
     group: str | None = None,
     number: int = 3,
-    order: Literal["first", "best", "worst", "longest"] = "first",
+    order: Literal["first", "best", "worst", "longest", "invalid"] = "first",
     held_out: bool = False,
     json: bool = False,
 ) -> int:
@@ -143,7 +143,8 @@ def rollouts(
     number
         How many are shown.
     order
-        Which come first: as they were played, those with the highest or the lowest reward, or the longest.
+        Which come first: as they were played, those with the highest or the lowest reward, the longest, or
+        those whose reward is invalid.
     held_out
         Those of the held-out tasks, as they were played after that step.
     json
@@ -163,6 +164,7 @@ def rollouts(
     keys: dict[str, Callable[[dict[str, Any]], float]] = {
         "best": lambda row: -math.inf if row["reward"] is None else row["reward"],
         "worst": lambda row: -math.inf if row["reward"] is None else -row["reward"],
+        "invalid": lambda row: row["invalid"] is not None,
         "longest": lambda row: sum(turn["length"] for turn in row["turns"]),
     }
     if order in keys:

@@ -98,7 +98,7 @@ def test_those_that_are_asked_for_come_first(capsys: pytest.CaptureFixture[str])
     invalid = [row["invalid"] is not None for row in rows("invalid")]
     assert invalid == sorted(invalid, reverse=True)
     rewards = [row["reward"] for row in rows("worst") if row["reward"] is not None]
-    assert rewards == sorted(rewards) and [row["reward"] for row in rows("best")][0] == rewards[-1]
+    assert rewards == sorted(rewards) and next(row["reward"] for row in rows("best")) == rewards[-1]
 
 
 def test_rollouts_of_a_task_are_found_by_its_name_or_that_of_its_group(capsys: pytest.CaptureFixture[str]) -> None:

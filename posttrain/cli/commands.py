@@ -143,8 +143,7 @@ def reward_model(
     def trained(config: RewardModelling) -> Run:
         run = rewarding.reward_model(config)
         if (run.path / REPORT).exists() and _speaks():
-            print("\n".join(rewarding.lines(rewarding.read_report(run.path))))
-            print(f"report      {run.path / REPORT}")
+            _say(*rewarding.lines(rewarding.read_report(run.path)), f"report      {run.path / REPORT}")
         return run
 
     return _trained(_read(RewardModelling, config, set), trained)
@@ -195,9 +194,8 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
         rows,
     )
     for name, difference in (found.differences or {}).items():
-        print(f"difference in {name}, task by task: {_interval(difference)} (95% interval)")
-    for note in found.notes:
-        print(note)
+        _say(f"difference in {name}, task by task: {_interval(difference)} (95% interval)")
+    _say(*found.notes)
     if config.out:
         evaluation.save(found, Path(config.out))
     return 0
@@ -208,7 +206,7 @@ def sample(*, config: Annotated[Sample, Options] = Sample()) -> int:  # noqa: B0
     from posttrain.training import sampling
 
     found = sampling.sample(config)
-    print("\n".join([*found.notes, f"items       {found.items} prompts: {found.path}"]))
+    _say(*found.notes, f"items       {found.items} prompts: {found.path}")
     return 0
 
 
@@ -232,11 +230,7 @@ def label(*, config: Annotated[Label, Options] = Label()) -> int:  # noqa: B008
         ("best", found.best, config.best),
         ("pairs", found.pairs, config.pairs),
     ]
-    print(
-        "\n".join(
-            [*found.notes, *(f"{name:<11} {n} rows: {file}" for name, n, file in files if file and n is not None)]
-        )
-    )
+    _say(*found.notes, *(f"{name:<11} {n} rows: {file}" for name, n, file in files if file and n is not None))
     return 0
 
 
@@ -440,34 +434,41 @@ def _trained(config: AnyTraining, train: Callable[[AnyTraining], Run]) -> int:
 
 
 def _ended(verb: str, run: Run) -> int:
-    from posttrain.runs.output import Output, columns, wrapped
-
     final = run.final
     shown = ("reward", "accuracy", "eval/accuracy", "nll", "eval/loss", "divergence", "eval/divergence", "kl")
     figures = ", ".join(f"{name} {final[name]:.4g}" for name in shown if final.get(name) is not None)
-    print(
+    _say(
         ": ".join(
             ["stopped" if run.stopped else "interrupted" if run.interrupted else "done", *filter(None, [figures])]
         )
     )
-    print(f"checkpoint  {run.checkpoint}")
-    print(f"curves      {run.path / 'curves.png'}")
+    _say(f"checkpoint  {run.checkpoint}")
+    _say(f"curves      {run.path / 'curves.png'}")
     path = quote(str(run.path))
     if any((run.path / "rollouts").glob("step-*")):
-        print(f"rollouts    {run.path / 'rollouts'}")
-        print("\n".join(_looked_at(path)))
+        _say(f"rollouts    {run.path / 'rollouts'}")
+        _say(*_looked_at(path))
     if run.stopped:
-        print(wrapped(f"stopped     {run.stopped}", columns(Output(sys.stdout)), 12))
-        print(f"continue    posttrain {verb} --out {path} --resume")
+        _say(f"stopped     {run.stopped}")
+        _say(f"continue    posttrain {verb} --out {path} --resume")
         return 3
     if run.interrupted:
-        print(f"continue    posttrain {verb} --out {path} --resume")
+        _say(f"continue    posttrain {verb} --out {path} --resume")
         return 130
     if verb == "reward-model":
-        print(f"ask it      posttrain rl --reward-model {path} ..., or label --with reward-model={path}")
+        _say(f"ask it      posttrain rl --reward-model {path} ..., or label --with reward-model={path}")
     else:
-        print(f"talk to it  posttrain chat {path}")
+        _say(f"talk to it  posttrain chat {path}")
     return 0
+
+
+def _say(*lines: str) -> None:
+    """Print lines, on a terminal broken between words; what follows the first part stands beside the label."""
+    from posttrain.runs.output import Output, columns, wrapped
+
+    width = columns(Output(sys.stdout))
+    for line in "\n".join(lines).split("\n") if lines else ():
+        print(wrapped(line, width, 12))
 
 
 def _looked_at(path: str) -> list[str]:

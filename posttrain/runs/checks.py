@@ -182,7 +182,8 @@ def jump(history: History) -> str | None:
     return (
         f"the reward leapt from {before:.3g} to {series.now:.3g}, more in {limits.window} steps than in all before\n"
         "a new skill looks like this, and so does a loophole in the reward or a broken verifier: read the best replies "
-        f"(posttrain rollouts RUN --step {history.step} --order best); if it is one, fix the reward and go back to an earlier checkpoint"
+        f"(posttrain rollouts RUN --step {history.step} --order best); if it is one, fix the reward and go back to an "
+        "earlier checkpoint"
     )
 
 
@@ -231,7 +232,8 @@ def invalid(history: History) -> str | None:
         f"{series.now:.0%} of the rewards are invalid{slow}, {series.start:.0%} were at the start: a reply that cannot be "
         "scored leaves its group, so the policy can dodge a bad reward\n"
         "usual causes: replies that make the reward slow or make it fail; read those "
-        f"(posttrain rollouts RUN --step {history.step} --order invalid), give them a low reward instead, or raise --env-seconds"
+        f"(posttrain rollouts RUN --step {history.step} --order invalid), give them a low reward instead, or raise "
+        "--env-seconds"
     )
 
 

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from posttrain.messages import safe
-from posttrain.runs.output import Output, columns, wrapped
+from posttrain.core.messages import safe
+from posttrain.runs.terminal.output import Output, columns, wrapped
 
 _held: list[list[str]] = []  # of each block, the innermost last
 

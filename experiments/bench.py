@@ -11,8 +11,8 @@ from torch import Tensor
 
 from experiments.harness import Arena
 from posttrain.algorithms.policy_table import find
-from posttrain.config import RL
 from posttrain.config.resolve import filled
+from posttrain.config.training import RL
 from posttrain.core.batch import Packed
 from posttrain.core.protocols import Learner
 from posttrain.core.types import Rollout, Sampling

@@ -22,7 +22,8 @@ import numpy as np
 
 from experiments.experiment import Settings
 from experiments.harness import QUIET, checkpoint_of
-from posttrain.config import Evaluation, RewardModelling
+from posttrain.config.inference import Evaluation
+from posttrain.config.training import RewardModelling
 from posttrain.core.types import Ask, Reply, Task, Turn
 from posttrain.services.reward_model_service import RewardModelService
 from posttrain.training.verbs import evaluate, reward_model

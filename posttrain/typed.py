@@ -44,7 +44,7 @@ class TrainingOptions(DataOptions, total=False):
     resume: bool
     """Continue the run in --out from its newest undamaged checkpoint, exactly."""
     accept_changes: bool
-    """Resume even though tasks or model have changed, or part of the record is lost; run.json notes it."""
+    """Resume even though tasks, model or reward have changed, or part of the record is lost; run.json notes it."""
     overwrite: bool
     """Delete a run that is already in --out."""
     seed: int

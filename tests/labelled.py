@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.config import SFT
+from posttrain.config.training import SFT
 from posttrain.core.batch import Batch, Outputs, Stats, TrainingStep
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, Transcript

@@ -22,7 +22,7 @@ from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.describe import differences
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import CONTROLS, KL, Adaptive, Entropy, HalvingDoubling
-from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, TrustRegion, policy_objective
+from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, policy_objective
 from posttrain.algorithms.policy_table import TABLE, find
 from posttrain.algorithms.ratio import (
     RATIOS,
@@ -37,11 +37,12 @@ from posttrain.algorithms.shaping import GroupLength, SoftOverlong
 from posttrain.algorithms.surrogate import SURROGATES, Clip, ImportanceRatio, LogProbability, WeightedLogProbability
 from posttrain.algorithms.teacher import Distillation
 from posttrain.cli.main import main
-from posttrain.config import RL, Distill
 from posttrain.config.resolve import filled, validate
+from posttrain.config.training import RL, Distill
 from posttrain.core.component import NEVER, Need, knob_of
 from posttrain.core.types import Task, UserError
 from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.learners.natural_gradient import TrustRegion
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train

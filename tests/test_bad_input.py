@@ -291,13 +291,19 @@ def test_reward_that_breaks_in_the_middle_loses_no_step(
         "worn out",
         "breaking.py:",
     )
-    assert "continue after step 2 with posttrain rl --out broken --resume" in said
+    assert "continue after step 2 with posttrain rl --out broken --resume (and --accept-changes, if" in said
     assert [p.name for p in (place / "broken" / "checkpoints").iterdir()] == ["step-000002"]
     before = read_run("broken")["inputs"]["env"]
     file.write_text(GOOD)
-    assert main(["rl", "--out", "broken", "--resume", "--quiet"]) == 0
+    left = {path: path.read_bytes() for path in (place / "broken").rglob("*") if path.is_file()}
+    assert main(["rl", "--out", "broken", "--resume", "--quiet"]) == 2
+    (said,) = capfd.readouterr().err.splitlines()
+    assert "--env breaking.py:reward changed since the run began" in said and "--accept-changes" in said
+    for path, content in left.items():
+        assert path.read_bytes() == content, "nothing is lost"
+    assert main(["rl", "--out", "broken", "--resume", "--quiet", "--accept-changes"]) == 0
     assert results(place / "broken") == undisturbed
-    assert "--env breaking.py:reward changed since the run began" in capfd.readouterr().out
+    assert "warning: --env breaking.py:reward changed since the run began" in capfd.readouterr().err
     run = read_run("broken")
     assert run["resumes"][0]["changed"] == {"env": before} and run["inputs"]["env"] != before
 

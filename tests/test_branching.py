@@ -41,7 +41,8 @@ from posttrain.core.types import (
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.play.branch_plan import BranchPlan, Shares
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, EpisodeLimits, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import EpisodeLimits, Player
 from posttrain.envs.play.service_client import Services
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.native.decoder_writer import save_model

@@ -20,7 +20,8 @@ from posttrain.core.types import Invalid, Reply, StopReason, Turn, UserError
 from posttrain.envs.bridges import arena, bridge, gym, mcp_tools, reasoning
 from posttrain.envs.bridges.bridge import BridgeError, Chance, shown, task_seed
 from posttrain.envs.check import check
-from posttrain.envs.play.env_pool import Done, EnvPool
+from posttrain.envs.play.env_outputs import Done
+from posttrain.envs.play.env_pool import EnvPool
 
 JUNK = ("", "}{ )))", "x" * 100_000, "\x00", "\u0661", "nan", "1e999", "-1", "__import__('os')", "[5] [6]", "\ud800")
 

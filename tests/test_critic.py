@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from posttrain.algorithms.critic_loss import Value
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.policy_table import find
-from posttrain.config import RL
+from posttrain.config.training import RL
 from posttrain.core.batch import Stats
 from posttrain.core.types import Completion, StopReason, Task, Transcript, UserError
 from posttrain.learners.local_learner import LocalLearner, Optimization

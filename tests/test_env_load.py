@@ -32,7 +32,7 @@ from posttrain.envs.load import (
 )
 from posttrain.envs.play.env_outputs import LONGEST_TEXT, Done, read_turn, read_verdict
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.env_worker import EnvRunner
+from posttrain.envs.play.env_runner import EnvRunner
 
 MY = """
 from neighbour import SCORE

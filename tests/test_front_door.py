@@ -13,7 +13,7 @@ import posttrain
 from posttrain.envs.builtin import arithmetic
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_run, rollout_steps
-from posttrain.training.verbs.rl import Run
+from posttrain.training.trainer import Run
 
 TASKS = arithmetic.tasks(60, 0, digits=1)
 SMALL: dict[str, Any] = {"threads": 1, "quiet": True}

@@ -41,7 +41,7 @@ from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.policy_table import TABLE, find
 from posttrain.algorithms.ratio import Causal, OverSequence, RatioStep
 from posttrain.algorithms.surrogate import Clip
-from posttrain.config import RL
+from posttrain.config.training import RL
 from posttrain.core.batch import Batch, Outputs, Packed, Scores, Stats
 from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
 from posttrain.learners.local_learner import REFERENCE, LocalLearner

@@ -22,12 +22,13 @@ from processes import in_processes
 import posttrain
 from posttrain.cli import launch_processes
 from posttrain.cli.main import main
-from posttrain.config import RL
+from posttrain.config.training import RL
 from posttrain.core.types import Sampling, UserError
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.play.answer_journal import AnswerJournal
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import Player
 from posttrain.learners.data_parallel import DataParallelLearner, deal
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts

@@ -19,7 +19,9 @@ from posttrain.algorithms.describe import line, requirements
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Preference
 from posttrain.cli.main import _known, app
-from posttrain.config import OF_GROWING, OF_RETRIEVERS, VERBS, Data, ServeEngine
+from posttrain.config import OF_GROWING, OF_RETRIEVERS, VERBS
+from posttrain.config.inference import ServeEngine
+from posttrain.config.row_options import Data
 from posttrain.envs.load import BUILTIN
 from posttrain.system.user_code import load_named
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from posttrain.algorithms.policy_table import find
-from posttrain.config import RL, VERBS
+from posttrain.config import VERBS
 from posttrain.config.resolve import filled, validate
+from posttrain.config.training import RL
 from posttrain.core.types import UserError
 from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.envs.builtin.word_problems import row_to_task

@@ -57,7 +57,7 @@ def play(record: RunRecord, steps: range) -> None:
     for step in steps:
         record.rollouts(step, [Outcome(rollout(step), 0.25 * step)])
         record.metrics(step, values(step))
-        record.timing(step, {"tokens_per_second": 100.0 * step})
+        record.timing(step, {"tokens_per_second/sampled": 100.0 * step})
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -18,8 +18,8 @@ from posttrain.algorithms.critic_loss import SoftQ
 from posttrain.algorithms.policy import Algorithm, Imitation, PolicyObjective, Pretraining, policy_objective
 from posttrain.algorithms.policy_table import TABLE, find
 from posttrain.algorithms.shaping import SoftOverlong
-from posttrain.config import RL, Distill
 from posttrain.config.resolve import filled
+from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.component import Need
 from posttrain.core.types import (

@@ -24,7 +24,7 @@ from trees import grown
 
 import posttrain
 from posttrain.algorithms.policy import Algorithm
-from posttrain.config import RL
+from posttrain.config.training import RL
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.protocols import Alone, World
 from posttrain.core.types import Completion, Sampling, StopReason, Task, Transcript, UserError

@@ -18,7 +18,8 @@ from posttrain.core.types import Ask, Invalid, Reply, Sampling, SpanKind, StopRe
 from posttrain.envs.builtin.search_qa import LONGEST_QUERY, row_to_task, search_qa
 from posttrain.envs.load import load_env, success_of
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, EpisodeLimits, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import EpisodeLimits, Player
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.retrieval.passage_index import open_index
 

@@ -21,7 +21,7 @@ from served import TOOLS, Scripted, Served, served
 
 from posttrain.cli.main import main
 from posttrain.cli.serve_command import serve_policy
-from posttrain.config import ServePolicy
+from posttrain.config.inference import ServePolicy
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.local.local_engine import LocalEngine

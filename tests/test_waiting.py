@@ -13,7 +13,8 @@ from episodes import played, said
 
 from posttrain.core.types import Invalid, InvalidKind, Reply, StopReason, Turn, UserError
 from posttrain.envs.load import load_env
-from posttrain.envs.play.env_pool import Done, EnvPool, Event
+from posttrain.envs.play.env_outputs import Done, Event
+from posttrain.envs.play.env_pool import EnvPool
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 TASK = {"prompt": "p"}

@@ -24,7 +24,7 @@ from work import DISTILLED, GROUP, LEARNING_RATE, PAIRS, PROMPTS, SFT_ROWS, pair
 
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.policy_table import find
-from posttrain.config import RL, SFT, Distill, Prefer, RewardModelling
+from posttrain.config.training import RL, SFT, Distill, Prefer, RewardModelling
 from posttrain.core.batch import Batch
 from posttrain.core.types import Completion, Sampling, Transcript
 from posttrain.engines.local.compiled_step import KINDS as KINDS_OF_STEP

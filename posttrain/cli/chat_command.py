@@ -7,12 +7,14 @@ from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from posttrain.config import SCORERS, Chat, named_services
+from posttrain.config.inference import Chat
+from posttrain.config.service_options import SCORERS, named_services
 from posttrain.core.messages import safe
 from posttrain.core.types import Ask, Env, Invalid, Reply, StopReason, Task, Turn, UserError
 from posttrain.engines.local.embedded import embedded
 from posttrain.envs.builtin.service_reward import question
-from posttrain.envs.play.player import MAX_TURNS, Episode
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import MAX_TURNS
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve

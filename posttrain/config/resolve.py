@@ -9,26 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-from posttrain.config import (
-    FREE_TO_CHANGE,
-    LABELLERS,
-    OF_ONE_CALL,
-    RL,
-    SERVICES,
-    Chat,
-    Check,
-    Distill,
-    Evaluation,
-    FromRows,
-    Label,
-    Prefer,
-    RewardModelling,
-    Sample,
-    ServeEngine,
-    ServePolicy,
-    Training,
-    named_services,
-)
+from posttrain.config import FREE_TO_CHANGE, OF_ONE_CALL, Check
+from posttrain.config.inference import Chat, Evaluation, Label, Sample, ServeEngine, ServePolicy
+from posttrain.config.row_options import FromRows
+from posttrain.config.service_options import LABELLERS, SERVICES, named_services
+from posttrain.config.training import RL, Distill, Prefer, RewardModelling, Training
 from posttrain.core.coerce import convert, fits
 from posttrain.core.component import knob_of
 from posttrain.core.option_aliases import suggestion

@@ -25,7 +25,7 @@ class Training(Data):
     resume: bool = False
     """Continue the run in --out from its newest undamaged checkpoint, exactly."""
     accept_changes: bool = False
-    """Resume even though tasks or model have changed, or part of the record is lost; run.json notes it."""
+    """Resume even though tasks, model or reward have changed, or part of the record is lost; run.json notes it."""
     overwrite: bool = False
     """Delete a run that is already in --out."""
     seed: int = option(0, least=-(2**62), most=2**62)

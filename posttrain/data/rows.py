@@ -18,6 +18,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from posttrain.core.extras import install
 from posttrain.core.messages import clip, one_line
 from posttrain.core.types import UserError
 from posttrain.data.arrow_store import Table, digest, fingerprint, keep_table
@@ -368,7 +369,7 @@ def _library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise UserError(f"this source needs {package}: pip install 'posttrain[datasets]'") from error
+        raise UserError(f"this source needs {package}: {install('datasets')}") from error
 
 
 def no_column(column: str, row: Row) -> str:

@@ -20,7 +20,8 @@ from typing import Any
 
 from posttrain.core.messages import clip, safe
 from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError, bare
-from posttrain.envs.play.env_pool import Done, EnvPool, Event
+from posttrain.envs.play.env_outputs import Done, Event
+from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.episode import content_text
 from posttrain.envs.play.service_client import OPTIONS, Services, made_up
 from posttrain.envs.preview import Seen, Viewer

@@ -46,7 +46,9 @@ PANELS = {
     "groups/no_signal": "Share of groups without signal",
     "invalid": "Share of rewards that are invalid",
     "diversity/similarity": "Similarity of replies within a group",
-    "tokens_per_second": "Speed, tokens per second",
+    "tokens_per_second/sampled": "Speed, sampled tokens per second",
+    "tokens_per_second/read": "Speed, tokens read per second",
+    "tokens_per_second/learned": "Speed, learned tokens per second",
 }
 """Metric -> title in `curves`, in the order in which they are drawn. `PARTS` stands for all parts of the reward at once."""
 SILENT = ("truncated", "invalid", "kl")  # worth no panel while they are 0
@@ -213,7 +215,7 @@ def _dress(axes: Axes, name: str, bottom: bool) -> None:
     axes.spines["bottom"].set(visible=True, color="#999999", linewidth=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(5))
-    if name == "tokens_per_second":
+    if name.startswith("tokens_per_second"):
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.set_ylim(bottom=0)  # so that noise does not look like a trend
     axes.set_xlabel("step" if bottom else "", fontsize=9, color="#555555")

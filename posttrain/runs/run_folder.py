@@ -13,8 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self
 
-from posttrain.config import RL, SERVICES, Training, named_services
 from posttrain.config.resolve import AnyTraining, as_dict, continued, own_judge
+from posttrain.config.service_options import SERVICES, named_services
+from posttrain.config.training import RL, Training
 from posttrain.core import run_date
 from posttrain.core.pictures import PICTURES
 from posttrain.core.protocols import Alone, Lasting, World
@@ -23,6 +24,7 @@ from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs import fingerprint, run_files
 from posttrain.runs.fingerprint import Print
 from posttrain.runs.lock import Lock
+from posttrain.runs.notices import tell, warn
 from posttrain.runs.run_files import CHECKPOINTS, RUN, delete_run, holds_run, made_by_run, writing
 from posttrain.runs.run_reading import missing_steps, read_run
 from posttrain.runs.run_record import RunRecord, Unwritten
@@ -40,7 +42,7 @@ READ = (
     "algorithm",
     *SERVICES,
 )
-"""Options that may name files. Another content of one of them would be another run; `env` may be corrected in its course."""
+"""Options that may name files. Another content of one of them would be another run; so would another content of `env`."""
 
 
 class RunFolder(Generic[AnyTraining]):
@@ -72,7 +74,7 @@ class RunFolder(Generic[AnyTraining]):
         if not isinstance(self.world, Lasting) or not self.world.marked(self._begun_here):
             return config
         saved = any((self.path / CHECKPOINTS).glob("step-*"))
-        print(f"started again {'from the newest checkpoint' if saved else 'from the beginning'}")
+        tell(f"started again {'from the newest checkpoint' if saved else 'from the beginning'}")
         given = {name: getattr(config, name) for name in config.given}
         return type(config)(**{**given, "resume": saved, "overwrite": not saved})
 
@@ -184,16 +186,16 @@ class RunFolder(Generic[AnyTraining]):
         self.config = chosen
         before = run.get("inputs", {})
         other = fingerprint.changed(before, self._inputs)
-        refused = [self._named(name) for name in other if name != "env"]
+        refused = [self._named(name) for name in other]
         if refused and not config.accept_changes:
             raise UserError(
                 f"cannot resume {self.path}: {', '.join(refused)} changed since the run began; put back what was there, "
                 "begin a new run in another --out, or continue with what is there now with --accept-changes"
             )
         for name in other:
-            print(f"{self._named(name)} changed since the run began: the run goes on with it, and {RUN} says so")
+            warn(f"{self._named(name)} changed since the run began: the run goes on with it, and {RUN} says so")
         for name in fingerprint.rewritten(before, self._inputs):
-            print(f"{self._named(name)} was written since the run began; its size and samples of it are the same")
+            tell(f"{self._named(name)} was written since the run began; its size and samples of it are the same")
         self._noted = {
             **({"changed": {name: before[name] for name in other}} if other else {}),
             **({"lost": lost} if lost else {}),
@@ -206,7 +208,7 @@ class RunFolder(Generic[AnyTraining]):
         for folder, damage in checkpoints.examined(self.path):
             if damage is None:
                 for other, why in passed:
-                    print(f"checkpoint {other} is damaged ({why}): using the one before it")
+                    warn(f"checkpoint {other} is damaged ({why}): using the one before it")
                 return folder
             passed.append((folder, damage))
         over = "to start over, give --overwrite instead of --resume"

@@ -12,7 +12,7 @@ from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.settings import change, check_ranges, choose, flags
 from posttrain.algorithms.surrogate import ExpectedQ
 from posttrain.algorithms.teacher import Distillation
-from posttrain.config import RL, Distill
+from posttrain.config.training import RL, Distill
 from posttrain.core.component import Need, RunLimits
 from posttrain.core.types import UserError
 

@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 
-from posttrain.config import RL, SFT, Chat, Check, Evaluation, Label, Sample, named_services
+from posttrain.config import Check
+from posttrain.config.inference import Chat, Evaluation, Label, Sample
+from posttrain.config.service_options import named_services
+from posttrain.config.training import RL, SFT
+from posttrain.core.doing import doing
 from posttrain.core.protocols import Alone, Engine, World
 from posttrain.core.types import Env, Sampling, UserError
 from posttrain.data.tasks import Stream, Tasks
@@ -28,8 +32,9 @@ from posttrain.envs.preview import Viewer
 from posttrain.models.checkpoint_summary import Outline, outline
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
+from posttrain.runs.notices import warn
 from posttrain.services.judge_recipe import Generative, Recipe, read_recipe
-from posttrain.training.setup import rehearse, warn
+from posttrain.training.setup import rehearse
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ def open_playground(
         limits = config.env_workers, config.env_seconds, config.env_memory
         if isinstance(config, Sample) and not (env or config.env):
             env, limits = unscored, (0, *limits[1:])
+        doing("trying the environment")
         told = tuple(about(env or config.env))
         pool = opened.enter_context(EnvPool(env or config.env, *limits))
         known = tuple(outline(model, config.chat_template) for model in models)

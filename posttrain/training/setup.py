@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 
-from posttrain.config import Data, Evaluation, Label, Sample, Training
+from posttrain.config.inference import Evaluation, Label, Sample
+from posttrain.config.row_options import Data
+from posttrain.config.training import Training
 from posttrain.core.conversation import TextEncoder
+from posttrain.core.doing import doing
 from posttrain.core.messages import clip
 from posttrain.core.protocols import Model
 from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
@@ -20,13 +22,14 @@ from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
 from posttrain.data.tasks_from_rows import Conversion, Convert, is_script
 from posttrain.envs.load import is_generator_env, load_converter, load_env
-from posttrain.envs.play.env_pool import Done, EnvPool
+from posttrain.envs.play.env_outputs import Done
+from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.preview import Seen, Viewer
 from posttrain.learners.local_learner import Optimization
 from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.runs.terminal.output import Output, columns, wrapped
+from posttrain.runs.notices import tell, warn
 from posttrain.system.user_code import load_named
 from posttrain.training.held_out_check import seen
 from posttrain.training.sources.length_filter import Prompts, TooLong
@@ -36,11 +39,6 @@ READ_FOR_UNKNOWN = 20  # tasks
 MOST_UNKNOWN = 0.01  # share of their tokens that may be unknown to the tokenizer
 MOST_BEYOND = 1.05  # times the vocabulary: some checkpoints lack a few tokens that are never used in texts
 SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}")
-
-
-def warn(text: str) -> None:
-    """Tell the user on standard error."""
-    print(wrapped(f"posttrain: warning: {text}", columns(Output(sys.stderr))), file=sys.stderr)
 
 
 def prepare(config: Training | Evaluation | Sample) -> torch.device:
@@ -99,6 +97,7 @@ def load_tasks(
     `left_out`: which rows `convert` leaves out, in words.
     """
     spec = env or config.env or None
+    doing("reading rows" if rows is not None else f"reading {config.tasks}")
     if convert is None and spec is not None:
         function = load_env(spec)  # its mistakes are told before anything heavy starts
         need = () if need == ("prompt",) and is_generator_env(function) else need
@@ -292,8 +291,8 @@ def end_tokens(model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def watch_lengths(config: Training, context: int) -> TooLong:
-    """What becomes of rows that are longer than `context` tokens, told on the terminal until a display takes over."""
-    return TooLong(config.too_long, context, (lambda text: None) if config.quiet else print)
+    """What becomes of rows that are longer than `context` tokens, told with the warnings until a display takes over."""
+    return TooLong(config.too_long, context, (lambda text: None) if config.quiet else tell)
 
 
 def optimization(config: Training, updates: int) -> Optimization:

@@ -135,7 +135,7 @@ def _tasks(request: AuditRequest, limit: int | None = None) -> list[Task]:
 
 def _probe(request: AuditRequest) -> Probe:
     """Play the tasks and their probed twins with the same seeds."""
-    from posttrain.config import Evaluation
+    from posttrain.config.inference import Evaluation
     from posttrain.config.resolve import filled
     from posttrain.envs.load import success_of
     from posttrain.training.verbs.evaluate import evaluate

@@ -25,7 +25,7 @@ from posttrain.runs.record.rollout_rows import as_json
 PAGE = 100  # rows that are handed out at once
 BINS = 32
 MEANT = 4  # parts of the reward whose means are told
-NUMBERS = ("reward", "advantage", "length", "sampled", "epoch", "shaping", "penalty", "used", "version")
+NUMBERS = ("reward", "advantage", "length", "total", "sampled", "epoch", "shaping", "penalty", "used", "version")
 PLAIN = (*NUMBERS, "step", "index", "fate", "stop", "member", "kind", "group", "task", "prompt", "text")
 """Columns that sort, and that the table of rollouts has itself."""
 SORTS = {
@@ -206,7 +206,7 @@ class ViewQuestion:
             if says.startswith(("held ", "step ")):
                 mask &= one()
         keys, at = np.unique(rows.key[mask] >> 32, return_inverse=True)
-        tokens = np.bincount(at, np.nan_to_num(rows.number("length")[mask]), len(keys))
+        tokens = np.bincount(at, np.nan_to_num(rows.number("total")[mask]), len(keys))
         sizes = {
             RolloutPart(int(k >> 1), bool(k & 1)): int(n) for k, n in zip(keys.tolist(), tokens.tolist(), strict=True)
         }
@@ -349,11 +349,11 @@ class ViewQuestion:
 
     def _mean(self, places: Places) -> dict[str, Any]:
         rows = self.rows
-        reward, sampled = rows.number("reward")[places], rows.number("sampled")[places]
+        reward = rows.number("reward")[places]
         known = ~np.isnan(reward)
         columns: dict[str, Floats | Mask] = {
             "reward": reward,
-            "tokens": np.where(sampled > 0, sampled, rows.number("scored")[places]),
+            "tokens": rows.number("length")[places],
             "cut off": rows.flag("truncated")[places],
             "invalid": ~known,
             "advantage": rows.number("advantage")[places],

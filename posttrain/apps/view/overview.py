@@ -132,7 +132,10 @@ def _learning(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any])
         _of(steps, m, "accuracy", "Accuracy", "green"),
         _of(steps, m, "margin", "Margin of the better responses"),
         _first(steps, m, [("nll", "Loss, nats per token"), ("loss", "Loss")]),
-        _of(steps, m, "tokens_per_second", "Tokens per second"),
+        _first(steps, m, [
+            ("tokens_per_second/sampled", "Sampled tokens per second"), ("tokens_per_second/read", "Tokens read per second"),
+        ]),
+        _of(steps, m, "tokens_per_second/learned", "Learned tokens per second"),
         _of(steps, m, "lr", "Learning rate"),
     ]  # fmt: skip
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core.extras import install
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.engines.pool.pool_member import EngineLink, EnginePlace
@@ -64,7 +65,7 @@ class RayPlaces:
         try:
             import ray
         except ImportError as error:
-            raise UserError("Ray is not installed: pip install posttrain[ray], or leave out --launch") from error
+            raise UserError(f"Ray is not installed: {install('ray')}, or leave out --launch") from error
         self.ray: Any = ray
         self._began = not ray.is_initialized()
         if self._began:

@@ -27,7 +27,7 @@ from posttrain.core.types import (
     Turn,
 )
 from posttrain.envs.play.contexts import Context, placed, positions
-from posttrain.envs.play.env_pool import Done
+from posttrain.envs.play.env_outputs import Done
 
 
 @dataclass(frozen=True)

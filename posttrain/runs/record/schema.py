@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
-VERSION = "1"
+VERSION = "2"
 KEY = b"posttrain.schema"
 """Where a file's metadata has the version."""
 
@@ -94,7 +94,8 @@ SCALARS = pa.schema(
         ("versions", pa.list_(pa.int32())),
         ("sampled", pa.int32()),  # tokens
         ("scored", pa.int32()),
-        ("length", pa.int32()),  # all tokens
+        ("length", pa.int32()),  # of the reply: what was sampled, or of a given row what is learned
+        ("total", pa.int32()),  # all tokens
         ("notes", _TEXT),  # JSON of what the environment noted
         ("answers", _TEXT),  # JSON of what services answered, and `said` for it
         ("media", pa.list_(_TEXT)),  # names of pictures

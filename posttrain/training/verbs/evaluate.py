@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import Evaluation
+from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import validate
 from posttrain.core import run_date
 from posttrain.core.batch import Stats
@@ -19,7 +19,7 @@ from posttrain.data.tasks import Stream, Tasks, hold_out
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many
 from posttrain.envs.load import success_of
-from posttrain.envs.play.player import Episode
+from posttrain.envs.play.episode import Episode
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record.rollout_tables import rollouts_table
@@ -53,6 +53,18 @@ class Evaluated:
     against: dict[str, Any] | None = None  # figures of the second checkpoint
     differences: dict[str, dict[str, Any]] | None = None  # of reward and accuracy: the first minus the second
     against_rollouts: list[Rollout] = field(default_factory=list, repr=False)
+
+    @property
+    def examples(self) -> dict[str, int]:
+        """Places of rollouts worth reading: "worst", "median" and "best" by their rewards, equal ones in their order.
+
+        Of two valid rewards there is no median, and of one no best.
+        """
+        ranked = sorted((r.reward, n) for n, r in enumerate(self.rollouts) if not isinstance(r.reward, Invalid))
+        places = [place for _, place in ranked]
+        best = {"best": places[-1]} if places[1:] else {}
+        median = {"median": places[(len(places) - 1) // 2]} if places[2:] else {}
+        return {"worst": places[0], **median, **best}
 
 
 def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | None = None) -> Evaluated:
@@ -135,6 +147,7 @@ def save(found: Evaluated, path: Path) -> None:
         "against": found.against,
         "differences": found.differences,
         "rewards": found.rewards,
+        "examples": {name: _example(found.rollouts[place], place) for name, place in found.examples.items()},
     }
     sides = {"": found.rollouts, ".against": found.against_rollouts}
     try:
@@ -146,6 +159,12 @@ def save(found: Evaluated, path: Path) -> None:
                 write_table(path.with_name(f"{path.stem}{side}.rollouts.parquet"), table)
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
+
+
+def _example(rollout: Rollout, place: int) -> dict[str, Any]:
+    """One of the rollouts, `place`: its row in the table beside."""
+    told = {"place": place, "task": rollout.task["id"], "reward": rollout.reward}
+    return {**told, "prompt": rollout.prompt, "reply": rollout.text}
 
 
 def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:

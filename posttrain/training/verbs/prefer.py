@@ -12,8 +12,8 @@ from posttrain.algorithms.describe import describe
 from posttrain.algorithms.preference import Preference, PreferenceObjective
 from posttrain.algorithms.preference_table import find_preference
 from posttrain.algorithms.settings import change, check_ranges
-from posttrain.config import Prefer
 from posttrain.config.resolve import validate
+from posttrain.config.training import Prefer
 from posttrain.core.batch import Outputs, Packed, Stats
 from posttrain.core.component import Need
 from posttrain.core.types import UserError

@@ -11,8 +11,8 @@ from posttrain.algorithms.describe import describe
 from posttrain.algorithms.links import CrossEntropy, SquaredError
 from posttrain.algorithms.reward_model_table import Scoring, ScoringObjective, find_scoring
 from posttrain.algorithms.settings import change, check_ranges
-from posttrain.config import RewardModelling
 from posttrain.config.resolve import validate
+from posttrain.config.training import RewardModelling
 from posttrain.core.intervals import told
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError

@@ -15,8 +15,8 @@ from typing import Any
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.policy_table import find
-from posttrain.config import RL, Distill
 from posttrain.config.resolve import validate
+from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Stats
 from posttrain.core.component import Need
 from posttrain.core.protocols import Engine, Model, World

@@ -16,8 +16,9 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import Sample, named_services
+from posttrain.config.inference import Sample
 from posttrain.config.resolve import own_judge, validate
+from posttrain.config.service_options import named_services
 from posttrain.core.coerce import convert
 from posttrain.core.component import knob_of
 from posttrain.core.option_aliases import suggestion
@@ -30,8 +31,8 @@ from posttrain.data.tasks_from_rows import Convert
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many
 from posttrain.envs.load import is_generator_env, load_converter, load_env
-from posttrain.envs.play.episode import content_text
-from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.episode import Episode, content_text
+from posttrain.envs.play.player import Player
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.runs import fingerprint
 from posttrain.runs.checkpoint import resolve

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from posttrain.config import SFT
 from posttrain.config.resolve import validate
+from posttrain.config.training import SFT
 from posttrain.core.batch import Stats
+from posttrain.core.doing import doing
 from posttrain.core.protocols import Model
 from posttrain.core.types import Task, Transcript, UserError
 from posttrain.data.tasks import Stream, Tasks
@@ -152,6 +153,7 @@ def _from_scratch(
     if config.tokenizer in ("bpe", "characters"):
         template = read_template(config.chat_template) if config.chat_template is not None else None
         some = tasks.first(READ_OF_A_STREAM) if isinstance(tasks, Stream) else tasks
+        doing("training a tokenizer")
         texts = chain.from_iterable(map(texts_of, some))
         if play is not None:
             told = chain.from_iterable(texts_of(task) for task in some if not is_script(task))

@@ -25,7 +25,7 @@ from posttrain.algorithms.table import TABLE
 from posttrain.cli.main import main
 from posttrain.record.asking import Questions
 from posttrain.record.reading import read_file, read_rollouts
-from posttrain.record.schema import KEY
+from posttrain.record.schema import KEY, VERSION
 from posttrain.record.writing import write_table
 from posttrain.runs.reading import divides_by_sampler, read_run
 from posttrain.training.intervals import paired_interval
@@ -328,7 +328,7 @@ def count(store: Store, step: int) -> int:
 
 def shorten(file: Path) -> None:
     """Leave 40 rollouts in a file."""
-    write_table(file, read_file(file).slice(0, 40).replace_schema_metadata({KEY: b"1"}))
+    write_table(file, read_file(file).slice(0, 40).replace_schema_metadata({KEY: VERSION.encode()}))
 
 
 def test_a_run_that_goes_on_is_followed_and_what_a_resume_deletes_is_gone(folder: Path, tmp_path: Path) -> None:

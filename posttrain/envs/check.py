@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from posttrain.envs.asking import OPTIONS, Services, made_up
-from posttrain.envs.playing import content_text
+from posttrain.envs.playing import content_text, last_asked
 from posttrain.envs.pool import Done, EnvPool, Event
 from posttrain.envs.seen import Seen, Viewer
 from posttrain.messages import clip, safe
@@ -52,6 +52,7 @@ class Case:
     kind: str  # of reply
     reply: str
     shown: tuple[str, ...]  # what the environment showed, turn by turn
+    asked: str  # the first of it, of messages what the user said last
     result: Done | None  # of the side that was asked first; None: it still asked after `TURNS` turns
     steps: tuple[float, ...]  # rewards of its turns
     seconds: float  # of its slowest call
@@ -69,6 +70,8 @@ class Report:
     made_up: tuple[str, ...] = ()  # those of them whose answers were
     unanswered: Case | None = None  # the first case, played without their answers
     context: int | None = None  # of the model, where one is known
+    first: Turn | None = None  # what was shown first of all
+    told: tuple[str, ...] = ()  # what else is to be said of the model
 
     @property
     def known(self) -> bool:
@@ -114,7 +117,7 @@ class Report:
             rewards = "" if shown == cases else f"   rewards {', '.join(map(_number, cases))}"
             head = f"task {task if verbose else task[:12]}: "
             room = MOST if verbose else max(20, WIDTH - len(head) - len(rewards))
-            lines.append(head + (_cut(cases[0].shown[0], room) if cases[0].shown else "shows nothing") + rewards)
+            lines.append(head + (_cut(cases[0].asked, room) if cases[0].shown else "shows nothing") + rewards)
             for case in shown:
                 lines += self._case(case, told, verbose)
         more = [f"({hidden} more cases: --verbose shows them)"] if hidden else []
@@ -178,6 +181,7 @@ class Report:
         if prompts and not lines:
             several = f"{prompts[0]} to {prompts[-1]}" if len(prompts) > 1 else f"{prompts[0]}"
             lines = [f"the model sees prompts of {several} tokens, in a context of {self.context}"]
+        lines += self.told
         scripted = [case.seen.longest for case in self.cases if case.seen is not None and case.kind == SCRIPT]
         if scripted and prompts:
             room = "" if max(scripted) <= self.context else f", more than its context of {self.context}"
@@ -244,7 +248,7 @@ def check(
         raise UserError("there are no tasks to check the environment with")
     cases: list[Case] = []
     answers = _Answers(services or Services())
-    unanswered = None
+    unanswered, first = None, None
     with EnvPool(env_spec, workers=1, seconds=seconds, memory=memory) as pool:
         for number, task in enumerate(tasks[:TASKS]):
             for kind, script in _sample_replies(task, replies):
@@ -259,18 +263,19 @@ def check(
                     shown_again, result_again, slowest_again = _play(pool, task, script, answers, again)
                     repeats = (shown, result) == (shown_again, result_again)
                     slowest = max(slowest, slowest_again)
+                first = first or next(iter(shown), None)
                 name = str(task.get("id", number))
                 side = shown[0].side if result and result.sides and shown else None
                 steps = tuple(turn.reward for turn in shown if turn.reward and side in (None, turn.side))
                 ends = None if result is None else _first(shown, result)
-                cases.append(Case(name, kind, reply, tuple(map(_text, shown)), ends, steps, slowest, repeats, seen))
+                cases.append(Case(name, kind, reply, *_told(shown), ends, steps, slowest, repeats, seen))
                 if answers.asked and unanswered is None:
                     shown, result, slowest = _play(pool, task, script, None)
                     ends = None if result is None else _first(shown, result)
-                    unanswered = Case(name, kind, reply, tuple(map(_text, shown)), ends, (), slowest, True)
+                    unanswered = Case(name, kind, reply, *_told(shown), ends, (), slowest, True)
     context = viewer.context if viewer is not None else None
     asked, made_up = tuple(answers.asked), tuple(answers.made_up)
-    return Report(tuple(cases), replies is not None, asked, made_up, unanswered, context)
+    return Report(tuple(cases), replies is not None, asked, made_up, unanswered, context, first)
 
 
 def _first(shown: Sequence[Turn], result: Done) -> Done:
@@ -357,6 +362,13 @@ def _timed(pool: EnvPool, ask: Callable[[], None]) -> tuple[Event, float]:
     ask()
     [(_, event)] = pool.poll(None)
     return event, time.perf_counter() - began
+
+
+def _told(shown: Sequence[Turn]) -> tuple[tuple[str, ...], str]:
+    """What was shown, turn by turn, and what of the first turn tells it from those of other tasks."""
+    texts = tuple(map(_text, shown))
+    asked = last_asked(shown[0].messages) if shown and shown[0].messages else ""
+    return texts, asked or next(iter(texts), "")
 
 
 def _text(turn: Turn) -> str:

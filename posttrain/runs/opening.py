@@ -18,6 +18,7 @@ from posttrain.pictures import PICTURES
 from posttrain.protocols import Alone, Lasting, World
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs import files, fingerprint
+from posttrain.runs.chatting import CHAT, Chatting
 from posttrain.runs.files import CHECKPOINTS, RUN, delete_run, holds_run, made_by_run, writing
 from posttrain.runs.fingerprint import Print
 from posttrain.runs.lock import Lock
@@ -52,6 +53,7 @@ class RunFolder(Generic[AnyTraining]):
         self.world = world or Alone()
         self.config: AnyTraining = config
         self.checkpoint: Path | None = None  # what the run goes on from
+        self.chat = Chatting()  # how plain prompts reach the model
         self._rows, self._env = rows, env
         self._noted: dict[str, Any] = {}  # what run.json is to say of this resumption
         self._lock: Lock | None = None
@@ -128,7 +130,8 @@ class RunFolder(Generic[AnyTraining]):
         """
         if self.world.rank:
             return Unwritten()
-        told = {"initial": str(self.start) if self.start else None, **told, "inputs": self._inputs}
+        initial = str(self.start) if self.start else None
+        told = {"initial": initial, CHAT: self.chat.recorded(), **told, "inputs": self._inputs}
         options = as_dict(self.config)
         if isinstance(self.world, Lasting):
             self.world.mark(self._begun_here)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.batch import Step
 from posttrain.data.tasks import ENDLESS
+from posttrain.envs.playing import last_asked
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.protocols import Learner
 from posttrain.sink import SCORE, Sink
@@ -176,4 +177,5 @@ def _rollout(task: Task, group: str, transcripts: list[Transcript], tokenizer: T
     learned = [span.learned for transcript in transcripts for span in transcript.spans]
     text = "".join(turn.text for turn, own in zip(turns, learned, strict=True) if own)
     prompt = "" if learned[0] else turns[0].text
-    return Rollout(task, group, transcripts, math.nan, turns=turns, text=text, prompt=prompt)
+    asked = last_asked(task.get("messages") or ())
+    return Rollout(task, group, transcripts, math.nan, turns=turns, text=text, prompt=prompt, asked=asked)

@@ -14,9 +14,11 @@ from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config import RewardModelling
 from posttrain.data.items import to_item
 from posttrain.data.tasks import Stream, Tasks
+from posttrain.models.outline import outline
 from posttrain.models.reward import RewardModel, Shape, load_reward_model, new_reward_model, settle
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.options import validate
+from posttrain.runs.chatting import chatting
 from posttrain.runs.files import REPORT, json_document, replace, writing
 from posttrain.runs.opening import RunFolder, begin
 from posttrain.seeds import seed_of
@@ -60,6 +62,8 @@ def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
     mind(train_tasks[0])
     shape = Shape(config.pooling, config.head)
     model, tokenizer = _started(run, shape, device)
+    told = run.chat.lines(train_tasks)
+    train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
     mind_unknown(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
@@ -76,7 +80,7 @@ def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
     source = Judgements(items, row, config.rows, tokens, config.seed, device, read, shown)
     objective = ScoringObjective(row, mean=shape.pooling == "mean")
     scored = Scored(source, unseen, learner, objective, model)
-    said = sizes(config, model, (train_tasks, held_out), steps, "prompts", device)
+    said = [*sizes(config, model, (train_tasks, held_out), steps, "prompts", device), *told]
     if model.classifier is None:
         said.append("transformers has no form for such a reward model: its checkpoints open here alone")
     trainer = Trainer(run, learner, source, tokenizer, scored, steps)
@@ -93,7 +97,8 @@ def _started(run: RunFolder[RewardModelling], shape: Shape, device: Any) -> tupl
     """The model, new or of a checkpoint, and a tokenizer whose padding never looks like the end of a reply."""
     folder = run.checkpoint or run.start
     assert folder
-    tokenizer = Tokenizer.load(folder, run.config.chat_template)
+    tokenizer, _, ends = outline(folder, run.config.chat_template)
+    run.chat = chatting(run.config, folder, tokenizer, ends)
     if run.checkpoint:
         model = load_reward_model(folder, device)
     else:

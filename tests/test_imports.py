@@ -14,7 +14,7 @@ RANKS = (
     {"types", "deferred", "messages"},
     {"values", "pictures"},
     {"names"},
-    {"user_code", "user_folders", "seeds", "part", "batch", "sink", "children", "connections", "endpoint", "beside"},
+    {"user_code", "user_folders", "seeds", "part", "batch", "sink", "children", "connections", "endpoint", "beside", "hub"},
     {"protocols"},
     {"sandbox"},
     {"kernels", "verify", "data"},
@@ -34,7 +34,7 @@ RANKS = (
 HOMES = {
     "transformers": ("models/",),
     "bitsandbytes": ("models/quantized.py",),
-    "huggingface_hub": ("models/",),
+    "huggingface_hub": ("models/", "hub.py"),
     "tokenizers": ("models/",),
     "jinja2": ("models/",),
     "PIL": ("pictures.py",),

@@ -356,7 +356,9 @@ def damaged(file: Path, how: str) -> None:
     if how == "torn":
         file.write_bytes(file.read_bytes()[:-20])
     elif how == "columns":
-        parquet.write_table(table.drop_columns(["group", "parts"]).replace_schema_metadata({KEY: b"1"}), file)
+        parquet.write_table(
+            table.drop_columns(["group", "parts"]).replace_schema_metadata({KEY: VERSION.encode()}), file
+        )
     else:
         name, values = other[how]
         table = table.set_column(table.schema.get_field_index(name), name, values)

@@ -37,8 +37,8 @@ class FromRows:
         return given
 
     tasks: str = ""
-    """Rows: a .jsonl, .json, .csv or .parquet file, a folder, the name of a dataset, or a function that makes rows without
-    end: my.py:rows."""
+    """Rows: a .jsonl, .json, .csv or .parquet file, a folder, the name of a Hugging Face dataset, with its configuration
+    where it has several (openai/gsm8k:main), or a function that makes rows without end: my.py:rows."""
     split: str | None = None
     """Which split of a dataset that has several."""
     limit: int | None = option(None, above=0)

@@ -32,6 +32,7 @@ from posttrain.data.files import (
     rows_of,
 )
 from posttrain.data.store import Table, digest, fingerprint, keep_table
+from posttrain.hub import as_far_as_reached
 from posttrain.messages import clip, one_line
 from posttrain.types import UserError
 from posttrain.user_code import describe_error
@@ -269,10 +270,14 @@ def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None
         raise UserError(missing)
     name, _, configuration = str(source).partition(":")
     datasets = _library("datasets")
-    try:
-        found = datasets.load_dataset(name, configuration or None, split=split)
-    except Exception as error:  # the network, the name, the configuration, the split: any of many types
-        raise UserError(f"{missing}, and the hub gave no such dataset: {one_line(error)}") from error
+    with as_far_as_reached(datasets.config) as unreached:
+        try:
+            found = datasets.load_dataset(name, configuration or None, split=split)
+        except Exception as error:  # the network, the name, the configuration, the split: any of many types
+            if unreached:
+                why = f"{unreached}, where a dataset of that name may be, and none was downloaded before"
+                raise UserError(f"{missing}, and {why}") from None
+            raise UserError(f"{missing}, and the hub gave no such dataset: {one_line(error)}") from error
     return _of_dataset(found, None, name, limit)
 
 

@@ -3,9 +3,10 @@
 Each task is played with its own answer, if it has one, with its own replies (a list, one for each turn), and with replies
 of the kinds that models do produce: nothing, junk, very much, other scripts. Each case is played twice. An environment is
 in order if every case has a reward, the second time gives what the first gave, and a right reply earns another reward
-than a wrong one. Where no right reply is known, equal rewards are told and not judged. A service that the environment
-asks answers itself where it was given; else answers are made up, which follow from the question, and one case is
-played without an answer.
+than a wrong one. An answer need not be a whole reply: where it earns what junk earns, it is tried again in the forms that
+scorers look for. Where no whole reply is known to be right, equal rewards are told and not judged. A service that the
+environment asks answers itself where it was given; else answers are made up, which follow from the question, and one case
+is played without an answer.
 """
 
 from __future__ import annotations
@@ -33,8 +34,15 @@ STANDARD = {
     "unicode": "答えは４２ です \N{GRINNING FACE} \u0661\u0662 \u200b\x00 \N{LATIN SMALL LETTER E WITH ACUTE}",
 }
 TASKS = 4  # more only take longer to read
-OWN = ("response", "answer")  # what a task may call its right reply
+OWN = ("response", "answer")  # what a task may call its right reply, or what such a reply has to say
 SCRIPT = "replies"  # and its right replies to turn after turn
+FORMS = {
+    "boxed": "\\boxed{%s}",
+    "marked": "#### %s",
+    "tagged": "<answer>%s</answer>",
+    "said": "The answer is %s.",
+}
+"""Replies that say an answer."""
 SHOWN = 1  # turns of an episode that are printed beside the first
 FEW = 3  # parts of a reward that are printed even where they are 0
 WIDTH = 79  # columns of a line, where texts are cut
@@ -75,8 +83,13 @@ class Report:
 
     @property
     def known(self) -> bool:
-        """Whether one of the replies is a task's own, which ought to be right."""
-        return any(case.kind in (*OWN, SCRIPT) for case in self.cases)
+        """Whether one of the replies is a task's own, and whole: it ought to be right."""
+        return any(case.kind in (OWN[0], SCRIPT) for case in self.cases)
+
+    @property
+    def answered(self) -> bool:
+        """Whether one of them is a task's answer, which a right reply says."""
+        return any(case.kind == OWN[1] for case in self.cases)
 
     @property
     def invalid(self) -> list[Case]:
@@ -200,6 +213,7 @@ class Report:
             lines.append(
                 f"the reward is the same for every {'one of these replies' if self.given else 'reply'}{same}{self._advice()}"
             )
+        lines += self._in_form()
         if different := [case for case in self.cases if not case.repeats]:
             where = f"task {different[0].task}, {different[0].kind}"
             lines.append(
@@ -214,7 +228,9 @@ class Report:
         if self.rewards:
             low, high = min(self.rewards), max(self.rewards)
             lines.append(f"rewards from {low:g} to {high:g} over {len(self.rewards)} of {total} cases")
-        lines.append("in order" if self.ok else "not in order")
+        undecided = self.constant and not self.known and not self.given and self.ok
+        told = "undecided: nothing is wrong with it, and no reply earned more than another"
+        lines.append(told if undecided else "in order" if self.ok else "not in order")
         return lines
 
     def _advice(self) -> str:
@@ -223,10 +239,17 @@ class Report:
             return ": nothing can be learned from it"
         if self.given:
             return ": if one of them is right, the reward does not see it"
-        return (
-            ", and no right reply is known for these tasks: name the column that has it with --fields.answer COLUMN, "
-            "or give replies of your own with --replies FILE"
-        )
+        which = "your answer column is not a full reply" if self.answered else "no column of yours is a full reply"
+        return f": {which}; give some with --replies FILE, or name a column that has them with --fields.response COLUMN"
+
+    def _in_form(self) -> list[str]:
+        """How an answer is to be said, where that alone makes the difference."""
+        for case in self.cases:
+            plain = next((c for c in self.cases if c.task == case.task and c.kind == OWN[1]), None)
+            if case.kind in FORMS and plain is not None and _total(case) != _total(plain):
+                earned = f"{case.reply!r} earns {_number(case)} and {plain.reply!r} {_number(plain)}"
+                return [f"your answer column is not a full reply: {earned}"]
+        return []
 
 
 def check(
@@ -246,36 +269,53 @@ def check(
     """
     if not tasks:
         raise UserError("there are no tasks to check the environment with")
-    cases: list[Case] = []
-    answers = _Answers(services or Services())
-    unanswered, first = None, None
-    with EnvPool(env_spec, workers=1, seconds=seconds, memory=memory) as pool:
+    trial = _Trial(_Answers(services or Services()), viewer)
+    with EnvPool(env_spec, workers=1, seconds=seconds, memory=memory) as trial.pool:
         for number, task in enumerate(tasks[:TASKS]):
             for kind, script in _sample_replies(task, replies):
-                reply = ", ".join(script[:-1]) if kind == SCRIPT else script[0]
-                seen = viewer.watch(task) if viewer is not None else None
-                shown, result, slowest = _play(pool, task, script, answers, seen)
-                repeats = True
-                if not (
-                    result and isinstance(_first(shown, result).reward, Invalid)
-                ):  # it may have taken all of its time
-                    again = viewer.watch(task) if viewer is not None else None
-                    shown_again, result_again, slowest_again = _play(pool, task, script, answers, again)
-                    repeats = (shown, result) == (shown_again, result_again)
-                    slowest = max(slowest, slowest_again)
-                first = first or next(iter(shown), None)
-                name = str(task.get("id", number))
-                side = shown[0].side if result and result.sides and shown else None
-                steps = tuple(turn.reward for turn in shown if turn.reward and side in (None, turn.side))
-                ends = None if result is None else _first(shown, result)
-                cases.append(Case(name, kind, reply, *_told(shown), ends, steps, slowest, repeats, seen))
-                if answers.asked and unanswered is None:
-                    shown, result, slowest = _play(pool, task, script, None)
-                    ends = None if result is None else _first(shown, result)
-                    unanswered = Case(name, kind, reply, *_told(shown), ends, (), slowest, True)
+                trial.play(number, task, kind, script)
+        if replies is None and not (found := Report(tuple(trial.cases))).known and found.constant:
+            for number, task in enumerate(tasks[:TASKS]):
+                for kind, reply in _in_forms(task):
+                    trial.play(number, task, kind, [reply])
     context = viewer.context if viewer is not None else None
-    asked, made_up = tuple(answers.asked), tuple(answers.made_up)
-    return Report(tuple(cases), replies is not None, asked, made_up, unanswered, context, first)
+    asked, made_up = tuple(trial.answers.asked), tuple(trial.answers.made_up)
+    by_task = sorted(trial.cases, key=lambda case: [c.task for c in trial.cases].index(case.task))
+    return Report(tuple(by_task), replies is not None, asked, made_up, trial.unanswered, context, trial.first)
+
+
+@dataclass
+class _Trial:
+    """Cases that are played one after the other."""
+
+    answers: _Answers
+    viewer: Viewer | None
+    pool: EnvPool = field(init=False)
+    cases: list[Case] = field(default_factory=list)
+    unanswered: Case | None = None
+    first: Turn | None = None  # that was shown
+
+    def play(self, number: int, task: Task, kind: str, script: Sequence[str]) -> None:
+        """One case, twice: the `number`-th task with these replies."""
+        reply = ", ".join(script[:-1]) if kind == SCRIPT else script[0]
+        seen = self.viewer.watch(task) if self.viewer is not None else None
+        shown, result, slowest = _play(self.pool, task, script, self.answers, seen)
+        repeats = True
+        if not (result and isinstance(_first(shown, result).reward, Invalid)):  # it may have taken all of its time
+            again = self.viewer.watch(task) if self.viewer is not None else None
+            shown_again, result_again, slowest_again = _play(self.pool, task, script, self.answers, again)
+            repeats = (shown, result) == (shown_again, result_again)
+            slowest = max(slowest, slowest_again)
+        self.first = self.first or next(iter(shown), None)
+        name = str(task.get("id", number))
+        side = shown[0].side if result and result.sides and shown else None
+        steps = tuple(turn.reward for turn in shown if turn.reward and side in (None, turn.side))
+        ends = None if result is None else _first(shown, result)
+        self.cases.append(Case(name, kind, reply, *_told(shown), ends, steps, slowest, repeats, seen))
+        if self.answers.asked and self.unanswered is None:
+            shown, result, slowest = _play(self.pool, task, script, None)
+            ends = None if result is None else _first(shown, result)
+            self.unanswered = Case(name, kind, reply, *_told(shown), ends, (), slowest, True)
 
 
 def _first(shown: Sequence[Turn], result: Done) -> Done:
@@ -319,6 +359,12 @@ def _sample_replies(task: Task, replies: Sequence[str] | None) -> list[tuple[str
     if isinstance(script, list | tuple) and script and all(isinstance(reply, str) for reply in script):
         own.append((SCRIPT, [*script, ""]))
     return [*own, *((kind, [reply]) for kind, reply in STANDARD.items())]
+
+
+def _in_forms(task: Task) -> list[tuple[str, str]]:
+    """Kinds of replies that say a task's answer."""
+    answer = task.get(OWN[1])
+    return [(kind, form % answer) for kind, form in FORMS.items()] if isinstance(answer, str | int | float) else []
 
 
 def _play(

@@ -279,8 +279,8 @@ class Tokenizer:
         for tool in tools or ():
             if tool["function"]["name"] not in text:
                 raise UserError(
-                    f"this chat template does not show the tool {tool['function']['name']!r}: describe it in a message, "
-                    "and leave it out of tools"
+                    f"this chat template does not show the tool {tool['function']['name']!r}: take one that does "
+                    "(--chat-template chatml), or describe it in a message and leave it out of tools"
                 )
         return text
 
@@ -381,8 +381,8 @@ class Tokenizer:
             marked = [{**message, "content": _WORD} if i == place else message for i, message in enumerate(new)]
             if _WORD not in self.render([*before, reply, *marked], True, tools):
                 raise UserError(
-                    f"this chat template shows nothing of a message whose role is {message.get('role')!r}: yield it as "
-                    "text, or in another role"
+                    f"this chat template shows nothing of a message whose role is {message.get('role')!r}: take one that "
+                    "does (--chat-template chatml), or yield it as text or in another role"
                 )
 
     def _rendered(

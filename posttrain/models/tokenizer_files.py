@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from posttrain.hub import as_far_as_reached
 from posttrain.messages import one_line
 from posttrain.models.json_files import Fields, read_json, read_text
 from posttrain.types import UserError
@@ -38,13 +39,14 @@ def checkpoint_folder(name: str | Path) -> Path:
         raise UserError(f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json")
     import huggingface_hub
 
-    try:
-        return Path(huggingface_hub.snapshot_download(str(name)))
-    except Exception as error:  # no network, no such model, no access, disk full: the way out is the same
-        raise UserError(
-            f"{name}: no such folder, and as a Hugging Face model it cannot be downloaded here "
-            f"({type(error).__name__}): give a local checkpoint folder"
-        ) from None
+    with as_far_as_reached() as unreached:
+        try:
+            return Path(huggingface_hub.snapshot_download(str(name)))
+        except Exception as error:  # no network, no such model, no access, disk full: the way out is the same
+            raise UserError(
+                f"{name}: no such folder, and as a Hugging Face model it cannot be downloaded here "
+                f"({unreached or type(error).__name__}): give a local checkpoint folder"
+            ) from None
 
 
 def token_text(token: str | Mapping[str, Any]) -> str:

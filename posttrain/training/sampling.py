@@ -26,6 +26,7 @@ from posttrain.engines.replicas import Many
 from posttrain.envs.load import is_generator_env, load_converter, load_env
 from posttrain.envs.play import Episode, Player
 from posttrain.envs.playing import content_text
+from posttrain.messages import near
 from posttrain.models.folder import load_model
 from posttrain.names import suggestion
 from posttrain.options import own_judge, validate
@@ -163,7 +164,7 @@ class _Grids:
         if not seen:
             raise UserError(f"--kind {config.kind}: no row has this column; the first has {', '.join(tasks[0])}")
         if strange := [kind for kind in config.kinds if kind not in seen]:
-            hint = suggestion(strange[0], sorted(seen)) or f"; there are {', '.join(sorted(seen)[:12])}"
+            hint = near(strange[0], sorted(seen)) or f"; there are {', '.join(sorted(seen)[:12])}"
             raise UserError(f"--kinds.{strange[0]}: no prompt is of this kind{hint}")
 
     def _cells(self, own: Mapping[str, Any]) -> list[_Cell]:

@@ -25,7 +25,7 @@ from posttrain.record import reading
 from posttrain.record.asking import Questions
 from posttrain.record.index import open_index, piece_file
 from posttrain.record.reading import read_file, rows_of
-from posttrain.record.schema import KEY
+from posttrain.record.schema import KEY, VERSION
 from posttrain.runs.files import step_of
 from posttrain.types import UserError
 from posttrain.view.answering import Answers
@@ -53,7 +53,7 @@ def second(folder: Path) -> Path:
 
 
 def put(folder: Path, table: pa.Table) -> None:
-    parquet.write_table(table.replace_schema_metadata({KEY: b"1"}), second(folder))
+    parquet.write_table(table.replace_schema_metadata({KEY: VERSION.encode()}), second(folder))
 
 
 def alter(folder: Path, **values: Any) -> None:

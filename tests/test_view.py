@@ -362,7 +362,7 @@ def damaged(file: Path, how: str) -> None:
     else:
         name, values = other[how]
         table = table.set_column(table.schema.get_field_index(name), name, values)
-        parquet.write_table(table.replace_schema_metadata({KEY: b"1"}), file)
+        parquet.write_table(table.replace_schema_metadata({KEY: VERSION.encode()}), file)
 
 
 @pytest.mark.parametrize("how", ["torn", "types", "columns", "step"])

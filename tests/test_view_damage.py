@@ -18,7 +18,7 @@ import pytest
 from posttrain.cli.main import main
 from posttrain.record.reading import read_file
 from posttrain.record.rows import transcripts_of
-from posttrain.record.schema import KEY
+from posttrain.record.schema import KEY, VERSION
 from posttrain.record.writing import write_table
 from posttrain.types import UserError
 from posttrain.view.answering import Answers
@@ -48,7 +48,7 @@ def rewritten(folder: Path, copy: Path, step: int, change: Callable[[list[dict[s
     table = read_file(file)
     rows = table.to_pylist()
     change(rows)
-    write_table(file, pa.Table.from_pylist(rows, schema=table.schema).replace_schema_metadata({KEY: b"1"}))
+    write_table(file, pa.Table.from_pylist(rows, schema=table.schema).replace_schema_metadata({KEY: VERSION.encode()}))
     return copy
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import noting
 import pytest
 
-from posttrain.envs.check import TASKS, TURNS, Report, check
+from posttrain.envs.check import TASKS, check
+from posttrain.envs.tried import TURNS, Report
 from posttrain.types import Graded, Reply, SpanReward, Turn, UserError
 
 TASKS_OF_TWO: list[dict[str, Any]] = [

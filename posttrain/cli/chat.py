@@ -11,9 +11,10 @@ from posttrain.config import SCORERS, Chat, named_services
 from posttrain.engines.embedded import embedded
 from posttrain.envs.asked import question
 from posttrain.envs.play import MAX_TURNS, Episode
-from posttrain.messages import safe
+from posttrain.messages import clip, safe
 from posttrain.models.folder import load_model
 from posttrain.models.tokenizer import Tokenizer
+from posttrain.runs.chatting import system_of
 from posttrain.runs.checkpoint import resolve
 from posttrain.training.playground import open_dialogue
 from posttrain.training.setup import choose_device, use_threads
@@ -39,7 +40,10 @@ def converse(model: str, config: Chat) -> None:
         )
     kinds = {kind.replace("_", "-"): getattr(config, kind) for kind in SCORERS}
     raters = {name: kind for kind, given in kinds.items() for name, _ in named_services(given, kind)}
-    with open_dialogue(config, dialogue(_ask, _say, config.system, chat, raters), device) as ground:
+    system = system_of(folder) if config.system is None and chat else config.system
+    with open_dialogue(config, dialogue(_ask, _say, system, chat, raters), device) as ground:
+        if system is not None:
+            _say(f"the system message{'' if config.system is not None else ' of its run'}: {clip(system)}")
         print("a message and Enter; an empty line ends" if chat else "text to continue and Enter; an empty line ends")
         player = ground.player(embedded(decoder, tokenizer, slots=1), tokenizer, decoder.config.context)
         for played in player.play([Episode({"id": "dialogue"}, "dialogue", secrets.randbits(62))]):

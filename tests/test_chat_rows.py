@@ -22,6 +22,7 @@ from posttrain.models.own_template import CHATML, around
 from posttrain.models.tokenizer import Tokenizer
 from posttrain.record.index import open_index
 from posttrain.record.reading import read_rollouts
+from posttrain.runs.chatting import system_of
 from posttrain.runs.reading import read_run
 from posttrain.services.reward_model import RewardModel
 from posttrain.types import Reply, Task, Turn, UserError
@@ -106,6 +107,7 @@ def test_who_goes_on_from_a_run_does_as_it_did(model_of: Callable[..., Path], tm
     first = posttrain.sft(
         ROWS, model=str(model_of("base")), out=str(tmp_path / "a"), chat=True, system="be brief", **PASS
     )
+    assert first.checkpoint is not None and system_of(first.checkpoint) == "be brief", "what posttrain chat takes over"
     run = posttrain.rl(ROWS, right, model=str(first.path), out=str(tmp_path / "b"), **how)
     assert all("be brief" in row["whole"] for row in rows_of(run.path)) and f"as in {first.path}" in sizes(run.path)
     resumed = posttrain.rl(ROWS, right, model=str(first.path), out=str(run.path), resume=True, **{**how, "steps": 2})

@@ -15,17 +15,17 @@ from tiny_models import make
 
 import posttrain
 from posttrain.cli.main import main
+from posttrain.core.types import Reply, Task, Turn, UserError
 from posttrain.data.chatting import AsMessages
 from posttrain.data.tasks import hold_out, to_tasks
-from posttrain.models.folder import save_model
-from posttrain.models.own_template import CHATML, around
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.record.index import open_index
-from posttrain.record.reading import read_rollouts
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.custom_template import CHATML, around
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chatting import system_of
-from posttrain.runs.reading import read_run
-from posttrain.services.reward_model import RewardModel
-from posttrain.types import Reply, Task, Turn, UserError
+from posttrain.runs.record.rollout_index import open_index
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.runs.run_reading import read_run
+from posttrain.services.reward_model_service import RewardModelService
 
 ROWS = [{"prompt": f"what is {i} and 1", "answer": str(i + 1), "response": f"it is {i + 1}"} for i in range(8)]
 TOLD = "prompts are user messages in the model's chat template"
@@ -160,7 +160,7 @@ def test_chosen_and_rejected_are_replies_of_the_assistant(
         assert row["whole"].startswith(begins) and row["whole"][len(begins) :].startswith("it is ")
     if verb == "reward_model":
         assert run.checkpoint is not None
-        model = RewardModel(run.checkpoint)
+        model = RewardModelService(run.checkpoint)
         content = {"prompt": "what is 1 and 1", "response": "it is 2"}
         chat = [{"role": "user", "content": content["prompt"]}, {"role": "assistant", "content": "it is 2"}]
         model.submit(0, content)

@@ -10,9 +10,9 @@ from typing import Any
 import noting
 import pytest
 
+from posttrain.core.types import Graded, Reply, SpanReward, Turn, UserError
 from posttrain.envs.check import TASKS, check
 from posttrain.envs.tried import TURNS, Report
-from posttrain.types import Graded, Reply, SpanReward, Turn, UserError
 
 TASKS_OF_TWO: list[dict[str, Any]] = [
     {"id": "a", "prompt": "1+1=", "answer": "2"},

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.types import Task
+from posttrain.core.types import Task
 
 ROLES = {"Human": "user", "Assistant": "assistant"}
 TURNS = re.compile(r"\n\n(Human|Assistant):")  # of hh-rlhf

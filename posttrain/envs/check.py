@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from posttrain.envs.asking import Services, made_up
-from posttrain.envs.playing import content_text, last_asked
-from posttrain.envs.pool import Done, EnvPool, Event
-from posttrain.envs.seen import Seen, Viewer
+from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError, bare
+from posttrain.envs.play.env_pool import Done, EnvPool, Event
+from posttrain.envs.play.episode import content_text, last_asked
+from posttrain.envs.play.service_client import Services, made_up
+from posttrain.envs.preview import Seen, Viewer
 from posttrain.envs.tried import FORMS, OWN, SCRIPT, STANDARD, TURNS, Case, Report
-from posttrain.models.tool_reading import HERMES
-from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError, bare
+from posttrain.models.tokenizer.tool_parser import HERMES
 
 TASKS = 4  # more only take longer to read
 WITHOUT = Invalid("no answer, to see what becomes of it", InvalidKind.UNANSWERED)

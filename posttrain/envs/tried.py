@@ -6,11 +6,11 @@ import json
 import math
 from dataclasses import dataclass
 
-from posttrain.envs.asking import OPTIONS
-from posttrain.envs.pool import Done
-from posttrain.envs.seen import Seen
-from posttrain.messages import clip, safe
-from posttrain.types import Invalid, Turn
+from posttrain.core.messages import clip, safe
+from posttrain.core.types import Invalid, Turn
+from posttrain.envs.play.env_pool import Done
+from posttrain.envs.play.service_client import OPTIONS
+from posttrain.envs.preview import Seen
 
 STANDARD = {
     "empty": "",

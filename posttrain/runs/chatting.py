@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, overload
 
+from posttrain.core.types import Task, Turn, UserError
 from posttrain.data.chatting import AsMessages
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.runs.files import RUN
-from posttrain.runs.reading import read_run
-from posttrain.types import Task, Turn, UserError
+from posttrain.runs.run_files import RUN
+from posttrain.runs.run_reading import read_run
 
 CHAT = "chat"  # in run.json
 

@@ -34,6 +34,14 @@ class DataOptions(FromRowsOptions, total=False):
     chat_template: str | None
     """How messages and tools become text: a file of Jinja, or chatml. It takes the place of the model's own, and is
     written into the checkpoints of a run. Default: what the model's folder holds."""
+    chat: bool | None
+    """Show plain prompts of rows as messages of a user, in the model's chat template; responses of sft, prefer and
+    reward-model are then the assistant's. --no-chat: as bare text. Default: as the run did that the model is of, or
+    else in the template of instruct models (one that ends replies as the model does). Rows of messages are in it
+    anyway."""
+    system: str | None
+    """A system message before these prompts, and before rows of messages that have none. Default: that of the run that
+    the model is of."""
 
 
 class TrainingOptions(DataOptions, total=False):

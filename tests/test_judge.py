@@ -480,6 +480,29 @@ def test_what_is_wrong_with_an_endpoint_is_found_by_one_question(
     assert problem is not None
 
 
+@pytest.mark.parametrize("structured", ["schema", "object"])
+def test_an_endpoint_without_structured_output_is_told_apart_and_the_setting_named(
+    judge_of: Callable[..., Judge], structured: str
+) -> None:
+    def without(request: dict[str, Any], number: int) -> Said:
+        return Said(status=400) if "response_format" in request else Said({"reason": "so", "score": 5})
+
+    with serving(without) as server:
+        problem = judge_of(server, structured=structured).problem()
+        assert problem is not None and 'put structured = "none" into its recipe' in problem and "\n" not in problem
+        assert judge_of(server, structured="none").problem() is None
+    with serving(lambda request, number: Said(status=400)) as server:
+        problem = judge_of(server, structured=structured).problem()
+        assert problem is not None and "structured" not in problem
+
+
+def test_a_first_question_takes_no_longer_than_the_stated_time(judge_of: Callable[..., Judge]) -> None:
+    with serving(lambda request, number: Said(by_length(request).content, after=2)) as server:
+        problem = judge_of(server, seconds=0.3).problem()
+        assert problem is not None and "no answer within 0.3 s" in problem
+        assert len(server.asked) == 1, "it is not asked again behind the limit"
+
+
 def test_an_endpoint_that_is_down_is_told_and_one_that_is_up_has_no_problem(judge_of: Callable[..., Judge]) -> None:
     with serving() as server:
         assert judge_of(server).problem() is None

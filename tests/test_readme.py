@@ -114,6 +114,7 @@ def test_every_verb_and_every_option_that_a_page_names_exists() -> None:
     known = {f"--{name.replace('_', '-')}" for verb in VERBS for name in _known(verb)}
     growing = (*OF_RETRIEVERS, *OF_GROWING.values(), ServeEngine)
     known |= {f"--{f.name.replace('_', '-')}" for config in growing for f in fields(config)}
+    known |= {f"--no-{name[2:]}" for name in known}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert named <= known | WORDS, sorted(named - known - WORDS)
 

@@ -249,6 +249,28 @@ def test_unreachable_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     refused(lambda: load_rows("gsm8k"), "there is no file gsm8k", "'gsm8k.jsonl'", "the hub gave no such dataset")
 
 
+def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets", reason="hub datasets need the library `datasets`")
+    from huggingface_hub import constants
+
+    seen = []
+
+    def load(*name: Any, split: Any) -> None:
+        seen.append((*name, constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE))
+        raise ConnectionError("no")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    refused(lambda: load_rows("openai/gsm8k:main"), "127.0.0.1 cannot be reached", "none was downloaded before")
+    assert seen == [("openai/gsm8k", "main", True, True)]
+    assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
+
+
 def test_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "dataset_info.json").write_text("{}")

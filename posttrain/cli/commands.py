@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -288,6 +288,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     """Run a reward or an environment against sample replies, before any training."""
     from posttrain.envs.check import check as run_check
     from posttrain.envs.load import about
+    from posttrain.runs.chat_choice import Chatting, chatting
     from posttrain.runs.terminal.output import Output, columns, wrapped
     from posttrain.training.playground import open_services, viewer_of
     from posttrain.training.setup import choose_device, load_tasks
@@ -299,18 +300,25 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
             lines = Path(config.replies).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--replies {config.replies} cannot be read as text: {one_line(error)}") from error
-    viewer = None
+    viewer, chat = None, Chatting()
     if config.model is not None:
         from posttrain.models.checkpoint_summary import outline
         from posttrain.runs.checkpoint import resolve
 
-        viewer = viewer_of(outline(resolve(config.model), config.chat_template))
-    elif config.chat_template is not None:
-        raise UserError("--chat-template has no effect without --model: the folder whose tokenizer reads what it shows")
-    tasks = load_tasks(config, None)
+        folder = resolve(config.model)
+        known = outline(folder, config.chat_template)
+        viewer, chat = viewer_of(known), chatting(config, folder, known.tokenizer, known.ends)
+    elif given := next(
+        (name for name in ("chat_template", "chat", "system") if getattr(config, name) is not None), None
+    ):
+        option = f"--{given.replace('_', '-')}"
+        raise UserError(f"{option} has no effect without --model: the folder whose tokenizer reads what it shows")
+    tasks = chat.of(load_tasks(config, None))
     told = about(config.env) if config.env else []
     with open_services(config, choose_device("auto")) as services:
         report = run_check(config.env, tasks, lines, config.env_seconds, config.env_memory, services, viewer)
+    chat.check(config.chat, report.first)
+    report = replace(report, told=tuple(chat.lines(tasks, report.first)))
     width = columns(Output(sys.stdout))
     print("\n".join(wrapped(line, width) for line in [*told, *report.lines(config.verbose)]))
     return 0 if report.ok else 2

@@ -165,6 +165,9 @@ def _unused(word: str, verb: str) -> str:
 
     if verb == "query":
         return 'the question stands in quotes: posttrain query RUN "select ..."'
+    name, equals, _ = word.partition("=")
+    if equals and verb in VERBS:  # as Hydra has them, and with it verl
+        return f"options are written --name value, not {word!r:.60}{_suggested(f'--{name}', verb)}"
     option = "--env" if ":" in word else "--tasks" if Path(word).suffix else "--model"
     such = f", such as {option} {word}" if verb in VERBS else ""
     return f"{word!r:.60} has no option in front of it{such}: posttrain {verb} --help lists them"

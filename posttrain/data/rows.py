@@ -35,6 +35,7 @@ from posttrain.data.row_files import (
     read_value,
     rows_of,
 )
+from posttrain.system.hub import as_far_as_reached
 from posttrain.system.user_code import describe_error
 
 if TYPE_CHECKING:
@@ -270,10 +271,14 @@ def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None
         raise UserError(missing)
     name, _, configuration = str(source).partition(":")
     datasets = _library("datasets")
-    try:
-        found = datasets.load_dataset(name, configuration or None, split=split)
-    except Exception as error:  # the network, the name, the configuration, the split: any of many types
-        raise UserError(f"{missing}, and the hub gave no such dataset: {one_line(error)}") from error
+    with as_far_as_reached(datasets.config) as unreached:
+        try:
+            found = datasets.load_dataset(name, configuration or None, split=split)
+        except Exception as error:  # the network, the name, the configuration, the split: any of many types
+            if unreached:
+                why = f"{unreached}, where a dataset of that name may be, and none was downloaded before"
+                raise UserError(f"{missing}, and {why}") from None
+            raise UserError(f"{missing}, and the hub gave no such dataset: {one_line(error)}") from error
     return _of_dataset(found, None, name, limit)
 
 

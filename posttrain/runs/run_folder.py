@@ -22,6 +22,7 @@ from posttrain.core.protocols import Alone, Lasting, World
 from posttrain.core.types import UserError
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs import fingerprint, run_files
+from posttrain.runs.chat_choice import CHAT, Chatting
 from posttrain.runs.fingerprint import Print
 from posttrain.runs.lock import Lock
 from posttrain.runs.notices import tell, warn
@@ -56,6 +57,7 @@ class RunFolder(Generic[AnyTraining]):
         self.world = world or Alone()
         self.config: AnyTraining = config
         self.checkpoint: Path | None = None  # what the run goes on from
+        self.chat = Chatting()  # how plain prompts reach the model
         self._rows, self._env = rows, env
         self._noted: dict[str, Any] = {}  # what run.json is to say of this resumption
         self._lock: Lock | None = None
@@ -145,7 +147,7 @@ class RunFolder(Generic[AnyTraining]):
         if self.world.rank:
             return Unwritten()
         initial = str(self.start) if self.start else None
-        told = {"initial": initial, "day": self.day, **told, "inputs": self._inputs}
+        told = {"initial": initial, "day": self.day, CHAT: self.chat.recorded(), **told, "inputs": self._inputs}
         options = as_dict(self.config)
         if isinstance(self.world, Lasting):
             self.world.mark(self._begun_here)

@@ -33,6 +33,8 @@ from posttrain.system.endpoint import Endpoint, EndpointFailure, key_in
 FIRST = {"A": 1.0, "tie": 0.5, "B": 0.0}
 """What a comparison is worth to the reply that was shown as A."""
 PATH = "chat/completions"
+REFUSING = (400, 415, 422, 500, 501)
+"""What endpoints answer to a form of output that they do not have."""
 TRIED = ("What is 2 + 2?", "2 + 2 is 4.", "2 + 2 is 5.")
 
 
@@ -107,6 +109,12 @@ class Judge:
         found = self.endpoint.try_once(self._call(body, retries=1))
         if not isinstance(found, EndpointFailure):
             return None
+        if "response_format" in body and found.status in REFUSING:
+            plain = {name: value for name, value in body.items() if name != "response_format"}
+            if not isinstance(self.endpoint.try_once(self._call(plain, retries=1)), EndpointFailure):
+                where = f"{self.name} at {self.recipe.endpoint}"
+                fix = f'cannot do structured = "{self.recipe.structured}": put structured = "none" into its recipe'
+                return f"{where} {fix}; it says {found.reason}"
         key = f"look at {self.recipe.key_env}" if self.recipe.key_env else "name its variable as key_env"
         way = found.way(key, "the recipe's endpoint and model")
         return f"{self.name} at {self.recipe.endpoint} does not answer: {found.reason}; {way}"

@@ -72,6 +72,8 @@ def _asked(content: Mapping[str, Any]) -> str | None:
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     ):
         return None
+    if not prompt and [m["role"] for m in messages] == ["user"]:  # a prompt alone, in a chat template
+        return str(messages[0]["content"])
     return prompt or "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
 
 

@@ -158,8 +158,10 @@ def rehearse(
     warn: Callable[[str], None] = warn,
     services: Services | None = None,
     viewer: Viewer | None = None,
-) -> None:
+) -> Turn | None:
     """Play up to three tasks with sample replies, so that a broken environment is told before anything heavy starts.
+
+    Returns what it shows first.
 
     One that can score none of them is warned of: it may be right in that, of what a model says it may score more. Raises
     UserError if the environment cannot even start: it does not import, or no task's episode shows a first turn, or it asks
@@ -168,16 +170,17 @@ def rehearse(
     """
     services = services or Services()
     pool.ready()
-    reasons, begun = [], False
+    reasons, begun, first = [], False, None
     for task in tasks.examples():
         for reply in _sample_replies(task):
             seen = viewer.watch(task) if viewer is not None else None
-            shown, event = _rehearsed(pool, services, task, reply, seen)
+            shown, event, turn = _rehearsed(pool, services, task, reply, seen)
+            first = first or turn
             if viewer is not None and seen is not None and not begun and not pool.single_turn:
                 mind_unknown_episodes(viewer.tokenizer, seen.texts, warn)
             begun = begun or shown
             if event is None or not isinstance(event.reward, Invalid):
-                return
+                return first
             reasons.append(event.reward.reason)
             if not shown or event.reward.kind is InvalidKind.TIMEOUT:
                 break  # another reply would change nothing, or take as long again
@@ -187,6 +190,7 @@ def rehearse(
             "reads, and try it with posttrain check"
         )
     warn(f"the environment could score no sample reply, the first because: {reasons[0]} (see posttrain check)")
+    return first
 
 
 def _sample_replies(task: Task) -> list[str]:
@@ -239,13 +243,15 @@ def texts_of(task: Task) -> list[str]:
 
 def _rehearsed(
     pool: EnvPool, services: Services, task: Task, reply: str, seen: Seen | None
-) -> tuple[bool, Done | None]:
-    """One episode: whether it showed a turn or asked something, and its end if that came."""
+) -> tuple[bool, Done | None, Turn | None]:
+    """One episode: whether it showed a turn or asked something, its end if that came, and its first turn."""
     pool.start(0, task)
+    first: Turn | None = None
     for turns in range(TRIAL_TURNS + 1):
         [(_, event)] = pool.poll(None)
         if isinstance(event, Done):
-            return turns > 0, event
+            return turns > 0, event, first
+        first = first or (event if isinstance(event, Turn) else None)
         if isinstance(event, Ask) and (problem := services.problem(event)):
             raise UserError(f"the environment {problem}")
         if turns < TRIAL_TURNS:
@@ -253,7 +259,7 @@ def _rehearsed(
                 0, services.named[event.service].example() if isinstance(event, Ask) else _said(event, reply, seen)
             )
     pool.drop(0)
-    return True, None
+    return True, None, first
 
 
 def _said(turn: Turn, reply: str, seen: Seen | None) -> Reply:

@@ -22,7 +22,6 @@ from posttrain.core.extras import install
 from posttrain.core.messages import one_line
 from posttrain.core.pictures import PICTURES, PictureError, png
 from posttrain.core.types import Media, Transcript, UserError, positions_of
-from posttrain.models.checkpoint_folder import SCORE
 from posttrain.models.checkpoint_summary import context_of
 from posttrain.models.free_memory import available_memory
 from posttrain.models.head import Head

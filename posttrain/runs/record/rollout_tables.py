@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from posttrain.core.types import Invalid, Outcome, PlayedTurn, Reasoned, Rollout, SpanKind, ToolCall, bare
 from posttrain.runs.record.rollout_rows import as_json, visit_of
-from posttrain.runs.record.schema import COMPARED, NUMBERS, ROLLOUTS, SECONDS
+from posttrain.runs.record.schema import ASKED, COMPARED, NUMBERS, ROLLOUTS, SECONDS
 from posttrain.runs.record.table_writer import array, numbers
 
 Columns = dict[str, Any]
@@ -109,6 +109,7 @@ def _said(rollouts: Sequence[Rollout]) -> Columns:
         "task": [str(r.task.get("id", task)) for r, (task, _) in zip(rollouts, visits, strict=True)],
         "side": [r.side or None for r in rollouts],
         "prompt": [r.prompt for r in rollouts],
+        "asked": [r.asked[:ASKED] or None for r in rollouts],
         "text": [r.text for r in rollouts],
         "stop": [r.stop for r in rollouts],
         "truncated": [r.stop.truncated for r in rollouts],

@@ -77,9 +77,8 @@ class PreferenceExamples(ExampleStream[Item]):
         """
         if length is not None:
             raise UserError("a solution that is cut has lost its steps")
-        shown = task.get("prompt")
-        if shown is None:
-            shown = self.tokenizer.render(task["messages"], generation=True)
+        chat = task.get("messages")
+        shown = task["prompt"] if chat is None else self.tokenizer.render(chat, generation=True)
         transcript = Transcript()
         transcript.observe(self.tokenizer.encode(shown, start=True))
         for step in steps:

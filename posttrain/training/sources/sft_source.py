@@ -114,7 +114,10 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterato
         shown = tokenizer.render(task["messages"][:i], True, tools)
         whole = tokenizer.render(task["messages"][: i + 1], False, tools)
         if not whole.startswith(shown):
-            raise UserError("this chat template rewrites what opens a reply, so the reply's tokens are not known")
+            raise UserError(
+                "this chat template rewrites what opens a reply, so the reply's tokens are not known: give another with "
+                "--chat-template, or train plain prompts as bare text with --no-chat"
+            )
         if said < 0:
             yield _shown(tokenizer, shown, task["messages"][:i], start=True)
         else:  # as a policy would see it: behind what it said stands what it said, however the template shows it later

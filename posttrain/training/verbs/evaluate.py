@@ -86,12 +86,14 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
         said.extend(ground.about)
 
         def played(folder: str, place: int) -> list[Rollout]:
-            model, tokenizer = load_model(paths[place], device=device), ground.models[place].tokenizer
+            known = ground.models[place]
+            model, tokenizer, shown = load_model(paths[place], device=device), known.tokenizer, known.chat.of(data)
+            said.extend(f"{folder}: {line}" if config.against is not None else line for line in known.lines)
             end_tokens(model, tokenizer)
-            mind_unknown(tokenizer, data, said.append)
+            mind_unknown(tokenizer, shown, said.append)
             context = model.config.context
             said.extend(beyond(config.max_tokens, context))
-            some = fitting(data, ground.pool, tokenizer, TooLong(config.too_long, context, said.append))
+            some = fitting(shown, ground.pool, tokenizer, TooLong(config.too_long, context, said.append))
             if not some:
                 raise UserError(f"no prompt fits into the context of {folder}: {said[0]}")
             how = config.slots, config.precision

@@ -18,8 +18,10 @@ from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError
 from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import Stream, Tasks
+from posttrain.models.checkpoint_summary import outline
 from posttrain.models.reward_model import RewardModel, ScoreShape, load_reward_model, new_reward_model, settle
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_files import REPORT, json_document, replace, writing
 from posttrain.runs.run_folder import RunFolder, begin
 from posttrain.training.distributed_setup import together
@@ -61,6 +63,8 @@ def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
     mind(train_tasks[0])
     shape = ScoreShape(config.pooling, config.head)
     model, tokenizer = _started(run, shape, device)
+    told = run.chat.lines(train_tasks)
+    train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
     mind_unknown(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
@@ -77,7 +81,7 @@ def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
     source = RewardExamples(items, row, config.rows, tokens, config.seed, device, read, shown)
     objective = ScoringObjective(row, mean=shape.pooling == "mean")
     scored = Scored(source, unseen, learner, objective, model)
-    said = sizes(config, model, (train_tasks, held_out), steps, "prompts", device)
+    said = [*sizes(config, model, (train_tasks, held_out), steps, "prompts", device), *told]
     if model.classifier is None:
         said.append("transformers has no form for such a reward model: its checkpoints open here alone")
     trainer = Trainer(run, learner, source, tokenizer, scored, steps)
@@ -94,7 +98,8 @@ def _started(run: RunFolder[RewardModelling], shape: ScoreShape, device: Any) ->
     """The model, new or of a checkpoint, and a tokenizer whose padding never looks like the end of a reply."""
     folder = run.checkpoint or run.start
     assert folder
-    tokenizer = Tokenizer.load(folder, run.config.chat_template)
+    tokenizer, _, ends = outline(folder, run.config.chat_template)
+    run.chat = chatting(run.config, folder, tokenizer, ends)
     if run.checkpoint:
         model = load_reward_model(folder, device)
     else:

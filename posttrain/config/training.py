@@ -8,6 +8,7 @@ from typing import Any, Literal
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Preference
 from posttrain.algorithms.scoring import Scoring
+from posttrain.algorithms.settings import flags
 from posttrain.config.rows import Data, Precision
 from posttrain.config.services import play_the_only_service
 from posttrain.part import option
@@ -319,6 +320,11 @@ class RL(Training):
 
     def __post_init__(self) -> None:
         play_the_only_service(self)
+
+    def chooses(self, flag: str) -> bool:
+        """Whether a setting of the row is the run's own choice, by its flag or by its place."""
+        named = {flag, *(".".join(place) for place, _ in flags(Algorithm)[flag].places)}
+        return any(name.replace("-", "_") in named or name in named for name in self.settings)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny
-from feeding import WORDS, new_learner, new_player
 
+from feeding import new_learner, new_player
+
+from posttrain.algorithms.penalty import KL
 from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.algorithms.ratio import Correction
-from posttrain.algorithms.settings import change, flags
+from posttrain.algorithms.settings import change
 from posttrain.algorithms.table import TABLE, find
 from posttrain.batch import Outputs, Stats
 from posttrain.config import RL, Distill
@@ -122,3 +123,54 @@ def test_the_expected_gradient_of_replayed_arms_is_the_true_one() -> None:
     assert bandit(row_of("reinforce", replay=512, epochs=4)) == pytest.approx(0.025, abs=1e-7)
     assert bandit(row_of("off-policy-pg", replay=512)) == pytest.approx(0.025, abs=1e-7)
     assert bandit(row_of("reinforce", ahead=1, correction="truncate", correction_cap=6.0)) == pytest.approx(0.025, abs=1e-7)
+
+
+def digits(task: Task, reply: str) -> float:
+    return sum(c.isdigit() for c in reply) / (len(reply) + 1)
+
+
+def steps(row: Algorithm, count: int) -> list[Stats]:
+    learner, tasks = new_learner(row, torch.float32), [{"id": str(i), "prompt": f"{i}+1="} for i in range(4)]
+    player = new_player(digits, learner.model, 6)
+    source = Experience(tasks=tasks, player=player, learner=learner, algorithm=row, size=Size(2, 3, 60), seed=0)
+    found: list[Stats] = []
+    train(learner, source, PolicyObjective(row), [lambda t: found.append(t.stats)], first=1, steps=count)
+    return found
+
+
+@pytest.mark.parametrize("how", [{"minibatches": 2}, {"replay": 12}])
+def test_no_update_takes_tokens_of_other_weights_for_its_own(how: dict[str, Any]) -> None:
+    """Also where an option brings them that nobody has thought of: versions are compared at the update itself."""
+    row = change(find("gpg"), how)
+    with pytest.raises(AssertionError, match="nothing accounts for the weights that sampled"):
+        steps(row, 2)
+    assert len(steps(row_of("gpg", prompts=2, group=3, **how), 2)) == 2
+
+
+def test_what_steers_a_kl_is_the_mean_over_the_policy_s_own_tokens() -> None:
+    """Tokens as often as the older weights choose them, 1/2, 1/4, 1/4: weighed, they are the policy's, exactly."""
+    older, policy, reference = (torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.25, 0.25], [0.4, 0.4, 0.2], [0.2, 0.2, 0.6]))
+    tokens = torch.tensor([0, 0, 1, 2])
+    old, ref, mu = (p.log()[tokens] for p in (policy, reference, older))
+    true = (policy * (policy / reference).log()).sum().item()
+
+    class Played:
+        algorithm, lags = find("grpo"), True
+
+    assert Experience._mean(Played, KL("k3")(old, ref), old - mu, [1] * 4) == pytest.approx(true)  # type: ignore[arg-type]
+    assert KL("k3")(old, ref).mean().item() != pytest.approx(true, rel=0.02)
+    Played.algorithm = change(find("grpo"), {"correction": "sequence", "correction_cap": 1.1})
+    assert Experience._mean(Played, KL("k3")(old, ref), old - mu, [1] * 4) == 0, "no token is near enough"  # type: ignore[arg-type]
+
+
+def test_what_steers_an_entropy_played_ahead_is_the_policy_s_and_not_the_sampler_s() -> None:
+    row = row_of("grpo", kl=0.0, entropy_target=5.0, minibatches=2)
+    assert row.entropy is not None
+    for lags, measured in ((False, 2.0), (True, 3.0)):
+
+        class Played:
+            algorithm, coefficients = row, {"entropy": 0.5}
+
+        Played.lags = lags  # type: ignore[attr-defined]
+        Experience._steer(Played, None, Stats({"entropy": (8.0, 4.0), "entropy/policy": (12.0, 4.0)}))  # type: ignore[arg-type]
+        assert Played.coefficients["entropy"] == row.entropy.next(0.5, measured)

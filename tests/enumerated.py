@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -129,7 +129,9 @@ class Tabled:
     alpha: float = 0.0  # of the entropy in its critic's values
     device = torch.device("cpu")
 
-    def evaluate(self, batches: Sequence[Packed], of: str = "policy", want: frozenset[str] = frozenset()) -> list[Outputs]:
+    def evaluate(
+        self, batches: Sequence[Packed], of: str = "policy", want: frozenset[str] = frozenset()
+    ) -> list[Outputs]:
         return [self.say(batch, TABLES[of]) for batch in batches]
 
     def say(self, batch: Packed, table: Tensor) -> Outputs:
@@ -180,10 +182,20 @@ def configured(name: str) -> Algorithm:
     return replace(row, kl=kl, entropy=entropy, epochs=1, minibatches=1, **other)
 
 
+@cache
 def expected(row: Algorithm, sampler: str) -> Tensor:
     """[15, 3]: the mean gradient of an update of the policy, over all groups that the sampler may give."""
     alike, rollouts, weights, fields = _alike(row), [], [], defaultdict(list)
-    same = {"name": "", "paper": "", "idea": "", "stated": "", "correction": None, "old": "start", "ratio": (), "refresh": 0}
+    same = {
+        "name": "",
+        "paper": "",
+        "idea": "",
+        "stated": "",
+        "correction": None,
+        "old": "start",
+        "ratio": (),
+        "refresh": 0,
+    }
     credits = _credits(replace(row, surrogate=Clip(), branching=None, **same))  # which credit does not read
     for (i, group), share in _groups(sampler, group_of(row), alike).items():
         if (found := credits[group].get(alike[i])) is None:
@@ -250,7 +262,9 @@ def _credits(row: Algorithm) -> dict[tuple[int, ...], dict[int, tuple[float, Ten
 def aim(row: Algorithm) -> tuple[str, Callable[[Tensor], Tensor]]:
     """What the row is for, in words and as a function of the policy."""
     if row.teacher is not None:
-        field = {"forward-kl": "forward_kl", "jensen-shannon": "jensen_shannon"}.get(row.teacher.divergence, "reverse_kl")
+        field = {"forward-kl": "forward_kl", "jensen-shannon": "jensen_shannon"}.get(
+            row.teacher.divergence, "reverse_kl"
+        )
         return "less divergence, per token", lambda table: -per_token(table, field)
     if isinstance(row.advantage, PassAtK):
         k, right = row.advantage.k, torch.tensor([float(reward_of(r) >= SUCCESS) for r in REPLIES]).double()
@@ -263,7 +277,9 @@ def aim(row: Algorithm) -> tuple[str, Callable[[Tensor], Tensor]]:
         return f"{told} - {beta:g} KL", lambda table: (probabilities(table) * reward).sum() - beta * reply_kl(table)
     if row.entropy is not None:
         alpha = row.entropy.coefficient
-        return f"{told} + {alpha:g} H", lambda table: (probabilities(table) * (reward - alpha * probabilities(table).log())).sum()
+        return f"{told} + {alpha:g} H", lambda table: (
+            probabilities(table) * (reward - alpha * probabilities(table).log())
+        ).sum()
     return told, lambda table: (probabilities(table) * reward).sum()
 
 
@@ -383,8 +399,8 @@ for another one in the second place, and 0.2 if it ends before it is cut off. `P
 writes this page, and a test compares it with what the code does.
 
 **Error**: the share of the true gradient that no multiple of the expected one makes up for, the sine of the angle between
-them. "exact": the same direction; 1: nothing in common; above 1, as far as 2: they point apart. So the length of steps, which
-the learning rate and the optimizer decide, is left out. The **true gradient** is that of what the row is for (*aim*):
+them. "exact": the same direction; 1: nothing in common; above 1, as far as 2: they point apart. So the length of steps,
+which the learning rate and the optimizer decide, is left out. The **true gradient** is that of what the row is for (*aim*):
 the mean reward, less its KL if the row takes one off the reward, each of whole replies. A divergence from a teacher is
 that of each token, and what was sampled before is held fixed, as the rows of distillation say. A KL in the loss, an entropy
 bonus, imitation, texts and the critic's loss are left out (but for `sac`, whose values hold the entropy).
@@ -416,8 +432,8 @@ Without a cap, of what other weights have sampled. Which one is exact depends on
 The product up to each reward (Precup et al. 2000) is the default. Where the whole reply is rewarded at its end it is the
 product over the reply; where rewards come earlier it has less variance. It goes with sums of rewards; `-`: refused. The
 product up to the token is exact where the advantage is known at the token, as of a critic of the policy itself; of a reward
-that comes later it is an approximation. So is the token's own ratio (Degris et al. 2012), which takes what was written before
-as it was sampled.
+that comes later it is an approximation. So is the token's own ratio (Degris et al. 2012), which takes what was written
+before as it was sampled.
 
 ## A KL to the reference
 

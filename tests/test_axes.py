@@ -138,7 +138,10 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("sac", {"entropy_target": 0.5}, ENTROPY, Entropy(0.01, target=0.5)),
     ("grpo", {"top_entropy": 0.2}, part("select"), TopEntropy(0.2)),
     ("grpo", {"top_entropy": 1.0}, part("select"), None),
-    *(("grpo", {"correction": kind}, CORRECTION, Correction(kind)) for kind in ("truncate", "icepop", "sequence", "sequence-truncate")),
+    *(
+        ("grpo", {"correction": kind}, CORRECTION, Correction(kind))
+        for kind in ("truncate", "icepop", "sequence", "sequence-truncate")
+    ),
     ("grpo", {"correction": "none"}, CORRECTION, None),
     ("grpo", {"correction": "icepop", "correction_cap": 5.0}, CORRECTION, Correction("icepop", 5.0)),
     ("grpo", {"old_policy": "sampler"}, part("old"), "sampler"),
@@ -574,7 +577,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"minibatches": 3}, "--minibatches 3 is above --prompts 2"),
     ("dr-grpo", {"replay": 100, "correction": "truncate"}, "leave out --correction, and give --old-policy sampler"),
     ("trpo", {"replay": 100}, "leave out --replay"),
-    ("off-policy-pg", {"advantage": "gae"}, "a discounted advantage does not say: --weight-at token with --ratio sequence-sum"),
+    (
+        "off-policy-pg",
+        {"advantage": "gae"},
+        "a discounted advantage does not say: --weight-at token with --ratio sequence-sum",
+    ),
     ("off-policy-pg", {"top_entropy": 0.5}, "--top-entropy does not say"),
     ("reinforce", {"replay": 200, "kl": 0.1, "kl_where": "reward"}, "leave out --replay, or --kl-where reward"),
     (

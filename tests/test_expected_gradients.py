@@ -1,4 +1,4 @@
-"""Expected gradients by enumeration: what is exact is, what is said of the rest is so, and the document says what is found."""
+"""Expected gradients by enumeration: what is called exact is, and the document says what is found of the rest."""
 
 from __future__ import annotations
 

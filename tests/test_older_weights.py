@@ -1,4 +1,4 @@
-"""What is learned from rollouts of other weights: a weight makes up for that, whichever option brought them, or the run is refused."""
+"""Rollouts of other weights: a weight makes up for that, whichever option brought them, or the run is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from feeding import new_learner, new_player
 
 from posttrain.algorithms.penalty import KL
@@ -79,7 +78,9 @@ def test_plain_policy_gradients_are_corrected_for_replayed_rollouts(name: str, h
     with pytest.raises(UserError, match="--replay .*for which nothing accounts.*--correction"):
         row_of(name, replay=512, epochs=4, correction="none", **how)
     assert row_of(name, epochs=4, **how).correction == Correction()
-    with pytest.raises(UserError, match="4 updates per step .*for which nothing accounts.*--surrogate clip.*--epochs 1"):
+    with pytest.raises(
+        UserError, match="4 updates per step .*for which nothing accounts.*--surrogate clip.*--epochs 1"
+    ):
         row_of(name, epochs=4, correction="none", **how)
 
 
@@ -119,10 +120,14 @@ def bandit(row: Algorithm) -> float:
 
 def test_the_expected_gradient_of_replayed_arms_is_the_true_one() -> None:
     """True: 0.5 x 0.5 x (1 - 0.9). The ratios are 5 and 0.56, and truncation may not reach the first."""
-    assert bandit(find("reinforce")) == pytest.approx(0.1 * 0.5 - 0.9 * 0.5 * 0.9)  # -0.355: the arms as if they were its own
+    assert bandit(find("reinforce")) == pytest.approx(
+        0.1 * 0.5 - 0.9 * 0.5 * 0.9
+    )  # -0.355: the arms as if they were its own
     assert bandit(row_of("reinforce", replay=512, epochs=4)) == pytest.approx(0.025, abs=1e-7)
     assert bandit(row_of("off-policy-pg", replay=512)) == pytest.approx(0.025, abs=1e-7)
-    assert bandit(row_of("reinforce", ahead=1, correction="truncate", correction_cap=6.0)) == pytest.approx(0.025, abs=1e-7)
+    assert bandit(row_of("reinforce", ahead=1, correction="truncate", correction_cap=6.0)) == pytest.approx(
+        0.025, abs=1e-7
+    )
 
 
 def digits(task: Task, reply: str) -> float:
@@ -149,7 +154,9 @@ def test_no_update_takes_tokens_of_other_weights_for_its_own(how: dict[str, Any]
 
 def test_what_steers_a_kl_is_the_mean_over_the_policy_s_own_tokens() -> None:
     """Tokens as often as the older weights choose them, 1/2, 1/4, 1/4: weighed, they are the policy's, exactly."""
-    older, policy, reference = (torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.25, 0.25], [0.4, 0.4, 0.2], [0.2, 0.2, 0.6]))
+    older, policy, reference = (
+        torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.25, 0.25], [0.4, 0.4, 0.2], [0.2, 0.2, 0.6])
+    )
     tokens = torch.tensor([0, 0, 1, 2])
     old, ref, mu = (p.log()[tokens] for p in (policy, reference, older))
     true = (policy * (policy / reference).log()).sum().item()

@@ -161,7 +161,7 @@ def reinforce_baseline(rollouts: list[Played]) -> Tensor:
 
 
 def off_policy_pg(rollouts: list[Played]) -> Tensor:
-    """Precup et al. 2000: a reward counts by the product of ratios up to it, for every token before it. Here it ends a reply."""
+    """Precup et al. 2000: a reward counts by the product of ratios up to it, for each token before. Here it ends a reply."""
     total = ZERO
     for r in rollouts:
         product = 1.0 + ZERO

@@ -299,7 +299,8 @@ def _use(row: Row) -> list[str]:
 
 @_use.register
 def _(row: Algorithm) -> list[str]:
-    every = f"every setting: `posttrain algorithms {row.name}`."
+    exact = "What is exact and what is biased: [expected gradients](expected-gradients.md)."
+    every = f"every setting: `posttrain algorithms {row.name}`. {exact}"
     if row.branching is not None:  # nor any tools
         use = f"`posttrain rl --algorithm {row.name}`"
         return [f"Figures: [agents](../results/agents.md#arpo). In use: {use}; {every}", ""]

@@ -139,8 +139,8 @@ class Correction(Part):
     kind: Literal["truncate", "icepop", "sequence", "sequence-truncate"] = knob(
         "truncate",
         "correction",
-        "Weight for an engine whose log-probabilities differ from the learner's, or whose weights lag behind, as with "
-        "--ahead (none: no weight).",
+        "Weight for an engine whose log-probabilities differ from the learner's, or whose weights are older, as with "
+        "--ahead and --replay (none: no weight). One per token is unbiased for replies of one token alone.",
         absent="none",
     )
     cap: float = knob(2.0, "correction-cap", "Bound of that weight, above 1.", above=1)

@@ -245,7 +245,8 @@ class RL(Training):
     clock; default: no limit."""
     ahead: int = option(0, least=0, most=1000)
     """How many steps before it is learned from a step is played, beside the updates, by weights that are as much older
-    (0: by the newest). The ratio, or a --correction, accounts for that."""
+    (0: by the newest). A --correction, or a ratio with --old-policy sampler, makes up for most of that: only for replies of
+    one token is a weight per token exact."""
     tokens_per_step: int = option(0, least=0)
     """Most tokens of a reply that one step samples; an unfinished one goes on in the next step, with newer weights, and its
     group is learned from when the last of its replies is whole (0: no limit). For environments of one reply."""

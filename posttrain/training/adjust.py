@@ -223,7 +223,7 @@ def _contradictions_of_replay(row: Algorithm, run: RL) -> Iterator[tuple[bool, s
     kl, replay, rollouts = row.kl, row.replay, run.prompts * run.group
     yield (
         replay is not None and row.trust_region is not None,
-        "its step is bounded on the tokens of the policy before it, and older weights have sampled others: leave out --replay",
+        "its step is bounded on tokens of the policy before it, and older weights have sampled others: leave out --replay",
     )
     yield (
         replay is not None and ((kl is not None and kl.where == "reward") or isinstance(row.critic, Value)),

@@ -22,7 +22,11 @@ REPLAYED = Correction(cap=10.0)
 
 def beyond(row: Algorithm, run: RL) -> list[str]:
     """The options by which other weights than those of the step's start have sampled what a step learns from."""
-    options = {"--ahead": run.ahead > 0, "--tokens-per-step": run.tokens_per_step > 0, "--replay": row.replay is not None}
+    options = {
+        "--ahead": run.ahead > 0,
+        "--tokens-per-step": run.tokens_per_step > 0,
+        "--replay": row.replay is not None,
+    }
     return [option for option, there in options.items() if there]
 
 
@@ -32,7 +36,8 @@ def weighing(row: Algorithm, run: RL) -> Algorithm:
     A ratio to the sampler where it is exact, or where nothing else is known of the rollouts; a correction elsewhere.
     """
     lags, chosen = beyond(row, run), run.chooses("correction")
-    if row.weighs_older or run.chooses("old_policy") or (row.weighs_updates and not lags) or not (lags or _updates(row) > 1):
+    weighed = row.weighs_older if lags else row.weighs_updates or _updates(row) == 1
+    if weighed or run.chooses("old_policy"):
         return row
     if row.surrogate.uses_ratio and (chosen or row.multiplies or row.replay is not None):
         return replace(row, old="sampler")
@@ -47,7 +52,8 @@ def contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         ways.insert(0, "--correction truncate")
     yield (
         bool(lags) and not row.weighs_older,
-        f"rollouts of {' and '.join(lags)} were sampled by older weights, for which nothing accounts: give {' or '.join(ways)}",
+        f"rollouts of {' and '.join(lags)} were sampled by older weights, for which nothing accounts: give "
+        f"{' or '.join(ways)}",
     )
     yield (
         updates > 1 and not row.weighs_updates,
@@ -80,8 +86,8 @@ def _of_rewards(row: Algorithm) -> Iterator[tuple[bool, str]]:
     }
     yield (
         at_rewards and any(told.values()),
-        f"weighs each reward where it is earned, which {' and '.join(k for k, there in told.items() if there)} does not say: "
-        "--weight-at token with --ratio sequence-sum weighs the whole reply",
+        f"weighs each reward where it is earned, which {' and '.join(k for k, there in told.items() if there)} does not "
+        "say: --weight-at token with --ratio sequence-sum weighs the whole reply",
     )
 
 

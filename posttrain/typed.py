@@ -414,7 +414,8 @@ class RLOptions(TrainingOptions, total=False):
     clip_dual: float
     """Where A < 0, the objective is at least this times A: above 1 (0: no bound)."""
     weight_at: Literal["token", "reward"]
-    """What a ratio weighs: the advantage of its token, or the reward that is earned at it."""
+    """What a ratio weighs: the advantage of its token, or the reward that is earned at it (with --ratio causal exact
+    for rewards, whoever sampled)."""
     aggregate: Literal["sequence-mean", "token-mean", "sequence-sum", "constant", "prompt-mean"]
     """Weight of each token in the loss."""
     ratio: Literal["token", "sequence-mean", "sequence-sum", "sequence-value", "causal", "geometric"]

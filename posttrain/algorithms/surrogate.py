@@ -125,7 +125,8 @@ class WeightedLogProbability(Surrogate):
     at 1 + high (CISPO, arXiv 2506.13585, eq. 4). The cap is on the weight and so always above 1.
 
     at   what a weight r_t multiplies. `token`: the advantage of token t. `reward`: what is earned at token t, A_t - A_{t+1},
-         wherever that counts: sg(sum_{k>=t} r_k (A_k - A_{k+1})) lp, per-decision importance sampling (Precup et al. 2000).
+         wherever that counts: sg(sum_{k>=t} r_k (A_k - A_{k+1})) lp, A_{n+1} = 0: per-decision importance sampling (Precup
+         et al. 2000).
 
     Which weight makes the expected gradient the true one, whoever sampled, depends on A (r without a cap):
 
@@ -133,14 +134,19 @@ class WeightedLogProbability(Surrogate):
       --weight-at reward  As the next where only the whole reply is rewarded, and less variance where its steps are.
     --ratio sequence-sum  the product over the whole reply: exact for every A that is exact on policy.
     --ratio causal,       the product up to the token: exact where A is the action value of the policy itself, as of an
-      --weight-at token   exact critic. Of rewards that come later, which others' tokens led to, it is an approximation.
+      --weight-at token   exact critic (--advantage gae --gae-lambda 0; one that learns from older rollouts is of their
+                          weights). Of rewards that come later, where other weights have chosen the tokens between, it is
+                          an approximation.
     --ratio token         the token's own ratio (Degris et al. 2012): an approximation also then, for the tokens before it
                           are taken as they were sampled. Exact for replies of one token.
     """
 
     high: float | None = knob(None, "clip-high", "The ratio is clipped at 1 + this.", least=0)
     at: Literal["token", "reward"] = knob(
-        "token", "weight-at", "What a ratio weighs: the advantage of its token, or the reward that is earned at it."
+        "token",
+        "weight-at",
+        "What a ratio weighs: the advantage of its token, or the reward that is earned at it (with --ratio causal exact for "
+        "rewards, whoever sampled).",
     )
 
     @property

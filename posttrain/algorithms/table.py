@@ -36,14 +36,14 @@ _ROWS = (
     ),
     Algorithm(
         "off-policy-pg",
-        "Off-policy policy gradient, each reward weighed by the product of ratios up to it (Precup et al. 2000)",
+        "Off-policy policy gradient, rewards weighed by products of ratios (Precup et al. 2000; Degris et al. 2012)",
         advantage=Baselined("batch", "none"),
         ratio=(Causal(),),
         surrogate=WeightedLogProbability(at="reward"),
         aggregate=SequenceSum(),
         minibatches=2,
         stated="no number of updates is part of the method: two, so that the ratios differ from 1",
-        idea="Weighs rewards by the product of ratios",
+        idea="Each reward weighed by the ratios before it",
     ),
     Algorithm(
         "reinforce++",

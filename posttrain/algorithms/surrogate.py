@@ -131,7 +131,7 @@ class WeightedLogProbability(Surrogate):
     Which weight makes the expected gradient the true one, whoever sampled, depends on A (r without a cap):
 
     --ratio causal,       each reward by the product of ratios up to it: exact for sums of rewards, also less a baseline.
-      --weight-at reward  As the next where only the whole reply is rewarded, and less variance where its steps are.
+      --weight-at reward  As the next where only the whole reply is rewarded, and usually less variance where its steps are.
     --ratio sequence-sum  the product over the whole reply: exact for every A that is exact on policy.
     --ratio causal,       the product up to the token: exact where A is the action value of the policy itself, as of an
       --weight-at token   exact critic (--advantage gae --gae-lambda 0; one that learns from older rollouts is of their

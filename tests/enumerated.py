@@ -430,10 +430,10 @@ Without a cap, of what other weights have sampled. Which one is exact depends on
 {forms}
 
 The product up to each reward (Precup et al. 2000) is the default. Where the whole reply is rewarded at its end it is the
-product over the reply; where rewards come earlier it usually has less variance. It goes with sums of rewards; `-`: refused. The
-product up to the token is exact where the advantage is known at the token, as of a critic of the policy itself; of a reward
-that comes later it is an approximation. So is the token's own ratio (Degris et al. 2012), which takes what was written
-before as it was sampled.
+product over the reply; where rewards come earlier it usually has less variance. It goes with sums of rewards; `-`: refused.
+The product up to the token is exact where the advantage is known at the token, as of a critic of the policy itself; of a
+reward that comes later it is an approximation. So is the token's own ratio (Degris et al. 2012), which takes what was
+written before as it was sampled.
 
 ## A KL to the reference
 

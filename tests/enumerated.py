@@ -25,18 +25,18 @@ from torch import Tensor
 from posttrain.algorithms.credit import GAE, Advantage, Baselined, PassAtK, ToGo
 from posttrain.algorithms.penalty import KL
 from posttrain.algorithms.policy import Algorithm, PolicyObjective
+from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.settings import change
 from posttrain.algorithms.surrogate import Clip
-from posttrain.algorithms.table import TABLE
-from posttrain.batch import Layout, Outputs, Packed, Stats
 from posttrain.config import RL
-from posttrain.part import Need
-from posttrain.sources.crediting import credit
-from posttrain.sources.packing import collate, pack
-from posttrain.sources.scores import scoreboard
+from posttrain.core.batch import Layout, Outputs, Packed, Stats
+from posttrain.core.component import Need
+from posttrain.core.types import Completion, Rollout, StopReason, Transcript
 from posttrain.training import older
-from posttrain.types import Completion, Rollout, StopReason, Transcript
+from posttrain.training.sources.credit_assignment import credit
+from posttrain.training.sources.packing import collate, pack
+from posttrain.training.sources.scoreboard import scoreboard
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "algorithms" / "expected-gradients.md"
 LONGEST, WORDS, END = 4, 3, 0

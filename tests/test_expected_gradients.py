@@ -23,8 +23,8 @@ from enumerated import (
     weighed,
 )
 
+from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Correction
-from posttrain.algorithms.table import TABLE
 
 UNBIASED = {"reinforce": 1.0, "reinforce-baseline": 0.5, "off-policy-pg": 0.5, "rloo": 1.0, "dr-grpo": 0.125}
 """Rows whose expected gradient on policy is the true one times this: (B - 1) / B of a mean over all, 1 / L of a constant."""

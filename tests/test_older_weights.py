@@ -11,18 +11,18 @@ from feeding import new_learner, new_player
 
 from posttrain.algorithms.penalty import KL
 from posttrain.algorithms.policy import Algorithm, PolicyObjective
+from posttrain.algorithms.policy_table import TABLE, find
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.settings import change
-from posttrain.algorithms.table import TABLE, find
-from posttrain.batch import Outputs, Stats
 from posttrain.config import RL, Distill
-from posttrain.options import filled
-from posttrain.sources.collecting import Size
-from posttrain.sources.packing import collate
-from posttrain.sources.rl import Experience
+from posttrain.config.resolve import filled
+from posttrain.core.batch import Outputs, Stats
+from posttrain.core.types import Completion, StopReason, Task, Transcript, UserError
 from posttrain.training.adjust import adjust
+from posttrain.training.sources.collector import Size
+from posttrain.training.sources.packing import collate
+from posttrain.training.sources.rl_source import RLSource
 from posttrain.training.trainer import train
-from posttrain.types import Completion, StopReason, Task, Transcript, UserError
 
 OLDER: dict[str, dict[str, Any]] = {
     "--ahead": {"ahead": 1},
@@ -137,7 +137,7 @@ def digits(task: Task, reply: str) -> float:
 def steps(row: Algorithm, count: int) -> list[Stats]:
     learner, tasks = new_learner(row, torch.float32), [{"id": str(i), "prompt": f"{i}+1="} for i in range(4)]
     player = new_player(digits, learner.model, 6)
-    source = Experience(tasks=tasks, player=player, learner=learner, algorithm=row, size=Size(2, 3, 60), seed=0)
+    source = RLSource(tasks=tasks, player=player, learner=learner, algorithm=row, size=Size(2, 3, 60), seed=0)
     found: list[Stats] = []
     train(learner, source, PolicyObjective(row), [lambda t: found.append(t.stats)], first=1, steps=count)
     return found
@@ -164,10 +164,10 @@ def test_what_steers_a_kl_is_the_mean_over_the_policy_s_own_tokens() -> None:
     class Played:
         algorithm, lags = find("grpo"), True
 
-    assert Experience._mean(Played, KL("k3")(old, ref), old - mu, [1] * 4) == pytest.approx(true)  # type: ignore[arg-type]
+    assert RLSource._mean(Played, KL("k3")(old, ref), old - mu, [1] * 4) == pytest.approx(true)  # type: ignore[arg-type]
     assert KL("k3")(old, ref).mean().item() != pytest.approx(true, rel=0.02)
     Played.algorithm = change(find("grpo"), {"correction": "sequence", "correction_cap": 1.1})
-    assert Experience._mean(Played, KL("k3")(old, ref), old - mu, [1] * 4) == 0, "no token is near enough"  # type: ignore[arg-type]
+    assert RLSource._mean(Played, KL("k3")(old, ref), old - mu, [1] * 4) == 0, "no token is near enough"  # type: ignore[arg-type]
 
 
 def test_what_steers_an_entropy_played_ahead_is_the_policy_s_and_not_the_sampler_s() -> None:
@@ -179,5 +179,5 @@ def test_what_steers_an_entropy_played_ahead_is_the_policy_s_and_not_the_sampler
             algorithm, coefficients = row, {"entropy": 0.5}
 
         Played.lags = lags  # type: ignore[attr-defined]
-        Experience._steer(Played, None, Stats({"entropy": (8.0, 4.0), "entropy/policy": (12.0, 4.0)}))  # type: ignore[arg-type]
+        RLSource._steer(Played, None, Stats({"entropy": (8.0, 4.0), "entropy/policy": (12.0, 4.0)}))  # type: ignore[arg-type]
         assert Played.coefficients["entropy"] == row.entropy.next(0.5, measured)

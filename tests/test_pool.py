@@ -21,8 +21,8 @@ import environments
 import pytest
 from processes import descendants, gone, is_running
 
-from posttrain.envs.pool import Done, EnvPool, Event
-from posttrain.types import Invalid, Reply, StopReason, Turn, UserError
+from posttrain.core.types import Invalid, Reply, StopReason, Turn, UserError
+from posttrain.envs.play.env_pool import Done, EnvPool, Event
 
 ROOT = Path(__file__).resolve().parents[1]
 TASK = {"id": "t", "prompt": "p"}
@@ -410,7 +410,7 @@ def test_a_dropped_episode_is_over_and_its_number_free(my: str, open_pool: Calla
 
 def test_what_the_environment_prints_goes_to_standard_error(my: str) -> None:
     script = (
-        "from posttrain.envs.pool import EnvPool\nfrom posttrain.types import Reply\n"
+        "from posttrain.envs.play.env_pool import EnvPool\nfrom posttrain.core.types import Reply\n"
         f"with EnvPool({my + ':prints'!r}) as pool:\n"
         "    pool.start(0, {'prompt': 'p'}); pool.poll(20); pool.send(0, Reply('x'))\n"
         "    print(pool.poll(20)[0][1].reward)\n"
@@ -422,8 +422,8 @@ def test_what_the_environment_prints_goes_to_standard_error(my: str) -> None:
 
 def test_what_the_environment_prints_on_a_terminal_stands_above_what_is_drawn_there(my: str) -> None:
     script = (
-        "import sys\nfrom posttrain.envs.pool import EnvPool\nfrom posttrain.runs.display import Display\n"
-        "from posttrain.types import Reply\n"
+        "import sys\nfrom posttrain.envs.play.env_pool import EnvPool\nfrom posttrain.runs.terminal.display import Display\n"
+        "from posttrain.core.types import Reply\n"
         "display = Display()\n"
         f"with EnvPool({my + ':prints'!r}, 2) as pool:\n"
         "    pool.ready(); display.start('run', 3, [])\n"
@@ -457,7 +457,7 @@ def test_a_script_without_a_main_guard_runs_its_body_once(tmp_path: Path) -> Non
     script.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "print('body')\n"
-        "from posttrain.envs.pool import EnvPool\nfrom posttrain.types import Reply\n"
+        "from posttrain.envs.play.env_pool import EnvPool\nfrom posttrain.core.types import Reply\n"
         "def reward(task, reply):\n    return len(reply)\n"
         "pool = EnvPool(reward)\n"
         "pool.start(0, {'prompt': 'p'}); pool.poll(20); pool.send(0, Reply('x'))\n"
@@ -471,7 +471,7 @@ def test_a_script_without_a_main_guard_runs_its_body_once(tmp_path: Path) -> Non
 @pytest.mark.parametrize("reply", ["fine", "regex"])
 def test_workers_do_not_outlive_a_parent_that_is_killed(my: str, reply: str) -> None:
     script = (
-        "import sys, time\nfrom posttrain.envs.pool import EnvPool\nfrom posttrain.types import Reply\n"
+        "import sys, time\nfrom posttrain.envs.play.env_pool import EnvPool\nfrom posttrain.core.types import Reply\n"
         f"pool = EnvPool({my + ':reward'!r}, 1, seconds=1000)\n"
         "pool.start(0, {'prompt': 'p'}); pool.poll(20)\n"
         f"pool.send(0, Reply({reply!r})); pool.poll(0.3)\n"

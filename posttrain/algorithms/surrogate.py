@@ -14,15 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.batch import Batch, Outputs, Stats
-from posttrain.deferred import torch
-from posttrain.part import Part, knob
+from posttrain.core.batch import Batch, Outputs, Stats
+from posttrain.core.component import Component, setting
+from posttrain.core.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Surrogate(Part):
+class Surrogate(Component):
     """What is maximised for each token."""
 
     uses_ratio = True
@@ -77,9 +77,9 @@ class Clip(Surrogate):
     above 1, bounds what a bad token can cost: where A < 0, no less than dual A (Ye et al. 2020, arXiv 1912.09729, eq. 5).
     """
 
-    low: float = knob(0.2, "clip-low", "The ratio is clipped at 1 - this.", least=0, most=1)
-    high: float = knob(0.2, "clip-high", "The ratio is clipped at 1 + this.", least=0)
-    dual: float | None = knob(
+    low: float = setting(0.2, "clip-low", "The ratio is clipped at 1 - this.", least=0, most=1)
+    high: float = setting(0.2, "clip-high", "The ratio is clipped at 1 + this.", least=0)
+    dual: float | None = setting(
         None, "clip-dual", "Where A < 0, the objective is at least this times A: above 1 (0: no bound).", above=1, off=0
     )
 
@@ -141,8 +141,8 @@ class WeightedLogProbability(Surrogate):
                           are taken as they were sampled. Exact for replies of one token.
     """
 
-    high: float | None = knob(None, "clip-high", "The ratio is clipped at 1 + this.", least=0)
-    at: Literal["token", "reward"] = knob(
+    high: float | None = setting(None, "clip-high", "The ratio is clipped at 1 + this.", least=0)
+    at: Literal["token", "reward"] = setting(
         "token",
         "weight-at",
         "What a ratio weighs: the advantage of its token, or the reward that is earned at it (with --ratio causal exact for "

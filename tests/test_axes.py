@@ -105,6 +105,12 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("dapo", {"clip_low": 0.1}, SURROGATE, Clip(0.1, 0.28)),
     ("grpo", {"clip_high": 0.3, "minibatches": 2}, SURROGATE, Clip(0.2, 0.3)),
     ("cispo", {"clip_high": 2.0}, SURROGATE, WeightedLogProbability(2.0)),
+    ("off-policy-pg", {}, SURROGATE, WeightedLogProbability(at="reward")),
+    ("off-policy-pg", {"weight_at": "token"}, SURROGATE, WeightedLogProbability()),
+    ("off-policy-pg", {"advantage": "to-go"}, ADVANTAGE, ToGo()),
+    ("off-policy-pg", {"replay": 500}, part("old"), "sampler"),
+    ("dr-grpo", {"replay": 500}, part("old"), "sampler"),
+    ("gpg", {"epochs": 2}, CORRECTION, Correction()),
     ("dapo", {"clip_dual": 3.0}, SURROGATE, Clip(0.2, 0.28, 3.0)),
     ("dapo", {"clip_dual": 0.0}, SURROGATE, Clip(0.2, 0.28)),
     ("gpg", {"aggregate": "sequence-mean"}, AGGREGATE, SequenceMean()),
@@ -133,7 +139,10 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("sac", {"entropy_target": 0.5}, ENTROPY, Entropy(0.01, target=0.5)),
     ("grpo", {"top_entropy": 0.2}, part("select"), TopEntropy(0.2)),
     ("grpo", {"top_entropy": 1.0}, part("select"), None),
-    *(("grpo", {"correction": kind}, CORRECTION, Correction(kind)) for kind in ("truncate", "icepop", "sequence")),
+    *(
+        ("grpo", {"correction": kind}, CORRECTION, Correction(kind))
+        for kind in ("truncate", "icepop", "sequence", "sequence-truncate")
+    ),
     ("grpo", {"correction": "none"}, CORRECTION, None),
     ("grpo", {"correction": "icepop", "correction_cap": 5.0}, CORRECTION, Correction("icepop", 5.0)),
     ("grpo", {"old_policy": "sampler"}, part("old"), "sampler"),
@@ -252,6 +261,7 @@ CANDIDATES = (
     "k2",
     "group",
     "reward",
+    "token",
     "loss",
     "old",
     "reference",
@@ -564,9 +574,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("trpo", {"advantage": "gae", "critic": "shared"}, "trpo: .*--critic separate"),
     ("vapo", {"critic_warmup": 10}, "warms up for 10 of 10 steps.*--critic-warmup below --steps"),
     # updates
-    ("gpg", {"epochs": 2}, "2 updates per step need a ratio .--surrogate ratio or clip., or set --epochs 1"),
+    ("gpg", {"epochs": 2, "correction": "none"}, "2 updates per step learn from what the weights before them sampled"),
     ("grpo", {"minibatches": 3}, "--minibatches 3 is above --prompts 2"),
-    ("dr-grpo", {"replay": 100}, "leave out --replay"),
+    ("dr-grpo", {"replay": 100, "correction": "truncate"}, "leave out --correction, and give --old-policy sampler"),
+    ("trpo", {"replay": 100}, "leave out --replay"),
+    (
+        "off-policy-pg",
+        {"advantage": "gae"},
+        "a discounted advantage does not say: --weight-at token with --ratio sequence-sum",
+    ),
+    ("off-policy-pg", {"top_entropy": 0.5}, "--top-entropy does not say"),
     ("reinforce", {"replay": 200, "kl": 0.1, "kl_where": "reward"}, "leave out --replay, or --kl-where reward"),
     (
         "ppo",

@@ -136,7 +136,7 @@ def weights(learner: LocalLearner) -> torch.Tensor:
 
 def learned_from(build: Any) -> Sequence[Rollout]:
     """The rollouts of one update."""
-    _, _, credited, _, _ = build.args
+    _, _, credited, *_ = build.args
     assert isinstance(credited, Credited)
     return credited.rollouts
 
@@ -181,7 +181,7 @@ def test_groups_stay_whole_within_an_update(tokenizer: Tokenizer) -> None:
 def test_minibatches_have_an_order_of_their_own_for_every_step_epoch_and_seed(tokenizer: Tokenizer) -> None:
     def orders(seed: int) -> list[tuple[str, ...]]:
         experience = source(tokenizer, row("grpo", epochs=2, minibatches=6, prompts=6), seed=seed, size=(6, 4))
-        _, _, _, coefficients, _ = experience.produce(1).updates[0].args
+        _, _, _, coefficients, *_ = experience.produce(1).updates[0].args
         credited = experience._watched
         assert credited is not None
         found = []

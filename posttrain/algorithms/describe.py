@@ -21,7 +21,8 @@ from posttrain.core.component import Component, Need
 SYMBOLS = (
     "lp, old, ref, mu: log-probability of a sampled token under the policy, the policy before the step's updates, the "
     "reference, the engine. B rollouts of n_i sampled tokens that are learned from, R_i the reward of one, sg() without a "
-    "gradient. m_i: all tokens sampled in an episode, over its replies; budget: the most that may be."
+    "gradient. A behind the last token is 0. m_i: all tokens sampled in an episode, over its replies; budget: the most that "
+    "may be."
 )
 OF_TEACHERS = "p, q: the policy's and the teacher's probabilities over the vocabulary; tea: log q of a sampled token."
 SYMBOLS_OF_PREFERENCES = (
@@ -299,7 +300,10 @@ def _use(row: Row) -> list[str]:
 
 @_use.register
 def _(row: Algorithm) -> list[str]:
-    every = f"every setting: `posttrain algorithms {row.name}`."
+    exact = "What is exact and what is biased: [expected gradients](expected-gradients.md)."
+    if row.multiplies:
+        exact += " [Other weights](expected-gradients.md#the-weights-of-off-policy-pg), and which is exact for what."
+    every = f"every setting: `posttrain algorithms {row.name}`. {exact}"
     if row.branching is not None:  # nor any tools
         use = f"`posttrain rl --algorithm {row.name}`"
         return [f"Figures: [agents](../results/agents.md#arpo). In use: {use}; {every}", ""]

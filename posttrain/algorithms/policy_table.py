@@ -36,14 +36,14 @@ _ROWS = (
     ),
     Algorithm(
         "off-policy-pg",
-        "Off-policy policy gradient with causal products of ratios (Precup et al. 2000; Degris et al. 2012)",
+        "Off-policy policy gradient, rewards weighed by products of ratios (Precup et al. 2000; Degris et al. 2012)",
         advantage=Baselined("batch", "none"),
         ratio=(Causal(),),
-        surrogate=WeightedLogProbability(),
+        surrogate=WeightedLogProbability(at="reward"),
         aggregate=SequenceSum(),
         minibatches=2,
         stated="no number of updates is part of the method: two, so that the ratios differ from 1",
-        idea="Causal products of ratios as importance weights",
+        idea="Each reward weighed by the ratios before it",
     ),
     Algorithm(
         "reinforce++",

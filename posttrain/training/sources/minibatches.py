@@ -48,16 +48,25 @@ class Minibatches:
         """One thunk per optimizer update of step `number`. The ledger is told what each update is given."""
         chosen = self._shuffled(number, credited) if self.buffer is None else self._replayed(number, credited)
         ledger.choose(chosen)
-        told = dict(coefficients), ledger
+        told = dict(coefficients), ledger, self.learner.version
         return [partial(self._build, number, place, part, *told) for place, part in enumerate(chosen)]
 
     def _build(
-        self, number: int, place: int, part: Credited, coefficients: Mapping[str, float], ledger: Ledger
+        self, number: int, place: int, part: Credited, coefficients: Mapping[str, float], ledger: Ledger, start: int
     ) -> list[Batch]:
+        """`start`: the version of the weights that the step began with."""
+        self._check_older(part, start)
         # The first update is on policy: the old log-probabilities are the current ones.
         batches = self._weighted(part, coefficients, ledger, fresh=place == 0)
         # While a critic warms up the policy stands still, its text included.
         return [*batches, *self._texts(number, place)] if coefficients.get("policy", 1.0) else batches
+
+    def _check_older(self, part: Credited, start: int) -> None:
+        """Whatever option brought tokens of other weights than those that learn: the row has a weight for them."""
+        spans = (span for r in part.rollouts for t in r.transcripts for span in t.spans)
+        others = {span.version for span in spans if span.version is not None} - {self.learner.version}
+        weighed = self.row.weighs_older or (others <= {start} and self.row.weighs_updates)
+        assert not others or weighed, "nothing accounts for the weights that sampled: see posttrain/training/older.py"
 
     def _shuffled(self, number: int, credited: Credited) -> list[Credited]:
         """What each update learns from: every rollout once per epoch. Groups stay whole, so their prompts are shared."""

@@ -29,7 +29,7 @@ from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.settings import change
 from posttrain.algorithms.surrogate import Clip
-from posttrain.config import RL
+from posttrain.config.training import RL
 from posttrain.core.batch import Layout, Outputs, Packed, Stats
 from posttrain.core.component import Need
 from posttrain.core.types import Completion, Rollout, StopReason, Transcript

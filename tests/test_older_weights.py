@@ -14,8 +14,8 @@ from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.algorithms.policy_table import TABLE, find
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.settings import change
-from posttrain.config import RL, Distill
 from posttrain.config.resolve import filled
+from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Outputs, Stats
 from posttrain.core.types import Completion, StopReason, Task, Transcript, UserError
 from posttrain.training.adjust import adjust

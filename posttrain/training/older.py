@@ -14,7 +14,7 @@ from posttrain.algorithms.credit import GAE, ToGo
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.surrogate import WeightedLogProbability
-from posttrain.config import RL
+from posttrain.config.training import RL
 
 REPLAYED = Correction(cap=10.0)
 """By default of rollouts of any age: ratios far from 1 are no noise there (ACER, arXiv 1611.01224, section 3.1, c = 10)."""

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from experiments.figure import Panel, draw
+from posttrain import user_files
 from posttrain.core.intervals import Interval, student_interval
 from posttrain.core.types import UserError
 
@@ -165,7 +166,7 @@ class Experiment:
     def _of_seed(self, seed: int, settings: Settings, out: Path, say: Say) -> Numbers:
         kept = out / f"seed-{seed}.json"
         if kept.exists():
-            content = json.loads(kept.read_text())
+            content = json.loads(user_files.text(kept))
             if content["settings"] == json.loads(json.dumps(settings)):
                 say(f"{self.name}: seed {seed} is kept from before")
                 numbers: Numbers = content["numbers"]

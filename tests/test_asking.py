@@ -576,7 +576,7 @@ def test_a_damaged_journal_is_refused_and_a_new_run_ignores_an_old_one(tmp_path:
         assert (tmp_path / ANSWERS).read_text() == f"{whole}{damage}\n"
     (tmp_path / ANSWERS).unlink()
     os.mkfifo(tmp_path / ANSWERS)
-    with pytest.raises(UserError, match="it is no file"):
+    with pytest.raises(UserError, match="it is a pipe, not a file"):
         AnswerJournal(tmp_path, True)
     (tmp_path / ANSWERS).unlink()
     fresh = journaled(tmp_path, False, Lengths())

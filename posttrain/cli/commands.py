@@ -29,6 +29,7 @@ from posttrain.config.inference import (
 from posttrain.config.resolve import AnyConfig, AnyTraining, check_bounds, validate
 from posttrain.config.scale import Launch, Plan
 from posttrain.config.training import RL, SFT, Distill, Prefer, RewardModelling, Training
+from posttrain.core import user_files
 from posttrain.core.doing import watch
 from posttrain.core.extras import install, lacking
 from posttrain.core.messages import one_line
@@ -297,7 +298,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     lines = None
     if config.replies is not None:
         try:
-            lines = Path(config.replies).read_text(encoding="utf-8").splitlines()
+            lines = user_files.text(config.replies).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--replies {config.replies} cannot be read as text: {one_line(error)}") from error
     viewer, chat = None, Chatting()

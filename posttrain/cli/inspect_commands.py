@@ -305,7 +305,7 @@ def query(
     """
     from posttrain.apps.view.token_texts import vocabulary_of
     from posttrain.cli import input_bounds
-    from posttrain.runs.record.rollout_rows import as_json
+    from posttrain.core.json_text import json_text
     from posttrain.runs.record.sql_query import Questions
     from posttrain.runs.terminal.printing import table
 
@@ -325,7 +325,7 @@ def query(
     more, rows = len(rows) > number, rows[:number]
     if json:
         for row in rows:
-            print(safe_json(as_json(dict(zip(names, row, strict=True)))))
+            print(safe_json(json_text(dict(zip(names, row, strict=True)))))
     else:
         cells = [
             [value if isinstance(value, int | float | None) else inline(str(value)) for value in row] for row in rows

@@ -26,6 +26,7 @@ from cyclopts.exceptions import (
 )
 
 from posttrain import __version__
+from posttrain.core import user_files
 from posttrain.core.doing import doing, watch
 from posttrain.core.types import UserError
 
@@ -339,7 +340,7 @@ def _read_recipe(file: Path) -> dict[str, Any]:
     from posttrain.config import VERBS
 
     try:
-        content = tomllib.loads(file.read_bytes().decode("utf-8"))
+        content = tomllib.loads(user_files.text(file))
     except FileNotFoundError:
         raise UserError(f"--config {file}: there is no such file") from None
     except OSError as error:

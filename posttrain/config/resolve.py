@@ -6,7 +6,6 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 from posttrain.config import FREE_TO_CHANGE, OF_ONE_CALL, Check
@@ -14,6 +13,7 @@ from posttrain.config.inference import Chat, Evaluation, Label, Sample, ServeEng
 from posttrain.config.row_options import FromRows
 from posttrain.config.service_options import LABELLERS, SERVICES, named_services
 from posttrain.config.training import RL, Distill, Prefer, RewardModelling, Training
+from posttrain.core import user_files
 from posttrain.core.coerce import convert, fits
 from posttrain.core.component import knob_of
 from posttrain.core.option_aliases import suggestion
@@ -82,9 +82,19 @@ def _validate_record(config: Training) -> None:
 
 
 def check_bounds(config: Any) -> None:
-    """Raises UserError for a number that lies outside its option's range."""
+    """Raises UserError for a number that lies outside its option's range, and for text that can name no file."""
     for f in fields(config):
-        knob_of(f).bounds.check(f"--{f.name.replace('_', '-')}", getattr(config, f.name))
+        name, value = f"--{f.name.replace('_', '-')}", getattr(config, f.name)
+        knob_of(f).bounds.check(name, value)
+        if "\0" in _texts(value):
+            raise UserError(f"{name} has a character of code 0, which no name and no text here may have: leave it out")
+
+
+def _texts(value: Any) -> str:
+    """All text in the value of an option, end to end."""
+    if isinstance(value, Mapping):
+        return _texts([*value, *value.values()])
+    return "".join(map(_texts, value)) if isinstance(value, list | tuple) else value if isinstance(value, str) else ""
 
 
 def _services(config: RL | Evaluation | Check | Sample | Chat) -> list[str]:
@@ -237,7 +247,7 @@ def filled(kind: type[AnyConfig], options: Mapping[str, Any], where: str = "") -
 def own_judge(file: str) -> str | None:
     """The checkpoint that a judge's recipe names, where it is one of this machine; what is wrong is told later."""
     try:
-        recipe = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        recipe = tomllib.loads(user_files.text(file))
     except (OSError, ValueError, RecursionError):
         return None
     model = recipe.get("model")

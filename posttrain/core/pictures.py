@@ -11,13 +11,13 @@ import hashlib
 import io
 import os
 import re
-import stat
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core import user_files
 from posttrain.core.messages import inline, message_of, short
 from posttrain.core.types import UserError
 
@@ -225,20 +225,12 @@ def _said(error: BaseException) -> str:
 
 
 def _read(path: Path) -> bytes:
-    """The bytes of a plain file: of a pipe or a device there is no end to wait for."""
+    """The bytes of a file."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise PictureError(f"{path} is no file: give the path of a picture's file")
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise PictureError(f"{path} has more than {MOST_BYTES:,} bytes: make it smaller")
-        return data
-    except (OSError, ValueError) as error:
-        if isinstance(error, PictureError):
-            raise
+        return user_files.content(path, MOST_BYTES)
+    except OSError as error:
         raise PictureError(
-            f"the picture {str(path)[:80]} cannot be read: {getattr(error, 'strerror', error)}"
+            f"the picture {str(path)[:80]} cannot be read: {error.strerror}: give the path of a picture's file"
         ) from None
 
 
@@ -267,6 +259,6 @@ def _written(folder: Path, digest: str, data: bytes) -> Path:
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         draft = folder / f"{digest}.{os.getpid()}.tmp"
-        draft.write_bytes(data)
+        user_files.writable(draft).write_bytes(data)
         draft.replace(path)
     return path

@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.system.cache_folders import cache_folder
 
@@ -40,7 +41,8 @@ class Table:
         import pyarrow as pa
 
         self.whole = whole
-        self._file = pa.OSFile(str(path)) if path else None  # kept open: the folder may be emptied during a run
+        # kept open: the folder may be emptied during a run
+        self._file = pa.OSFile(str(user_files.readable(path))) if path else None
 
     def batches(self, size: int) -> Iterator[pa.RecordBatch]:
         """All rows in order, read rather than mapped: going through them takes the memory of one batch."""
@@ -63,7 +65,7 @@ def fingerprint(path: Path) -> str:
     """Another one whenever a file changes: place, size, time of change, and samples from all over its content."""
     known = path.stat()
     content = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
+    with user_files.opened(path) as file:
         for sample in range(SAMPLES):
             file.seek(sample * max(SAMPLE_BYTES, known.st_size // SAMPLES))
             content.update(file.read(SAMPLE_BYTES))
@@ -80,7 +82,7 @@ def keep_table(name: str, schema: pa.Schema, batches: Callable[[], Iterable[pa.R
                 writer.write_batch(batch)
 
     def read(path: Path) -> Table:
-        return Table(pa.ipc.open_file(pa.memory_map(str(path))).read_all(), path)
+        return Table(pa.ipc.open_file(pa.memory_map(str(user_files.readable(path)))).read_all(), path)
 
     file = f"{name}.arrow"
     found = _find(file, read)
@@ -97,7 +99,7 @@ def keep_arrays(name: str | None, make: Callable[[], Arrays]) -> Arrays:
     """The arrays of that name: kept before, or made now."""
 
     def read(path: Path) -> Arrays:
-        with np.load(path, allow_pickle=False) as stored:
+        with np.load(user_files.readable(path), allow_pickle=False) as stored:
             return dict(stored)
 
     file = f"{name}.npz"

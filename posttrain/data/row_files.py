@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 
@@ -72,7 +73,7 @@ def read_parquet(path: Path, size: int) -> tuple[pa.Schema, Callable[[], Iterato
 
     def batches() -> Iterator[pa.RecordBatch]:
         try:
-            with parquet.ParquetFile(path) as file:
+            with parquet.ParquetFile(user_files.readable(path)) as file:
                 first = 0
                 for batch in file.iter_batches(batch_size=size):
                     yield _plainly(batch, schema, f"{path.name} row ", first)
@@ -81,7 +82,7 @@ def read_parquet(path: Path, size: int) -> tuple[pa.Schema, Callable[[], Iterato
             raise refused(error) from error
 
     try:
-        stored = parquet.read_schema(path)
+        stored = parquet.read_schema(user_files.readable(path))
         schema = pa.schema([(field.name, _plain(field.type)) for field in stored])
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: the name of a column
         raise refused(error) from error
@@ -144,8 +145,8 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 def _lines(path: Path) -> Iterator[Text]:
     """(line number, line with its end), without a byte order mark."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+    with user_files.opened(path) as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+        for number, line in enumerate(user_files.lines(file), 1):
             yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
 
 

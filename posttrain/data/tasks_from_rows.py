@@ -12,14 +12,14 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from datetime import date, time, timedelta
-from decimal import Decimal
 from functools import cached_property
 from itertools import repeat
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from posttrain.core import user_files
+from posttrain.core.json_text import known
 from posttrain.core.messages import one_line, short
 from posttrain.core.pictures import PictureError, parts
 from posttrain.core.types import ROLES, Task, UserError
@@ -432,12 +432,10 @@ def _written(value: Any) -> str:
 
 
 def _json(value: Any) -> Any:
-    """What json cannot write, as it can; only for types whose text is the same in every process."""
-    if hasattr(value, "tolist"):  # arrays
-        return value.tolist()
-    if isinstance(value, bytes | date | time | timedelta | Decimal):
-        return repr(value)
-    raise TypeError(f"a value of type {type(value).__name__} gives no stable id")
+    found = known(value, None)
+    if found is None:
+        raise TypeError(f"a value of type {type(value).__name__} gives no stable id")
+    return found
 
 
 def _code(convert: Convert | None) -> str | None:
@@ -452,7 +450,7 @@ def _code(convert: Convert | None) -> str | None:
         )
         found = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
         files |= {Path(file) for file in found if file and file.endswith(".py") and not file.startswith(installed)}
-    return digest(*(hashlib.blake2b(file.read_bytes()).hexdigest() for file in sorted(files) if file.is_file()))
+    return digest(*(hashlib.blake2b(user_files.content(file)).hexdigest() for file in sorted(files) if file.is_file()))
 
 
 def _name(function: Any) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.models.row_shards import whole
@@ -179,7 +180,7 @@ class Files(Copied):
         partial = path.with_name(f"{path.name}.partial")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with partial.open("w+b") as file:
+            with user_files.opened(partial, "w+b") as file:
                 os.posix_fallocate(file.fileno(), 0, self.laid.bytes)  # a full disk is told here, not by a signal
                 checksum = self.laid.write(weights, shared_memory(file.fileno()))
                 os.fsync(file.fileno())
@@ -225,17 +226,15 @@ def offered(offer: Offer, memory: Tensor | None) -> Tensor:
         assert memory is not None, "no memory is shared with this engine"
         return memory
     try:
-        descriptor = os.open(offer["file"], os.O_RDONLY)
+        file = user_files.opened(offer["file"])
     except OSError as error:
         raise UserError(
             f"{offer['file']} cannot be read ({one_line(error)}): engines elsewhere need the run's folder on a disk that "
             "both machines see under the same path"
         ) from error
-    try:
-        size = os.fstat(descriptor).st_size
-        return torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        return torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 if TYPE_CHECKING:

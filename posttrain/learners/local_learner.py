@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from posttrain.core import user_files
 from posttrain.core.batch import Batch, Outputs, Packed, Stats
 from posttrain.core.protocols import TRAINING, Alone, Learner, Measured, Model, Objective, World
 from posttrain.core.token_probe import sink_of
@@ -293,7 +294,7 @@ class LocalLearner:
     def load(self, folder: Path) -> None:
         """The inverse of `save`, but for the policy's weights. Raises UserError if the files are not of this learner."""
         folder = folder / TRAINING
-        counted = json.loads((folder / COUNTERS).read_bytes())["version"]
+        counted = json.loads(user_files.content(folder / COUNTERS))["version"]
         if type(counted) is not int or counted < 0:
             raise UserError(f"{folder / COUNTERS} is damaged: it counts {counted!r} updates")
         self.version = counted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.system.hub import as_far_as_reached
@@ -18,10 +19,11 @@ def checkpoint_folder(name: str | Path) -> Path:
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():
-            return folder
+            return user_files.readable_folder(folder)
         there = folder.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a NUL, a user that there is not
-        raise UserError(f"{str(name)!r:.80} can be no folder: {one_line(error)}") from None
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a user that there is not, a pipe in it
+        place = getattr(error, "filename", None) or str(name)
+        raise UserError(f"{place!r:.80} can be no checkpoint, or part of one: {one_line(error)}") from None
     if there:
         raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.messages import one_line
 from posttrain.core.pictures import PICTURES, PictureError, decoded
 from posttrain.core.types import UserError
+from posttrain.models.json_files import read_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +65,7 @@ class ImageProcessor:
         """The processor of a checkpoint folder; None where config.json, already read, names no placeholder."""
         if not placeholder_ids(source):
             return None
-        files = {name: (folder / name).read_text(encoding="utf-8") for name in FILES if (folder / name).is_file()}
+        files = {name: read_text(folder / name) for name in FILES if (folder / name).exists()}
         return _known(json.dumps(source, sort_keys=True), tuple(files.items()))
 
     def __deepcopy__(self, memo: Any) -> ImageProcessor:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 
@@ -99,7 +100,7 @@ def shown(value: Any) -> str:
 def read_text(path: Path) -> str:
     """The text of a file. Raises UserError if it is absent, cannot be read or is not UTF-8."""
     try:
-        return path.read_text(encoding="utf-8")
+        return user_files.text(path)
     except FileNotFoundError:
         raise UserError(f"{path} is missing: give a Hugging Face checkpoint folder") from None
     except OSError as error:

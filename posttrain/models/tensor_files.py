@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.models.row_shards import here, whole
@@ -41,7 +42,7 @@ def write_tensors(file: Path, described: Described, tensors: Iterable[tuple[str,
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % ALIGNED)
-    with file.open("wb") as out:
+    with user_files.opened(file, "wb") as out:
         out.write(len(head).to_bytes(8, "little"))
         out.write(head)
         coming = iter(tensors)
@@ -65,10 +66,8 @@ def write_state(file: Path | None, tensors: Mapping[str, Tensor]) -> None:
 
 def open_tensors(file: Path) -> Any:
     """A .safetensors file, opened for reading. Raises UserError if it is absent or damaged."""
-    if not file.is_file():
-        raise UserError(f"{file} is not a file: copy it again")
     try:
-        return safe_open(file, framework="pt")
+        return safe_open(user_files.readable(file), framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is damaged, copy it again: {one_line(error)}") from None
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.runs.run_files import CHECKPOINTS, RUN, step_name, sync
 from posttrain.runs.run_files import step_of as step_of_name
@@ -117,7 +118,7 @@ def newest(run: Path, say: Callable[[str], None] = lambda text: None) -> Path | 
 def damaged(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = json.loads(user_files.content(folder / MANIFEST))
         seen = {PurePosixPath(name): (int(file["bytes"]), file["sha256"]) for name, file in manifest["files"].items()}
         if folder.name != step_name(manifest["step"]):
             return f"{MANIFEST} belongs to another step"
@@ -182,7 +183,7 @@ def load_state(folder: Path) -> dict[str, Any]:
 
     path = folder / STATE
     try:
-        state: dict[str, Any] = json.loads(path.read_bytes())
+        state: dict[str, Any] = json.loads(user_files.content(path))
         rng = bytes.fromhex(state.pop("torch_rng"))
         torch.set_rng_state(torch.frombuffer(bytearray(rng), dtype=torch.uint8))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
@@ -197,5 +198,5 @@ def of_disk(error: BaseException) -> bool:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with user_files.opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from posttrain.core import user_files
 from posttrain.core.intervals import student_interval
 from posttrain.core.types import UserError
 from posttrain.runs.run_files import CURVES, Folder
@@ -85,7 +86,7 @@ def curves(runs: Folder | Mapping[str, Folder | Sequence[Folder]], out: Folder |
         told = ", ".join(str(folder) for own in folders.values() for folder in own)
         raise UserError(f"{told}: no metric was recorded yet, so nothing can be drawn")
     path = Path(out) if out is not None else Path(next(iter(folders.values()))[0]) / CURVES
-    _figure(lines, names).savefig(path)
+    _figure(lines, names).savefig(user_files.writable(path))
     return path
 
 

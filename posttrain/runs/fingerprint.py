@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.core import user_files
+from posttrain.core.json_text import known
 from posttrain.core.types import UserError
 from posttrain.envs.load import split_options
 from posttrain.system.user_code import source_file
@@ -72,7 +74,7 @@ def rewritten(before: Mapping[str, Any], now: Mapping[str, Print | None]) -> lis
 
 def _content(path: Path) -> str:
     size, content = path.stat().st_size, hashlib.sha256()
-    with path.open("rb") as file:
+    with user_files.opened(path) as file:
         if size <= WHOLE:
             while chunk := file.read(1 << 20):
                 content.update(chunk)
@@ -86,7 +88,7 @@ def _content(path: Path) -> str:
 
 def _digest(value: Any) -> str:
     try:
-        text = json.dumps(value, default=lambda odd: type(odd).__name__, skipkeys=True)
+        text = json.dumps(value, default=lambda odd: known(odd, type(odd).__name__), skipkeys=True)
     except (ValueError, RecursionError):  # a row that holds itself
         text = ""
     return hashlib.sha256(text.encode()).hexdigest()

@@ -9,6 +9,7 @@ from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
+from posttrain.core import user_files
 from posttrain.core.messages import clip
 from posttrain.core.types import UserError
 
@@ -72,10 +73,8 @@ def lines(path: Path, whole: bool = False) -> Iterator[tuple[Row, str, int]]:
 
 
 def content_of(path: Path) -> bytes:
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise UserError(f"{path} is not a file: put a copy of it back")
     try:
-        return path.read_bytes()
+        return user_files.content(path)
     except OSError as error:
         raise unreadable(path, error) from error
 

@@ -14,9 +14,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from posttrain.core import user_files
+from posttrain.core.json_text import json_document, json_line, plain
 from posttrain.core.messages import clip
 from posttrain.core.types import UserError
-from posttrain.runs.run_files import json_document, json_line, plain, replace, writing
+from posttrain.runs.run_files import replace, writing
 
 
 class Lines:
@@ -36,7 +38,7 @@ class Lines:
             self._check_origin(told)
         with writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("r+b" if path.exists() else "w+b")
+            self._file = user_files.opened(path, "r+b" if path.exists() else "w+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -106,7 +108,7 @@ class Lines:
 
     def _check_origin(self, told: Mapping[str, Any]) -> None:
         try:
-            before = json.loads(self.origin.read_bytes())
+            before = json.loads(user_files.content(self.origin))
         except (OSError, ValueError) as error:
             raise UserError(
                 f"cannot resume {self.path}: {self.origin.name} beside it, which says what it was made from, is missing or "

@@ -20,18 +20,14 @@ lock                        there while a process writes: see `posttrain.runs.lo
 from __future__ import annotations
 
 import errno
-import json
-import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
+from posttrain.core import user_files
 from posttrain.core.pictures import FOLDER
 from posttrain.core.types import UserError
 from posttrain.envs.play.answer_journal import ANSWERS, EVERYBODYS
@@ -155,7 +151,7 @@ def replace(path: Path, content: bytes) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new one."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
-        with naming(path), unfinished.open("wb") as file:
+        with naming(path), user_files.opened(unfinished, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -169,38 +165,8 @@ def replace(path: Path, content: bytes) -> None:
 
 def sync(path: Path) -> None:
     """Wait until a file, or the list of names in a folder, is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def json_line(row: Any) -> bytes:
-    """One line of strict JSON in UTF-8."""
-    text = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return (text + "\n").encode("utf-8", "backslashreplace")  # a lone surrogate: its escape is JSON's own
-
-
-def json_document(content: Mapping[str, Any]) -> bytes:
-    """JSON for people to read: what has no form in JSON becomes a string."""
-    text = json.dumps(plain(content), ensure_ascii=False, allow_nan=False, indent=2)
-    return (text + "\n").encode("utf-8", "backslashreplace")
-
-
-def number(value: float) -> float | None:
-    """A number as JSON can hold it: JSON has neither infinity nor NaN."""
-    return float(value) if math.isfinite(value) else None
-
-
-def plain(value: Any) -> Any:
-    """Any setting as JSON can hold it: what has no JSON form, infinity included, becomes a string."""
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    return str(value)

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from posttrain.core import user_files
+from posttrain.core.json_text import json_document, json_line, number, plain
 from posttrain.core.types import Outcome, UserError
 from posttrain.runs.events import Events
 from posttrain.runs.jsonl import Row
@@ -30,11 +32,7 @@ from posttrain.runs.run_files import (
     TIMING,
     Folder,
     holds_run,
-    json_document,
-    json_line,
     naming,
-    number,
-    plain,
     replace,
     step_of,
     sync,
@@ -129,7 +127,7 @@ class RunRecord:
             if content or path.exists():
                 replace(path, content)
         elif content:
-            with path.open("ab") as file:
+            with user_files.opened(path, "ab") as file:
                 file.write(content)
             self._unsynced.append(path)
 
@@ -236,7 +234,7 @@ class _Journal:
         self._last, size = -1, 0
         for row, end in read_steps(path, last) if last >= 0 else ():
             self._last, size = row["step"], end
-        self._path, self._file = path, path.open("ab")
+        self._path, self._file = path, user_files.opened(path, "ab")
         self._file.truncate(size)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:

@@ -11,6 +11,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from posttrain.core import user_files
 from posttrain.system.cache_folders import cache_folder
 
 
@@ -25,7 +26,7 @@ class AnswerCache:
         if self.folder is None:
             return None
         try:
-            return self._file(endpoint, body).read_text(encoding="utf-8")
+            return user_files.text(self._file(endpoint, body))
         except (OSError, UnicodeDecodeError):
             return None
 

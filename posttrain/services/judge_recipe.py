@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
+from posttrain.core import user_files
 from posttrain.core.coerce import convert
 from posttrain.core.component import knob_of, option
 from posttrain.core.option_aliases import suggestion
@@ -138,7 +139,7 @@ class Generative:
 def read_recipe(file: str | Path) -> Recipe | Generative:
     """Raises UserError, in one line, if the file cannot be read or says what no recipe can."""
     try:
-        content = tomllib.loads(Path(file).read_bytes().decode("utf-8"))
+        content = tomllib.loads(user_files.text(file))
     except FileNotFoundError:
         raise UserError(f"--judge {file}: there is no such file") from None
     except OSError as error:

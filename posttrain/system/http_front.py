@@ -12,10 +12,10 @@ import socket
 from collections import defaultdict
 from collections.abc import Mapping
 from hmac import compare_digest
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 
@@ -54,7 +54,7 @@ def read_token(file: str | None, option: str = "--token") -> str | None:
     if file is None:
         return None
     try:
-        token = Path(file).read_text(encoding="utf-8").strip()
+        token = user_files.text(file).strip()
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(f"{option} {file} cannot be read: {one_line(error)}") from error
     if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable():

@@ -17,6 +17,7 @@ import numpy as np
 
 from posttrain.apps.audit.correlation import Floats, Integers, ranks
 from posttrain.apps.audit.shared_phrases import words
+from posttrain.core import user_files
 from posttrain.core.messages import clip
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import UserError
@@ -84,7 +85,7 @@ class HackClassifier:
         content = {"kind": KIND, "bias": self.bias, "held_out": self.held_out, "weights": weights}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+            user_files.writable(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"--classifier {path} cannot be written: {error.strerror}") from error
 
@@ -92,7 +93,7 @@ class HackClassifier:
     def load(path: Path) -> HackClassifier:
         """What `save` wrote. Raises UserError if the file holds no classifier."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(user_files.text(path))
             assert content["kind"] == KIND
             weights = np.zeros(BUCKETS)
             for place, value in content["weights"].items():

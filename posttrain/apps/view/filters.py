@@ -19,8 +19,8 @@ from posttrain.apps.view.column_table import Floats, Mask, Places, RolloutColumn
 from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_store import Store
 from posttrain.apps.view.sql_text import by_name, listed_part, named, named_part, quoted
+from posttrain.core.json_text import json_text
 from posttrain.core.types import Fate, StopReason, UserError
-from posttrain.runs.record.rollout_rows import as_json
 
 PAGE = 100  # rows that are handed out at once
 BINS = 32
@@ -421,7 +421,7 @@ def _column(rows: RolloutColumns, name: str, value: str) -> Mask:
         except (ValueError, RecursionError):
             return False
         found = columns.get(name) if isinstance(columns, dict) else None
-        return found is not None and value == (found if isinstance(found, str) else as_json(found))
+        return found is not None and value == (found if isinstance(found, str) else json_text(found))
 
     codes, values = rows.whole("columns")
     has = [fits(text) for text in values.to_pylist()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from posttrain.core import user_files
 from posttrain.core.pictures import FOLDER
 
 MOST = 64 << 20  # bytes of a picture: whatever is larger is none
@@ -17,9 +18,7 @@ def picture(run: Path, digest: str, most: int = MOST) -> tuple[bytes, str] | Non
     try:
         if not re.fullmatch("[0-9a-f]{64}", digest) or file.is_symlink() or not file.is_file():
             return None
-        data = file.read_bytes() if file.stat().st_size <= most else None
+        data = user_files.content(file, most)
     except OSError:
-        return None
-    if data is None:
         return None
     return data, next((kind for begin, kind in _KINDS.items() if data.startswith(begin)), "image/webp")

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
+from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.runs.record.rollout_index import short
 from posttrain.runs.record.rollout_reading import few_enough, read_file
@@ -129,7 +130,7 @@ def _fresh(path: Path, files: dict[RolloutPart, File]) -> pa.Table | None:
     """A piece of the index, if it was made of these files as they are now."""
     wanted = {f"{file.path.parent.name}/{file.path.name}": file.stamp[1] for file in files.values()}
     try:
-        made_of = (parquet.read_schema(path).metadata or {}).get(MADE_OF, b"null")
+        made_of = (parquet.read_schema(user_files.readable(path)).metadata or {}).get(MADE_OF, b"null")
         if json.loads(made_of) != wanted:
             return None
         names = [name for name in INDEX.names if name not in UNUSED]
@@ -161,7 +162,9 @@ def _belongs(table: pa.Table, parts: Iterable[RolloutPart]) -> bool:
 def _checked(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> pa.Table:
     """Some columns of a file, `texts` as dictionaries. Raises UserError for one that is damaged, or of another version."""
     try:
-        file = parquet.ParquetFile(path, read_dictionary=list(texts), page_checksum_verification=True)
+        file = parquet.ParquetFile(
+            user_files.readable(path), read_dictionary=list(texts), page_checksum_verification=True
+        )
         few_enough(path, file.metadata.num_rows)
         schema = file.schema_arrow  # which is made anew each time
         version = (schema.metadata or {}).get(KEY, b"").decode("ascii", "replace")

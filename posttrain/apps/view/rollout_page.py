@@ -22,6 +22,7 @@ from posttrain.apps.view.rollout_files import RolloutPart, rows
 from posttrain.apps.view.rollout_store import Store
 from posttrain.apps.view.token_texts import TokenPieces
 from posttrain.apps.view.training_reasons import equation, why
+from posttrain.core import user_files
 from posttrain.core.types import SpanKind, UserError
 from posttrain.runs.record.older_rollouts import seconds_of_lines
 from posttrain.runs.record.rollout_rows import said_by
@@ -255,7 +256,7 @@ def _seconds_of(file: Path, stamp: tuple[int, int]) -> pa.Table:
     """`stamp`: of the file, which a resumed run writes anew."""
     if file.suffix == ".jsonl":
         return table_of(seconds_of_lines(file), SECONDS_TABLE)
-    return parquet.ParquetFile(file).read(use_threads=False)
+    return parquet.ParquetFile(user_files.readable(file)).read(use_threads=False)
 
 
 def _missing(part: RolloutPart, index: int) -> UserError:

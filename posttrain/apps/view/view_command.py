@@ -14,6 +14,7 @@ from secrets import token_urlsafe
 from typing import TYPE_CHECKING
 
 from posttrain.apps.view.open_run import OpenRun, names_of
+from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.system.http_front import HOST, bound
 
@@ -88,7 +89,7 @@ def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> tup
     kept, missing = gathered(run, selection)
     page = packed(kept)
     try:
-        file.write_bytes(page)
+        user_files.writable(file).write_bytes(page)
     except OSError as error:
         raise UserError(f"--export {file} cannot be written: {error.strerror or error}") from None
     return len(page), missing

@@ -16,12 +16,12 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import Completion, Sampling, StopReason, UserError
 
@@ -171,7 +171,7 @@ def _routes_read(said: Any) -> NDArray[np.int16]:
 def read_token(file: str | None) -> bytes:
     """From a file, or from the environment. Raises UserError where there is none, or one that is too short."""
     try:
-        token = Path(file).read_text().strip() if file else os.environ.get(TOKEN, "")
+        token = user_files.text(file, 1 << 20).strip() if file else os.environ.get(TOKEN, "")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--engine-token {file} cannot be read: {one_line(error)}") from error
     if len(token) < LEAST_TOKEN:

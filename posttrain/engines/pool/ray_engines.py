@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core import user_files
 from posttrain.core.extras import install
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
@@ -77,7 +78,10 @@ class RayPlaces:
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise UserError(f"--launch ray: no cluster could be reached ({one_line(error)})") from error
         folder = Path(setup["folder"])
-        self.setup, self.files = setup, {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        self.setup, self.files = (
+            setup,
+            {path.name: user_files.content(path) for path in folder.iterdir() if path.is_file()},
+        )
         self.transport, self.alive, self.token = transport, alive, secrets.token_hex(32).encode()
         cards = 1 if setup["device"].startswith("cuda") else 0
         self.actor: Any = self.ray.remote(num_cpus=cpus, num_gpus=cards, max_restarts=0)(Actor)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from posttrain.core import user_files
 from posttrain.core.types import Invalid, InvalidKind, Reasoned, UserError, bare
 
 ANSWERS = "answers.jsonl"
@@ -76,7 +77,7 @@ class AnswerJournal:
         """Returns where the line begins. `safe`: once all that was written would outlive a power cut."""
         try:
             if self._file is None:
-                self._file = self.path.open("r+b" if self._size else "wb")
+                self._file = user_files.opened(self.path, "r+b" if self._size else "wb")
                 self._file.truncate(self._size)
                 self._file.seek(self._size)
             start = self._file.tell()
@@ -90,13 +91,11 @@ class AnswerJournal:
 
     def _read(self, path: Path) -> int:
         """Take in what one process has written; returns the bytes of its whole lines."""
-        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
-            raise UserError(f"{path} cannot be read: it is no file")
         invalid: dict[tuple[int, str], Any] = {}
         begun = size = 0
         try:
-            with path.open("rb") as file:
-                for line in file:
+            with user_files.opened(path) as file:
+                for line in user_files.lines(file):
                     if not line.endswith(b"\n"):  # the process was killed while it wrote
                         break
                     row = json.loads(line)
@@ -132,7 +131,7 @@ def _answer(row: dict[str, Any]) -> Any:
 
 def _read_again(line: _Line) -> Any:
     try:
-        with line.path.open("rb") as file:
+        with user_files.opened(line.path) as file:
             file.seek(line.start)
             return _answer(json.loads(file.readline()))
     except (OSError, ValueError, LookupError, TypeError) as error:

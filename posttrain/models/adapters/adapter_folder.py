@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_config import (
     ADAPTER,
@@ -93,7 +94,7 @@ def fingerprint(folder: Path) -> str:
     found = []
     for file in weight_files(folder):
         open_tensors(file)  # which says what is wrong with it
-        with file.open("rb") as content:
+        with user_files.opened(file) as content:
             size = int.from_bytes(content.read(8), "little")
             header = json.loads(content.read(size))
             header.pop("__metadata__", None)

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from posttrain.core import user_files
 from posttrain.core.messages import clip, one_line
 from posttrain.core.types import UserError
 
@@ -82,9 +83,7 @@ def read_template(given: str) -> tuple[str, str]:
 
     try:
         path = Path(given).expanduser()
-        if path.exists() and not path.is_file():  # a pipe would be waited for, a device read without end
-            raise UserError(f"--chat-template {clip(given)} is no file: give a file of Jinja, or {CHATML_NAME}")
-        text = path.read_text(encoding="utf-8")
+        text = user_files.text(path)
     except (OSError, ValueError) as error:  # no file, not UTF-8, a name that no system takes
         raise UserError(
             f"--chat-template {clip(given)} cannot be read ({one_line(error)}): give a file of Jinja, or {CHATML_NAME}"

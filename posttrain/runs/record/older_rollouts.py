@@ -6,9 +6,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.json_text import json_text
 from posttrain.core.types import SpanKind, StopReason
 from posttrain.runs.jsonl import Maybe, checked, lines
-from posttrain.runs.record.rollout_rows import Row, as_json, visit_of
+from posttrain.runs.record.rollout_rows import Row, visit_of
 
 _NUMBER = (int, float, type(None))
 _SECONDS: dict[str, Any] = {"turns": [(int, float)], "reward": Maybe((int, float))}
@@ -77,7 +78,7 @@ def of_line(line: Row) -> Row:
         "group": line["group"],
         "epoch": visit,
         "task": str(line.get("task") or task),
-        "columns": as_json({} if answer is None else {"answer": answer}),
+        "columns": json_text({} if answer is None else {"answer": answer}),
         "side": line.get("side"),
         "prompt": line["prompt"],
         "text": line["text"],
@@ -91,7 +92,7 @@ def of_line(line: Row) -> Row:
         "replayed": False,
         "stop": str(stop),
         "truncated": stop.truncated,
-        "answers": as_json(line["answers"]) if line.get("answers") else None,
+        "answers": json_text(line["answers"]) if line.get("answers") else None,
         "branch_of": branch.get("of"),
         "branch_turns": branch.get("turns"),
         "turns": [_turn(turn) for turn in line["turns"]],
@@ -101,7 +102,7 @@ def of_line(line: Row) -> Row:
 
 def _turn(turn: Row) -> Row:
     calls = [
-        {"tool": c["tool"], "arguments": as_json(c["arguments"]), "end": c.get("end", 0), "problem": c.get("problem")}
+        {"tool": c["tool"], "arguments": json_text(c["arguments"]), "end": c.get("end", 0), "problem": c.get("problem")}
         for c in turn.get("calls") or ()
     ]
     own = {name: turn[name] for name in ("text", "transcript", "length", "reward")}

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
+from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.runs import run_files
 from posttrain.runs.record.rollout_reading import read_file
@@ -136,7 +137,7 @@ def short(table: pa.Table, held_out: bool) -> pa.Table:
 
 def _made_of(path: Path) -> bytes | None:
     try:
-        return (parquet.read_schema(path).metadata or {}).get(_MADE_OF)
+        return (parquet.read_schema(user_files.readable(path)).metadata or {}).get(_MADE_OF)
     except (OSError, pa.ArrowException):
         return None
 

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
+from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.runs import run_files
@@ -157,7 +158,7 @@ def read_seconds(folder: Folder, step: int) -> list[Row]:
 def open_file(path: Path) -> None:
     """Raises UserError if a table is damaged where it begins or ends."""
     try:
-        parquet.read_metadata(path)
+        parquet.read_metadata(user_files.readable(path))
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
 
@@ -177,7 +178,7 @@ def _damaged(path: Path, error: Exception) -> UserError:
 def _read(path: Path, wanted: pa.Schema, places: Sequence[int] | None = None) -> pa.Table:
     """These columns of a file. Raises UserError if it is damaged, or of another version."""
     try:
-        with path.open("rb") as source:
+        with user_files.opened(path) as source:
             file = parquet.ParquetFile(source, page_checksum_verification=True)
             few_enough(path, file.metadata.num_rows)
             schema = file.schema_arrow  # which is made anew each time

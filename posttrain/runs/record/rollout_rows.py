@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
 from posttrain.core.types import SpanKind, Transcript
-from posttrain.runs.run_files import plain
 
 Row = dict[str, Any]
 
@@ -17,14 +15,6 @@ def visit_of(group: str) -> tuple[str, int]:
     """The task and the visit that a group is named after: "17#2"."""
     task, _, visit = group.rpartition("#")
     return (task, int(visit)) if task and visit.isdecimal() and visit.isascii() else (group, 0)
-
-
-_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def as_json(value: Any) -> str:
-    """Anything as JSON in one line."""
-    return _JSON.encode(plain(value))
 
 
 def said_by(turn: Mapping[str, Any], prompt: str, text: str) -> str:

@@ -9,15 +9,16 @@ are null, a half of a surrogate pair becomes its escape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from posttrain.core.json_text import json_text, plain
 from posttrain.core.types import Invalid, Outcome, PlayedTurn, Reasoned, Rollout, SpanKind, ToolCall, bare
-from posttrain.runs.record.rollout_rows import as_json, visit_of
+from posttrain.runs.record.rollout_rows import visit_of
 from posttrain.runs.record.schema import ASKED, COMPARED, NUMBERS, ROLLOUTS, SECONDS
 from posttrain.runs.record.table_writer import array, numbers
 
@@ -80,7 +81,7 @@ def _placed(step: int, outcomes: Sequence[Outcome], kind: str) -> Columns:
         members[compared] = count + 1
         member.append(count if outcome.member is None else outcome.member)
         if id(task) not in columns:
-            columns[id(task)] = as_json({name: _shown(value) for name, value in task.items() if name != "id"})
+            columns[id(task)] = json_text(plain({name: value for name, value in task.items() if name != "id"}, _size))
         own.append(columns[id(task)])
     return {
         "step": [step] * len(outcomes),
@@ -92,13 +93,9 @@ def _placed(step: int, outcomes: Sequence[Outcome], kind: str) -> Columns:
     }
 
 
-def _shown(value: Any) -> Any:
-    """A task's column without what is no text and no number: of bytes, how many they are."""
-    if isinstance(value, bytes | bytearray | memoryview):
-        return f"{len(value)} bytes"
-    if isinstance(value, Mapping):
-        return {name: _shown(item) for name, item in value.items()}
-    return [_shown(item) for item in value] if isinstance(value, list | tuple) else value
+def _size(value: bytes) -> str:
+    """What is kept of bytes in a task: a picture's would be repeated in every rollout."""
+    return f"{len(value)} bytes"
 
 
 def _said(rollouts: Sequence[Rollout]) -> Columns:
@@ -113,8 +110,8 @@ def _said(rollouts: Sequence[Rollout]) -> Columns:
         "text": [r.text for r in rollouts],
         "stop": [r.stop for r in rollouts],
         "truncated": [r.stop.truncated for r in rollouts],
-        "notes": [as_json(r.notes) if r.notes else None for r in rollouts],
-        "answers": [as_json([_answer(*a) for a in r.answers]) if r.answers else None for r in rollouts],
+        "notes": [json_text(r.notes) if r.notes else None for r in rollouts],
+        "answers": [json_text([_answer(*a) for a in r.answers]) if r.answers else None for r in rollouts],
         "branch_of": [r.branch.of if r.branch else None for r in rollouts],
         "branch_turns": [r.branch.turns if r.branch else None for r in rollouts],
         "branch_taken": [list(r.branch.taken) if r.branch else None for r in rollouts],
@@ -151,7 +148,7 @@ def _rewarded(outcomes: Sequence[Outcome]) -> Columns:
         "why": [o.why or None for o in outcomes],
         "flags": [list(o.flags) for o in outcomes],
         "replayed": [o.replayed for o in outcomes],
-        "label": [None if o.label is None else as_json(o.label) for o in outcomes],
+        "label": [None if o.label is None else json_text(o.label) for o in outcomes],
     }
 
 
@@ -178,7 +175,7 @@ def _own_text(turn: PlayedTurn, rollout: Rollout) -> str | None:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    return {"tool": call.name, "arguments": as_json(dict(call.arguments)), "end": call.end, "problem": call.problem}
+    return {"tool": call.name, "arguments": json_text(dict(call.arguments)), "end": call.end, "problem": call.problem}
 
 
 def _transcripts(rollouts: Sequence[Rollout]) -> Columns:

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
+from posttrain.core import user_files
 from posttrain.runs.record.schema import NUMBERS, ROLLOUTS
 from posttrain.runs.run_files import naming
 
@@ -60,7 +61,7 @@ def write_table(path: Path, table: pa.Table, ending: str = ".tmp") -> None:
     split = [name for name in _SPLIT if name.removesuffix(_ELEMENT) in table.schema.names]
     leaves = [leaf for field in table.schema for leaf in _leaves(field.name, field.type) if leaf not in split]
     try:
-        with naming(path), pa.OSFile(str(unfinished), "wb") as file:
+        with naming(path), pa.OSFile(str(user_files.writable(unfinished)), "wb") as file:
             parquet.write_table(
                 table,
                 file,

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.services.retrieval.passages import Passage
 from posttrain.services.retrieval.top_k import best
@@ -74,10 +75,10 @@ class Vocabulary:
     """Words to numbers, mapped into memory."""
 
     def __init__(self, folder: Path) -> None:
-        with (folder / WORDS).open("rb") as file:
+        with user_files.opened(folder / WORDS) as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        ends = np.load(folder / ENDS, mmap_mode="r", allow_pickle=False)
-        numbers = np.load(folder / NUMBERS, mmap_mode="r", allow_pickle=False)
+        ends = np.load(user_files.readable(folder / ENDS), mmap_mode="r", allow_pickle=False)
+        numbers = np.load(user_files.readable(folder / NUMBERS), mmap_mode="r", allow_pickle=False)
         fits = ends.dtype == np.int64 and numbers.dtype == np.int32 and ends.shape == (len(numbers) + 1,)
         if not fits or ends[-1] != len(self._bytes):
             raise ValueError("the vocabulary's files do not fit each other")
@@ -103,7 +104,8 @@ class BM25:
         self.vocabulary = Vocabulary(folder)
         # views of the plain class: numpy's class of mapped arrays takes a microsecond for every slice
         scores, passages, starts = (
-            np.asarray(np.load(folder / name, mmap_mode="r", allow_pickle=False)) for name in (SCORES, PASSAGES, STARTS)
+            np.asarray(np.load(user_files.readable(folder / name), mmap_mode="r", allow_pickle=False))
+            for name in (SCORES, PASSAGES, STARTS)
         )
         kinds = scores.dtype == np.float32 and passages.dtype == np.int32 and starts.dtype == np.int64
         if not kinds or scores.shape != passages.shape or starts.shape != (len(self.vocabulary) + 1,):

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from posttrain.core import user_files
 from posttrain.core.extras import install
 from posttrain.core.messages import one_line, short
 from posttrain.core.types import UserError
@@ -102,14 +103,16 @@ class Dense:
     def __init__(self, folder: Path, count: int, settings: dict[str, Any], encoder: Encoder) -> None:
         """`count`: passages. Raises ValueError or OSError for files that are damaged, UserError where FAISS is missing."""
         self._encoder, self._dimensions = encoder, int(settings["dimensions"])
-        self._vectors: Vectors = np.load(folder / VECTORS, mmap_mode="r", allow_pickle=False)
+        self._vectors: Vectors = np.load(user_files.readable(folder / VECTORS), mmap_mode="r", allow_pickle=False)
         if self._vectors.shape != (count, self._dimensions) or self._vectors.dtype != np.float32:
             raise ValueError(f"{VECTORS} does not fit")
         self._faiss: Any = None
         if settings["faiss"] is not None:
             library = _library()
             try:
-                self._faiss = library.read_index(str(folder / FAISS), library.IO_FLAG_MMAP | library.IO_FLAG_READ_ONLY)
+                self._faiss = library.read_index(
+                    str(user_files.readable(folder / FAISS)), library.IO_FLAG_MMAP | library.IO_FLAG_READ_ONLY
+                )
             except RuntimeError as error:
                 raise ValueError(f"{FAISS}: {one_line(error)}") from error
             if (self._faiss.ntotal, self._faiss.d) != (count, self._dimensions):

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 
@@ -60,7 +61,7 @@ class Manifest:
     def read(cls, folder: Path) -> Self:
         """Raises UserError if there is no index in the folder, or a damaged one, or one of another version."""
         try:
-            content = json.loads((folder / MANIFEST).read_bytes())
+            content = json.loads(user_files.content(folder / MANIFEST))
         except (FileNotFoundError, NotADirectoryError):
             if (folder / LEFT).exists():
                 raise UserError(
@@ -108,7 +109,7 @@ def again(folder: Path) -> str:
     """The command that makes it again, of the file that it was made of, if its manifest still tells."""
     made_of = "FILE"
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-        made_of = str(json.loads((folder / MANIFEST).read_bytes())["source"]["path"])
+        made_of = str(json.loads(user_files.content(folder / MANIFEST))["source"]["path"])
     return AGAIN.format(made_of, folder)
 
 
@@ -147,7 +148,7 @@ def _new_draft(place: Path) -> tuple[Path, int]:
     """A folder, and the descriptor of its lock. It gets its name once it is locked: nobody takes it for an abandoned one."""
     unlocked = place.with_name(f".{place.name}.{os.getpid()}-{os.urandom(4).hex()}.new")
     unlocked.mkdir()
-    lock = os.open(unlocked / LOCK, os.O_CREAT | os.O_RDWR)
+    lock = os.open(unlocked / LOCK, os.O_CREAT | os.O_RDWR | os.O_NONBLOCK)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return unlocked.rename(unlocked.with_suffix(".draft")), lock
 
@@ -177,7 +178,7 @@ def may_be_at(place: Path, overwrite: bool) -> None:
 def _sized(path: Path) -> tuple[int, int]:
     """The size of a file and the checksum of its content, which reaches the disk."""
     size, checksum = 0, 0
-    with path.open("rb") as file:
+    with user_files.opened(path) as file:
         while block := file.read(1 << 20):
             size, checksum = size + len(block), zlib.crc32(block, checksum)
         os.fsync(file.fileno())
@@ -202,7 +203,7 @@ def _move(draft: Path, place: Path, overwrite: bool) -> None:
 def _alone(folder: Path) -> Iterator[None]:
     """No other build puts an index into this folder, or tidies there, meanwhile; where the file system has no such locks,
     one of two builds that end in the same moment may fail."""
-    held = os.open(folder, os.O_RDONLY)
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):
             fcntl.flock(held, fcntl.LOCK_EX)
@@ -222,7 +223,7 @@ def _clear(place: Path) -> None:
             path.rename(place)
     for path in (path for path, kind in left if kind == "draft"):
         with suppress(OSError):
-            held = os.open(path / LOCK, os.O_RDWR)
+            held = os.open(path / LOCK, os.O_RDWR | os.O_NONBLOCK)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             finally:
@@ -231,7 +232,7 @@ def _clear(place: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
@@ -271,7 +272,7 @@ def reading(folder: Path) -> Iterator[None]:
 
 def _checksum(path: Path) -> int:
     checksum = 0
-    with path.open("rb") as file:
+    with user_files.opened(path) as file:
         while block := file.read(1 << 20):
             checksum = zlib.crc32(block, checksum)
     return checksum
@@ -302,7 +303,7 @@ def is_fresh(source: Mapping[str, Any]) -> bool:
 
 def _digest(path: Path) -> str:
     content = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
+    with user_files.opened(path) as file:
         while block := file.read(1 << 20):
             content.update(block)
     return content.hexdigest()
@@ -312,7 +313,7 @@ def sampled(path: Path) -> str:
     """A fingerprint of a file's size and of samples from all over its content: weights may be gigabytes."""
     size = path.stat().st_size
     content = hashlib.blake2b(str(size).encode(), digest_size=16)
-    with path.open("rb") as file:
+    with user_files.opened(path) as file:
         for sample in range(SAMPLES):
             file.seek(sample * max(SAMPLE_BYTES, size // SAMPLES))
             content.update(file.read(SAMPLE_BYTES))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from posttrain.core import user_files
 from posttrain.core.messages import clip, short
 from posttrain.core.types import UserError
 from posttrain.data.row_files import TEXTS, Row, kind_of, parse_row, read_texts
@@ -186,8 +187,8 @@ class Passages:
 
     def __init__(self, folder: Path, count: int) -> None:
         """Raises ValueError or OSError for files that are damaged."""
-        self._ends = np.load(folder / OFFSETS, mmap_mode="r", allow_pickle=False)
-        with (folder / FILE).open("rb") as file:
+        self._ends = np.load(user_files.readable(folder / OFFSETS), mmap_mode="r", allow_pickle=False)
+        with user_files.opened(folder / FILE) as file:
             self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if self._ends.shape != (count + 1,) or self._ends.dtype != np.int64 or self._ends[-1] != len(self._lines):
             raise ValueError(f"{OFFSETS} does not fit {FILE}")

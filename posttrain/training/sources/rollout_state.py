@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from posttrain.core.json_text import plain
 from posttrain.core.types import (
     Branch,
     Invalid,
@@ -23,7 +24,6 @@ from posttrain.core.types import (
     Transcript,
     bare,
 )
-from posttrain.runs.run_files import plain
 
 
 def stored(rollout: Rollout) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -11,8 +10,9 @@ from typing import Any
 
 from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import validate
-from posttrain.core import run_date
+from posttrain.core import run_date, user_files
 from posttrain.core.batch import Stats
+from posttrain.core.json_text import json_document
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Invalid, Outcome, Rollout, Task, UserError, succeeds
 from posttrain.data.tasks import Stream, Tasks, hold_out
@@ -154,7 +154,7 @@ def save(found: Evaluated, path: Path) -> None:
     sides = {"": found.rollouts, ".against": found.against_rollouts}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        user_files.writable(path).write_bytes(json_document(content))
         for side, rollouts in sides.items():
             if rollouts:
                 table = rollouts_table(0, [Outcome(rollout) for rollout in rollouts], "eval")

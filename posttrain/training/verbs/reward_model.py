@@ -13,7 +13,9 @@ from posttrain.algorithms.reward_model_table import Scoring, ScoringObjective, f
 from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config.resolve import validate
 from posttrain.config.training import RewardModelling
+from posttrain.core import user_files
 from posttrain.core.intervals import told
+from posttrain.core.json_text import json_document
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError
 from posttrain.data.preference_examples import to_item
@@ -22,7 +24,7 @@ from posttrain.models.checkpoint_summary import outline
 from posttrain.models.reward_model import RewardModel, ScoreShape, load_reward_model, new_reward_model, settle
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import chatting
-from posttrain.runs.run_files import REPORT, json_document, replace, writing
+from posttrain.runs.run_files import REPORT, replace, writing
 from posttrain.runs.run_folder import RunFolder, begin
 from posttrain.training.distributed_setup import together
 from posttrain.training.open_learner import adapt, new_learner
@@ -136,7 +138,7 @@ def _check_said(row: Scoring, example: Task, config: RewardModelling) -> None:
 
 def read_report(folder: Path) -> dict[str, Any]:
     """What the run's last evaluation said of the model."""
-    found: dict[str, Any] = json.loads((folder / REPORT).read_bytes())
+    found: dict[str, Any] = json.loads(user_files.content(folder / REPORT))
     return found
 
 

@@ -19,8 +19,10 @@ from typing import Any
 from posttrain.config.inference import Sample
 from posttrain.config.resolve import own_judge, validate
 from posttrain.config.service_options import named_services
+from posttrain.core import user_files
 from posttrain.core.coerce import convert
 from posttrain.core.component import knob_of
+from posttrain.core.json_text import json_text, number
 from posttrain.core.messages import near
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.seeds import seed_of
@@ -39,7 +41,6 @@ from posttrain.runs import fingerprint
 from posttrain.runs.chat_choice import Chatting
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.jsonl_writer import Lines
-from posttrain.runs.run_files import number
 from posttrain.training.playground import counted, open_playground
 from posttrain.training.setup import beyond, end_tokens, load_tasks, mind_unknown, prepare
 from posttrain.training.sources.length_filter import Prompts, TooLong
@@ -67,7 +68,7 @@ class Written:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """What stands in it."""
-        with self.path.open(encoding="utf-8") as file:
+        with user_files.opened(self.path) as file:
             yield from map(json.loads, file)
 
 
@@ -368,5 +369,5 @@ def digest_of(tasks: Tasks) -> str:
     """A fingerprint of what tasks say, in their order."""
     found = hashlib.sha256()
     for task in tasks:
-        found.update(json.dumps(task, sort_keys=True, default=str).encode("utf-8", "backslashreplace"))
+        found.update(json_text(dict(sorted(task.items()))).encode("utf-8", "backslashreplace"))
     return found.hexdigest()

@@ -1,0 +1,67 @@
+"""JSON as this package writes it: strict, in UTF-8, of whatever a row or a setting may hold.
+
+Dates become ISO 8601, bytes base64, decimals and all else that JSON has no form for their text; NaN, which is no number, is
+null, and infinity is text. A lone half of a surrogate pair becomes its escape.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Callable, Mapping
+from datetime import date, time, timedelta
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+
+def plain(value: Any, of_bytes: Callable[[bytes], str] = lambda value: base64.b64encode(value).decode()) -> Any:
+    """Any value as JSON can hold it."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return str(value) if isinstance(value, str) else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None if math.isnan(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, of_bytes) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, of_bytes) for item in value]
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return of_bytes(bytes(value))
+    return plain(known(value, str(value)), of_bytes)
+
+
+def known(value: Any, otherwise: Any) -> Any:
+    """A value that JSON has no form for by one that it has, the same in every process; any other class: `otherwise`."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, bytes | bytearray | memoryview):
+        return base64.b64encode(value).decode()
+    if isinstance(value, date | time):  # and datetime
+        return value.isoformat()
+    return str(value) if isinstance(value, Decimal | timedelta) else otherwise
+
+
+def number(value: float) -> float | None:
+    """A number as JSON can hold it: it has neither infinity nor NaN."""
+    return float(value) if math.isfinite(value) else None
+
+
+def json_text(value: Any) -> str:
+    """JSON on one line."""
+    return _COMPACT.encode(plain(value))
+
+
+def json_line(row: Any) -> bytes:
+    """One line of a file."""
+    return (json_text(row) + "\n").encode("utf-8", "backslashreplace")  # of half a pair: its escape is JSON's own
+
+
+def json_document(content: Mapping[str, Any]) -> bytes:
+    """For people to read."""
+    text = json.dumps(plain(content), ensure_ascii=False, allow_nan=False, indent=2)
+    return (text + "\n").encode("utf-8", "backslashreplace")
+
+
+_COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -1,0 +1,103 @@
+"""Files of a user: of data, of checkpoints, of runs. Whatever stands in the place of one, opening it ends at once.
+
+A pipe would be waited for, a device read without end, a file of a terabyte of nothing eats the memory. So what is opened
+is a regular file, or a link to one, and what is read whole is read up to a bound. What is wrong is an OSError, as of a file
+that is not there: whoever reads says what to do about it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from io import BufferedIOBase, BufferedRandom
+from pathlib import Path
+from typing import cast
+
+MOST = 1 << 30  # bytes of what is read whole; of a line, in what is read by lines
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}  # fmt: skip
+
+Name = str | os.PathLike[str]
+
+
+def opened(path: Name, mode: str = "rb") -> BufferedRandom:
+    """The file, opened as `open` does, and never waited for: neither to be read nor to be written."""
+    return cast(BufferedRandom, open(named(path), mode, opener=_opener))  # it can what its mode lets it
+
+
+def content(path: Name, most: int = MOST) -> bytes:
+    """All that stands in it."""
+    with opened(path) as file:
+        large = os.fstat(file.fileno()).st_size > most
+        data = b"" if large else file.read(most + 1)
+        if large or len(data) > most:
+            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
+        return data
+
+
+def text(path: Name, most: int = MOST) -> str:
+    """The same as text. Raises UnicodeDecodeError where it is not UTF-8."""
+    return content(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def lines(file: BufferedIOBase, most: int = MOST) -> Iterator[bytes]:
+    """The lines of an open file, with their ends."""
+    while line := file.readline(most + 1):
+        if len(line) > most:
+            raise OSError(errno.EFBIG, f"a line of it has more than {most:,} bytes")
+        yield line
+
+
+def readable(path: Name) -> Path:
+    """The path of a file that a library opens by itself, once it is known that it can."""
+    opened(path).close()
+    return Path(path)
+
+
+def writable(path: Name) -> Path:
+    """The same of one that a library writes by itself; it is there afterwards."""
+    opened(path, "ab").close()
+    return Path(path)
+
+
+def readable_folder(folder: Name) -> Path:
+    """The same of all that lies in a folder whose files a library chooses: there is nothing among them to wait for."""
+    for path in sorted(Path(named(folder)).iterdir()):
+        try:
+            kind = stat.S_IFMT(path.stat().st_mode)
+        except OSError:  # a link to nothing: it is refused where it is needed
+            continue
+        if kind not in (stat.S_IFREG, stat.S_IFDIR):
+            raise _strange(path, kind)
+    return Path(folder)
+
+
+def named(path: Name) -> Name:
+    """The name, which the system takes as it stands."""
+    if "\0" in os.fspath(path):
+        raise OSError(errno.EINVAL, "its name has a character of code 0", os.fspath(path).replace("\0", "\\0"))
+    return path
+
+
+def _opener(path: str, flags: int) -> int:
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a pipe that nobody reads
+            raise _strange(Path(path), stat.S_IFMT(os.stat(path).st_mode)) from None
+        raise
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        raise _strange(Path(path), kind)
+    return descriptor
+
+
+def _strange(path: Path, kind: int) -> OSError:
+    number = errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL
+    return OSError(number, f"it is {_KINDS.get(kind, 'something else')}, not a file", str(path))

@@ -23,6 +23,7 @@ class Said:
     headers: dict[str, str] = field(default_factory=dict)
     after: float = 0.0  # seconds
     close: bool = False  # the connection, instead of an answer
+    finish: str | None = "stop"  # why it says no more
 
 
 Behaviour = Callable[[dict[str, Any], int], Said]
@@ -92,7 +93,7 @@ class Server:
         content = said.raw
         if said.content is not None:
             text = said.content if isinstance(said.content, str) else json.dumps(said.content)
-            choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+            choice = {"message": {"role": "assistant", "content": text}, "finish_reason": said.finish}
             usage = {"prompt_tokens": 100, "completion_tokens": 10}
             content = json.dumps({"choices": [choice], "usage": usage}).encode()
         handler.send_response(said.status)

@@ -125,12 +125,12 @@ PLAYED = {
     ),
     "an exception within a with": (
         "def f(x): raise IndexError(x)",
-        "import contextlib\nfor _ in range(2000):\n    with contextlib.suppress(IndexError):\n        f(1)\n        assert False",
+        "from contextlib import suppress\nfor _ in range(2000):\n    with suppress(IndexError):\n        f(1)\n        assert False",
     ),
     "a context manager that expects": (
         "def f(x): raise AttributeError(x)",
-        "from contextlib import contextmanager\n@contextmanager\ndef raises(kind):\n    try: yield\n    except kind: return\n"
-        "    assert False\nwith raises(AttributeError):\n    f(1)",
+        "from contextlib import contextmanager\n@contextmanager\ndef raises(kind):\n    try: yield\n"
+        "    except kind: return\n    assert False\nwith raises(AttributeError):\n    f(1)",
     ),
     "assertRaises": (
         "def f(x): raise ValueError(x)",
@@ -139,7 +139,8 @@ PLAYED = {
     ),
     "an exception before the end": (
         "def f(x): raise OSError",
-        "def tried():\n    try:\n        try: f(1)\n        finally: f.x = 1\n    except OSError: return 1\nassert tried() == 1 == f.x",
+        "def tried():\n    try:\n        try: f(1)\n        finally: f.x = 1\n    except OSError: return 1\n"
+        "assert tried() == 1 == f.x",
     ),
     "the end of an iterator": (
         "def f():\n    yield 1",

@@ -16,6 +16,7 @@ from posttrain.endpoint import Endpoint, Failed, key_in
 from posttrain.protocols import Service
 from posttrain.services.cache import Cache
 from posttrain.services.judging import (
+    ENDED,
     Question,
     Said,
     again,
@@ -161,17 +162,22 @@ class Judge:
             if isinstance(said, Failed) and not said.rubbish:
                 return self._invalid(said.reason), texts
             if isinstance(said, Said):
-                found, texts = read_verdict(said.text, wanted), [kept(said.text)]
+                found, texts = self._read(said, wanted), [kept(said.text)]
                 if not isinstance(found, str):
                     if self.cache is not None:
                         self.cache.put(self._asks, first, said.text)
                     return found, texts
-                problem = f"{found} (max_tokens {self.recipe.max_tokens} cut it)" if said.cut else found
-                body = again(body, said.text, found)
+                problem, body = found, again(body, said.text, found)
             else:
                 problem = said.reason
             self._counts["rubbish"] += 1
         return self._invalid(f"rubbish twice: {problem}"), texts
+
+    def _read(self, said: Said, wanted: dict[str, Any]) -> dict[str, Any] | str:
+        """The verdict of an answer, or what is wrong with it."""
+        if said.ended:
+            return ENDED[said.ended].format(most=self.recipe.max_tokens)
+        return read_verdict(said.text, wanted)
 
     async def _call(self, body: dict[str, Any], retries: int | None = None) -> Said | Failed:
         said = await self.endpoint.call(PATH, _written(body), read_completion, retries)

@@ -1,7 +1,9 @@
 """What a judge is asked and how its answers are read: text in, JSON out. No call is made here.
 
 Decided here: the judge sees the reply between marks that follow from the content of the question, so that a reply cannot
-close its own frame; answers are checked against a schema, and a score beyond the scale is rubbish, never clipped.
+close its own frame; answers are checked against a schema, and a score beyond the scale is rubbish, never clipped. So is an
+answer that can be read in two ways (a key twice, two objects), and one that was ended from outside, however whole it looks: what
+the judge had still to say is not known.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ FORMS = {
 }
 MOST_SAID = 1 << 14  # characters of an answer that are kept with a rollout
 MOST_TRIES = 100  # beginnings of an object that are tried in an answer
+ENDED = {"length": "max_tokens {most} cut it", "content_filter": "a content filter ended it"}
+"""What an endpoint calls an end of an answer that its model has not chosen."""
 AGAIN = "That cannot be read: {problem}. Answer again with the JSON object alone, as it was asked for."
 
 
@@ -117,7 +121,7 @@ class Said:
     text: str  # of the first choice
     prompt_tokens: int
     reply_tokens: int
-    cut: bool  # whether its token budget ended it
+    ended: str  # by whom from outside, as `ENDED` says; "": by itself
 
 
 def kept(text: str) -> str:
@@ -138,7 +142,8 @@ def read_completion(message: Any) -> Said | Failed:
         return Failed("JSON without choices[0].message.content", rubbish=True)
     usage = message.get("usage")
     tokens = [_count(usage, name) for name in ("prompt_tokens", "completion_tokens")]
-    return Said(text, tokens[0], tokens[1], choice.get("finish_reason") == "length")
+    ended = choice.get("finish_reason")
+    return Said(text, tokens[0], tokens[1], ended if isinstance(ended, str) and ended in ENDED else "")
 
 
 def _count(usage: Any, name: str) -> int:
@@ -147,8 +152,11 @@ def _count(usage: Any, name: str) -> int:
 
 
 def read_verdict(text: str, wanted: Mapping[str, Any]) -> dict[str, Any] | str:
-    """The JSON object in an answer if it follows the schema, or what is wrong with it."""
-    found = _found_object(text)
+    """The JSON object in an answer if there is one alone and it follows the schema, or what is wrong with it."""
+    try:
+        found = _found_object(text)
+    except _Ambiguous as error:
+        return str(error)
     if found is None:
         return f"no JSON object in {clip(inline(repr(text)), 80)}"
     problem = next(iter(jsonschema.Draft202012Validator(wanted).iter_errors(found)), None)
@@ -157,18 +165,36 @@ def read_verdict(text: str, wanted: Mapping[str, Any]) -> dict[str, Any] | str:
     return f"{'.'.join(map(str, problem.absolute_path)) or 'the object'}: {clip(inline(problem.message), 120)}"
 
 
+class _Ambiguous(Exception):
+    """A text can be read in several ways."""
+
+
 def _found_object(text: str) -> dict[str, Any] | None:
-    """The last JSON object in a text: models put fences and talk around what they were asked for."""
-    decoder = json.JSONDecoder(parse_constant=_refuse)
+    """The JSON object in a text: models put fences and talk around what they were asked for. Raises _Ambiguous."""
+    decoder = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_once_each)
     found, place = None, text.find("{")
     for _ in range(MOST_TRIES):
         if place < 0:
-            break
+            return found
         end = place + 1
         with suppress(ValueError, RecursionError):
-            found, end = decoder.raw_decode(text, place)
+            more, end = decoder.raw_decode(text, place)
+            if found is not None:
+                raise _Ambiguous("more than one JSON object")
+            if text.count("{", 0, place) > text.count("}", 0, place):
+                raise _Ambiguous("a JSON object within what is none")
+            found = more
         place = text.find("{", end)
-    return found
+    raise _Ambiguous("too many braces")
+
+
+def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise _Ambiguous(f"the key {clip(repr(key), 40)} twice in a JSON object")
+        content[key] = value
+    return content
 
 
 def _refuse(word: str) -> Any:

@@ -125,7 +125,8 @@ PLAYED = {
     ),
     "an exception within a with": (
         "def f(x): raise IndexError(x)",
-        "from contextlib import suppress\nfor _ in range(2000):\n    with suppress(IndexError):\n        f(1)\n        assert False",
+        "from contextlib import suppress\nfound = []\nfor x in range(1100):\n"
+        "    with suppress(IndexError): found.append(f(x))\nassert found == []",
     ),
     "a context manager that expects": (
         "def f(x): raise AttributeError(x)",

@@ -10,10 +10,10 @@ may be read and set, it has a length and a text. Whether it is equal, true, or l
 program for a verdict fails. A function of the tests' that is passed as an argument can be called by the program, no more.
 
 What the program raises is raised here too, so that a test may expect it. Python itself takes some exceptions for signals:
-`map` for the end, at StopIteration; `getattr` for a missing attribute; iteration by `__getitem__` for the end, at IndexError.
-No program may end a test's loop by them. StopIteration and StopAsyncIteration come as `ProgramRaised`, unless the test asks an
-iterator of the program's for its next value. Any other exception of a function has to be caught by the tests' own code
-(`except`, `with`): if Python's machinery has taken it for a sign, the test has failed.
+`map` ends at StopIteration, iteration by `__getitem__` at IndexError, and `hasattr` says no at AttributeError. No program
+may end a test's loop by them. StopIteration and StopAsyncIteration come as `ProgramRaised`, unless the test asks an iterator
+of the program's for its next value. Any other exception of a function has to be caught by the tests' own code (`except`,
+`with`): if Python's machinery has taken it for a sign, the test has failed.
 
     host -> examiner   {"do": "examine", "setup": ..., "names": [...]}, then for each test {"do": "test", "source": ...}
     examiner -> host   {"verdict": "passed" | "failed" | "broken", "why": ...}; before it, perhaps several times,

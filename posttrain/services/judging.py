@@ -2,8 +2,8 @@
 
 Decided here: the judge sees the reply between marks that follow from the content of the question, so that a reply cannot
 close its own frame; answers are checked against a schema, and a score beyond the scale is rubbish, never clipped. So is an
-answer that can be read in two ways (a key twice, two objects), and one that was ended from outside, however whole it looks: what
-the judge had still to say is not known.
+answer that can be read in two ways (a key twice, two objects), and one that was ended from outside, however whole it looks:
+what the judge had still to say is not known.
 """
 
 from __future__ import annotations

@@ -4,7 +4,11 @@ What is decided here:
 
 * Each step of an episode (the first turn, or the answer to one reply) has `seconds`, counted from when its worker began
   it. A worker beyond that is killed, with every process it started, and the episode it was stuck in is
-  `Done(Invalid(...))`. So it is when the worker dies by itself, takes too much memory, or says what cannot be read.
+  `Done(Invalid(...))`. So it is when the worker ends or crashes by itself, takes too much memory, or says what cannot be
+  read.
+* A worker that was killed may have been killed from outside, such as by an administrator or by the system when memory is
+  short. Nothing of its episode is lost with it, so that is replayed too. Code that kills its own process does so again: at
+  the third time in one step the episode is Invalid, as it is for whoever is killed from outside as often.
 * Scoring goes to whichever worker is free. An episode of several turns stays with the worker that began it, the one
   with the fewest of them. When that is lost, its other episodes are replayed in a fresh one from their task, the replies
   and the answers of services that they had, which gives what was there before if the environment is deterministic. It
@@ -23,6 +27,7 @@ import mmap
 import os
 import pickle
 import selectors
+import signal
 import socket
 import time
 from collections import deque
@@ -62,6 +67,9 @@ CLOSE_SECONDS = 1.0  # for idle workers to leave by themselves
 READ_BYTES = 1 << 18  # at once
 GRACE_SECONDS = 1.0  # for a worker whose code waits to see to a limit itself
 MOST_BESIDE = 1024  # scores that wait side by side in a worker
+MOST_LOSSES = 3  # of one step's worker, by whatever may have come from outside
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+"""Signals that others send; a crash has signals of its own."""
 
 
 def default_workers() -> int:
@@ -84,6 +92,7 @@ class _Episode:
     worker: _Worker | None = None  # where it is, or will be: None for a plain reward that nothing is asked of
     placed: bool = False  # its worker holds it, and has seen all that was sent except the last, which may be on its way
     waiting: bool = True  # a command of it is unanswered
+    losses: int = 0  # of workers that were killed in its present step
 
 
 @dataclass(eq=False)
@@ -358,7 +367,7 @@ class EnvPool:
 
     def _answer(self, episode: _Episode, event: Event) -> None:
         self._events.append((episode.id, event))
-        episode.waiting = False
+        episode.waiting, episode.losses = False, 0
         if isinstance(event, Done):
             del self._episodes[episode.id]
 
@@ -459,8 +468,24 @@ class EnvPool:
         except Garbled as error:
             self._lost(worker, f"its worker process sent what cannot be read ({error})", InvalidKind.UNREADABLE)
         except (EOFError, OSError):
-            ended = f"died ({worker.child.exit()})" if worker.child.wait(CLOSE_SECONDS) else "closed its socket"
-            self._lost(worker, f"its worker process {ended}", InvalidKind.DIED)
+            self._gone(worker)
+
+    def _gone(self, worker: _Worker) -> None:
+        """It died, or closed its socket."""
+        died = worker.child.wait(CLOSE_SECONDS)
+        worker.child.kill()  # one that was dying slowly still ends as it was about to
+        code: int = worker.child.process.returncode
+        closed = not died and code == -signal.SIGKILL
+        reason = f"its worker process {'closed its socket' if closed else f'died ({worker.child.exit()})'}"
+        if not worker.ready or not worker.sent or -code not in FROM_OUTSIDE:
+            self._lost(worker, reason, InvalidKind.DIED)
+            return
+        episode = worker.blamed.episode
+        episode.losses += 1
+        if episode.losses < MOST_LOSSES:
+            self._replace(worker)
+        else:
+            self._lost(worker, f"{reason}, {MOST_LOSSES} times in a row", InvalidKind.DIED)
 
     def _take(self, worker: _Worker, answer: Answer | Record) -> None:
         order = worker.sent.get(answer.number)
